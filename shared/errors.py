@@ -1,25 +1,24 @@
-"""The errors of Penstock, and the worker's reaction to each branch.
+"""The errors of Penstock, and the worker's reaction to each.
 
 ::
 
     PenstockError
     ├── SettingsError          the run's settings or inputs are wrong      → one sentence on stderr, exit 2, no traceback
-    ├── TemporaryError         may work later                              → the entry stays on the bus and is tried again
-    │   ├── NotHere            another replica may do it now               → given back, and this attempt does not count
+    ├── TemporaryError         may work later                              → the entry stays on the bus and is retried
+    │   ├── NotHere            another replica may do it now               → given back, not counted as an attempt
     │   ├── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
     │   ├── BusFull            it is at its maxmemory                      → admit nothing until memory is free
     │   ├── PeerError          a connection's other end left or misbehaves → the connection is closed
-    │   └── StoreError         object storage does not answer, or refuses  → the checkpoint stays on disk, tried again
+    │   └── StoreError         object storage does not answer, or refuses  → the checkpoint stays on disk, retried
     ├── PermanentError         will never work for this message            → the entry is buried with its reason
     │   └── MessageError       bytes that are no message of ours           → the same
     ├── WeightsError           a snapshot is torn, corrupt or missing      → keep serving the old weights, next source
     ├── StateLost              an engine or a device is gone               → the process ends and is restarted
     └── Fenced                 another process took this one's place       → stop at once, commit nothing
 
-Any other exception of a handler is a bug that costs its group: retried, then buried (see ``worker``). Outside of
-handlers it ends the process, the supervisor restarts it and the bus redelivers.
+Other exceptions of a handler are bugs that cost their group (see ``worker``); elsewhere they end the process.
 
-Messages are lower case and say what was expected, what was found and which setting to change.
+Messages are lower case and name what was expected, what was found and the setting to change.
 """
 
 
@@ -28,7 +27,7 @@ class PenstockError(Exception):
 
 
 class SettingsError(PenstockError):
-    """The configured run cannot start; the message names the setting to change."""
+    """The configured run cannot start."""
 
 
 class TemporaryError(PenstockError):
@@ -36,23 +35,23 @@ class TemporaryError(PenstockError):
 
 
 class NotHere(TemporaryError):
-    """Another replica may do the work now; the entry is not at fault."""
+    """Another replica may do the work now."""
 
 
 class BusUnavailable(TemporaryError):
-    """Redis or Valkey does not answer."""
+    """The server does not answer."""
 
 
 class BusFull(TemporaryError):
-    """Redis or Valkey is at its maxmemory."""
+    """The server is at its maxmemory."""
 
 
 class PeerError(TemporaryError):
-    """The peer left, did not answer in time, or sent an invalid frame."""
+    """The peer left, timed out, or sent an invalid frame."""
 
 
 class StoreError(TemporaryError):
-    """Object storage does not answer, or refuses; ``denied`` if only a person can change that."""
+    """Object storage is unavailable; ``denied`` if only a person can change that."""
 
     def __init__(self, message: str, *, denied: bool = False) -> None:
         super().__init__(message)
@@ -64,16 +63,16 @@ class PermanentError(PenstockError):
 
 
 class MessageError(PermanentError):
-    """The bytes are not a message that this version can read."""
+    """The bytes are no message that this version can read."""
 
 
 class WeightsError(PenstockError):
-    """A weight snapshot is missing, torn, corrupt or of another layout."""
+    """Weights are missing, torn, corrupt or of another layout."""
 
 
 class StateLost(PenstockError):
-    """The process lost an engine or device and must be restarted."""
+    """The process must be restarted."""
 
 
 class Fenced(PenstockError):
-    """Another process took this one's place; nothing held may be committed."""
+    """Another process took this one's place."""

@@ -1,4 +1,4 @@
-"""The run's reward expression: a sample's reward from the values of its scorers.
+"""The run's reward expression over the values of a sample's scorers.
 
 ::
 
@@ -9,9 +9,9 @@
                | applies(scorer) | first(scorer, scorer, …)
                | the name of a scorer | a number
 
-A problem may name its scorers (``data.scorers_field``). Others have no value, and a group whose reward needs one is
-buried. ``applies`` is 1 if a scorer applies, else 0; ``first`` is the value of the first that does. The empty
-expression is the mean of those that apply. It is parsed once into a checked tree, never evaluated as Python.
+Scorers that a problem does not name (``data.scorers_field``) have no value, and a group that needs one is buried.
+``applies`` is 1 if a scorer applies, else 0; ``first`` is the value of the first that does. It is parsed once into a
+checked tree, never evaluated as Python.
 """
 
 import ast
@@ -63,7 +63,7 @@ class Expression:
         """Return the reward.
 
         Raises:
-            PermanentError: it is not finite, or needs a scorer that does not apply.
+            PermanentError: not finite, or a scorer does not apply.
         """
         try:
             reward = float(self._evaluate(values))

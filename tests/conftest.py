@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _PRELOADED = os.environ.get("LD_PRELOAD")
 PATIENCE_S = 180.0
-"""Timeout on a busy machine. A wait ends with its condition, so it costs nothing."""
+"""Timeout of waits on a busy machine."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_preloaded() -> Iterator[None]:
-    """Undo vLLM's CPU build, which makes all later processes preload libraries."""
+    """Undo the preloading by vLLM's CPU build."""
     yield
     os.environ.pop("LD_PRELOAD", None)
     if _PRELOADED is not None:
@@ -61,7 +61,7 @@ def _nothing_preloaded() -> Iterator[None]:
 
 
 class Server:
-    """A Valkey that a test may kill and restart on the same data."""
+    """A Valkey that a test may kill and restart."""
 
     def __init__(self, folder: Path) -> None:
         self.data = folder / "valkey"
@@ -109,7 +109,7 @@ async def bus(server: Server) -> AsyncIterator[Bus]:
 
 
 def need(tool: str, package: str) -> str:
-    """Return a program's path; without it skip the test, or fail if CI=true."""
+    """Return a program's path; without it skip, or fail if CI=true."""
     path = shutil.which(tool)
     if path is None:
         reason = f"needs {tool} from Debian's package {package}"
@@ -120,7 +120,7 @@ def need(tool: str, package: str) -> str:
 
 
 def need_module(name: str, package: str) -> None:
-    """Skip the test without a Python module; fail if CI=true."""
+    """Skip without a Python module, or fail if CI=true."""
     if importlib.util.find_spec(name) is None:
         reason = f"needs the Python package {package}"
         if os.environ.get("CI") == "true":
@@ -141,7 +141,7 @@ def free_port() -> int:
 
 
 async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
-    """Wait until ``condition()`` (sync or async) is true, checking ever less often.
+    """Wait until ``condition()`` (sync or async) is true.
 
     Raises:
         TimeoutError: with the condition and its last value.
@@ -173,7 +173,7 @@ def words(condition: object) -> str:
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """Make this process the only rank. The process group stays, as DeepSpeed cannot take another."""
+    """Make this process the only rank. DeepSpeed keeps its process group."""
     import torch
     import torch.distributed as dist
 

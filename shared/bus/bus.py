@@ -64,7 +64,7 @@ class Delivery(Generic[M]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Depth:
-    """Depth of a stream: all entries, held entries, age of the oldest in seconds."""
+    """A stream's entries, held entries, and oldest entry's age in seconds."""
 
     entries: int
     pending: int
@@ -165,7 +165,7 @@ class Bus(Commands):
             start = f"({text(page[-1][0])}"
 
     async def _unless_empty(self, command: Awaitable[list[Any]]) -> list[Any]:
-        """Return the rows; create the consumer groups if the server lost its data."""
+        """Return the rows; recreate the consumer groups if the server lost its data."""
         try:
             return await command
         except ResponseError as error:
@@ -210,7 +210,7 @@ class Bus(Commands):
         return dataclasses.replace(delivery, crashes=crashes)
 
     async def note_cause(self, delivery: Delivery[Any], cause: str) -> None:
-        """Note why an attempt failed, in case another process buries the entry."""
+        """Note why an attempt failed."""
         await self.write(CAUSES, "HSET", _field(delivery), cause[:_LONGEST_REASON])
 
     async def cause(self, delivery: Delivery[Any]) -> str:

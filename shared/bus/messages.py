@@ -29,7 +29,7 @@ _INT32 = FieldLimits(0, (1 << 31) - 1)
 _NAME = FieldLimits(length=1024)
 _TIME = FieldLimits(0.0, 1e11)
 _LOGPROB = FieldLimits(-80.0, 0.1)
-"""Sampled tokens have a probability of at least e⁻⁸⁰; above 0 is rounding."""
+"""Probabilities are at least e⁻⁸⁰; above 0 is rounding."""
 _LARGEST = float(np.finfo(np.float32).max)
 _ANY_LOGPROB = FieldLimits(-1e6, 0.1)
 
@@ -108,7 +108,6 @@ class Prompt:
     messages: Annotated[tuple[ChatMessage, ...], FieldLimits(length=65_536)] | None = None
     answer: str | None = None
     extra: dict[str, Json] = dataclasses.field(default_factory=dict)
-    """Other columns of the dataset row."""
     min_version: Annotated[PolicyVersion, _INT32] = PolicyVersion(0)
     purpose: Purpose = Purpose.TRAIN
     admitted_at_s: Annotated[float, _TIME] = 0.0
@@ -133,7 +132,7 @@ def _check_samples(arrays: Mapping[str, Joined]) -> None:
 
 
 def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
-    """Whether each sample's spans begin at token 0 and ascend below its length."""
+    """Whether each sample's spans begin at token 0 and ascend."""
     places = iter(starts.tolist())
     for count, length in zip(spans, tokens, strict=True):
         if (place := next(places)) != 0:
@@ -259,7 +258,7 @@ class Experience:
     scored_at_s: Annotated[float, _TIME]
     score_s: float
     reference_logprobs: Annotated[Float32Array, _ANY_LOGPROB] | None = None
-    """Under the initial policy, at the sampling temperature; None if the trainer computes them."""
+    """Under the initial policy, at the sampling temperature; None: computed by the trainer."""
 
     def check(self) -> None:
         """Raise ValueError if the parts do not fit the samples."""
@@ -283,21 +282,21 @@ class Experience:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class Misfit:
-    """A forward pass that did not fit into memory: all ranks split it. A single sample is skipped on ``ranks``."""
+    """A forward pass without enough memory: all ranks split it, or skip a single sample on ``ranks``."""
 
     attempt: Annotated[int, _INT32]
-    """Index of the pass, including failed ones, over the step's updates."""
+    """Index of the pass, with failed ones."""
     ranks: Annotated[tuple[int, ...], _INT32]
 
 
 @message("step_plan", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step's distribution over forward passes; following it makes a replay bitwise equal."""
+    """A step's distribution over forward passes, for bitwise replays."""
 
     micro_batch_tokens: Annotated[int, FieldLimits(1, (1 << 53) - 1)]
     layout: str
-    """Digest of samples per micro-batch and rank, before splits."""
+    """Digest of samples per micro-batch and rank."""
     misfits: tuple[Misfit, ...] = ()
 
 
@@ -325,7 +324,7 @@ class Probe:
             )
 
     def sequences(self) -> list[tuple[Int32Array, Float32Array]]:
-        """Return (token ids, logprobs of all but the first) per sequence."""
+        """Return (token ids, logprobs of all but the first)."""
         ends = np.cumsum(self.lengths).tolist()
         starts = [0, *ends[:-1]]
         return [
@@ -344,15 +343,14 @@ class PolicyRecord:
     step: Annotated[int, _ID]
     created_at_s: Annotated[float, _TIME]
     manifest_digest: Annotated[str, _NAME]
-    """SHA-256, hex, of the pull's header or the snapshot's manifest, which vouch for every weight."""
+    """SHA-256, hex, of the pull's header or snapshot's manifest."""
     location: str
     """Snapshot folder; empty: none."""
     metrics: Annotated[dict[str, float], FieldLimits(finite=False)] = dataclasses.field(default_factory=dict)
     source: Annotated[str, _NAME] = ""
-    """``host:port`` of the trainer's source; empty: by file only."""
+    """``host:port`` of the trainer; empty: by file only."""
     probe: Probe | None = None
     settings_revision: Annotated[int, _ID] = 0
-    """Live settings revision of its step."""
 
 
 @message("policy_update", schema=1)
@@ -363,7 +361,7 @@ class PolicyUpdate:
     record: PolicyRecord
     promoted_at_s: Annotated[float, _TIME]
     sources: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """By replica: addresses to pull from, in order, the trainer's last."""
+    """By replica: addresses in order, the trainer's last."""
 
 
 @message("step_report", schema=1)

@@ -17,7 +17,8 @@ text, a number and an array the source is::
             at = "array"; v_array = read_array(v_array)
         except INVALID as error:
             raise ValueError(f"{at}: {error}") from error
-        return cls(v_text, v_number, v_array)
+        built = cls(v_text, v_number, v_array)
+        return built
 """
 
 from collections.abc import Mapping

@@ -176,7 +176,7 @@ def array_reader(dtype: np.dtype[Any], limits: FieldLimits) -> Reader:
 
 
 def _within(dtype: np.dtype[Any], least: float, most: float) -> Callable[[npt.NDArray[Any]], bool]:
-    """Return a test that all numbers of an array are within bounds, rounded to its type. NaN never is."""
+    """Return a test of an array's bounds, rounded to its type. NaN fails."""
     smallest, largest = np.minimum.reduce, np.maximum.reduce
     if dtype == np.int32 and least == 0:  # as unsigned, a negative number is large: one pass
         return lambda value: largest(value.view(np.uint32), None).item() <= most

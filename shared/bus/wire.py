@@ -1,6 +1,6 @@
 """Encode and decode messages as MessagePack with raw arrays.
 
-A message is a map ``{"kind": str, "schema": int, <field>: <value>, ...}``. A numpy array is one extension value (type
+A message is a map ``{"kind": str, "schema": int, <field>: <value>, ...}``; a numpy array is one extension value (type
 1)::
 
     offset  0        1       2         4                  4 + 4·ndim
@@ -8,14 +8,10 @@ A message is a map ``{"kind": str, "schema": int, <field>: <value>, ...}``. A nu
             │ dtype  │ ndim  │ 0  0    │ ndim × uint32 LE │ elements, little-endian C │
             └────────┴───────┴─────────┴──────────────────┴───────────────────────────┘
 
-A tuple of many small records (a group's samples) is written by columns: see ``columns``.
+Tuples of small records are written by ``columns``. Decoded arrays are read-only views. Unknown fields are ignored,
+missing ones take their default, a newer ``schema`` is refused. There is no pickle.
 
-Decoded arrays are read-only views of the received bytes. Unknown fields are ignored, missing ones take their default,
-a newer ``schema`` is refused. There is no pickle. Classes register themselves with :func:`message`, :func:`record`
-(nested) or :func:`columns`.
-
-Fields are checked against their types and :class:`FieldLimits` (``Annotated[int, Limits(1, 65_536)]``); a record's
-method ``check`` checks what must hold between fields.
+Fields are checked against types and :class:`FieldLimits`; ``check`` methods check across fields.
 """
 
 import dataclasses
@@ -77,7 +73,7 @@ def record(cls: type[T]) -> type[T]:
 
 
 def columns(check: ColumnCheck | None = None) -> Callable[[type[T]], type[T]]:
-    """Register a dataclass whose tuples are written by columns and checked together."""
+    """Register a dataclass written by columns and checked together."""
 
     def register(cls: type[T]) -> type[T]:
         _column_checks[cls] = check
@@ -87,7 +83,7 @@ def columns(check: ColumnCheck | None = None) -> Callable[[type[T]], type[T]]:
 
 
 def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
-    """Register a dataclass as the message ``kind``; raise ``schema`` if old readers would misread the new form."""
+    """Register the message ``kind``; raise ``schema`` if old readers would misread the new form."""
 
     def register(cls: type[T]) -> type[T]:
         _messages[kind] = cls
@@ -104,7 +100,7 @@ def encode(value: object) -> bytes:
 
 
 def _packer() -> msgpack.Packer:
-    """Return this thread's packer, which reuses its grown buffer."""
+    """Return this thread's packer, to reuse its buffer."""
     packer = getattr(_local, "packer", None)
     if packer is None:
         packer = _local.packer = msgpack.Packer(default=_plain)
@@ -137,7 +133,7 @@ def decode(data: bytes, expected: type[T]) -> T:
 
 
 def _fields(value: object) -> dict[str, Any]:
-    """Return a record's fields for MessagePack; tuples of columnar records as columns."""
+    """Return a record's fields for MessagePack."""
     return {
         name: getattr(value, name) if row is None else write_columns(_writers_of(row), getattr(value, name))
         for name, row in _writers_of(type(value)).items()
@@ -204,7 +200,6 @@ def _record(cls: type) -> Reader:
 
 
 def _reader(hint: Any, limits: FieldLimits) -> Reader:
-    """Return the reader for ``hint``."""
     if typing.get_origin(hint) is typing.Annotated:
         return _reader(hint.__origin__, next(note for note in hint.__metadata__ if isinstance(note, FieldLimits)))
     if isinstance(hint, typing.NewType):

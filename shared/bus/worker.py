@@ -136,14 +136,13 @@ class Worker(Generic[In, Out]):
         self._suspects: deque[Delivery[In]] = deque()
         self._tried: set[asyncio.Task[None]] = set()
         self._alone: Delivery[In] | None = None
-        """Its attempt was counted in advance."""
         self._leaving: set[EntryId] = set()
         """Handled, leaving the stream: renewals may not find them."""
         self._free = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
         for outcome in ("handed_over", "late", "retried", "buried", "given_back", "reclaimed"):
-            ENTRIES.labels(source.name, outcome)  # as above
+            ENTRIES.labels(source.name, outcome)
         self.resting = False
 
     @property
@@ -199,7 +198,7 @@ class Worker(Generic[In, Out]):
                     await self._start(delivery)
 
     def _may_try(self) -> bool:
-        """Whether the next suspect may begin; few at a time, so that few must run alone after a second death."""
+        """Whether the next suspect may begin: few at a time."""
         if not self._suspects:
             return False
         few = 1 if self._suspects[0].crashes >= _ALONE_FROM else math.isqrt(self._concurrency)

@@ -1,4 +1,4 @@
-"""Laws of the guards: each detects only its condition, gives the reason, and follows its setting."""
+"""Laws of the guards: each detects only its condition and follows its setting."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Laws of the lease: one leads, the next follows soon, an old term writes nothing."""
+"""Laws of the lease: one leads, another follows, old terms write nothing."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Laws of following the head: a dying source, a relaying peer, a late replica, a probe that does not fit."""
+"""Following the head: dying source, relaying peer, late replica, failing probe."""
 
 import asyncio
 import contextlib

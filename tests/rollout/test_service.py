@@ -53,7 +53,6 @@ from tests.support.tolerance import ULPS
 
 
 async def announce(bus: Bus, folder: Path, version: int) -> Path:
-    """Write a snapshot of ``version`` and make it the head."""
     written = write_snapshot(
         folder, PolicyVersion(version), version, [("w", torch.tensor([float(version)]))], torch.float32
     )

@@ -1,4 +1,4 @@
-"""On a full disk, writers into the run's folder report it, keep the old files, and continue once there is space."""
+"""On a full disk, writers report it, keep old files, and continue later."""
 
 import asyncio
 from collections.abc import Iterator

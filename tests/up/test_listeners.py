@@ -1,7 +1,6 @@
-"""Every process of a run listens only on loopback or the configured address.
+"""Processes listen only on loopback or the configured address, as the kernel says.
 
-Real runs; the kernel lists the ports of each process below ``penstock up``. Engines and trainers across hosts are
-covered by ``tests/rollout/engines/vllm/test_nodes.py`` and ``tests/trainer/test_nodes.py``.
+Engines and trainers across hosts: ``tests/rollout/engines/vllm/test_nodes.py``, ``tests/trainer/test_nodes.py``.
 """
 
 import os

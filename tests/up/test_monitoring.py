@@ -1,7 +1,4 @@
-"""A real Prometheus, started by ``penstock up --prometheus``: every panel and alert has series.
-
-Exceptions of a fault-free run on one CPU are listed with reasons; promtool tests the rules.
-"""
+"""A real Prometheus (``penstock up --prometheus``): every panel and alert has series."""
 
 import json
 import os
@@ -39,7 +36,7 @@ SILENT = {
     "penstock_executor_": "no scorer of the example runs code",
     "penstock_reward_process_restarts_total": "nothing is replaced without a fault",
 }
-"""Metric prefixes without series in a run without faults, and why."""
+"""Metric prefixes without series unless there are faults, and why."""
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""A run with every kind of secret leaks none to files, bus, output or answers."""
+"""A run with every kind of secret leaks none."""
 
 import http.server
 import json
@@ -27,7 +27,7 @@ SECRETS = (BUS, quote(BUS, safe=""), KEY, OPERATE, READ)
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
-    """A judge that repeats its caller's key: in errors, in answers without a verdict, and beside one."""
+    """A judge that repeats its caller's key, in errors and answers."""
 
     asked = 0
 
@@ -55,7 +55,7 @@ def judge() -> Iterator[str]:
 
 @pytest.fixture
 def bus(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A Valkey with a password: its URL, and the folder with the log of all writes."""
+    """Yield the URL of a Valkey with a password, and its log's folder."""
     words, port, data = embedded.command(Path("unused"), tmp_path / "bus"), free_port(), tmp_path / "bus"
     options = dict(zip(words[1::2], words[2::2], strict=True))
     for name in ("--unixsocket", "--unixsocketperm"):

@@ -1,4 +1,4 @@
-"""`penstock up` with real child processes and a real Valkey; the services are tiny scripts."""
+"""`penstock up` with a real Valkey; services are tiny scripts."""
 
 import json
 import os
@@ -207,7 +207,7 @@ async def test_what_a_run_leaves_is_this_users_alone(up: Up) -> None:
 
 
 async def test_what_a_dead_process_left_behind_is_ended(up: Up) -> None:
-    """A rank of a killed launcher, in a separate session."""
+    """A killed launcher's rank, in a separate session."""
     up.script("coordinator-0", COORDINATOR)
     up.script(
         "trainer-0",

@@ -64,7 +64,7 @@ class RunStatus:
     cursor: int
     """Prompts admitted; the next group id."""
     shift: int
-    """The next prompt is at ``cursor - shift`` in the dataset; rollbacks move back there, group ids never do."""
+    """The next prompt's dataset place is ``cursor - shift``; rollbacks move only that back."""
     head: PolicyVersion | None
     newest_version: PolicyVersion | None
     """Newest commit; to become the head."""
@@ -162,7 +162,7 @@ class Ledger(Policies):
         return Extent(None if cursor is None else int(cursor), _version(newest))
 
     async def account(self) -> tuple[RunStatus, dict[str, int]]:
-        """Return, of one moment, the status and the endings of groups; the rest of the cursor is in flight."""
+        """Return status and endings of groups, of one moment."""
         run, ended = await self._bus.ask_all(("HGETALL", RUN), ("HGETALL", COUNTS), at_once=True)
         return read_status(run), read_counts(ended)
 

@@ -25,7 +25,6 @@ def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], boo
 
 
 async def start(bus: Bus) -> Ledger:
-    """A running run whose version 0 is live."""
     ledger = Ledger(bus)
     await ledger.create()
     await Trainer(bus).start()
@@ -236,7 +235,7 @@ async def test_a_loop_over_the_bus_stops_whenever_it_is_cancelled(bus: Bus) -> N
         while True:
             await bus.length(streams.PROMPTS)
 
-    for pause in range(300):  # at every moment of a command: Python 3.11's wait_for would swallow some
+    for pause in range(300):  # at any moment: Python 3.11's wait_for would swallow some
         loop = asyncio.create_task(look_for_ever())
         for _ in range(1 + pause % 40):
             await asyncio.sleep(0)

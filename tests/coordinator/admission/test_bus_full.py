@@ -1,4 +1,4 @@
-"""At maxmemory, nothing new is admitted, everything in flight may leave, and the run reports the reason."""
+"""At maxmemory, nothing new is admitted, all in flight may leave, and the reason is reported."""
 
 import asyncio
 import contextlib

@@ -189,7 +189,7 @@ def test_the_order_depends_on_seed_and_cursor_alone() -> None:
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
-    # Runs resume by cursor, so the order under a seed must never change.
+    # Runs resume by cursor: the order must never change.
     assert [EpochOrder(8, seed=0, shuffle=True).index(place) for place in range(16)] == [
         2,
         4,

@@ -40,7 +40,7 @@ async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIter
 
 
 async def answer(server: Server, request: bytes) -> tuple[int, dict[str, object]]:
-    """Send bytes; return status and problem before the server closes."""
+    """Return status and problem."""
     reader, writer = await connect(server)
     writer.write(request)
     text = await reader.read()

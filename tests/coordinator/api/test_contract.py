@@ -1,4 +1,4 @@
-"""The contract of the HTTP API, and of the coordinator's process."""
+"""The contract of the HTTP API and the coordinator's process."""
 
 import asyncio
 import json
@@ -205,7 +205,7 @@ async def test_replicas_that_beat_are_there(http: httpx.AsyncClient, bus: Bus) -
 
 async def test_the_starts_of_a_replica_are_counted_over_its_processes(http: httpx.AsyncClient, bus: Bus) -> None:
     starts = []
-    for _ in range(2):  # a killed process leaves its heartbeat until the next one replaces it
+    for _ in range(2):  # a killed process leaves its heartbeat until replaced
         killed = Presence(bus, "trainer", "trainer-0", 60.0, Status(state="working"))
         beating = asyncio.create_task(killed.run(asyncio.Event()))
 

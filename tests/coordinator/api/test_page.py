@@ -1,4 +1,4 @@
-"""The web page in a real Chromium, on a real coordinator."""
+"""The web page in a real Chromium."""
 
 import asyncio
 import contextlib

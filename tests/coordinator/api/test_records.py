@@ -1,4 +1,4 @@
-"""Laws of the training records: step reports and groups."""
+"""Laws of step reports and groups."""
 
 import json
 from collections.abc import AsyncIterator
@@ -44,7 +44,6 @@ async def test_steps_are_told_newest_first_page_by_page(http: httpx.AsyncClient,
 
 
 async def journal(bus: Bus, step: int) -> None:
-    """Put a group into the journal, as the trainer does."""
     await bus.append(streams.JOURNAL, {"step": str(step), "data": wire.encode(builders.experience(step))})
 
 

@@ -1,4 +1,4 @@
-"""The HTTP API conforms to its description, tested by schemathesis on a real coordinator."""
+"""The HTTP API conforms to its description (schemathesis)."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def test_the_committed_description_is_that_of_the_code() -> None:
 
 @pytest.fixture
 async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
-    """A coordinator process whose run has a version, a replica and dead letters."""
+    """A coordinator process with a version, a replica and dead letters."""
     run_id, token = f"schema-{os.getpid()}", tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)

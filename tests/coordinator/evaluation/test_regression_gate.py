@@ -1,4 +1,4 @@
-"""Laws of the regression gate: a fall is revoked and rolled back, noise is not, and repeated falls pause the run."""
+"""Laws of the gate: a fall is rolled back, noise is not, repeated falls pause the run."""
 
 import dataclasses
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_the_run_goes_back_to_the_newest_checkpoint_that_is_known_to_be_good() -
 
 
 class Policy:
-    """Whether the policy of the replicas still knows the answers."""
+    """Whether the served policy still knows the answers."""
 
     broken = False
 
@@ -144,7 +144,7 @@ async def test_after_as_many_rollbacks_in_a_row_as_may_be_the_run_pauses(
         assert "0 rollbacks in a row did not help" in status.reason
         assert (status.tip, (await ledger.policy_states())[V(2)]) == (2, PolicyState.LIVE)
         await ledger.transition(RunState.RUNNING, "people know better", [RunState.PAUSED])
-        await trainer.step()  # a run that people resumed is not paused again for the same version
+        await trainer.step()  # resumed by people: not paused again for this version
         await until(lambda: _fell(bus, 3))
 
 

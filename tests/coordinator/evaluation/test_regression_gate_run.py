@@ -1,4 +1,4 @@
-"""On a real run, an absurd live learning rate ruins the policy, and the gate rolls the run back."""
+"""A ruinous live learning rate makes the gate roll a real run back."""
 
 import asyncio
 import contextlib

@@ -28,7 +28,7 @@ async def put_steps(bus: Bus, *steps: int) -> None:
 
 
 async def commit_group(bus: Bus, group_id: int) -> None:
-    """Bring a group through the bus to the journal, as step 1, 2, …"""
+    """Bring a group to the journal, as step 1, 2, …"""
     entry = await bus.append(streams.ROLLOUTS, {"id": str(group_id), "data": b""})
     (delivery,) = await bus.read(streams.ROLLOUTS, RolloutGroup, "reward", 1, 0.1)
     assert delivery.entry_id == entry

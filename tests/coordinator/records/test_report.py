@@ -1,4 +1,4 @@
-"""Laws of report.html: one self-contained file in which no text of a run is HTML."""
+"""Laws of report.html: one self-contained file, safe against HTML in texts."""
 
 import base64
 import contextlib
@@ -117,9 +117,7 @@ def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
 
 
 def checked(report: Path) -> dict[str, Any]:
-    """Return a report's records; check that it refers to no other file and runs only the script that its policy
-    names.
-    """
+    """Return a report's records; check that it uses no other file and only the script that its policy names."""
     html = report.read_text()
     assert not re.search(r"<[^>]*\\b(src|href)=", html)
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", html, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Laws of the embedded engine: samples, reports, weight changes."""
+"""Laws of the embedded engine."""
 
 import asyncio
 import threading
@@ -21,7 +21,6 @@ from tests.support import tiny, weights
 from tests.support.tolerance import FORWARD
 
 NEVER = (999,)
-"""Stop ids that no token has."""
 
 
 def request(
@@ -62,7 +61,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_batch_and_its_p
         request(11, 12, 13, samples=1, max_new_tokens=12, temperature=0.0),
         request(2, 2, 2, 2, 2, 2, 2, 2, samples=4, max_new_tokens=1, temperature=1.3),
     ]
-    # a third of the vocabulary stops, so rows end at all lengths and the batch is compacted several times
+    # rows end at all lengths, and the batch is compacted several times
     groups = decode(model, asked, stop=tuple(range(0, 48, 3)))
     lengths = set()
     for one, samples in zip(asked, groups, strict=True):
@@ -149,7 +148,7 @@ def _tokens(samples: tuple[GeneratedSample, ...]) -> list[list[int]]:
 
 
 async def test_a_group_alone_in_its_batch_is_the_same_to_the_bit_whoever_asks_beside_it() -> None:
-    """In shared batches, other shapes may round differently on some CPUs, so the shapes are checked too."""
+    """Shared batches may round differently on some CPUs, so shapes are checked too."""
     rows: set[int] = set()
     asked = [request(*range(2, 4 + n), samples=4, max_new_tokens=9, seed=n) for n in range(8)]
     found = []

@@ -1,4 +1,4 @@
-"""Laws of the bus, on a real Valkey."""
+"""Laws of the bus."""
 
 import asyncio
 import os
@@ -183,7 +183,7 @@ async def test_admission_never_exceeds_what_the_steps_that_are_left_can_use(bus:
 async def test_the_bus_waits_for_a_server_that_was_killed_and_goes_on_with_its_data(own_server: Server) -> None:
     bus = await Bus.connect(own_server.url, "killed", wait_s=PATIENCE_S)
     await put(bus, 3)
-    await raw(bus).execute_command("WAITAOF", 1, 0, 0)  # a busy disk may delay the server's writes by a second
+    await raw(bus).execute_command("WAITAOF", 1, 0, 0)  # a busy disk may delay writes by a second
     own_server.stop(signal.SIGKILL)
     waiting = asyncio.create_task(bus.length(PROMPTS))
     await until(lambda: not bus.available)
@@ -335,7 +335,6 @@ async def test_a_server_that_came_back_empty_is_no_bug_of_who_held_something(bus
 
 
 async def _journey(url: str) -> None:
-    """One group from prompt to experience and out, over ``url``."""
     bus = await Bus.connect(url, "journey", wait_s=PATIENCE_S)
     try:
         await put(bus)

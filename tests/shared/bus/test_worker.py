@@ -1,4 +1,4 @@
-"""Laws of the worker, on a real Valkey."""
+"""Laws of the worker."""
 
 import asyncio
 import dataclasses
@@ -303,7 +303,7 @@ async def test_a_poison_group_that_kills_its_process_takes_no_honest_one_with_it
 
 
 async def _outlives(bus: Bus, server: Server, name: str) -> bool:
-    """Whether a process that dies of group 13 finishes the other 40; else it is killed."""
+    """Whether a process that dies of group 13 finishes the other 40."""
     command = [sys.executable, "-m", "tests.support.poisoned_worker", server.url, bus.run_id, name, "13"]
     process = subprocess.Popen(command)
     try:

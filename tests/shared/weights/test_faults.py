@@ -1,4 +1,4 @@
-"""Failing pulls: the others continue within the deadline, and no weights are half written."""
+"""Failing pulls: others continue, and no weights are half written."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,7 @@ from tests.support import weights
 from tests.support.weights_players import CPU, Player, Replica, Start, Trainer, fingerprint, players, policy
 
 DEADLINE_S = 40.0
-"""Deadline of successful pulls, and of failures that something else must end."""
 SLACK_S = 20.0
-"""Slack for busy cores."""
 SHORT_S = 1.0
 
 
@@ -31,7 +29,7 @@ def start() -> Iterator[Start]:
 
 
 def half_pulled(trainer: Player, replica: Player, version: int = 1, seed: int = 11) -> int:
-    """Start a pull that waits for its third bucket; return its number."""
+    """Start a pull that waits for its third bucket."""
     record = trainer.call("arrive", version, seed, 2)
     call = replica.later("pull", trainer.call("address"), record)
     replica.until("arrived", lambda buckets: buckets == 2)
@@ -185,7 +183,7 @@ async def test_a_pull_without_a_group_to_join_ends_at_the_deadline(start: Start)
     trainer = start(Trainer, SHORT_S)
     puller, receiver = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
     offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
-    trainer.signal(signal.SIGSTOP)  # the rendezvous server does not answer: torch alone would wait forever
+    trainer.signal(signal.SIGSTOP)  # torch alone would wait forever
     before_s = time.monotonic()
     with pytest.raises(WeightsError, match="expected a gloo group of 2 ranks"):
         await asyncio.to_thread(receiver.receive, offer, FlatSnapshot(offer.layout, CPU))

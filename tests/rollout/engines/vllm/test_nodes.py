@@ -1,7 +1,4 @@
-"""Laws of an engine across hosts: two tensor-parallel ranks of real vLLM, each in its own process tree.
-
-Over gloo on CPUs; with two GPUs, over NCCL with one each.
-"""
+"""Laws of an engine across hosts: two tensor-parallel ranks of real vLLM, over gloo on CPUs or NCCL on two GPUs."""
 
 import asyncio
 import contextlib
@@ -50,7 +47,7 @@ from tests.support.tolerance import FORWARD
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own imports warn
-    pytest.mark.timeout(600),  # so that it begins early: its engines start slowly
+    pytest.mark.timeout(600),  # begins early: its engines start slowly
 ]
 
 ROOT = Path(__file__).parents[4]
@@ -72,7 +69,7 @@ def environment(node: int) -> dict[str, str]:
 
 
 class Node:
-    """The second host: a process started by its own command."""
+    """The second host."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics_port = folder, free_port()
@@ -208,7 +205,6 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
 
 
 def variant_of(engine: VllmEngine) -> VllmEngine:
-    """Return the engine without stop ids, for groups of full length."""
     made = variant(engine, stop=())
     made.ranks = engine.ranks
     return made
@@ -223,7 +219,7 @@ async def test_the_second_host_says_that_its_workers_are_there_and_nothing_of_a_
         assert (await client.get("/healthz")).status_code == 200
         exported = (await client.get("/metrics")).text
     assert "penstock_build_info{" in exported
-    assert "penstock_rollout_" not in exported  # a second policy version, of 0, would raise an alert
+    assert "penstock_rollout_" not in exported  # a second version, 0, would raise an alert
 
 
 @pytest.mark.parametrize("stranger", ["silent", "babbling", "with another secret", "proving another rank"])

@@ -1,4 +1,4 @@
-"""A whole run with vLLM on a CPU: weights pulled over gloo, or adapters by file."""
+"""A whole run with vLLM on a CPU."""
 
 import json
 import re

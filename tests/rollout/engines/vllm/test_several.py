@@ -1,4 +1,4 @@
-"""Number of engines per GPU, memory split and routing of groups, without vLLM."""
+"""Engines per GPU, memory split and routing, without vLLM."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def draw(record: TokenRecord, computed: dict[str, int], scheduled: dict[str, int], logprobs: list[float]) -> None:
-    """One step: every request draws token 1 of 2 with the given probability."""
+    """Every request draws token 1 of 2 with the given probability."""
     names = list(scheduled)
     record.step(names, np.array([computed[name] for name in names]), np.array([scheduled[name] for name in names]))
     chosen = torch.tensor(logprobs)
@@ -271,7 +271,7 @@ async def reports(request: pytest.FixtureRequest) -> AsyncIterator[Reports]:
 
 
 class Worker:
-    """A process with a reporter of what it reads from standard input."""
+    """A process that reports what it reads from standard input."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process

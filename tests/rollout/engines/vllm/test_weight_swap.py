@@ -1,4 +1,4 @@
-"""Weights into real vLLM models on the CPU: by plan for plain layers, layer by layer for packed ones."""
+"""Weights into real vLLM models: by plan for plain layers, layer by layer for packed ones."""
 
 import importlib.util
 import json
