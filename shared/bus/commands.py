@@ -11,7 +11,7 @@ from shared.bus.streams import Row, Stream
 
 
 class Commands(Server):
-    """Commands on the keys of one run; ``run_id`` is their hash tag."""
+    """Commands on one run's keys; ``run_id`` is their hash tag."""
 
     def __init__(self, client: connection.Client, run_id: str, *, wait_s: float | None = None) -> None:
         super().__init__(client, wait_s=wait_s)

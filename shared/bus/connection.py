@@ -1,4 +1,4 @@
-"""Connect to Redis or Valkey by URL, and explain why a server cannot be used.
+"""Connect to Redis or Valkey by URL.
 
 redis://[user:password@]host:port/db        one server            rediss://…          the same over TLS
 unix:///path/to/socket                      one server on this machine

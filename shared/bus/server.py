@@ -1,8 +1,7 @@
 """Run commands and scripts on a bus server that may be away.
 
-Calls wait with capped exponential backoff; repeating a script whose answer was lost is safe. At ``maxmemory``, only
-scripts that make a run grow are refused (admission, start of an evaluation); others have ``allow-oom``, so that what
-is in flight can finish.
+Calls wait with capped exponential backoff; scripts may be repeated. At ``maxmemory``, only scripts that make a run
+grow are refused; others have ``allow-oom``, so that what is in flight can finish.
 """
 
 import asyncio
@@ -123,11 +122,6 @@ class Server:
 
 
 async def _answered(command: Callable[[], Awaitable[R]]) -> R:
-    """Return the answer.
-
-    Raises:
-        BusUnavailable: the server cannot write to disk.
-    """
     try:
         return await command()
     except ResponseError as error:

@@ -68,7 +68,7 @@ class Context:
 
     @property
     def patience(self) -> Patience:
-        """Timeouts and attempts of this run's workers."""
+        """Timeouts and attempts of workers."""
         internal = self.settings.internal
         return Patience(internal.claim_after_s, internal.max_attempts, drain_s=self.settings.bus.drain_s)
 
@@ -115,7 +115,7 @@ def _beside_up(settings: Settings) -> Settings:
 
 
 def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
-    """Return a registered run's settings, with ``url`` as ``bus.url``."""
+    """Return a registered run's settings, on ``url``."""
 
     async def fetch() -> str:
         bus = await Bus.connect(url, run_id, wait_s=30.0)
@@ -198,7 +198,7 @@ async def attend(settings: Settings) -> AsyncIterator[tuple[asyncio.Event, Statu
 
 
 def _listen_for_stop(drain_s: float) -> tuple[asyncio.Event, Callable[[], None]]:
-    """Return an event set by SIGTERM and SIGINT, and a function that sets it; either starts the time limit."""
+    """Return an event set by SIGTERM and SIGINT, and a function that sets it; both start the time limit."""
     stop = asyncio.Event()
 
     def told_to_stop() -> None:
@@ -286,10 +286,7 @@ def leave(code: int) -> NoReturn:
 
 
 def refuse(service: str, error: Exception) -> int:
-    """Print why a service cannot start; return its exit code.
-
-    Lines begin with the service's name, by which `penstock up` finds them in a launcher's output.
-    """
+    """Print why a service cannot start; return its exit code. Lines begin with the service's name, for `penstock up`."""
     for line in str(error).splitlines():
         print(f"penstock {service}: {escaped_line(redacted(line))}", file=sys.stderr)  # noqa: T201
     return 2

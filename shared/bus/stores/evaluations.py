@@ -58,7 +58,7 @@ class Description:
 
     @property
     def problems(self) -> int:
-        """Number of problems in all sets."""
+        """Return the number of problems."""
         return sum(asked.problems for asked in self.sets)
 
     def set_of(self, problem: int) -> EvaluationRequest:

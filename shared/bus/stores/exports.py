@@ -79,7 +79,7 @@ class Exports:
         await self._bus.write(EXPORTS, "HDEL", *fields)
 
     async def look(self, number: int) -> ExportRequest | None:
-        """Return an order, if it exists."""
+        """Return an order."""
         return next((order for order in await self.orders() if order.number == number), None)
 
     async def orders(self) -> list[ExportRequest]:
@@ -91,7 +91,7 @@ class Exports:
         return [order for order in orders if order is not None]
 
     async def take(self, number: int, taker: str) -> int:
-        """Take an order, also from another taker; return the attempt, 0 if gone."""
+        """Take an order, also from others; return the attempt, 0 if gone."""
         return int(await self._bus.script("take_export", number=number, taker=taker))
 
     async def answer(self, number: int, taker: str, answer: ExportResult) -> bool:

@@ -43,7 +43,7 @@ CHANGEABLE = (
 
 
 GROUP_GROWTH = 4
-"""Maximum growth of the group size over the run's file, which sized the services."""
+"""Maximum growth of groups over the run's file, which sized the services."""
 FLIGHT_GROWTH = 16
 """Same for samples in flight: slots × sampling.group_size."""
 
@@ -83,10 +83,7 @@ class Live:
         self._listeners.append(listener)
 
     async def refresh(self) -> Settings:
-        """Read the newest revision; return the settings.
-
-        A revision that cannot be applied is logged and skipped.
-        """
+        """Read the newest revision; return the settings. A revision that cannot be applied is logged and skipped."""
         number = self.revision
         try:
             number = await self.newest()
@@ -153,7 +150,7 @@ class Live:
 
 
 def check_changeable(changes: Mapping[str, object]) -> None:
-    """Raise SettingsError if a key may not change."""
+    """Raise SettingsError for a fixed key."""
     wrong = [key for key in changes if key not in CHANGEABLE]
     if wrong:
         raise SettingsError(
@@ -162,7 +159,7 @@ def check_changeable(changes: Mapping[str, object]) -> None:
 
 
 def check_growth(file: Settings, settings: Settings) -> None:
-    """Raise SettingsError if services sized by ``file`` may lack memory for ``settings``."""
+    """Raise SettingsError if services sized by ``file`` may lack memory."""
     most, size = GROUP_GROWTH * file.sampling.group_size, settings.sampling.group_size
     if size > most:
         raise SettingsError(

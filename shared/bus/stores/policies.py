@@ -60,11 +60,11 @@ class Policies:
         return await self._versions(RELEASED)
 
     async def pin(self, version: PolicyVersion, *, pinned: bool) -> bool:
-        """Pin or unpin a checkpoint; return whether that changed it."""
+        """Pin or unpin a checkpoint; return whether that changed."""
         return await self._mark(PINS, version, marked=pinned)
 
     async def release(self, version: PolicyVersion, *, released: bool) -> bool:
-        """Release a version for use, or not; return whether that changed it."""
+        """Release a version, or not; return whether that changed."""
         return await self._mark(RELEASED, version, marked=released)
 
     async def _mark(self, key: Key, version: PolicyVersion, *, marked: bool) -> bool:
@@ -75,7 +75,7 @@ class Policies:
         return frozenset(PolicyVersion(int(name)) for name in names)
 
     async def revoked(self) -> frozenset[PolicyVersion]:
-        """Return versions whose samples must not be trained on."""
+        """Return versions that must not be trained on."""
         return await self._versions(REVOKED)
 
     async def mark(self, version: PolicyVersion) -> tuple[int, int] | None:
@@ -97,5 +97,5 @@ class Policies:
                 await self._bus.write(CHECKPOINTS, "HDEL", str(version))
 
     async def forget_checkpoint(self, folder: str) -> bool:
-        """Forget a checkpoint before its deletion; False if it must stay (pinned, or a rollback's target)."""
+        """Forget a checkpoint before its deletion; False if pinned or a rollback's target."""
         return bool(await self._bus.script("forget_checkpoint", folder=folder))

@@ -32,14 +32,14 @@ def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> lis
 async def begin_rollback(
     bus: Bus, ledger: Ledger, status: RunStatus, records: Sequence[PolicyRecord], target: PolicyRecord, reason: str
 ) -> str:
-    """Take the run back to ``target``, whose checkpoint the ledger knows.
+    """Take the run back to ``target``.
 
     Args:
         bus: of the run.
         ledger: of the run.
         status: read before ``records``, to notice changes since.
         records: every version.
-        target: the version to go back to.
+        target: the version, with a checkpoint.
         reason: may be empty.
 
     Returns:
@@ -82,7 +82,6 @@ class Rollback:
     reason: str
     from_step: int
     revoked: int
-    """Versions."""
     undone: int
     """Groups trained on the abandoned branch."""
     resumes: bool
@@ -92,13 +91,13 @@ class Rollback:
     detail: str
     """What it waits for, or why it failed."""
     unloadable: str
-    """Why the trainer cannot load the checkpoint; empty: no error."""
+    """Why the checkpoint cannot be loaded; or empty."""
     started_at_s: float
     changed_at_s: float
 
     @property
     def strands(self) -> bool:
-        """Whether it left the run nothing to continue from."""
+        """Whether the run has nothing to continue from."""
         return self.stage is Stage.FAILED and bool(self.unloadable)
 
 
@@ -109,13 +108,13 @@ async def current_rollback(bus: Bus) -> Rollback | None:
 
 
 async def steer_rollback(bus: Bus, rollback: str, **fields: str | int) -> bool:
-    """Update this rollback; False if another has begun or it has ended."""
+    """Update this rollback; False if it is over."""
     words = [word for pair in fields.items() for word in pair]
     return bool(await bus.script("steer_rollback", id=rollback, now_s=time.time(), fields=words))
 
 
 async def count_load(bus: Bus) -> int:
-    """Count and return the trainer's attempts to load the rollback's checkpoint."""
+    """Count and return the trainer's attempts to load the checkpoint."""
     return int(await bus.write(ROLLBACK, "HINCRBY", "loads", 1))
 
 
