@@ -61,8 +61,6 @@ def _nothing_preloaded() -> Iterator[None]:
 
 
 class Server:
-    """A Valkey that a test may kill and restart."""
-
     def __init__(self, folder: Path) -> None:
         self.data = folder / "valkey"
         self.socket = embedded.socket_path("test")

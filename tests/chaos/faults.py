@@ -111,7 +111,6 @@ class Faults:
 
     @contextlib.contextmanager
     def scorer(self, does: str) -> Iterator[None]:
-        """Change the scorer (see ``spoiled_scorer``)."""
         write_whole(self._scorer, does)
         try:
             yield
@@ -156,7 +155,6 @@ class Faults:
 
     @contextlib.contextmanager
     def files_limited(self, name: str) -> Iterator[None]:
-        """Limit files to ``FILE_BYTES``."""
         before = {process.pid: process.rlimit(psutil.RLIMIT_FSIZE) for process in self.tree(name)}
         for pid, (_, most) in before.items():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, most))
@@ -168,7 +166,6 @@ class Faults:
 
     @contextlib.contextmanager
     def memory_limited(self, name: str, more_bytes: int) -> Iterator[None]:
-        """Limit additional memory."""
         pid = self.tree(name)[0].pid
         before = resource.prlimit(pid, resource.RLIMIT_DATA)
         resource.prlimit(pid, resource.RLIMIT_DATA, (_data_bytes(pid) + more_bytes, before[1]))
@@ -278,7 +275,6 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
 
 
 async def _join(faults: Faults, folder: Path) -> None:
-    """Start both replicas, cordoned; wait until they are ready."""
     large, odd = await asyncio.to_thread(_large_model, folder / "large"), _other_model(folder / "odd")
     model = f'{{kind = "model", model = "{large}"}}'
     for service, name, flags in (

@@ -157,7 +157,6 @@ class Fuzz:
         self.by_stream: Counter[str] = Counter()
 
     async def harvest(self) -> None:
-        """Keep real entries of every stream, or builders'."""
         for stream, kept in self._honest.items():
             for entry, fields in await raw(self._bus).xrange(self._bus.keys.of(stream), count=20):
                 if (stream, entry) not in self._sent and b"data" in fields:
@@ -209,7 +208,6 @@ class Fuzz:
         return max(lengths) < 2 * AT_ONCE
 
     async def gone(self) -> bool:
-        """Whether all hostile training entries and versions have left."""
         for stream in (*streams.TRAINING_STREAMS, streams.PUBLISHED):
             rows = await raw(self._bus).xrange(self._bus.keys.of(stream))
             if any((stream, entry) in self._sent for entry, _ in rows):

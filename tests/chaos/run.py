@@ -52,8 +52,6 @@ FLAGS: Mapping[str, object] = {
 
 
 class TcpServer:
-    """A Valkey (or ``binary``) on a local port."""
-
     def __init__(self, data: Path, binary: str = "") -> None:
         self.data = data
         self.port = free_port()
@@ -150,7 +148,6 @@ class Run:
             pytest.fail(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
 
     def report(self) -> str:
-        """Return all output and the API's last answer."""
         logs = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((self.folder / "logs").glob("*.log"))]
         return "\n".join([self._output.read_text()[-3000:], self._answered, *logs])
 
@@ -231,7 +228,6 @@ class Run:
         return bus
 
     async def more_steps(self, bus: Bus, count: int) -> None:
-        """Wait for ``count`` more commits: entries are then everywhere."""
         ledger = Ledger(bus)
         goal = (await ledger.status()).step + count
 

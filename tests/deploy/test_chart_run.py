@@ -38,8 +38,6 @@ def revisions() -> list[Json]:
 
 
 class Api:
-    """The run's API, asked for the step continuously."""
-
     def __init__(self, cluster: Cluster) -> None:
         token = cluster.content("Secret", "demo-penstock-api")["token"]
         self._client = httpx.AsyncClient(

@@ -75,7 +75,6 @@ async def _head_is(ledger: Ledger, version: int) -> bool:
 
 
 async def _load_and_publish(bus: Bus) -> PolicyRecord:
-    """Act as the trainer after a rollback."""
     ledger = Ledger(bus)
     epoch = await ledger.take_epoch()
     status = await ledger.status()

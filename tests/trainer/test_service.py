@@ -55,8 +55,6 @@ LOG_LINEAR = 'preset = "a3po"'  # its proximal depends on each group's lag
 
 
 class Run:
-    """A run whose trainer the test starts and kills."""
-
     def __init__(
         self,
         folder: Path,
@@ -145,7 +143,6 @@ def experience(group_id: int, version: int = 0) -> Experience:
 
 
 def _last_rank(pid: int, ranks: int) -> int:
-    """Return the last rank's process."""
     return pid if ranks == 1 else psutil.Process(pid).children()[-1].pid
 
 

@@ -40,7 +40,6 @@ async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIter
 
 
 async def answer(server: Server, request: bytes) -> tuple[int, dict[str, object]]:
-    """Return status and problem."""
     reader, writer = await connect(server)
     writer.write(request)
     text = await reader.read()

@@ -127,7 +127,6 @@ async def test_without_a_token_only_names_of_this_machine_are_answered(
 
 
 def every_request(parts: Coordinator) -> list[tuple[str, str]]:
-    """Return (method, path) of all and some unknown routes."""
     described = make_routes(parts.api).openapi()["paths"]
     routes = [(method.upper(), path) for path, methods in described.items() for method in methods]
     names = {"stream": "prompts", "entry": "1-0", "run_id": "other", "replica": "rollout-0"}
@@ -138,7 +137,6 @@ def every_request(parts: Coordinator) -> list[tuple[str, str]]:
 
 
 async def written_by(bus: Bus, requests: Awaitable[None]) -> tuple[set[bytes], int]:
-    """Return keys left and the number of write commands."""
     keys = set(await raw(bus).keys("*"))
     await raw(bus).config_resetstat()
     await requests

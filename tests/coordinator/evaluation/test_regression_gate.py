@@ -64,8 +64,6 @@ def test_the_run_goes_back_to_the_newest_checkpoint_that_is_known_to_be_good() -
 
 
 class Policy:
-    """Whether the served policy still knows the answers."""
-
     broken = False
 
     def reward(self, prompt: Prompt) -> float:

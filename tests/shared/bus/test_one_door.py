@@ -100,7 +100,6 @@ def test_a_second_declaration_of_a_key_is_refused() -> None:
 
 
 def calls() -> Iterator[tuple[str, set[str], bool]]:
-    """Return script calls: name, given names, open-ended."""
     for file in (ROOT / "shared/bus").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             match node:

@@ -29,7 +29,6 @@ def start() -> Iterator[Start]:
 
 
 def half_pulled(trainer: Player, replica: Player, version: int = 1, seed: int = 11) -> int:
-    """Start a pull that waits for its third bucket."""
     record = trainer.call("arrive", version, seed, 2)
     call = replica.later("pull", trainer.call("address"), record)
     replica.until("arrived", lambda buckets: buckets == 2)

@@ -84,7 +84,6 @@ class Stepper:
 
 
 def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Return the second step's measurements and weights."""
     with smooth_adam():
         found = Stepper(of)
     return [found.step(number) for number in (1, 2)][-1], found.weights()

@@ -172,8 +172,6 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
 
 
 class Scripted:
-    """Records commands and answers with given results."""
-
     def __init__(self, driven: Driven, results: dict[CommandKind, Result] | None = None) -> None:
         self._driven = driven
         published = Published(Whereabouts("0" * 64, "", "127.0.0.1:1"), None)

@@ -382,7 +382,6 @@ async def test_closing_cancels_what_runs(engine: VllmEngine) -> None:
 
 
 def adapter(folder: Path, version: int, seed: int, tensors: bool = True) -> Offer:
-    """Write a PEFT adapter; return its offer."""
     folder = folder / f"adapter-{version}"
     folder.mkdir()
     settings = {

@@ -69,8 +69,6 @@ def environment(node: int) -> dict[str, str]:
 
 
 class Node:
-    """The second host."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics_port = folder, free_port()
         save(folder / "policy", MODELS[0])
