@@ -1,1 +1,1 @@
-"""What the services agree on: messages, streams, the bus, the ledger, weights, settings. It imports no service."""
+"""Shared by the services: messages, bus, ledger, weights, settings. Imports no service."""

@@ -1,58 +1,57 @@
-"""The errors of Penstock: one tree, and what a worker does on each branch.
+"""The errors of Penstock, and the worker's reaction to each.
 
 ::
 
     PenstockError
     ├── SettingsError          the run's settings or inputs are wrong      → one sentence on stderr, exit 2, no traceback
-    ├── TemporaryError         may work later                              → the entry stays on the bus and is tried again
-    │   ├── NotHere            another replica may do it now           → given back, and this attempt does not count
+    ├── TemporaryError         may work later                              → the entry stays on the bus and is retried
+    │   ├── NotHere            another replica may do it now               → given back, not counted as an attempt
     │   ├── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held
-    │   ├── BusFull            it is at its maxmemory                      → admit nothing until what is there has left
-    │   ├── PeerError          a connection's other end left or babbles    → the connection is closed
-    │   └── StoreError         object storage does not answer, or refuses  → the checkpoint stays on disk and is tried again
+    │   ├── BusFull            it is at its maxmemory                      → admit nothing until memory is free
+    │   ├── PeerError          a connection's other end left or misbehaves → the connection is closed
+    │   └── StoreError         object storage does not answer, or refuses  → the checkpoint stays on disk, retried
     ├── PermanentError         will never work for this message            → the entry is buried with its reason
     │   └── MessageError       bytes that are no message of ours           → the same
-    ├── WeightsError           a snapshot is torn, corrupt or missing      → the old weights go on serving, next source
-    ├── StateLost              an engine or a device is gone               → the process ends and is started again
+    ├── WeightsError           a snapshot is torn, corrupt or missing      → keep serving the old weights, next source
+    ├── StateLost              an engine or a device is gone               → the process ends and is restarted
     └── Fenced                 another process took this one's place       → stop at once, commit nothing
 
-Anything else that a handler raises is a bug that costs its group: it is tried again, then buried with the cause (see ``worker``).
-Outside of handlers it ends the process, the supervisor restarts it and the bus redelivers.
+Other exceptions of a handler are bugs that cost their group (see ``worker``); elsewhere they end the process.
 
-Messages are lower case and say what was expected, what was found and which setting to change.
+Messages are lower case and name what was expected, what was found and the setting to change.
 """
 
 
 class PenstockError(Exception):
-    """Anything that Penstock itself reports."""
+    """Any error that Penstock reports."""
 
 
 class SettingsError(PenstockError):
-    """The run cannot start as it is configured; the message names the setting to change."""
+    """The configured run cannot start."""
 
 
 class TemporaryError(PenstockError):
-    """The same work may succeed later: leave the entry on the bus."""
+    """The same work may succeed later."""
 
 
 class NotHere(TemporaryError):
-    """This replica cannot do the work now, through no fault of the entry: another may."""
+    """Another replica may do the work now."""
 
 
 class BusUnavailable(TemporaryError):
-    """Redis or Valkey does not answer now."""
+    """The server does not answer."""
 
 
 class BusFull(TemporaryError):
-    """Redis or Valkey is at its maxmemory and takes nothing new."""
+    """The server is at its maxmemory."""
 
 
 class PeerError(TemporaryError):
-    """The other end of a connection left, did not answer in time, or sent what is no frame."""
+    """The peer left, timed out, or sent an invalid frame."""
 
 
 class StoreError(TemporaryError):
-    """Object storage does not answer, or refuses; ``denied`` where only a person can change that."""
+    """Object storage is unavailable; ``denied`` if only a person can change that."""
 
     def __init__(self, message: str, *, denied: bool = False) -> None:
         super().__init__(message)
@@ -60,20 +59,20 @@ class StoreError(TemporaryError):
 
 
 class PermanentError(PenstockError):
-    """This message can never be handled: bury it with this reason."""
+    """This message can never be handled."""
 
 
 class MessageError(PermanentError):
-    """These bytes are not a message that this version can read."""
+    """The bytes are no message that this version can read."""
 
 
 class WeightsError(PenstockError):
-    """A snapshot of weights is missing, torn, corrupt or of another layout."""
+    """Weights are missing, torn, corrupt or of another layout."""
 
 
 class StateLost(PenstockError):
-    """Something that this process cannot work without is gone, such as an engine or a device: it must be started again."""
+    """The process must be restarted."""
 
 
 class Fenced(PenstockError):
-    """Another process took this one's place; whatever this one holds must not be committed."""
+    """Another process took this one's place."""

@@ -1,4 +1,4 @@
-"""The run's reward expression: what a sample is worth, from the values of its scorers.
+"""The run's reward expression over the values of a sample's scorers.
 
 ::
 
@@ -9,12 +9,9 @@
                | applies(scorer) | first(scorer, scorer, …)
                | the name of a scorer | a number
 
-A problem may name the scorers that apply to it (``data.scorers_field``). The value of another is not 0 but missing: an
-expression that comes to it makes no reward, and the group is buried with that reason. ``applies`` is 1 where a scorer applies,
-else 0, and ``first`` is the value of the first that does. The empty expression is the mean of those that apply.
-
-It is parsed into a checked tree when the service starts and nothing is ever evaluated as Python: there are no attributes,
-calls, powers or other names to reach.
+Scorers that a problem does not name (``data.scorers_field``) have no value, and a group that needs one is buried.
+``applies`` is 1 if a scorer applies, else 0; ``first`` is the value of the first that does. It is parsed once into a
+checked tree, never evaluated as Python.
 """
 
 import ast
@@ -55,7 +52,7 @@ class Expression:
     0.9500000000000001
 
     Raises:
-        SettingsError: it is no expression, or names something that is no scorer.
+        SettingsError: it is invalid, or names an unknown scorer.
     """
 
     def __init__(self, text: str, scorers: Sequence[str]) -> None:
@@ -66,7 +63,7 @@ class Expression:
         """Return the reward.
 
         Raises:
-            PermanentError: it is no finite number, or needs the value of a scorer that does not apply.
+            PermanentError: not finite, or a scorer does not apply.
         """
         try:
             reward = float(self._evaluate(values))

@@ -1,4 +1,4 @@
-"""Fixtures: a real Valkey for the whole session, and a bus of its own for each test."""
+"""Fixtures: one Valkey for the session, one bus per test."""
 
 import asyncio
 import contextlib
@@ -24,24 +24,24 @@ from shared.process.importing import importing
 if TYPE_CHECKING:
     from tests.support.object_storage import Storage
 
-# Threads that wait for one another by spinning take the cores from the processes of the tests beside.
+# spinning threads would take the cores from parallel tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _PRELOADED = os.environ.get("LD_PRELOAD")
 PATIENCE_S = 180.0
-"""How long anything may take on a machine that does much else. A wait ends with its condition, so it costs nothing."""
+"""Timeout of waits on a busy machine."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collecting imports torch, transformers and vLLM, in each of the processes that share the tests."""
+    """Collection imports torch, transformers and vLLM in each test process."""
     with importing():
         yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the files that may take longest begin first, so that processes that share the files end together: by their longest test, then by all."""
+    """Run the slowest files first, so that parallel processes end together."""
     allowed_s: dict[Path, list[float]] = {}
     for item in items:
         slow, limit = item.get_closest_marker("slow"), item.get_closest_marker("timeout")
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_preloaded() -> Iterator[None]:
-    """Take back what vLLM's build for CPUs, started in this process, asks all later processes to load."""
+    """Undo the preloading by vLLM's CPU build."""
     yield
     os.environ.pop("LD_PRELOAD", None)
     if _PRELOADED is not None:
@@ -61,8 +61,6 @@ def _nothing_preloaded() -> Iterator[None]:
 
 
 class Server:
-    """A Valkey process that a test may kill and start again on the same data."""
-
     def __init__(self, folder: Path) -> None:
         self.data = folder / "valkey"
         self.socket = embedded.socket_path("test")
@@ -95,7 +93,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """A server that the test may harm."""
     found = Server(tmp_path)
     found.start()
     yield found
@@ -110,7 +107,7 @@ async def bus(server: Server) -> AsyncIterator[Bus]:
 
 
 def need(tool: str, package: str) -> str:
-    """Return the path of a program; skip the test with a reason where it is missing, fail where CI=true."""
+    """Return a program's path; without it skip, or fail if CI=true."""
     path = shutil.which(tool)
     if path is None:
         reason = f"needs {tool} from Debian's package {package}"
@@ -121,7 +118,7 @@ def need(tool: str, package: str) -> str:
 
 
 def need_module(name: str, package: str) -> None:
-    """Skip the test with a reason where a Python module is missing, fail where CI=true."""
+    """Skip without a Python module, or fail if CI=true."""
     if importlib.util.find_spec(name) is None:
         reason = f"needs the Python package {package}"
         if os.environ.get("CI") == "true":
@@ -131,23 +128,21 @@ def need_module(name: str, package: str) -> None:
 
 @pytest.fixture(scope="session")
 def helm() -> None:
-    """Real Helm, and the schemas of Kubernetes; skips what asks for it without them."""
     need_module("helm_sdkpy", "helm-sdkpy")
     need_module("kubernetes_validate", "kubernetes-validate")
 
 
 def free_port() -> int:
-    """Return a port that nobody has now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
-    """Wait until ``condition()`` (sync or async) is true; what takes long is looked at less often.
+    """Wait until ``condition()`` (sync or async) is true.
 
     Raises:
-        TimeoutError: it never was; says which condition, and what it was last.
+        TimeoutError: with the condition and its last value.
     """
     found: object = "no answer"
     pause_s = 0.01
@@ -167,7 +162,6 @@ async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
 
 
 def words(condition: object) -> str:
-    """Return the source of a lambda, or the name of a function."""
     name = str(getattr(condition, "__qualname__", condition))
     if name.endswith("<lambda>"):
         with contextlib.suppress(OSError, TypeError):
@@ -177,7 +171,7 @@ def words(condition: object) -> str:
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """Make this process the only rank. The process group stays: DeepSpeed remembers groups and cannot take another."""
+    """Make this process the only rank. DeepSpeed keeps its process group."""
     import torch
     import torch.distributed as dist
 
@@ -199,7 +193,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server_of_objects() -> Iterator["Storage"]:
-    """A server that speaks S3's protocol, and credentials for it in the environment."""
+    """An S3 server, with credentials in the environment."""
     need_module("moto", "moto[s3]")
     need_module("flask_cors", "flask-cors")
     from tests.support.object_storage import Storage
@@ -211,6 +205,5 @@ def server_of_objects() -> Iterator["Storage"]:
 
 @pytest.fixture
 def storage(server_of_objects: "Storage") -> "Storage":
-    """An empty bucket of that server."""
     server_of_objects.clear()
     return server_of_objects

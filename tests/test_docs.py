@@ -1,4 +1,4 @@
-"""Laws of the documents: they are plain English, and what they name exists."""
+"""Laws of the documents."""
 
 import ast
 import re
@@ -33,12 +33,11 @@ IDIOMS = {
     r"expected .{1,60}, found": "a plain sentence",
     r"÷": "'Penstock vs. TRL: 3.9× (101 vs. 26 samples/s)'",
 }
-"""What the pages of this project once wrote, and what to write instead."""
+"""Idioms, with what to write instead."""
 
 
 @cache
 def prose(page: Path) -> tuple[str, ...]:
-    """Return a page's lines, those of fenced code empty."""
     lines, fenced = [], False
     for line in page.read_text(encoding="utf-8").splitlines():
         fence = line.lstrip().startswith("```")
@@ -65,7 +64,7 @@ def test_prose_is_free_of_idioms(page: Path) -> None:
 
 
 def idioms(page: Path) -> Iterator[str]:
-    """Yield each idiom of a page, with what to write instead. Code and quoted messages are exempt."""
+    """Yield each idiom and its replacement. Code and quoted messages are exempt."""
     text = re.sub(r"`[^`]*`|\"[^\"\n]*\"", blank, "\n".join(prose(page)))
     for idiom, better in IDIOMS.items():
         pattern = rf"(?<!\w)(?:{idiom})(?!\w)".replace(" ", r"[ \n]+")
@@ -85,7 +84,7 @@ def test_an_idiom_is_noticed(idiom: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(f"A sentence.\n\n```\n{idiom}\n```\n\n`{idiom}` and {idiom}.\n", encoding="utf-8")
-    line = 7 + 2 * idiom.count("\n")  # the fenced one and the one in backquotes are exempt
+    line = 7 + 2 * idiom.count("\n")  # fenced and backquoted ones are exempt
     assert {said.split(": ")[0] for said in idioms(page)} == {f"page.md:{line}"}
 
 
@@ -104,7 +103,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives to a page's headings."""
     headings = [line.lstrip("#").strip() for line in prose(page) if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -133,7 +131,6 @@ def test_the_life_of_a_group_names_code_that_exists() -> None:
 
 
 def methods(path: Path) -> set[tuple[str, str]]:
-    """Return (class, method) for each method in a module."""
     classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {(one.name, node.name) for one in classes for node in one.body if isinstance(node, functions)}
@@ -148,7 +145,6 @@ def test_every_metric_that_the_documents_name_is_declared() -> None:
 
 
 def metrics(path: Path) -> set[str]:
-    """Return the names of the metrics that a module makes: the first argument of Counter(…) and its like."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
     made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in KINDS]
     return {str(call.args[0].value) for call in made if isinstance(call.args[0], ast.Constant)}

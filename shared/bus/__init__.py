@@ -1,4 +1,4 @@
-"""The bus: Redis Streams and the run's keys behind one package. Nothing outside of it speaks Redis.
+"""The bus: Redis Streams and the run's keys. No other package uses Redis.
 
 bus (streams)  ─┬─▶ commands ─▶ server ─▶ connection ─▶ Redis or Valkey
 stores (keys)  ─┘      └─▶ lua (scripts with named keys and arguments)

@@ -1,8 +1,7 @@
-"""Move messages: publish, read, hand over, leave, commit. Every change of more than one key is one Lua script.
+"""Move messages: publish, read, hand over, leave, commit. Changes of several keys are one Lua script.
 
-Delivery is at least once, effect is exactly once: an entry stays pending until the script that publishes its result
-acknowledges it, and the script does nothing when somebody else was first. A consumer that was presumed dead and
-finishes late is told so and its result is dropped.
+Delivery is at least once, the effect exactly once: the script that publishes an entry's result also acknowledges the
+entry, and does nothing if another consumer was first.
 """
 
 import dataclasses
@@ -32,16 +31,15 @@ CAUSES = key("causes", "hash", "until its entry leaves", "`<stream>:<entry>` →
 
 _PAGE_ENTRIES = 256
 _GIVEN_BACK = "given-back"
-"""The consumer of entries that were given back; what any other consumer leaves alone was in its hands when it died."""
 _LONGEST_REASON = 2000
 _AT_ONCE_MS = 86_400_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delivery(Generic[M]):
-    """One entry in this consumer's hands.
+    """One entry held by this consumer.
 
-    ``attempts`` numbers this attempt. Those before it ended with an error, or with a process that died while it worked on nothing else.
+    ``attempts`` includes this one. Earlier ones ended with an error, or with a process that worked on this entry alone.
     """
 
     stream: Stream
@@ -51,10 +49,10 @@ class Delivery(Generic[M]):
     data: bytes
     kind: type[M]
     crashes: int = 0
-    """How many processes died, or fell silent, while they held it among others."""
+    """Processes that died or fell silent holding it among other entries."""
 
     def message(self) -> M:
-        """Decode it. Raises :class:`MessageError`, upon which the worker buries the entry."""
+        """Decode it. Raises :class:`MessageError`."""
         message = wire.decode(self.data, self.kind)
         written = getattr(message, "group_id", None)
         if written is not None and str(written) != self.group_id:
@@ -66,7 +64,7 @@ class Delivery(Generic[M]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Depth:
-    """How much lies in a stream: entries, those in a consumer's hands, and the age of the oldest in seconds."""
+    """A stream's entries, held entries, and oldest entry's age in seconds."""
 
     entries: int
     pending: int
@@ -78,9 +76,9 @@ class Bus(Commands):
 
     Args:
         client: from :func:`connection.open_client`.
-        run_id: the run; all keys carry it as their hash tag.
-        wait_s: how long a call waits for a server that does not answer; None: for ever.
-        audit_entries: how many endings of groups ``audit`` keeps; 0: none.
+        run_id: hash tag of all keys.
+        wait_s: timeout for an unreachable server; None: forever.
+        audit_entries: length of ``audit``.
     """
 
     def __init__(
@@ -89,17 +87,16 @@ class Bus(Commands):
         super().__init__(client, run_id, wait_s=wait_s)
         self.audit_entries = audit_entries
         self.server = ""
-        """The server's name and version, once connected."""
 
     @classmethod
     async def connect(
         cls, url: str, run_id: str, *, wait_s: float | None = None, audit_entries: int = 100_000
     ) -> "Bus":
-        """Open the bus of ``run_id``, check its server, and make the consumer groups.
+        """Open the bus, check its server, create the consumer groups.
 
         Raises:
-            SettingsError: the URL or the server cannot serve Penstock.
-            BusUnavailable: nothing answered within ``wait_s``.
+            SettingsError: URL or server cannot be used.
+            BusUnavailable: no answer within ``wait_s``.
         """
         bus = cls(connection.open_client(url), run_id, wait_s=wait_s, audit_entries=audit_entries)
         try:
@@ -114,18 +111,18 @@ class Bus(Commands):
         return bus
 
     def of_run(self, run_id: str) -> "Bus":
-        """Return the bus of another run on the same server; it shares this one's connections."""
+        """Return another run's bus, on these connections."""
         return Bus(self._client, run_id, wait_s=self._wait_s, audit_entries=self.audit_entries)
 
     async def make_groups(self) -> None:
-        """Make the consumer group of every grouped stream, at its beginning, where it does not exist."""
+        """Create missing consumer groups, at their streams' beginning."""
         for stream in streams.GROUPED_STREAMS:
             await self.script("make_group", stream=stream, group=stream.group or "")
 
     # ---------------------------------------------------------------- publish and read
 
     async def publish(self, stream: Stream, message: object, group_id: str = "") -> EntryId:
-        """Append a message. For broadcast and trimmed streams; data streams are written by scripts."""
+        """Append to a broadcast or trimmed stream."""
         fields: dict[Any, Any] = {"id": group_id, "data": wire.encode(message)}
         return await self.append(stream, fields)
 
@@ -138,7 +135,7 @@ class Bus(Commands):
     async def read(
         self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None
     ) -> list[Delivery[M]]:
-        """Take up to ``count`` entries that nobody has; wait up to ``block_s`` for the first (None: not at all)."""
+        """Take up to ``count`` new entries; wait up to ``block_s`` for the first."""
         words = ["XREADGROUP", "GROUP", stream.group or "", consumer, "COUNT", count, *block(block_s), "STREAMS"]
         command = self.call(lambda: self._client.execute_command(*words, self.keys.of(stream), ">"))
         answer = await self._unless_empty(command)
@@ -148,12 +145,10 @@ class Bus(Commands):
     async def own(
         self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES, *, suspect: bool = False
     ) -> AsyncIterator[Delivery[M]]:
-        """Take again everything that an earlier process of the same name left unfinished, oldest first, a page at a time.
-
-        It counts as no attempt. An entry that is no longer in the stream is passed over.
+        """Take an earlier process's unfinished entries again, oldest first, in pages; no attempt is counted.
 
         Args:
-            suspect: note on each entry that a process died while it held it.
+            suspect: note on each that a process died holding it.
         """
         start = "-"
         while True:
@@ -170,7 +165,7 @@ class Bus(Commands):
             start = f"({text(page[-1][0])}"
 
     async def _unless_empty(self, command: Awaitable[list[Any]]) -> list[Any]:
-        """Return the rows; where the server came back empty, make the consumer groups and return no rows."""
+        """Return the rows; recreate the consumer groups if the server lost its data."""
         try:
             return await command
         except ResponseError as error:
@@ -182,10 +177,10 @@ class Bus(Commands):
     async def reclaim(
         self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
     ) -> list[Delivery[M]]:
-        """Take over entries that their consumer has not renewed for ``min_idle_s``, or that were given back.
+        """Take over entries given back, or not renewed for ``min_idle_s``.
 
         Args:
-            suspect: note on those of a silent consumer that it may have died of them.
+            suspect: note on the latter that they may have killed their consumer.
         """
         reclaimed = self.script(
             "reclaim", stream=stream, group=stream.group or "", consumer=consumer,
@@ -198,10 +193,10 @@ class Bus(Commands):
         ]
 
     async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
-        """Count this attempt before the entry is worked on alone; False where it is no longer ours.
+        """Count this attempt before the entry is handled alone; False if no longer ours.
 
         Args:
-            passed: it was worked on, and the attempt does not count.
+            passed: the attempt ended and does not count.
         """
         tried = await self.script(
             "try_alone", stream=delivery.stream, group=delivery.stream.group or "", consumer=consumer,
@@ -210,21 +205,21 @@ class Bus(Commands):
         return bool(tried)
 
     async def note_crash(self, delivery: Delivery[M]) -> Delivery[M]:
-        """Note that a process died while it worked on the entry among others; return it so."""
+        """Note that a process died holding the entry among others."""
         crashes = int(await self.write(CRASHES, "HINCRBY", _field(delivery), 1))
         return dataclasses.replace(delivery, crashes=crashes)
 
     async def note_cause(self, delivery: Delivery[Any], cause: str) -> None:
-        """Note why an attempt failed, for the process that buries the entry once this one is gone."""
+        """Note why an attempt failed."""
         await self.write(CAUSES, "HSET", _field(delivery), cause[:_LONGEST_REASON])
 
     async def cause(self, delivery: Delivery[Any]) -> str:
-        """Return why the newest attempt failed; "" where its process died without a word."""
+        """Return the newest attempt's error; "" if its process died."""
         noted = await self.hget(CAUSES, _field(delivery))
         return "" if noted is None else text(noted)
 
     async def forget(self, delivery: Delivery[Any]) -> None:
-        """Forget crashes and causes of an entry that left its stream."""
+        """Forget a finished entry's crashes and causes."""
         for noted in (CRASHES, CAUSES):
             await self.write(noted, "HDEL", _field(delivery))
 
@@ -250,7 +245,7 @@ class Bus(Commands):
     async def tail(
         self, stream: Stream, kind: type[M], after: str, count: int, block_s: float | None
     ) -> list[tuple[EntryId, M]]:
-        """Return messages of a broadcast stream after the entry ``after``; unreadable ones are passed over, logged."""
+        """Return messages after ``after``; unreadable ones are logged and skipped."""
         while True:
             entries = await self.xread({stream: after}, count, block_s)
             messages = self._messages(kind, entries)
@@ -259,7 +254,7 @@ class Bus(Commands):
             after = entries[-1][0]
 
     async def newest(self, stream: Stream, kind: type[M], count: int = 1) -> list[tuple[EntryId, M]]:
-        """Return the newest messages of a stream, newest first, without taking them."""
+        """Return the newest messages, newest first."""
         return self._messages(kind, await self.xrevrange(stream, count=count))
 
     def _messages(self, kind: type[M], entries: Sequence[Row]) -> list[tuple[EntryId, M]]:
@@ -274,23 +269,20 @@ class Bus(Commands):
     # ---------------------------------------------------------------- finish an entry
 
     async def hand_over(self, delivery: Delivery[Any], output: Stream, result: object) -> bool:
-        """Publish ``result``, a message or its bytes, and acknowledge the input in one transaction.
-
-        Returns False when another consumer finished the entry first: nothing was published.
-        """
+        """Publish ``result`` (message or bytes) and acknowledge the input; False if another consumer was first."""
         payload = result if isinstance(result, bytes) else wire.encode(result)
         return bool(await self.script("hand_over", **_input(delivery), output=output, payload=payload))
 
     async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
-        """Let a group leave the run, counted under ``dropped:<reason>``."""
+        """Drop a group, counted as ``dropped:<reason>``."""
         return await self._leave(delivery, f"dropped:{reason}", detail, keep=False)
 
     async def bury(self, delivery: Delivery[Any], reason: str) -> bool:
-        """Move an entry that cannot be handled to the dead letters, counted under ``dead:<stream>``."""
+        """Move an entry to the dead letters, counted as ``dead:<stream>``."""
         return await self._leave(delivery, f"dead:{delivery.stream.name}", reason, keep=True)
 
     async def acknowledge(self, delivery: Delivery[Any]) -> bool:
-        """Take an entry off a stream that ends here (evaluation results)."""
+        """Acknowledge an entry without successor (evaluation results)."""
         return await self._leave(delivery, "", "", keep=False)
 
     async def _leave(self, delivery: Delivery[Any], outcome: str, detail: str, *, keep: bool) -> bool:
@@ -303,11 +295,11 @@ class Bus(Commands):
         return bool(left)
 
     async def requeue(self, delivery: Delivery[Any], prompt: object) -> bool:
-        """Send the group of a stale experience back to the prompts, in one transaction."""
+        """Send a stale experience's group back to the prompts."""
         return bool(await self.script("requeue", **_input(delivery), payload=wire.encode(prompt)))
 
     async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
-        """Say that ``entries`` are still being worked on; return those that are still this consumer's."""
+        """Renew ``entries``; return those still held."""
         if not entries:
             return set()
         ours = await self.script("renew", stream=stream, group=stream.group or "", consumer=consumer, entries=entries)
@@ -316,19 +308,19 @@ class Bus(Commands):
     async def give_back(
         self, stream: Stream, consumer: str, entry_id: EntryId, *, idle_s: float, uncounted: int = 0
     ) -> int:
-        """Let any consumer take an entry, ``idle_s`` of its idle time already counted as passed.
+        """Let any consumer take an entry, as if idle for ``idle_s``.
 
         Args:
-            uncounted: how many of its attempts do not count.
+            uncounted: attempts that do not count.
         """
         return await self._give(stream, consumer, [entry_id], int(idle_s * 1000), uncounted, _GIVEN_BACK)
 
     async def give_all_back(self, stream: Stream, consumer: str) -> int:
-        """Let others take at once everything that ``consumer`` has, this attempt not counted; return how many entries."""
+        """Give back everything held, without counting this attempt; return the number of entries."""
         return await self._give(stream, consumer, [], _AT_ONCE_MS, 1, _GIVEN_BACK)
 
     async def leave_suspects(self, stream: Stream, consumer: str) -> int:
-        """Let others take at once everything that ``consumer`` has, as what its process died of; return how many entries."""
+        """Give back everything held, as suspects; return the number of entries."""
         return await self._give(stream, consumer, [], _AT_ONCE_MS, 0, consumer)
 
     async def _give(
@@ -343,33 +335,33 @@ class Bus(Commands):
     # ---------------------------------------------------------------- look
 
     async def length(self, stream: Stream) -> int:
-        """Return the number of entries in a stream."""
+        """Return a stream's number of entries."""
         return int(await self.ask("XLEN", stream))
 
     async def depths(self, *of: Stream) -> list[Depth]:
-        """Return how much is in streams and how old their oldest entries are, all at one moment."""
+        """Return the depths of streams at one moment."""
         answer = await self.script("depths", streams=of, groups=[stream.group or "" for stream in of])
         return [_depth(int(entries), int(pending), text(oldest)) for entries, pending, oldest in answer]
 
     async def depth(self, stream: Stream) -> Depth:
-        """Return how much is in a stream and how old its oldest entry is."""
+        """Return a stream's depth."""
         return (await self.depths(stream))[0]
 
     async def counts(self) -> dict[str, int]:
-        """Return how groups ended: ``trained``, ``dropped:<reason>``, ``dead:<stream>``, ``requeued``."""
+        """Count endings of groups: ``trained``, ``dropped:<reason>``, ``dead:<stream>``, ``requeued``."""
         return read_counts(await self.hgetall(COUNTS))
 
     async def remove(self, stream: Stream) -> None:
-        """Delete a stream with all its entries."""
+        """Delete a stream."""
         await self.write(stream, "DEL")
 
     async def memory_bytes(self) -> tuple[int, int]:
-        """Return what counts against the server's maxmemory, and maxmemory itself (0: not set)."""
+        """Return memory used and maxmemory (0: not set)."""
         return await self.call(lambda: connection.memory_bytes(self._client))
 
 
 def read_counts(raw: Mapping[bytes, bytes]) -> dict[str, int]:
-    """Return how groups ended, from the answer to HGETALL."""
+    """Parse an answer to HGETALL."""
     return {text(name): int(value) for name, value in raw.items()}
 
 
@@ -379,7 +371,6 @@ def _depth(entries: int, pending: int, oldest: str) -> Depth:
 
 
 def _input(delivery: Delivery[Any]) -> dict[str, Any]:
-    """Return an entry as the scripts that finish it name it."""
     stream = delivery.stream
     return {
         "input": stream,

@@ -1,4 +1,4 @@
-"""Tuples of many small records of one kind, written by columns: a few large arrays instead of many small ones.
+"""Columnar encoding of many small records of one kind.
 
 ::
 
@@ -20,7 +20,7 @@ _MOST_ROWS = 65_536
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """The arrays of one column, one after another, and how long each is."""
+    """The concatenated arrays of one column and their lengths."""
 
     joined: npt.NDArray[Any]
     lengths: list[int]
@@ -35,11 +35,11 @@ class Joined:
 
 
 ColumnCheck = Callable[[Mapping[str, Joined]], None]
-"""Raises ValueError where the array columns of a record do not belong together."""
+"""Raises ValueError if array columns do not belong together."""
 
 
 def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, Any]:
-    """Return the columns of ``records``, whose fields are ``names``."""
+    """Return the columns ``names`` of ``records``."""
     written: dict[str, Any] = {"rows": len(records)}
     for name in names if records else ():
         column = [getattr(record, name) for record in records]
@@ -51,7 +51,7 @@ def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, 
 
 
 def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck | None, length: int) -> Reader:
-    """Return the reader of at most ``length`` records, whose fields are read by ``readers``."""
+    """Return the reader of at most ``length`` records."""
     most = min(length, _MOST_ROWS)
 
     def one(written: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Commands and scripts on the keys of one run, with typed answers. Only ``shared.bus`` uses them: ``bus`` and ``stores`` are the API."""
+"""Typed commands and scripts on a run's keys, only for ``shared.bus``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,7 @@ from shared.bus.streams import Row, Stream
 
 
 class Commands(Server):
-    """Commands on the keys of one run.
-
-    Args:
-        client: from :func:`connection.open_client`.
-        run_id: the run; all keys carry it as their hash tag.
-        wait_s: how long a call waits for a server that does not answer; None: for ever.
-    """
+    """Commands on one run's keys; ``run_id`` is their hash tag."""
 
     def __init__(self, client: connection.Client, run_id: str, *, wait_s: float | None = None) -> None:
         super().__init__(client, wait_s=wait_s)
@@ -25,7 +19,7 @@ class Commands(Server):
         self.keys = Keys(run_id)
 
     async def script(self, name: str, **given: Given) -> Any:
-        """Run one of ``shared/bus/scripts`` atomically; ``given`` are its arguments, and those of its keys that are not declared.
+        """Run one of ``shared/bus/scripts`` atomically; ``given``: arguments and undeclared keys.
 
         Raises:
             BusFull: the server is at its maxmemory, and this script adds to what is in flight.
@@ -35,15 +29,15 @@ class Commands(Server):
         return await self.evaluate(script, *script.bind(self.keys, given))
 
     async def write(self, key: Named, command: str, *arguments: Argument) -> Any:
-        """Run one command that writes ``key``, also while the server is at its maxmemory: what a run says of itself is small."""
+        """Run a write, even at the server's maxmemory: a run's own records are small."""
         return await self.script("write", key=key, command=command, arguments=arguments)
 
     async def ask(self, command: str, *words: Argument | Named) -> Any:
-        """Run one command that reads keys."""
+        """Run a read."""
         return await self.call(lambda: self._client.execute_command(command, *self._words(words)))
 
     async def ask_all(self, *commands: tuple[Argument | Named, ...], at_once: bool = False) -> list[Any]:
-        """Run several commands in one round trip; each is its name, key and arguments.
+        """Run commands (name, key, arguments) in one round trip.
 
         Args:
             at_once: in one transaction.
@@ -63,17 +57,17 @@ class Commands(Server):
     # ---------------------------------------------------------------- typed reads
 
     async def get(self, key: Key) -> bytes | None:
-        """Return a string's value."""
+        """Return a string."""
         value: bytes | None = await self.ask("GET", key)
         return value
 
     async def hget(self, key: Key, field: str) -> bytes | None:
-        """Return a field of a hash."""
+        """Return a hash field."""
         value: bytes | None = await self.ask("HGET", key, field)
         return value
 
     async def hmget(self, key: Key, *fields: str) -> list[bytes | None]:
-        """Return fields of a hash."""
+        """Return hash fields."""
         values: list[bytes | None] = await self.ask("HMGET", key, *fields)
         return values
 
@@ -88,20 +82,20 @@ class Commands(Server):
         return members
 
     async def xrange(self, stream: Stream, start: str = "-", end: str = "+", count: int | None = None) -> list[Row]:
-        """Return entries of a stream, oldest first."""
+        """Return entries, oldest first."""
         return rows(await self.ask("XRANGE", stream, start, end, *_count(count)))
 
     async def xrevrange(self, stream: Stream, end: str = "+", start: str = "-", count: int | None = None) -> list[Row]:
-        """Return entries of a stream, newest first."""
+        """Return entries, newest first."""
         return rows(await self.ask("XREVRANGE", stream, end, start, *_count(count)))
 
     async def xread(self, after: Mapping[Stream, str], count: int, block_s: float | None = None) -> list[Row]:
-        """Return entries of streams after these ids; wait up to ``block_s`` for the first (None: not at all)."""
+        """Return entries after these ids; wait up to ``block_s`` for the first."""
         answer = await self.ask("XREAD", "COUNT", count, *block(block_s), "STREAMS", *after, *after.values())
         return [row for _, entries in answer or () for row in rows(entries)]
 
     async def keys_like(self, pattern: str) -> list[str]:
-        """Return the names on the server, of any run, that match a pattern."""
+        """Return key names of any run that match a pattern."""
 
         async def scan() -> list[str]:
             return [key.decode() async for key in self._client.scan_iter(match=pattern, count=1000)]
@@ -109,17 +103,17 @@ class Commands(Server):
         return await self.call(scan)
 
     async def unlink(self, names: Sequence[str]) -> None:
-        """Delete keys by their names on the server."""
+        """Delete keys by full name."""
         await self.call(lambda: self._client.execute_command("UNLINK", *names))
 
 
 def rows(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Row]:
-    """Return entries with their ids as text."""
+    """Return rows with text ids."""
     return [(text(entry), fields) for entry, fields in entries]
 
 
 def block(block_s: float | None) -> tuple[Argument, ...]:
-    """Return the words that let a read wait; an empty tuple where it does not."""
+    """Return a blocking read's arguments."""
     return () if block_s is None else ("BLOCK", max(1, int(block_s * 1000)))
 
 
@@ -128,5 +122,5 @@ def _count(count: int | None) -> tuple[Argument, ...]:
 
 
 def text(value: bytes | str) -> str:
-    """Return an answer as text."""
+    """Decode an answer."""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value

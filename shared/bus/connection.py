@@ -1,9 +1,9 @@
-"""Reach Redis or Valkey from a URL, and say in one sentence why it cannot be used. The only file that opens connections.
+"""Connect to Redis or Valkey by URL.
 
 redis://[user:password@]host:port/db        one server            rediss://…          the same over TLS
 unix:///path/to/socket                      one server on this machine
 redis+sentinel://host:port,host:port/name   the primary that Sentinel names (rediss+sentinel: TLS to the servers)
-redis+cluster://host:port,host:port         a cluster; one run lives in one slot (rediss+cluster: TLS)
+redis+cluster://host:port,host:port         a cluster; one run uses one slot (rediss+cluster: TLS)
 """
 
 import re
@@ -23,20 +23,20 @@ from shared.text.redaction import redact
 
 
 class Pipeline(Protocol):
-    """Commands that are sent together."""
+    """Commands sent together."""
 
     def execute_command(self, *words: str | bytes | int | float) -> object:
         """Add one command."""
 
     def execute(self) -> Awaitable[list[Any]]:
-        """Send them; return their answers."""
+        """Send them; return the answers."""
 
 
 class Client(Protocol):
-    """What is used of a redis-py client, of one server or of a cluster."""
+    """The used part of redis-py's clients."""
 
     def execute_command(self, *words: str | bytes | int | float) -> Awaitable[Any]:
-        """Run one command; return its answer as redis-py decodes it for that command."""
+        """Run one command; redis-py decodes the answer."""
 
     def pipeline(self, transaction: bool) -> Pipeline:
         """Return an empty pipeline."""
@@ -63,11 +63,10 @@ _OPTIONS: dict[str, Any] = {
 
 _ENCODE = "change bus.url; in a password, write / as %2F, @ as %40, : as %3A, # as %23, ? as %3F and % as %25"
 _MOST_CONNECTIONS = 64
-"""Of one process to one server; further calls wait for a free one."""
 
 
 def first_server(url: str) -> tuple[str, int] | None:
-    """Return host and port of the first server that ``url`` names; None where it is a socket, or embedded."""
+    """Return host and port of the URL's first server; None for a socket or embedded."""
     parts = urlsplit(url)
     scheme, _, form = parts.scheme.partition("+")
     if scheme not in ("redis", "rediss"):
@@ -79,10 +78,10 @@ def first_server(url: str) -> tuple[str, int] | None:
 
 
 def open_client(url: str) -> Client:
-    """Return a client for ``url``; it connects on its first command.
+    """Return a client; it connects on its first command.
 
     Raises:
-        SettingsError: the URL is of no known form.
+        SettingsError: unknown form of URL.
     """
     scheme, _, form = urlsplit(url).scheme.partition("+")
     if (scheme not in ("redis", "rediss", "unix") or form not in ("", "sentinel", "cluster")) or (
@@ -101,12 +100,12 @@ def open_client(url: str) -> Client:
             url, max_connections=_MOST_CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0), **_OPTIONS
         )
         return cast(Client, redis.Redis.from_pool(pool))
-    except ValueError:  # its text may hold a part of the password
+    except ValueError:  # it may contain part of the password
         raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
 
 
 async def close_client(client: Client) -> None:
-    """Close a client's connections, those to its sentinels too."""
+    """Close connections, including those to sentinels."""
     manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
     for sentinel in manager.sentinels if manager is not None else ():
         await sentinel.aclose()
@@ -151,11 +150,11 @@ def _tls_files(query: dict[str, str]) -> dict[str, Any]:
 
 
 async def check_server(client: Client) -> str:
-    """Return the server's name and version, as ``valkey 9.1.2``.
+    """Return name and version: ``valkey 9.1.2``.
 
     Raises:
         SettingsError: the server is too old, or may evict data.
-        BusUnavailable: it does not answer.
+        BusUnavailable: no answer.
     """
     try:
         info = await client.info("server")
@@ -180,11 +179,11 @@ async def check_server(client: Client) -> str:
 
 
 async def probe(url: str) -> str:
-    """Return name and version of the server at ``url``, over a connection of its own.
+    """Connect briefly; return name and version.
 
     Raises:
-        SettingsError: the URL is of no known form, the server is too old, or may evict data.
-        BusUnavailable: it does not answer.
+        SettingsError: unknown form of URL, or the server is too old or may evict data.
+        BusUnavailable: no answer.
     """
     client = open_client(url)
     try:
@@ -194,13 +193,12 @@ async def probe(url: str) -> str:
 
 
 async def memory_bytes(client: Client) -> tuple[int, int]:
-    """Return what counts against the server's maxmemory, and maxmemory itself (0: none), in bytes."""
+    """Return memory used and maxmemory (0: not set)."""
     found = _one_node(await client.info("memory"))
     used = int(found.get("used_memory", 0)) - int(found.get("mem_not_counted_for_evict", 0))
     return used, int(found.get("maxmemory", 0))
 
 
 def _one_node(info: dict[str, Any]) -> dict[str, Any]:
-    """A cluster answers per node: take one."""
     first = next(iter(info.values()), None)
     return first if isinstance(first, dict) and "redis_version" not in info and "maxmemory" not in info else info

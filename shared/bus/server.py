@@ -1,10 +1,7 @@
-"""Reach the server of the bus: wait for it, and run commands and scripts on it.
+"""Run commands and scripts on a bus server that may be away.
 
-The bus outlives its server: every call waits for it with capped exponential backoff. That is safe because a script
-that ran although its answer was lost changes nothing when it runs again.
-
-It also outlives its server's ``maxmemory``. Only what makes a run grow (admission, the start of an evaluation) is refused then;
-every other write is a script that may go over the limit (``allow-oom``), because what is in flight must be able to leave.
+Calls wait with capped exponential backoff; scripts may be repeated. At ``maxmemory``, only scripts that make a run
+grow are refused; others have ``allow-oom``, so that what is in flight can finish.
 """
 
 import asyncio
@@ -47,11 +44,11 @@ _BACKOFF = Backoff(0.05, longest_s=2.0)
 
 
 class Server:
-    """A server that may be away for a while.
+    """A server that may be away.
 
     Args:
         client: from :func:`connection.open_client`.
-        wait_s: how long a call waits for a server that does not answer; None: for ever.
+        wait_s: timeout of a call; None: forever.
     """
 
     def __init__(self, client: connection.Client, *, wait_s: float | None = None) -> None:
@@ -61,7 +58,7 @@ class Server:
         self._wait_s = wait_s
 
     def wait_for_ever(self) -> None:
-        """From now on wait for a server that went away until it is back."""
+        """Wait without a limit from now on."""
         self._wait_s = None
 
     async def close(self) -> None:
@@ -69,12 +66,10 @@ class Server:
         await connection.close_client(self._client)
 
     async def call(self, command: Callable[[], Awaitable[R]]) -> R:
-        """Run ``command``, again after each failure to reach the server, with capped exponential backoff.
-
-        A server that cannot write its data to disk takes no writes: it is waited for in the same way.
+        """Run ``command``, repeatedly while the server is unreachable or cannot write to disk.
 
         Raises:
-            BusUnavailable: the server did not answer for ``wait_s``.
+            BusUnavailable: no answer for ``wait_s``.
         """
         started_s, failures = time.monotonic(), 0
         cancels = _cancels()
@@ -122,16 +117,11 @@ class Server:
     async def _evaluate(self, script: Script, words: Sequence[Argument]) -> Any:
         try:
             return await self._client.execute_command("EVALSHA", script.digest, *words)
-        except NoScriptError:  # a server that is new, or restarted
+        except NoScriptError:  # a new or restarted server
             return await self._client.execute_command("EVAL", script.text, *words)
 
 
 async def _answered(command: Callable[[], Awaitable[R]]) -> R:
-    """Return the answer to ``command``.
-
-    Raises:
-        BusUnavailable: the server refuses writes because its own to disk fail.
-    """
     try:
         return await command()
     except ResponseError as error:
@@ -148,8 +138,7 @@ def _cancels() -> int:
 def _raise_swallowed(cancels: int) -> None:
     """Raise the cancellation that redis-py swallowed since there were ``cancels``.
 
-    It sends through ``asyncio.wait_for``, which before Python 3.12 may swallow a cancellation that comes just as the
-    command was sent: a loop over the bus would never stop.
+    Before Python 3.12, its ``asyncio.wait_for`` may swallow one just as the command is sent.
     """
     if _cancels() > cancels:
         raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""The map of the bus: the streams of a run, their writers and readers, and when an entry leaves.
+"""The streams of a run, their writers and readers, and when an entry leaves.
 
 ::
 
@@ -10,26 +10,23 @@
          └── policy ──▶ every rollout replica
 
     stream         writers → reader                           an entry leaves when
-    prompts        coordinator (admission), trainer (requeued stale groups), API (revived letters) → rollout
-                                                              its RolloutGroup is published, in the same transaction
-    rollouts       rollout, API (revived letters) → reward    its Experience is published, in the same transaction
-    experience     reward, API (revived letters) → trainer    the step that used it is committed: moved to the journal; or its
-                                                              group is dropped, or requeued
+    prompts        coordinator, trainer → rollout             its RolloutGroup is published, in the same transaction
+    rollouts       rollout → reward                           its Experience is published, in the same transaction
+    experience     reward → trainer                           its step is committed: moved to the journal; or its group is
+                                                              dropped, or requeued
     journal        trainer (commit) → trainer                 a checkpoint covers its step, or a rollback leaves its branch
-    published      trainer (commit), API (revived letters) → coordinator
-                                                              its version is the head, in the same transaction
+    published      trainer (commit) → coordinator             its version is the head, in the same transaction
     policy         coordinator → all rollouts                 trimmed (broadcast; the newest entry is the head)
-    eval_prompts, eval_rollouts, eval_results                 as the first three, for held-out problems: coordinator → rollout →
-                                                              reward → coordinator, and revived letters from the API
+    eval_prompts, eval_rollouts, eval_results                 as the first three, for held-out problems
     steps          trainer (commit) → coordinator, people     trimmed (step reports)
     events         every service, rollbacks → people          trimmed
     audit          scripts → people                           trimmed (how every group ended)
     history        scripts → people                           trimmed (every state of the run, with its reason)
-    <stream>.dead  scripts → API                              a person revives or discards it
+    <stream>.dead  scripts → API                              a person revives (back onto its stream) or discards it
 
-A data stream's entries are deleted on hand-over, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number of groups in
-flight. No data stream is trimmed by length. Every other key is declared beside the store that owns it (``keys.key``). This module only
-names streams; ``bus`` moves their entries.
+Hand-over deletes a data stream's entry, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number of
+groups in flight. Data streams are never trimmed by length. Other keys are declared beside their stores
+(``keys.key``).
 """
 
 import dataclasses
@@ -39,21 +36,21 @@ from typing import TypeAlias
 from shared.bus.keys import declare
 
 Row: TypeAlias = tuple[str, Mapping[bytes, bytes]]
-"""The id and the fields of a stream's entry."""
+"""Id and fields of a stream's entry."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stream:
-    """One stream of a run and the consumer group that reads it (None for broadcast and trimmed streams)."""
+    """One stream and its consumer group (None for broadcast and trimmed streams)."""
 
     name: str
     group: str | None = None
     max_entries: int | None = None
-    """Approximate length at which the oldest entries are trimmed; None for data streams, which are never trimmed."""
+    """Approximate length at which the oldest entries are trimmed; None for data streams."""
 
     @property
     def dead(self) -> "Stream":
-        """The stream of this stream's entries that cannot be handled, with their reasons."""
+        """The stream of this stream's dead letters."""
         return Stream(f"{self.name}.dead")
 
 
@@ -72,7 +69,7 @@ AUDIT = Stream("audit", max_entries=100_000)
 HISTORY = Stream("history", max_entries=10_000)
 
 TRAINING_STREAMS = (PROMPTS, ROLLOUTS, EXPERIENCE)
-"""The streams whose lengths add up to the groups in flight."""
+"""Their lengths add up to the groups in flight."""
 EVALUATION_STREAMS = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_RESULTS)
 GROUPED_STREAMS = (*TRAINING_STREAMS, *EVALUATION_STREAMS, PUBLISHED)
 

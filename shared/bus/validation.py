@@ -1,8 +1,7 @@
-"""Checks of decoded values: whole numbers, numbers, texts, enumerations, arrays, tuples, dictionaries and JSON.
+"""Validate decoded values.
 
-A :class:`Reader` checks a value and returns it as its field holds it. Its errors say what was expected and what was sent. For many
-values at once it checks types and bounds by a few passes at the speed of C; only where such a pass is not enough it reads them one
-by one, which also names the value that is refused.
+A :class:`Reader` checks a value and returns it as its field holds it. Many values are checked in bulk, at C speed,
+and one by one only if that fails, to name the refused value.
 """
 
 import dataclasses
@@ -16,27 +15,27 @@ import numpy as np
 import numpy.typing as npt
 
 INVALID = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What reading a hostile value may raise."""
+"""What reading hostile values may raise."""
 _MOST_DEPTH = 32
 _JSON_SCALARS = frozenset((type(None), bool, int, float, str))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FieldLimits:
-    """What a field may hold beside its type. The limits of a number in a tuple, an array or a dictionary are those of each."""
+    """Limits of a field; for a container, of each number in it."""
 
     least: float = -math.inf
     most: float = math.inf
     length: int = 1 << 26
-    """Maximum number of characters, or of entries of a tuple or dictionary."""
+    """Maximum characters or entries."""
     shape: tuple[int | None, ...] = (None,)
     """Of an array; None: any length."""
     finite: bool = True
-    """Whether a float must be finite. An array with limits is finite in any case."""
+    """Always true of arrays with limits."""
 
     @property
     def bounded(self) -> bool:
-        """Whether numbers have a least or a most value."""
+        """Whether numbers are limited."""
         return not (math.isinf(self.least) and math.isinf(self.most))
 
 
@@ -51,8 +50,8 @@ class Reader:
 
     Args:
         one: reads a value.
-        every: reads many values at once; default: one by one.
-        test: an expression of ``{v}`` that is true only of values that ``one`` returns as they are; "": there is none.
+        every: reads many values; default: one by one.
+        test: expression of ``{v}``, true only of values that ``one`` returns unchanged; "": none.
     """
 
     __slots__ = ("every", "one", "test")
@@ -64,7 +63,7 @@ class Reader:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error message may hold it: short, whatever was sent."""
+    """Shorten a value for an error message."""
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     return repr(value[:40]) if isinstance(value, (str, bytes)) else type(value).__name__
@@ -78,7 +77,7 @@ def optional(inner: Reader) -> Reader:
 
 
 def int_reader(limits: FieldLimits) -> Reader:
-    """Return the reader of a whole number."""
+    """Return the reader of an int."""
     least, most = limits.least, limits.most
 
     def one(value: Any) -> int:
@@ -95,7 +94,7 @@ def int_reader(limits: FieldLimits) -> Reader:
 
 
 def float_reader(limits: FieldLimits) -> Reader:
-    """Return the reader of a number, which may have been written as a whole one."""
+    """Return the reader of a float; ints are accepted."""
     least, most, finite, isfinite = limits.least, limits.most, limits.finite, math.isfinite
 
     def one(value: Any) -> float:
@@ -121,7 +120,7 @@ def _bounds(least: float, most: float) -> str:
 
 
 def text_reader(limits: FieldLimits) -> Reader:
-    """Return the reader of a text."""
+    """Return the reader of a str."""
     most = limits.length
 
     def one(value: Any) -> str:
@@ -139,7 +138,7 @@ def text_reader(limits: FieldLimits) -> Reader:
 
 
 def enum_reader(hint: type[enum.Enum]) -> Reader:
-    """Return the reader of an enumeration of texts."""
+    """Return the reader of a str enumeration."""
     members = {member.value: member for member in hint}
 
     def one(value: Any) -> enum.Enum:
@@ -177,9 +176,9 @@ def array_reader(dtype: np.dtype[Any], limits: FieldLimits) -> Reader:
 
 
 def _within(dtype: np.dtype[Any], least: float, most: float) -> Callable[[npt.NDArray[Any]], bool]:
-    """Return whether all numbers of an array are within bounds, which are rounded to its type. NaN is within none."""
+    """Return a test of an array's bounds, rounded to its type. NaN fails."""
     smallest, largest = np.minimum.reduce, np.maximum.reduce
-    if dtype == np.int32 and least == 0:  # a negative number is a large one without its sign: one pass
+    if dtype == np.int32 and least == 0:  # as unsigned, a negative number is large: one pass
         return lambda value: largest(value.view(np.uint32), None).item() <= most
     if dtype.kind == "f":
         least, most = float(dtype.type(least)), float(dtype.type(most))
@@ -187,7 +186,7 @@ def _within(dtype: np.dtype[Any], least: float, most: float) -> Callable[[npt.ND
 
 
 def tuple_reader(inner: Reader, limits: FieldLimits) -> Reader:
-    """Return the reader of a tuple of any length."""
+    """Return the reader of a tuple."""
     most, every = limits.length, inner.every
 
     def one(values: Any) -> tuple[Any, ...]:
@@ -198,7 +197,7 @@ def tuple_reader(inner: Reader, limits: FieldLimits) -> Reader:
 
 
 def dict_reader(inner: Reader, limits: FieldLimits) -> Reader:
-    """Return the reader of a dictionary with texts as keys."""
+    """Return the reader of a dictionary with str keys."""
     names, held, most = text_reader(NO_LIMITS).every, inner.every, limits.length
 
     def one(values: Any) -> dict[str, Any]:
@@ -219,7 +218,7 @@ def _require_size(values: Any, kind: type[Sized], most: int) -> None:
 
 
 def json_reader() -> Reader:
-    """Return the reader of a value of a dataset's row: what JSON can say, nested at most 32 deep."""
+    """Return the reader of any JSON value nested at most 32 deep."""
 
     def every(values: list[Any]) -> list[Any]:
         return values if _JSON_SCALARS.issuperset(map(type, values)) else [_read_json(value) for value in values]

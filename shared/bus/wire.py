@@ -1,22 +1,17 @@
-"""MessagePack with raw arrays: bytes ↔ messages, and nothing else.
+"""Encode and decode messages as MessagePack with raw arrays.
 
-A message is a map ``{"kind": str, "schema": int, <field>: <value>, ...}``. A numpy array is one extension value
-(type 1)::
+A message is a map ``{"kind": str, "schema": int, <field>: <value>, ...}``; a numpy array is one extension value (type
+1)::
 
     offset  0        1       2         4                  4 + 4·ndim
             ┌────────┬───────┬─────────┬──────────────────┬───────────────────────────┐
             │ dtype  │ ndim  │ 0  0    │ ndim × uint32 LE │ elements, little-endian C │
             └────────┴───────┴─────────┴──────────────────┴───────────────────────────┘
 
-A tuple of many small records of one kind (a group's samples) is written by columns, so that a message has a few large
-arrays instead of many small ones: ``{"rows": 2, "text": ["46", "47"], "token_ids": {"lengths": [3, 2], "joined": array}}``.
+Tuples of small records are written by ``columns``. Decoded arrays are read-only views. Unknown fields are ignored,
+missing ones take their default, a newer ``schema`` is refused. There is no pickle.
 
-Decoded arrays are read-only views of the received bytes. Unknown fields are ignored, missing ones take their default,
-a newer ``schema`` is refused. There is no pickle. This module knows no message type: classes register themselves
-with :func:`message`, nested records with :func:`record`, those written by columns with :func:`columns`.
-
-Every field is checked against its type and its :class:`FieldLimits`, which stand in the type's own declaration as
-``Annotated[int, Limits(1, 65_536)]``. What must hold between the fields of a record is its method ``check``.
+Fields are checked against types and :class:`FieldLimits`; ``check`` methods check across fields.
 """
 
 import dataclasses
@@ -78,7 +73,7 @@ def record(cls: type[T]) -> type[T]:
 
 
 def columns(check: ColumnCheck | None = None) -> Callable[[type[T]], type[T]]:
-    """Register a dataclass whose tuples inside messages are written by columns, checked together when they are read."""
+    """Register a dataclass written by columns and checked together."""
 
     def register(cls: type[T]) -> type[T]:
         _column_checks[cls] = check
@@ -88,7 +83,7 @@ def columns(check: ColumnCheck | None = None) -> Callable[[type[T]], type[T]]:
 
 
 def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
-    """Register a dataclass as the message ``kind``; raise ``schema`` when old readers would misread the new form."""
+    """Register the message ``kind``; raise ``schema`` if old readers would misread the new form."""
 
     def register(cls: type[T]) -> type[T]:
         _messages[kind] = cls
@@ -99,13 +94,13 @@ def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
 
 
 def encode(value: object) -> bytes:
-    """Return the bytes of a registered message."""
+    """Encode a registered message."""
     kind, schema = _kinds[type(value)]
     return typing.cast(bytes, _packer().pack({"kind": kind, "schema": schema, **_fields(value)}))
 
 
 def _packer() -> msgpack.Packer:
-    """Return this thread's packer: its buffer has grown to the size of our messages and is used again."""
+    """Return this thread's packer, to reuse its buffer."""
     packer = getattr(_local, "packer", None)
     if packer is None:
         packer = _local.packer = msgpack.Packer(default=_plain)
@@ -113,11 +108,10 @@ def _packer() -> msgpack.Packer:
 
 
 def decode(data: bytes, expected: type[T]) -> T:
-    """Return the message in ``data``.
+    """Decode a message.
 
     Raises:
-        MessageError: the bytes are no MessagePack, of another kind, of a newer schema, lack a required field, or a field does
-            not hold what its type allows.
+        MessageError: not MessagePack, another kind, a newer schema, a missing field, or a field of the wrong type.
     """
     try:
         fields = msgpack.unpackb(data, ext_hook=_read_array)
@@ -139,7 +133,7 @@ def decode(data: bytes, expected: type[T]) -> T:
 
 
 def _fields(value: object) -> dict[str, Any]:
-    """Return the fields of a record as MessagePack writes them; tuples of columnar records as their columns."""
+    """Return a record's fields for MessagePack."""
     return {
         name: getattr(value, name) if row is None else write_columns(_writers_of(row), getattr(value, name))
         for name, row in _writers_of(type(value)).items()
@@ -193,7 +187,7 @@ def _read_array(code: int, data: bytes) -> npt.NDArray[Any]:
 
 @functools.cache
 def fields_of(cls: type) -> dict[str, Reader]:
-    """Return how the fields of a registered record are read."""
+    """Return the readers of a registered record's fields."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: _reader(hints[field.name], NO_LIMITS) for field in dataclasses.fields(cls)}
 
@@ -206,7 +200,6 @@ def _record(cls: type) -> Reader:
 
 
 def _reader(hint: Any, limits: FieldLimits) -> Reader:
-    """Return how to check a decoded value and turn it into ``hint``."""
     if typing.get_origin(hint) is typing.Annotated:
         return _reader(hint.__origin__, next(note for note in hint.__metadata__ if isinstance(note, FieldLimits)))
     if isinstance(hint, typing.NewType):

@@ -1,4 +1,4 @@
-"""A service as a function from one message to another: take, handle, hand over, at most ``concurrency`` at a time.
+"""A service as a function of messages: take, handle, hand over, at most ``concurrency`` at a time.
 
 ::
 
@@ -6,23 +6,18 @@
       │            │
       │      handler(message) ──▶ result ──▶ hand over (dropped if another consumer was first)
       │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt
-      │            ├── NotHere        ──▶ given back, and not counted: it is no fault of the entry
+      │            ├── NotHere        ──▶ given back, not counted
       │            ├── PermanentError ──▶ bury
       │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
       │            └── anything else  ──▶ a bug: logged with its traceback, then as TemporaryError
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
-      └── reclaim: what was given back, and what others have not renewed for ``claim_after_s``
+      └── reclaim: what was given back, or not renewed for ``claim_after_s``
 
-An exception in a handler costs its group and never the process, except those of ``ENDS_PROCESS``: memory ran out, an engine or a device
-is gone (``StateLost``), the settings are wrong, or another process took this one's place (``Fenced``).
+**Suspects**: entries held by a process that died or fell silent. A few at a time (the square root of ``concurrency``)
+run beside others; after a second such death an entry runs alone in its process (``crowd``). Only deaths during
+attempts made alone count.
 
-**Suspects.** What a process held when it died, or fell silent, may be what it died of. A few suspects at a time (the square root of
-``concurrency``) are worked on beside other entries; one that was held at two such deaths is worked on alone in its process (``crowd``). Only
-an attempt that was made alone counts when the process dies of it, so an entry that ends its handlers is buried and takes no other with it.
-
-While ``taking`` is not set it takes nothing new and finishes what it holds.
-Order of shutdown: stop taking; wait up to ``drain_s`` for what is held; cancel the rest and give it back uncounted.
-The worker knows no service and no message type.
+Shutdown: stop taking; wait up to ``drain_s`` for held entries; cancel the rest and give it back uncounted.
 """
 
 import asyncio
@@ -58,14 +53,13 @@ HANDLER_ERRORS = Counter(
 )
 
 ENDS_PROCESS = (MemoryError, StateLost, SettingsError, Fenced)
-"""What ends the process when a handler raises it; anything else costs the group alone."""
+"""End the process if a handler raises them; others cost only the group."""
 _ALONE_FROM = 2
-"""An entry that was held at this many deaths is worked on alone."""
 _LOOK_S = 0.05
 _AT_ONCE_S = 86_400.0
 
 Bug = Callable[[str, str], Awaitable[None]]
-"""Is told of a handler's bug: the group, and the exception in words."""
+"""Receives the group and the exception's text."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -73,25 +67,24 @@ Out = TypeVar("Out")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Patience:
-    """How long and how often a worker tries."""
+    """Timeouts and attempts of a worker."""
 
     claim_after_s: float = 30.0
-    """An entry that its consumer has not renewed for so long is taken over."""
+    """Unrenewed entries are taken over after this."""
     max_attempts: int = 5
-    """An entry that failed so often is buried."""
     retry_s: float = 0.5
-    """The first wait after a temporary failure; it doubles with each attempt, up to ``claim_after_s``."""
+    """First wait after a temporary failure; doubles up to ``claim_after_s``."""
     drain_s: float = 20.0
-    """How long a shutdown waits for what is held."""
+    """Maximum wait of a shutdown."""
 
 
 @dataclasses.dataclass(slots=True)
 class WorkCounts:
-    """What a worker did since it started."""
+    """A worker's counts since its start."""
 
     handed_over: int = 0
     late: int = 0
-    """Results that were dropped because somebody else finished the entry first."""
+    """Results dropped because another consumer was first."""
     retried: int = 0
     buried: int = 0
     given_back: int = 0
@@ -99,17 +92,17 @@ class WorkCounts:
     last_error: str = ""
 
     def add(self, stream: Stream, outcome: str, entries: int = 1) -> None:
-        """Count ``entries`` that ended as the field ``outcome`` says, here and for Prometheus."""
+        """Count ``entries`` here and for Prometheus."""
         setattr(self, outcome, getattr(self, outcome) + entries)
         ENTRIES.labels(stream.name, outcome).inc(entries)
 
 
 class Worker(Generic[In, Out]):
-    """Run ``handler`` over one stream until told to stop.
+    """Run ``handler`` over one stream until stopped.
 
     Args:
         crowd: shared by the workers of one process.
-        bug: is told of exceptions that are bugs.
+        bug: receives exceptions that are bugs.
     """
 
     def __init__(
@@ -142,29 +135,26 @@ class Worker(Generic[In, Out]):
         self._held: dict[EntryId, asyncio.Task[None]] = {}
         self._suspects: deque[Delivery[In]] = deque()
         self._tried: set[asyncio.Task[None]] = set()
-        """The suspects that are worked on now."""
         self._alone: Delivery[In] | None = None
-        """The entry whose attempt was counted before it began."""
         self._leaving: set[EntryId] = set()
-        """Handled, and on their way off the stream: no longer ours is no news of them."""
+        """Handled, leaving the stream: renewals may not find them."""
         self._free = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
         for outcome in ("handed_over", "late", "retried", "buried", "given_back", "reclaimed"):
-            ENTRIES.labels(source.name, outcome)  # a line that is there at 0 shows the first increase
+            ENTRIES.labels(source.name, outcome)
         self.resting = False
-        """Whether it reads nothing, as it was told to take nothing new."""
 
     @property
     def held(self) -> int:
-        """How many entries are being handled now."""
+        """Number of entries being handled."""
         return len(self._held)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set, then drain.
 
         Raises:
-            Exception: one of ``ENDS_PROCESS``, or what the bus raised.
+            Exception: one of ``ENDS_PROCESS``, or an error of the bus.
         """
         self._broken = asyncio.get_running_loop().create_future()
         loops: list[asyncio.Task[Any]] = [asyncio.create_task(self._take()), asyncio.create_task(self._keep())]
@@ -208,7 +198,7 @@ class Worker(Generic[In, Out]):
                     await self._start(delivery)
 
     def _may_try(self) -> bool:
-        """Whether the next suspect may begin: few at a time, so that a second death leaves few to be worked on alone."""
+        """Whether the next suspect may begin: few at a time."""
         if not self._suspects:
             return False
         few = 1 if self._suspects[0].crashes >= _ALONE_FROM else math.isqrt(self._concurrency)

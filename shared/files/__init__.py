@@ -1,1 +1,1 @@
-"""Files that are whole and durable, and files that hold secrets."""
+"""Atomic and durable files, and files with secrets."""

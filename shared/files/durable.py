@@ -1,4 +1,4 @@
-"""Files that are whole: never seen half written, or, where that is asked for, surviving the machine; and full disks."""
+"""Atomic and durable files; full disks."""
 
 import asyncio
 import contextlib
@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LEAST_BYTES = 4 * 2**20
-"""Less free space than this is no room: a checkpoint or the bus's data needs more."""
+"""Less counts as full."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where a disk, a quota or the limit of a process's files is full."""
 _AGAIN_S = 1.0
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Write a file that nobody ever sees half written; it survives the process, not the machine (:func:`flush`).
+    """Write a file atomically; it survives the process, not the machine (:func:`flush`).
 
-    Its mode is ``mode``, or what the process's umask leaves.
+    ``mode`` defaults to the umask's.
 
     Raises:
-        OSError: it cannot be written; the file that was there stays, and nothing is left beside it.
+        OSError: it cannot be written; the old file stays.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -36,7 +35,7 @@ def write_whole(path: Path, text: str, mode: int | None = None) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Give the block an empty folder, which takes the place of ``folder`` when the block has ended well."""
+    """Yield an empty folder that replaces ``folder`` if the block succeeds."""
     beside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -48,7 +47,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(written: Path, folder: Path) -> None:
-    """Rename ``written`` to ``folder``, in place of what is there; the name, not what is in it, survives the machine (:func:`flush`)."""
+    """Replace ``folder`` by ``written``; the name survives the machine, its contents need :func:`flush`."""
     if folder.exists():
         replaced = folder.with_name(f".{folder.name}.old.tmp")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -59,11 +58,11 @@ def replace_folder(written: Path, folder: Path) -> None:
 
 
 class Kept:
-    """A small file that is kept up to date, also when there is no room for it now: then it is tried again each second.
+    """A regularly updated file; if the disk is full, writes are retried each second.
 
     Args:
         path: the file.
-        tell: says when it cannot be written, and when it can again.
+        tell: reports when it cannot be written, and when it can again.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None], mode: int | None = None) -> None:
@@ -73,7 +72,7 @@ class Kept:
         self._waiting: str | None = None
 
     def write(self, text: str) -> None:
-        """Write the file whole, now or later."""
+        """Write the file, now or later."""
         try:
             write_whole(self._path, text, self._mode)
         except OSError as error:
@@ -86,7 +85,7 @@ class Kept:
             self._waiting = None
 
     async def run(self) -> None:
-        """Try again for as long as there is something to write, until cancelled."""
+        """Retry pending writes until cancelled."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             if self._waiting is not None:
@@ -94,7 +93,7 @@ class Kept:
 
 
 def no_room(path: Path, error: OSError) -> str:
-    """Return the sentence on a file that cannot be written now."""
+    """Return the message for an unwritable file."""
     way_out = "free space there" if error.errno in NO_ROOM else "make it writable"
     return (
         f"cannot write {path.name} in {path.parent} ({error.strerror or error}): {way_out}, or move run.folder; "
@@ -103,7 +102,7 @@ def no_room(path: Path, error: OSError) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what an ordinary user may still write in ``folder``; a folder that is gone counts as full."""
+    """Return the user's free space; 0 for a missing folder."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -112,7 +111,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def flush(path: Path) -> None:
-    """Return once the file or folder at ``path`` is on disk; of a folder its list of names, not what lies in it."""
+    """Wait until a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

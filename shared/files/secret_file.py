@@ -1,4 +1,4 @@
-"""Secrets in files that no other user can read: tokens and keys. They are never among the settings, which are dumped."""
+"""Secret files (tokens, keys) readable by one user."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ _SHORTEST = 16
 
 
 def make_secret(path: Path) -> None:
-    """Write a new secret to ``path``, for this user alone; one that exists is kept.
+    """Write a new secret, unless one exists.
 
     Raises:
         OSError: it cannot be written.
@@ -28,10 +28,10 @@ def make_secret(path: Path) -> None:
 
 
 def read_secret(path: Path, setting: str, what: str = "secret") -> bytes:
-    """Return the first line of the file that ``setting`` names.
+    """Return the first line of the file named by ``setting``.
 
     Raises:
-        SettingsError: there is none, it is too short to be a secret, or others can read it.
+        SettingsError: it is missing or too short, or others can read it.
     """
     secret = read_private(path, setting, what).partition(b"\n")[0].strip()
     if len(secret) < _SHORTEST:
@@ -43,7 +43,7 @@ def read_secret(path: Path, setting: str, what: str = "secret") -> bytes:
 
 
 def read_private(path: Path, setting: str, what: str) -> bytes:
-    """Return the content of the file that ``setting`` names.
+    """Return the content of the file named by ``setting``.
 
     Raises:
         SettingsError: it cannot be read, or others can read or write it.
@@ -57,9 +57,9 @@ def read_private(path: Path, setting: str, what: str) -> bytes:
 
 
 def _check_private(path: Path, status: os.stat_result, what: str) -> None:
-    """Raise SettingsError where other users may read or write a file.
+    """Raise SettingsError if other users may read or write a file.
 
-    Of another user's file (a mounted secret of Kubernetes is root's) the group may be ours, and may read it.
+    A mounted secret of Kubernetes belongs to root; our group may read it.
     """
     open_to = stat.S_IRWXO | (stat.S_IRWXG if status.st_uid == os.geteuid() else stat.S_IWGRP)
     if status.st_mode & open_to:

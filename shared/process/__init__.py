@@ -1,1 +1,1 @@
-"""The frame of every service's process: flags, signals, heartbeat, metrics, logs and files."""
+"""Common parts of every service's process: flags, signals, heartbeat, metrics, logs."""

@@ -1,12 +1,10 @@
-"""/metrics, /healthz and /readyz of a process over HTTP, for kubelets, Prometheus and people.
+"""/metrics, /healthz and /readyz over HTTP, on a daemon thread.
 
-A daemon thread of the standard library serves them, so that every image has it. ``/healthz`` needs nothing and says that the process
-runs; ``/readyz`` is 200 when ``ready()`` says so, else 503, with the same JSON.
+``/readyz`` answers 200 if ``ready()``, else 503.
 
-They ask for no token, so a web page whose name resolves to this machine (DNS rebinding) must not read them from a browser: ``Host`` must be
-an IP address, which no such page can have, ``localhost``, this machine's name, or ``run.host``. Prometheus and kubelets name the pod's address.
-On an address that is not loopback, names that only a private network resolves (``trainer``, ``trainer.runs.svc``) are answered, too.
-A connection has seconds for each thing it says, and one more than ``MAX_CONNECTIONS`` ends the oldest.
+Without a token, against DNS rebinding, ``Host`` must be an IP address, ``localhost``, this machine's name or
+``run.host``; off loopback, also a private network's name (``trainer.runs.svc``). Reads time out, and a connection
+above ``MAX_CONNECTIONS`` closes the oldest.
 """
 
 import contextlib
@@ -33,11 +31,10 @@ log = logging.getLogger(__name__)
 
 BUILD = Gauge("penstock_build_info", "1 for the version of Penstock that this process runs.", ["version", "python"])
 MAX_CONNECTIONS = 64
-"""At a time, each with a thread."""
 _TIMEOUT_S = 5.0
 _PROBES = ("/healthz", "/readyz")
 _PRIVATE = re.compile(r"[a-z0-9_-]+|.+\.(?:svc|local|internal|lan|home\.arpa)")
-"""Names without a dot (Docker Compose), of a cluster or of a private network: no page of the Web has one."""
+"""Names in Docker Compose, a cluster or a private network, never of public pages."""
 _Answer = tuple[int, str, bytes]
 
 
@@ -53,7 +50,7 @@ class Endpoints:
         is_private = not is_loopback(host)
 
         def answer(path: str, hosts: list[str]) -> _Answer:
-            is_probe = not hosts and path in _PROBES  # by HTTP/1.0; browsers always name a host
+            is_probe = not hosts and path in _PROBES  # browsers always send Host
             admitted = is_probe or admits(hosts, names, private=is_private)
             return _answer(path, ready) if admitted else _problem(421, _misdirected(hosts))
 
@@ -74,10 +71,10 @@ class Endpoints:
 
 
 def admits(hosts: list[str], names: frozenset[str], *, private: bool = False) -> bool:
-    """Whether a request with these ``Host`` headers may be answered by the machine of these ``names``.
+    """Whether a request with these ``Host`` headers is for a machine of these ``names``.
 
     Args:
-        private: whether names that only a private network resolves are answered.
+        private: also accept names of private networks.
 
     >>> [admits([host], frozenset({"gpu-7"})) for host in ("10.0.0.7:9400", "[fd00::7]", "localhost:9400", "GPU-7:9400", "evil.example")]
     [True, True, True, True, False]

@@ -1,11 +1,11 @@
-"""Measure how long an event loop is held: the delay of a timer that fires every 10 ms, in every service.
+"""Measure how long an event loop is blocked: the delay of a timer that fires every 10 ms.
 
 ::
 
     timer due ──────── delay ────────▶ timer runs        elapsed: time on the clock
-                 └─ of it, the thread ran                cpu: what callbacks of this process computed
+                 └─ of it, the thread ran                cpu: computed by callbacks
 
-A delay on the clock that is not processor time of the loop's thread comes from a busy machine, or from another thread of the process.
+Delay that is not CPU time of the loop's thread is due to a busy machine or another thread.
 """
 
 import asyncio

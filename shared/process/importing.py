@@ -1,7 +1,4 @@
-"""Large libraries come in without a look for garbage, and without torch's compiler where nobody compiles.
-
-Of the objects that an import makes, nearly all stay. It knows no library.
-"""
+"""Import large libraries without garbage collection, or without torch's compiler."""
 
 import contextlib
 import gc
@@ -14,9 +11,9 @@ _UNCOMPILED = "TORCHDYNAMO_DISABLE"
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import in the body; later looks for garbage leave out what is there by then.
+    """Pause garbage collection while importing, then freeze the new objects.
 
-    torch, transformers and DeepSpeed are thousands of modules, and each look goes through all that came before.
+    torch, transformers and DeepSpeed are thousands of modules, and each collection scans all earlier ones.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -30,11 +27,7 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Leave as it is what asks torch to compile it in the body.
-
-    A decorator ``@torch.compile`` imports all of torch's compiler, about two seconds of a processor, although nothing is compiled before
-    the function is called.
-    """
+    """Disable torch.compile in the body: its decorator alone imports torch's compiler, about two seconds of CPU."""
     before = os.environ.get(_UNCOMPILED)
     os.environ[_UNCOMPILED] = "1"
     try:

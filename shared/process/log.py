@@ -1,5 +1,6 @@
-"""Logging: JSON lines when nobody watches, short coloured-free lines at a terminal. Event text is constant, values go in
-``extra``. Text is escaped as for a terminal, in files too: people look at them with one."""
+"""Logging: JSON lines, or short lines at a terminal. Event text is constant, values go in ``extra``. Text is escaped
+for terminals, in which files are read too.
+"""
 
 import json
 import logging
@@ -13,7 +14,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, event, and the values in ``extra``."""
+    """JSON objects: time, level, logger, event, and ``extra``."""
 
     def __init__(self, replica: str) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 def set_up(level: str, replica: str) -> None:
-    """Log to standard error from now on."""
+    """Log to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainLines(replica) if sys.stderr.isatty() else JsonLines(replica))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""A process that does not outlive its parent, however the parent died. On Linux; elsewhere this does nothing."""
+"""End a process with its parent (Linux; elsewhere without effect)."""
 
 import ctypes
 import os
@@ -10,10 +10,7 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else
 
 
 def die_with(parent: int, number: signal.Signals) -> bool:
-    """Let the kernel send this process ``number`` when its parent dies; return False if ``parent`` is gone already.
-
-    Safe between fork and exec.
-    """
+    """Make the kernel send ``number`` when the parent dies; False if it is already gone. Safe between fork and exec."""
     if _prctl is None:
         return True
     _prctl(_SET_PARENT_DEATH_SIGNAL, number)

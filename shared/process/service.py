@@ -1,11 +1,11 @@
-"""What every service does around its work: read its flags, connect, listen for SIGTERM, tell that it is there, stop in order.
+"""Common frame of every service: flags, connection, signals, heartbeats, shutdown.
 
 ::
 
     main("rollout", start)             one sentence on stderr and exit 2 for wrong settings; no traceback
       └── start(context)               the service's own coroutine; returns when it has stopped in order
             context.stop               set by SIGTERM, SIGINT and when people drain the replica
-            context.live, context.cordon   what the replica is told while it runs, read with every heartbeat
+            context.live, context.cordon   current settings and orders, read with every heartbeat
 """
 
 import argparse
@@ -42,39 +42,39 @@ from shared.text.redaction import redacted
 from shared.text.terminal import escaped, escaped_line
 
 _LEAVE_S = 10.0
-"""A process that was told to stop is ended so long after ``bus.drain_s``, by the kernel, whatever it waits for."""
+"""Time after ``bus.drain_s`` until the kernel kills a stopping process."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """What a service is handed when it starts."""
+    """What a service receives at start."""
 
     settings: Settings
     service: str
     replica: str
-    """Its name on the bus: stays the same when a supervisor restarts it."""
+    """The same after a restart."""
     bus: Bus
     status: Status
     stop: asyncio.Event
     live: Live
     cordon: Cordon
     secret: RunSecret
-    """By which processes of the run know each other on ports beside the bus."""
+    """Authenticates the run's processes on other ports."""
 
     @property
     def host(self) -> str:
-        """The address at which others reach this process."""
+        """Address for other processes."""
         return own_host(self.settings)
 
     @property
     def patience(self) -> Patience:
-        """How the workers of this run try and drain."""
+        """Timeouts and attempts of workers."""
         internal = self.settings.internal
         return Patience(internal.claim_after_s, internal.max_attempts, drain_s=self.settings.bus.drain_s)
 
 
 def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
-    """Return the settings and the replica's name from a service's command line.
+    """Parse a command line into settings and the replica's name.
 
     Raises:
         SettingsError: the settings are wrong.
@@ -100,7 +100,7 @@ def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
 
 
 def _beside_up(settings: Settings) -> Settings:
-    """Return settings whose bus is a server: where it is embedded, that of the ``penstock up`` that runs this run."""
+    """Return settings with a server's URL; embedded: that of the run's ``penstock up``."""
     if settings.bus.url != "embedded":
         return settings
     table = settings.run_folder / "up.json"
@@ -115,7 +115,7 @@ def _beside_up(settings: Settings) -> Settings:
 
 
 def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
-    """Return the settings of a run that was registered on the bus; ``bus.url`` is the one given."""
+    """Return a registered run's settings, on ``url``."""
 
     async def fetch() -> str:
         bus = await Bus.connect(url, run_id, wait_s=30.0)
@@ -136,9 +136,9 @@ def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
 
 @contextlib.asynccontextmanager
 async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator[Context]:
-    """Connect to the bus, serve metrics and beat while the body runs; SIGTERM and SIGINT set ``stop``.
+    """Connect, serve metrics and send heartbeats while the body runs; SIGTERM and SIGINT set ``stop``.
 
-    A process that was told to stop and cannot (its bus is gone for good, say) ends ``_LEAVE_S`` after ``bus.drain_s``.
+    A hanging shutdown (e.g. the bus is gone) is ended ``_LEAVE_S`` after ``bus.drain_s``.
     """
     stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
     status = Status()
@@ -179,7 +179,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def attend(settings: Settings) -> AsyncIterator[tuple[asyncio.Event, Status]]:
-    """Serve metrics while the body runs, without a bus; SIGTERM and SIGINT set the event. It ends as :func:`serve` says."""
+    """Serve metrics without a bus; SIGTERM and SIGINT set the event. It ends like :func:`serve`."""
     stop, _ = _listen_for_stop(settings.bus.drain_s)
     status = Status()
     endpoints = Endpoints(
@@ -198,7 +198,7 @@ async def attend(settings: Settings) -> AsyncIterator[tuple[asyncio.Event, Statu
 
 
 def _listen_for_stop(drain_s: float) -> tuple[asyncio.Event, Callable[[], None]]:
-    """Return an event that SIGTERM and SIGINT set, and what sets it too; either begins the time to leave in."""
+    """Return an event set by SIGTERM and SIGINT, and a function that sets it; both start the time limit."""
     stop = asyncio.Event()
 
     def told_to_stop() -> None:
@@ -212,12 +212,12 @@ def _listen_for_stop(drain_s: float) -> tuple[asyncio.Event, Callable[[], None]]
 
 
 def seconds_left() -> float:
-    """Return how long this process has before :func:`serve` ends it; 0 where it was not told to stop."""
+    """Return the time before :func:`serve` ends this process; 0 if not stopping."""
     return signal.getitimer(signal.ITIMER_REAL)[0]
 
 
 def readiness(status: Status, bus_available: bool) -> dict[str, Json]:
-    """Return what /readyz says: ``ready``, the service's state, and each check by name."""
+    """Return /readyz: ``ready``, state, checks by name."""
     checks: dict[str, Json] = {
         "bus": {"ok": bus_available, "detail": "answers" if bus_available else "does not answer"},
         "work": {"ok": status.ready, "detail": status.last_error or status.state},
@@ -226,10 +226,10 @@ def readiness(status: Status, bus_available: bool) -> dict[str, Json]:
 
 
 def own_host(settings: Settings) -> str:
-    """Return the address at which others reach this process: ``run.host``, else its pod's, else that of the route to the bus.
+    """Return this process's address: ``run.host``, else its pod's, else that of the route to the bus.
 
     Raises:
-        SettingsError: nothing names it, and there is no route to the bus.
+        SettingsError: none is known.
     """
     if named := settings.run.host or os.environ.get("POD_IP"):
         return named
@@ -238,7 +238,7 @@ def own_host(settings: Settings) -> str:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Return this machine's address on its route to a server; sends nothing."""
+    """Return the local address of the route to a server; sends nothing."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
@@ -257,9 +257,9 @@ def main(
     *,
     loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> int:
-    """Run a service from its command line; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug).
+    """Run a service; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug, or ``run``'s).
 
-    ``run`` may return another code for having stopped in order. ``loop`` makes another event loop than asyncio's own.
+    ``loop`` replaces asyncio's event loop.
     """
     try:
         settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
@@ -274,10 +274,9 @@ def main(
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with ``code``: exit handlers run, output is flushed, nothing else is waited for.
+    """Exit with ``code`` after exit handlers and flushing, without waiting for threads.
 
-    A thread that a library holds for ever (a rendezvous with a process that was stopped) would make the interpreter's own end
-    an abort: it dies in C++ when it asks for an interpreter that is gone.
+    A library's endless thread (a rendezvous with a stopped process) would abort the interpreter's exit in C++.
     """
     atexit._run_exitfuncs()
     logging.shutdown()
@@ -287,10 +286,7 @@ def leave(code: int) -> NoReturn:
 
 
 def refuse(service: str, error: Exception) -> int:
-    """Say why a service cannot start, one sentence a line; return its exit code.
-
-    Each line begins with the service's name, by which `penstock up` finds it among what a launcher says.
-    """
+    """Print why a service cannot start; return its exit code. Lines begin with the service's name, for `penstock up`."""
     for line in str(error).splitlines():
         print(f"penstock {service}: {escaped_line(redacted(line))}", file=sys.stderr)  # noqa: T201
     return 2

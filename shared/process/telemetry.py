@@ -1,4 +1,4 @@
-"""What a process tells of itself on the bus: a heartbeat, and events for people. Its HTTP side is ``endpoints``."""
+"""A process's heartbeats and events on the bus."""
 
 import asyncio
 import dataclasses
@@ -23,26 +23,24 @@ log = logging.getLogger(__name__)
 BUS_AVAILABLE = Gauge(
     "penstock_bus_available", "1 while the bus answers this process, else 0; NaN where it needs none."
 )
-BUS_AVAILABLE.set(math.nan)  # the executor's: 0 would be an outage
+BUS_AVAILABLE.set(math.nan)  # for the executor, which has no bus
 _EVENT_EVERY_S = 60.0
 
 
 WEIGHTS_PROBE = "weights probe"
-"""The part of a replica that compares its logprobs with the trainer's."""
 
 
 @dataclasses.dataclass(slots=True)
 class Status:
-    """What a service's parts write and its heartbeat and /readyz read."""
+    """Written by a service's parts, read by its heartbeat and /readyz."""
 
     state: str = "starting"
     version: PolicyVersion | None = None
     last_error: str = ""
     values: dict[str, float] = dataclasses.field(default_factory=dict)
     address: str = ""
-    """``host:port`` of the HTTP endpoints."""
     source: str = ""
-    """``host:port`` where weights are served to other replicas."""
+    """``host:port`` of weights for other replicas."""
     settings_revision: int = 0
     taking: bool = True
     failures: dict[str, PartFailure] = dataclasses.field(default_factory=dict)
@@ -50,12 +48,12 @@ class Status:
 
     @property
     def ready(self) -> bool:
-        """Whether the service does its work."""
+        """Whether the service works."""
         return self.state in ("working", "waiting", "degraded")
 
 
 class Presence:
-    """Tells the bus every ``heartbeat_s`` that this replica is there; ``hear`` is called before, to learn what it is told."""
+    """Sends heartbeats every ``heartbeat_s``, after calling ``hear``."""
 
     def __init__(
         self,
@@ -73,10 +71,10 @@ class Presence:
         self._status = status
         self._hear = hear
         self._started_at_s = time.time()
-        BUS_AVAILABLE.set_function(lambda: bus.available)  # a beat waits while the bus is gone, a scrape does not
+        BUS_AVAILABLE.set_function(lambda: bus.available)  # current even while a heartbeat waits
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Beat until ``stop``, then take the heartbeat away."""
+        """Send heartbeats until ``stop``, then remove the last."""
         process = psutil.Process()
         name = f"{socket.gethostname()}:{os.getpid()}:{self._started_at_s!r}"
         starts, died = await count_start(self._bus, self._replica, name)
@@ -94,7 +92,7 @@ class Presence:
                 continue
 
     async def leave(self) -> None:
-        """Take the heartbeat away: the replica left by itself."""
+        """Remove the heartbeat: the replica left by itself."""
         await note_left(self._bus, self._replica)
 
     async def _beat(self, process: psutil.Process, starts: int) -> None:
@@ -121,10 +119,10 @@ class Presence:
 
 
 class HandlerFailures:
-    """Exceptions of one replica's handlers that are bugs: for its heartbeat, from which notices are made, and for events.
+    """Bugs in a replica's handlers, for heartbeats and events.
 
     Args:
-        part: the name of the handler, for people.
+        part: the handler, for people.
     """
 
     def __init__(self, part: str, bus: Bus, replica: str, status: Status) -> None:
@@ -135,7 +133,7 @@ class HandlerFailures:
         self._told_s = -math.inf
 
     async def note(self, group: str, error: str) -> None:
-        """Note that an exception cost a group an attempt."""
+        """Note an exception."""
         before, problem = self._status.failures.get(self._part), f"group {group[:100]}"
         failed = 1 + (before.failed if before else 0)
         self._status.failures[self._part] = PartFailure(self._part, error[:500], problem, failed, 0, time.time())
@@ -145,6 +143,6 @@ class HandlerFailures:
 
 
 async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:
-    """Write an event for people, on the bus and in the log."""
+    """Write an event, also to the log."""
     log.info(name, extra={"detail": detail, **fields})
     await bus.publish(EVENTS, Event(at_s=time.time(), source=source, name=name, detail=detail, fields=fields))

@@ -1,1 +1,1 @@
-"""Text that others see: secrets are removed, and characters that steer a terminal are escaped."""
+"""Redact secrets and escape terminal control characters."""

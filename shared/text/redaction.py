@@ -1,6 +1,6 @@
-"""Secrets out of text that others see: passwords in URLs, in their user part or in an option such as ``?password=``.
+"""Redact passwords in URLs, in the user part or an option such as ``?password=``.
 
-Where a password was not percent-encoded, all up to the last ``@`` counts as one: too much is hidden rather than too little.
+If a password was not percent-encoded, everything up to the last ``@`` is hidden.
 """
 
 import re
@@ -10,7 +10,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>\\]+")
 _USER = re.compile(r"(://[^:/?#@]*):.*@")
 _OPTION = re.compile(r"([?&][^=&#]*(?:pass|secret|token|credential|api_?key)[^=&#]*=)[^&#]*", re.IGNORECASE)
 SECRET_NAME = re.compile(r"(?:.*_)?(?:password|passwd|secret|api_?key|token)", re.IGNORECASE)
-"""Names of values that are secrets, wherever a table holds names of another program's."""
+"""Secret names in other programs' tables."""
 
 
 def redact(url: str) -> str:

@@ -1,7 +1,7 @@
-"""Text of a run on its way to a terminal: characters that steer a terminal, or reorder what it shows, become ``\\u001b``.
+r"""Escape characters that control a terminal, or reorder its text, as ``\u001b`` (valid in JSON).
 
-Escapes have JSON's form, so that a line of JSON stays what it was. Escaped are the control characters C0 and C1 but for newline and tab, DEL,
-bidirectional and other invisible formatting, separators of lines and paragraphs, tags, and surrogates, which cannot be printed at all.
+Escaped: C0 and C1 except newline and tab, DEL, bidirectional and invisible formatting, line and paragraph separators,
+tags, and surrogates.
 """
 
 import re
@@ -13,7 +13,7 @@ _STEERING = re.compile(
 
 
 def escaped(text: str) -> str:
-    r"""Return ``text`` as a terminal may be sent it.
+    r"""Return ``text`` safe for a terminal.
 
     >>> escaped("a\x1b[2Jb\u202ec"), escaped("two\nlines")
     ('a\\u001b[2Jb\\u202ec', 'two\nlines')
@@ -22,7 +22,7 @@ def escaped(text: str) -> str:
 
 
 def escaped_line(text: str) -> str:
-    r"""Return ``text`` as one line that a terminal may be sent.
+    r"""Return ``text`` as one line safe for a terminal.
 
     >>> escaped_line("a\r\nb")
     'a\\u000d\\nb'

@@ -1,10 +1,8 @@
-"""What a run that tests harm must say of its faults: alerts over Prometheus' HTTP API; guards in status, events, a metric and an alert.
+"""Alarms that a fault must raise: alerts over Prometheus' HTTP API; guards in status, events, a metric and an alert.
 
 ::
 
-    until none of them is there ──▶ raised(...): the body does the fault ──▶ seen(): each was, at least once ──▶ the body mends it
-
-What is not seen, or does not end, fails the test with what was looked for, what was there last, and what every process said.
+    until none is raised ──▶ raised(...): the body causes the fault ──▶ seen(): each was, at least once ──▶ the body mends it
 """
 
 import asyncio
@@ -28,46 +26,35 @@ from tests.deploy.test_alerts import RULES
 
 _LOOK_S = 0.1
 _PATIENCE_MINUTES = 120
-"""An alert is waited for at least so many of the rules' minutes: twice the longest range."""
+"""Minutes; twice the longest range of the rules."""
 PLACES = ("status", "alerts", "events", "trips")
-"""Where a guard that tripped is seen: as ``<guard> in <place>``."""
 
 
 @dataclasses.dataclass(slots=True)
 class Fault:
-    """One that is not over."""
-
     wanted: frozenset[str]
-    """What it must raise: alerts, and guards by place."""
+    """Alerts, and guards by place."""
     event: str
-    """The newest event before it."""
     trips: dict[str, float]
-    """How often each guard had tripped before it, as Prometheus knew."""
+    """Trips before it, from Prometheus."""
     seen: set[str] = dataclasses.field(default_factory=set)
-    """What was raised since it began."""
 
     @property
     def missing(self) -> frozenset[str]:
-        """What was not seen yet."""
         return self.wanted - self.seen
 
 
 class Alarms:
-    """The alarms of one run."""
-
     def __init__(self, run: Run, bus: Bus) -> None:
         self._run = run
         self._bus = bus
         self._patience_s = PATIENCE_S
         self._faults: list[Fault] = []
-        """Those that are not over, the newest last."""
-
-    # ---------------------------------------------------------------- shorter minutes
 
     async def hurry(self, minute_s: float, times: Mapping[str, float], targets: Mapping[str, str]) -> None:
-        """Let Prometheus scrape, and evaluate the shipped rules, with minutes of ``minute_s`` seconds (``times``: see :func:`hurried`).
+        """Evaluate the shipped rules with minutes of ``minute_s`` seconds (``times``: see :func:`hurried`).
 
-        ``targets``: instance → address of what ``up`` did not start, nor hears of: executors.
+        ``targets``: instance → address of processes unknown to ``up``.
         """
         self._patience_s = max(PATIENCE_S, _PATIENCE_MINUTES * minute_s)
         folder = self._run.folder / "prometheus"
@@ -87,16 +74,14 @@ class Alarms:
         self._run.send("prometheus", signal.SIGHUP)
         await self._run.until(lambda: self._run.prometheus.ask(f'up{{instance="{min(targets)}"}} == 1'))
 
-    # ---------------------------------------------------------------- what is said
-
     @contextlib.asynccontextmanager
     async def raised(
         self, alerts: Collection[str] = (), guards: Collection[str] = ()
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Hold that the body's fault raises ``alerts`` (names, or ``name/instance``) and trips ``guards``, and that none was there before.
+        """Check that the fault raises ``alerts`` (``name`` or ``name/instance``) and trips ``guards``, none raised
+        before.
 
-        Gives what waits for all of them: the body calls it while its fault lasts. Of two cores one side may be short without
-        a fault, so that alerts of who starves may be there before.
+        Yields a wait for all of them. Starvation alerts may be raised before: on two cores either side may be short.
         """
         wanted = frozenset((*alerts, *(f"{name} in {place}" for name in guards for place in PLACES)))
         before = {*(name for name in alerts if "Starving" not in name), *(f"{name} in status" for name in guards)}
@@ -112,16 +97,14 @@ class Alarms:
             print(f"{time.monotonic() - started_s:5.1f} s: {', '.join(sorted({*alerts, *guards}))}")
 
     async def see(self, wanted: Collection[str]) -> None:
-        """Wait until each of ``wanted`` was seen at least once, since the fault (:meth:`raised`) where there is one."""
+        """Wait until each of ``wanted`` was seen, since the fault if there is one."""
         seen = self._faults[-1].seen if self._faults else set()
         await self._look(wanted, lambda now: set(wanted) - seen - now, "never raised")
 
     async def over(self, wanted: Collection[str]) -> None:
-        """Wait until none of ``wanted`` is raised any more."""
         await self._look(wanted, lambda now: set(wanted) & now, "never over")
 
     async def _look(self, wanted: Collection[str], missing: Callable[[set[str]], set[str]], wrong: str) -> None:
-        """Look at ``wanted`` until nothing is missing."""
         now: set[str] = set()
         try:
             async with asyncio.timeout(self._patience_s):
@@ -134,9 +117,9 @@ class Alarms:
             ) from error
 
     async def _now(self, wanted: Collection[str]) -> set[str]:
-        """What is raised now: alerts by name, and with their instance; each guard by the places that name it.
+        """Return raised alerts, also with instance, and guards by place.
 
-        Status, events and trips are asked for only where something there is looked for: coordinator or bus may be what is harmed.
+        Other sources are read only if needed: the fault may harm them.
         """
         places = {
             name.rpartition(" in ")[2] for name in {*wanted, *(name for one in self._faults for name in one.missing)}
@@ -161,7 +144,6 @@ class Alarms:
         return found
 
     def _trips(self) -> dict[str, float]:
-        """Return how often each guard tripped, as Prometheus knows."""
         rows = self._run.prometheus.ask("sum by (guard) (penstock_coordinator_guard_trips_total)")
         return {row["metric"]["guard"]: float(row["value"][1]) for row in rows}
 
@@ -171,6 +153,5 @@ def _guard(event: Event) -> str:
 
 
 def _is_after(entry: str, other: str) -> bool:
-    """Whether an entry of a stream is newer than another."""
     left, right = (tuple(map(int, found.split("-"))) for found in (entry, other))
     return left > right

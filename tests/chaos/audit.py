@@ -1,10 +1,10 @@
-"""What must hold of a run, whatever happened to it: read from the bus, from what it wrote and from what was watched.
+"""Invariants of any run.
 
 ::
 
-    audit_groups      every admitted group ended once, and the counters say what the audit says
-    audit_versions    the ledger is one tree without gaps, and nothing was served or sampled from that is not in it
-    Watcher           looks on while the run goes on: versions served, batches committed, entries delivered again
+    audit_groups      every admitted group ended once, and the counters agree with the audit
+    audit_versions    the ledger is one tree without gaps, and only its versions were served or sampled from
+    Watcher           observes the run: versions served, batches committed, entries delivered again
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.support.raw_redis import raw
 
 
 async def audit_groups(bus: Bus) -> dict[str, int]:
-    """Hold that every admitted group ended exactly once, dead letters that were taken up or discarded aside; return the counters."""
+    """Check that every group ended once, revived or discarded letters aside; return the counters."""
     status, counts = await Ledger(bus).status(), await bus.counts()
     rows = await raw(bus).xrange(bus.keys.of(AUDIT))
     endings: dict[int, list[str]] = {}
@@ -33,7 +33,7 @@ async def audit_groups(bus: Bus) -> dict[str, int]:
     assert sorted(endings) == list(range(status.cursor)), "each admitted prompt ends"
     assert all(outcome.startswith("dead:") for found in endings.values() for outcome in found[:-1]), "… and once"
     counted = Counter({name: count for name, count in counts.items() if name != "requeued"})
-    counted["trained"] += counted.pop("undone", 0)  # trained on a branch that was left
+    counted["trained"] += counted.pop("undone", 0)  # trained on an abandoned branch
     assert Counter(found[-1] for found in endings.values()) == +counted, "the counters say what the audit says"
     assert all(name.split(":")[0] in ("trained", "dropped", "dead") for name in counted)
     assert sum(counted.values()) == status.cursor, "endings, undone ones among them, add up to the cursor"
@@ -42,7 +42,7 @@ async def audit_groups(bus: Bus) -> dict[str, int]:
 
 
 async def audit_versions(bus: Bus) -> None:
-    """Hold that no number is skipped or used twice, and that each version becomes the head at most once."""
+    """Check that no number is skipped or reused, and no version becomes the head twice."""
     records = await Ledger(bus).policies()
     assert [record.version for record in records] == list(range(len(records))), "no number is skipped or used twice"
     steps = {record.version: record.step for record in records}
@@ -57,29 +57,23 @@ async def audit_versions(bus: Bus) -> None:
 
 
 def reward_means(folder: Path) -> list[float]:
-    """Return the mean reward of every reported step, in the order of the reports."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [float(json.loads(line)["reward_mean"]) for line in lines]
 
 
 class Watcher:
-    """Looks on past the proxy."""
-
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.served: set[int] = set()
-        """Versions that replicas said they hold, or that wrote tokens of a committed batch."""
         self.batches: list[tuple[int, frozenset[int]]] = []
-        """Each group of the journal that was seen: when it was committed, in ms of the server's clock, and versions of its tokens."""
+        """Commit time (server clock, ms) and versions of each group's tokens."""
         self.deliveries: dict[tuple[str, str], int] = {}
-        """Entries that were seen in hands, and how often they were delivered."""
         self.revocations: list[tuple[int, frozenset[int]]] = []
-        """From a moment of the server's clock on, these versions were revoked."""
+        """Versions revoked since a server time."""
         self._seen = "-"
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator["Watcher"]:
-        """Look on while the body runs."""
         tasks = [asyncio.create_task(loop()) for loop in (self._read_journal, self._read_hands)]
         try:
             yield self
@@ -92,13 +86,12 @@ class Watcher:
                 raise error
 
     async def note_revoked(self) -> None:
-        """Note what is revoked now: from here on none of it may be committed."""
         revoked = await Ledger(self._bus).revoked()
         seconds, microseconds = await self._bus.call(raw(self._bus).time)
         self.revocations.append((1000 * seconds + microseconds // 1000 + 1, frozenset(map(int, revoked))))
 
     async def audit(self) -> None:
-        """Hold that nothing unknown was served and nothing revoked was trained."""
+        """Check that nothing unknown was served and nothing revoked trained."""
         known = {int(record.version) for record in await Ledger(self._bus).policies()}
         assert self.served <= known, f"served but not in the ledger: {sorted(self.served - known)}"
         for since_ms, revoked in self.revocations:
@@ -107,7 +100,6 @@ class Watcher:
 
     @property
     def redone(self) -> int:
-        """How many deliveries, as far as they were seen, were not the first of their entry."""
         return sum(times - 1 for times in self.deliveries.values())
 
     async def _read_journal(self) -> None:

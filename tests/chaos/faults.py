@@ -1,14 +1,12 @@
-"""A run, by default healthy, that ``test_faults`` harms, and how to harm it: each way mends what it did when its body ends.
+"""A run that ``test_faults`` harms; faults mend themselves after their body.
 
 ::
 
     Valkey ◀── penstock up: coordinator-0, rollout-0, reward-0, trainer-0, Prometheus with the shipped rules, hurried
                  │   └── checkpoints ──▶ object storage (moto's server, in this process)
-                 ├── rollout-odd     by hand: a policy that computes something else from the same weights; takes no prompt
-                 ├── reward-tight    by hand: a second scorer, a reward model that needs much memory; takes no group at first
-                 └── executor-isolated, executor-unsafe: no part of the run, scraped as if they were
-
-It says nothing of what a fault must raise: that is the tests'.
+                 ├── rollout-odd     by hand: a policy that computes something else from the same weights
+                 ├── reward-tight    by hand: a second scorer, a reward model that needs much memory
+                 └── executor-isolated, executor-unsafe: scraped only
 """
 
 import asyncio
@@ -41,27 +39,26 @@ from tests.support.object_storage import Storage
 SCORER = f'{{kind = "python", function = "tests.chaos.spoiled_scorer:score", environment = ["{VARIABLE}"]}}'
 MAX_LAG, LONGER_LAG, STEPS = 1, 6, 4
 STILL, SLOW, RUINOUS = 1e-12, 1e-6, 0.02
-"""Learning rates: weights stay as they are; groups whose answers differ are there to the end; one step and the policy is gone."""
+"""Learning rates: weights stay unchanged; answers keep differing; one step ruins the policy."""
 GROUPS, SAMPLES = 8, 64
-"""Of a step."""
 FLAGS = {
     "reward.scorers": f"[{SCORER}]",
     "reward.expression": "python",
-    "algorithm.advantage": "dr_grpo",  # not divided by the deviation: rewards out of proportion are gradients out of proportion
+    "algorithm.advantage": "dr_grpo",  # huge rewards give huge gradients
     "algorithm.max_lag": MAX_LAG,
     "rollout.replicas": 1,
     "internal.max_attempts": 2,
-    "bus.drain_s": 60,  # how long the end of the run waits for a frozen trainer: until what failed is told
+    "bus.drain_s": 60,  # how long the end of the run waits for a frozen trainer
     "evaluation.problems": 4,
     "weights.deadline_s": 1,
     "internal.probe_every_versions": 2,
     "trainer.learning_rate": SLOW,
     "trainer.checkpoint_every_steps": 10,
     "guards.pause": '["no_signal", "kl", "entropy", "lag", "unscored"]',
-    # lag: over at the next step otherwise, and hardly seen; not probe: a replica is another model, and the run goes on beside it
+    # lag ends at the next step; not probe: a replica is another model
     "guards.steps": STEPS,
     "guards.entropy_nats": 1e-3,
-    "guards.stale_share": 0.35,  # a replica that is killed makes fewer old
+    "guards.stale_share": 0.35,  # a killed replica makes fewer stale groups
     "guards.starving_share": 0.6,
     "guards.unscored_groups": 4,
     "guards.stalled_s": 3,
@@ -76,23 +73,23 @@ TIMES = {
     "run:penstock_trainer_lag_steps:mean5m": 3,
     "PenstockCheckpointNotStored": 0.1,
 }
-"""So many times as long as others are minutes in which, several times, processes must start, or pulls reach their deadline (1 s; 10 s for
-a file), or slow steps be made. The half hour after which a checkpoint ought to be stored needs to hold one upload only."""
+"""Longer minutes for process starts, pull deadlines (1 s; 10 s for a file) or slow steps. The half hour of
+PenstockCheckpointNotStored needs to hold one upload.
+"""
 SLOW_STEP_S, SLOWER = 1.2, 5
-"""The slow scorer takes at least so long for a step, and so many times as long as a step takes without it."""
+"""Minimum of the slow scorer's step, also relative to a normal one."""
 FILE_BYTES = 1024**2
-"""Less than a checkpoint's files have; more than the trainer's log."""
+"""Less than a checkpoint's files, more than the trainer's log."""
 MODEL_WIDTH, MODEL_ROOM_BYTES = 1 << 20, 320 * 1024**2
-"""The reward model holds three numbers for each of so many places of a token. A group's 8 samples of at least 6 tokens take 600 MB at a
-time, and do not find them; one of at most 10 takes 126 MB, and does, beside all that a process takes when it does something for the first time."""
+"""Three numbers per place of a token: 8 samples of at least 6 tokens need 600 MB, too much; one of at most 10 needs
+126 MB, which fits beside first-time allocations.
+"""
 ISOLATED, UNSAFE, ODD, TIGHT = "executor-isolated", "executor-unsafe", "rollout-odd", "reward-tight"
 MEASURED_STEPS, STEADY_STEPS = 10, 25
-"""From which it is told how long one takes; more than the guard `throughput` examines: two steps, and the eight before them."""
+"""Steps to measure one; more than the guard `throughput` examines (2 + 8)."""
 
 
 class Faults:
-    """The run, and how to harm it."""
-
     def __init__(
         self,
         run: Run,
@@ -106,17 +103,14 @@ class Faults:
         self.run, self.bus, self.server, self.storage = run, bus, server, storage
         self.isolated, self.around = isolated, around
         self.slow = ""
-        """What makes the scorer so slow that the trainer mostly waits."""
         self.alarms = Alarms(run, bus)
         self.raised = self.alarms.raised
         self._scorer = scorer
         self._pinned = PolicyVersion(0)
         self.ports = {ODD: free_port(), TIGHT: free_port()}
-        """Where the replicas that leave serve their metrics."""
 
     @contextlib.contextmanager
     def scorer(self, does: str) -> Iterator[None]:
-        """Let the scorer do this (see ``spoiled_scorer``) while the body runs."""
         write_whole(self._scorer, does)
         try:
             yield
@@ -125,7 +119,6 @@ class Faults:
 
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:
-        """Freeze a process, and what is below it, while the body runs."""
         found = self.tree(name)
         for process in found:
             process.suspend()
@@ -138,18 +131,17 @@ class Faults:
 
     @contextlib.asynccontextmanager
     async def frozen_trainer(self) -> AsyncIterator[None]:
-        """Freeze the trainer while the body runs, at a moment when its replica has the newest weights: later it gets none, and generates nothing."""
+        """Freeze the trainer while its replica has the newest weights, so that it generates."""
         while True:
             with self.frozen("trainer-0"):
                 if await self._is_served():
                     yield
                     return
-            # A pull was broken off by the freeze: until the replica has caught up, the next freeze would find it behind as well, and the
-            # guard of the throughput would take the frozen seconds for what is usual.
+            # Let the replica finish the pull that the freeze broke off: the next freeze would find it behind, and
+            # the throughput guard would take frozen seconds for normal.
             await self.train(STEADY_STEPS)
 
     async def _is_served(self) -> bool:
-        """Whether the replica has the newest weights a second from now."""
         settled_s, newest = time.time() + 1, (await Ledger(self.bus).status()).newest_version
         found: list[Heartbeat] = []
 
@@ -163,7 +155,6 @@ class Faults:
 
     @contextlib.contextmanager
     def files_limited(self, name: str) -> Iterator[None]:
-        """Let a process write no file that is longer than ``FILE_BYTES`` while the body runs."""
         before = {process.pid: process.rlimit(psutil.RLIMIT_FSIZE) for process in self.tree(name)}
         for pid, (_, most) in before.items():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES, most))
@@ -175,7 +166,6 @@ class Faults:
 
     @contextlib.contextmanager
     def memory_limited(self, name: str, more_bytes: int) -> Iterator[None]:
-        """Give a process at most ``more_bytes`` of memory besides what it has, while the body runs."""
         pid = self.tree(name)[0].pid
         before = resource.prlimit(pid, resource.RLIMIT_DATA)
         resource.prlimit(pid, resource.RLIMIT_DATA, (_data_bytes(pid) + more_bytes, before[1]))
@@ -186,7 +176,6 @@ class Faults:
 
     @contextlib.contextmanager
     def storage_away(self) -> Iterator[None]:
-        """Let object storage answer nobody while the body runs."""
         self.storage.stop()
         try:
             yield
@@ -194,7 +183,7 @@ class Faults:
             self.storage.start()
 
     async def left(self, name: str) -> int:
-        """Wait until a replica that was started by hand is gone; let nobody have the port of its metrics then, and return its exit code."""
+        """Wait for a replica started by hand, keep its metrics port closed, return its exit code."""
         code = await self.run.left(name)
         keeping = self.around.enter_context(socket.socket())
         keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -202,20 +191,18 @@ class Faults:
         return code
 
     def tree(self, name: str) -> list[psutil.Process]:
-        """Return a process and everything below it."""
         pid = self.run.pid(name)
         assert pid is not None
         top = psutil.Process(pid)
         return [top, *top.children(recursive=True)]
 
     async def paused_by(self, guard: str) -> None:
-        """Hold that a guard paused the run and that the reason says so."""
         await self.run.until(lambda: is_in(self.bus, RunState.PAUSED))
         reason = (await Ledger(self.bus).status()).reason
         assert reason.startswith(f"guard {guard}: "), reason
 
     async def fill(self, steps: int, **changes: object) -> None:
-        """Let groups for so many steps wait for the trainer, then make ``changes`` (see :meth:`Run.change`)."""
+        """Let groups for ``steps`` wait for the trainer, then make ``changes``."""
 
         async def full() -> bool:
             return await self.bus.length(EXPERIENCE) >= steps * GROUPS
@@ -227,21 +214,18 @@ class Faults:
                 await self.run.change(**changes)
 
     async def resume(self) -> None:
-        """Let the run go on."""
         await self.run.command("/v1/run/resume")
         await self.train(1)
 
     async def pin_newest(self) -> None:
-        """Keep the newest checkpoint for :meth:`roll_back`."""
         self._pinned = max(await Ledger(self.bus).checkpoints())
         await self.run.command(f"/v1/policies/{self._pinned}/pin")
 
     async def roll_back(self) -> None:
-        """Go back to the version of :meth:`pin_newest`."""
         await self.run.command(f"/v1/policies/{self._pinned}/rollback", {"reason": "the test"})
 
     async def train(self, steps: int) -> float:
-        """Wait until so many more steps are committed, none of which may pause the run; return the seconds of one."""
+        """Wait for ``steps`` commits without a pause; return seconds per step."""
         ledger = Ledger(self.bus)
         started_s, goal = time.monotonic(), (await ledger.status()).step + steps
 
@@ -255,17 +239,13 @@ class Faults:
 
 
 def _data_bytes(pid: int) -> int:
-    """Return what RLIMIT_DATA counts of a process."""
+    """Return the memory that RLIMIT_DATA counts."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(lines["VmData"].split()[0]) * 1024
 
 
-# -------------------------------------------------------------------- the run
-
-
 @contextlib.asynccontextmanager
 async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
-    """A run that trains, whose alarms are hurried."""
     scorer = folder / "scorer"
     write_whole(scorer, "")
     server = TcpServer(folder / "valkey")
@@ -275,7 +255,7 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
         around.callback(server.kill)
         patch.setenv(VARIABLE, str(scorer))
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
-        # Not as forks: a limit of memory counts what a process has mapped, and theirs is mapped from the start.
+        # Not forked: a memory limit counts mapped memory, and a fork's is mapped from the start.
         async with running(folder, server.url, flags, prometheus=True, forked=False) as run:
             await run.until((run.folder / "settings.toml").exists)
             bus = await run.connect()
@@ -295,7 +275,6 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
 
 
 async def _join(faults: Faults, folder: Path) -> None:
-    """Start the replica of another model and the one whose memory will be limited, which take nothing; wait until they could."""
     large, odd = await asyncio.to_thread(_large_model, folder / "large"), _other_model(folder / "odd")
     model = f'{{kind = "model", model = "{large}"}}'
     for service, name, flags in (
@@ -314,7 +293,7 @@ async def _join(faults: Faults, folder: Path) -> None:
 
 
 def _other_model(folder: Path) -> Path:
-    """Return a copy of the example's policy that takes the same weights and computes something else."""
+    """Return the example's policy with another computation."""
     shutil.copytree(ROOT / "examples" / "arithmetic" / "policy", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 3e-3}))
@@ -322,6 +301,5 @@ def _other_model(folder: Path) -> Path:
 
 
 def _large_model(folder: Path) -> Path:
-    """Return a reward model that needs much memory for each token and little else."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": MODEL_WIDTH}
     return reward_models.save(reward_models.qwen(**sizes), folder)

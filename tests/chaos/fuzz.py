@@ -1,12 +1,11 @@
-"""Hostile messages on every stream of a live run, and the exact audit after them.
+"""Hostile messages on every stream of a live run, then the exact audit.
 
 ::
 
     harvest (real entries of every stream) ──▶ mutate ──▶ XADD ──▶ services ──▶ dead letters, or dropped as a copy
                                                                        └──▶ honest groups, trained once each
 
-A mutation is bytes that are no message, a message of another kind, or a field that holds what it must not. Whoever may write to the bus can
-still write a perfect forgery of a group that is in flight; such are left out, as nothing but a signature tells them apart.
+Perfect forgeries of a group in flight are left out: only a signature could detect them.
 """
 
 import copy
@@ -35,15 +34,13 @@ DATA = streams.GROUPED_STREAMS
 BROADCAST = (streams.POLICY, streams.STEPS, streams.EVENTS)
 AT_ONCE = 48
 FOREIGN = 10**12
-"""Group ids of messages that would be read: no run admits so many."""
+"""Group ids of forgeries."""
 FINE = ("trained", "dropped:stale", "dropped:run_ended")
 FLAGS: Mapping[str, object] = {"internal.max_attempts": 2, "evaluation.every_steps": 25, "evaluation.problems": 8}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What was sent and what became of it."""
-
     seed: int
     messages: int
     by_stream: dict[str, int]
@@ -57,8 +54,6 @@ class Figures:
 
 
 class Hostile:
-    """Makes hostile entries out of real ones."""
-
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self._number = 0
@@ -78,7 +73,6 @@ class Hostile:
         ]
 
     def entry(self, honest: Mapping[bytes, bytes], others: Sequence[Mapping[bytes, bytes]]) -> dict[bytes, bytes]:
-        """Return the fields of one hostile entry made of ``honest``, or of one of another stream."""
         self._number += 1
         draw = self.random.random()
         if draw < 0.08:
@@ -115,7 +109,6 @@ class Hostile:
         return {b"id": str(number).encode(), b"data": msgpack.packb(fields)}
 
     def _spoil(self, fields: Any) -> None:
-        """Replace, add or remove something, somewhere."""
         places = list(_places(fields))
         container, key = self.random.choice(places)
         if self.random.random() < 0.1 and isinstance(container, dict):
@@ -140,7 +133,6 @@ def _deep(levels: int) -> Any:
 
 
 def _group(fields: Any) -> dict[str, Any] | None:
-    """Return the map that holds the group's id, wherever the message keeps it."""
     while isinstance(fields, dict):
         if "group_id" in fields:
             return fields
@@ -156,8 +148,6 @@ def _places(value: Any) -> Any:
 
 
 class Fuzz:
-    """Feeds one run."""
-
     def __init__(self, run: Run, bus: Bus, seed: int) -> None:
         self._run = run
         self._bus = bus
@@ -167,7 +157,6 @@ class Fuzz:
         self.by_stream: Counter[str] = Counter()
 
     async def harvest(self) -> None:
-        """Keep real entries of every stream; where none was ever seen there, one that tests make."""
         for stream, kept in self._honest.items():
             for entry, fields in await raw(self._bus).xrange(self._bus.keys.of(stream), count=20):
                 if (stream, entry) not in self._sent and b"data" in fields:
@@ -188,7 +177,6 @@ class Fuzz:
         return self._honest[stream] or [{b"id": number, b"data": wire.encode(example)}]
 
     async def feed(self, messages: int) -> None:
-        """Send so many, in portions that the services can take."""
         while sum(self.by_stream.values()) < messages:
             await self.harvest()
             for stream in (*DATA, *BROADCAST):
@@ -204,7 +192,6 @@ class Fuzz:
             await self._run.until(self._is_taken)
 
     async def _harm_keys(self) -> None:
-        """Write nonsense where services read what they are told."""
         keys, client, chance = self._bus.keys, raw(self._bus), self._hostile.random
         nonsense = chance.choice(
             (b"", b"{", b"[[[]]]", b"null", b"\xff\xfe", b"1e999", b'{"version": []}', b"[" * 3000)
@@ -221,7 +208,6 @@ class Fuzz:
         return max(lengths) < 2 * AT_ONCE
 
     async def gone(self) -> bool:
-        """Whether every hostile entry of the training streams, and of versions, has left its stream."""
         for stream in (*streams.TRAINING_STREAMS, streams.PUBLISHED):
             rows = await raw(self._bus).xrange(self._bus.keys.of(stream))
             if any((stream, entry) in self._sent for entry, _ in rows):
@@ -230,7 +216,7 @@ class Fuzz:
 
 
 def _is_report(fields: Mapping[bytes, bytes]) -> bool:
-    """Whether this is a forged report, which the guards would believe."""
+    """Whether the guards would believe this forged report."""
     try:
         wire.decode(fields.get(b"data", b""), StepReport)
     except MessageError:
@@ -239,7 +225,6 @@ def _is_report(fields: Mapping[bytes, bytes]) -> bool:
 
 
 async def fuzz(folder: Path, seed: int, messages: int) -> Figures:
-    """Feed a live run with hostile messages, let it go on, stop it, and audit it."""
     async with running(folder, flags=FLAGS) as run:
         bus = await run.connect()
         await run.more_steps(bus, 3)
@@ -257,7 +242,7 @@ async def fuzz(folder: Path, seed: int, messages: int) -> Figures:
 
 
 async def audit(bus: Bus, feeder: Fuzz, seed: int, restarts: int) -> Figures:
-    """Account for every honest group by its id, and for every entry by the counters."""
+    """Account for every honest group by id, and for every entry by the counters."""
     status, counts = await Ledger(bus).status(), await bus.counts()
     endings: dict[bytes, list[str]] = {}
     for _, fields in await raw(bus).xrange(bus.keys.of(streams.AUDIT)):

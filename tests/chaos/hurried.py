@@ -1,7 +1,5 @@
-"""The shipped alert rules with shorter minutes: the same expressions over less time, so that a test sees them fire by a real fault.
-
-Only durations change: ``for``, ranges, steps of subqueries, offsets, and the one threshold that is a time (``THRESHOLDS_S``). All others
-stay.
+"""The shipped alert rules with shorter minutes. Only durations change: ``for``, ranges, subquery steps, offsets, and
+``THRESHOLDS_S``.
 """
 
 import re
@@ -9,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 THRESHOLDS_S = {"PenstockCheckpointNotStored": 1800}
-"""Alerts whose value is compared with so many seconds."""
+"""Alerts that compare with seconds."""
 _MINUTES = {"s": 1 / 60, "m": 1.0, "h": 60.0, "d": 1440.0}
 _PARTS = re.compile(
     r'(?P<text>"(?:[^"\\]|\\.)*")|\[(?P<range>\w+)(?::(?P<step>\w+))?\]|\boffset\s+(?P<offset>\w+)'
@@ -17,11 +15,7 @@ _PARTS = re.compile(
 
 
 def hurried(rules: dict[str, Any], minute_s: float, times: Mapping[str, float]) -> dict[str, Any]:
-    """Return the rules of a file with minutes of ``minute_s`` seconds.
-
-    ``times``: name of an alert or record → so many times as long are the minutes of its expression; its ``for`` begins when that is
-    true, and needs no more than others.
-    """
+    """Return rules with minutes of ``minute_s`` seconds; ``times``: factor by alert or record name, without its ``for``."""
 
     def shorter(rule: dict[str, Any]) -> dict[str, Any]:
         name = rule.get("alert") or rule["record"]
@@ -57,10 +51,10 @@ def expression(text: str, minute_s: float) -> str:
 
 
 def duration(text: str, minute_s: float) -> str:
-    """Return a duration of Prometheus (one number, one unit) whose minutes last ``minute_s`` seconds.
+    """Return a Prometheus duration (one number, one unit) whose minutes last ``minute_s`` seconds.
 
     Raises:
-        ValueError: it is of another form.
+        ValueError: another form.
 
     >>> duration("30s", 0.5)
     '250ms'

@@ -1,4 +1,4 @@
-"""A real run, by default of the arithmetic example, that tests harm: ``penstock up``, services started by hand beside it, its bus.
+"""A real run, by default the arithmetic example.
 
 ::
 
@@ -6,7 +6,7 @@
        │                  └ the harness's own: it may be killed, frozen, emptied, and started again
        └── up ──▶ coordinator-0, rollout-0, …       └── by hand: rollout-7, coordinator-spare, …
 
-The harness looks at the bus past the proxy, so that what it sees is never harmed. ``bus=None`` leaves the bus to ``up`` (embedded).
+``bus=None`` leaves the bus to ``up`` (embedded).
 """
 
 import asyncio
@@ -52,8 +52,6 @@ FLAGS: Mapping[str, object] = {
 
 
 class TcpServer:
-    """A Valkey, or the Redis that ``binary`` is, on a port of this machine; it may be harmed."""
-
     def __init__(self, data: Path, binary: str = "") -> None:
         self.data = data
         self.port = free_port()
@@ -80,13 +78,10 @@ class TcpServer:
         self.process.wait(PATIENCE_S)
 
     def empty(self) -> None:
-        """Forget everything; only while it does not run."""
         shutil.rmtree(self.data)
 
 
 class Run:
-    """One run: ``up``, and what was started by hand beside it."""
-
     def __init__(
         self,
         folder: Path,
@@ -110,29 +105,24 @@ class Run:
         with self._output.open("w") as output:
             self.process = forge.start("services.cli", words, output, forked=forked)
 
-    # ---------------------------------------------------------------- its processes
-
     def table(self) -> dict[str, Any]:
-        """Return what ``up`` says of its processes."""
         with contextlib.suppress(OSError, ValueError):
             return dict(json.loads((self.folder / "up.json").read_text()))
         return {"processes": []}
 
     def pid(self, name: str) -> int | None:
-        """Return the process of a name, where it runs now."""
         if name in self._by_hand:
             return self._by_hand[name].pid
         return next((row["pid"] for row in self.table()["processes"] if row["name"] == name), None)
 
     def names(self, service: str) -> list[str]:
-        """Return the processes of a service that run now."""
         theirs = [row["name"] for row in self.table()["processes"] if row["service"] == service and row["pid"]]
         return theirs + [
             name for name, process in self._by_hand.items() if name.startswith(service) and process.poll() is None
         ]
 
     def send(self, name: str, number: int) -> bool:
-        """Send a signal; False when there is no such process now."""
+        """Send a signal; False if not running."""
         pid = self.pid(name)
         if pid is None:
             return False
@@ -142,30 +132,26 @@ class Run:
         return False
 
     def join(self, service: str, name: str, *flags: str) -> None:
-        """Start one more replica by hand, from the run's own settings and ``flags``."""
         words = ["--config", self.folder / "settings.toml", "--replica", name, *flags]
         with (self.folder / "logs" / f"{name}.log").open("ab") as log:
             self._by_hand[name] = forge.start(f"services.{service}", words, log, forked=self._forked)
 
     async def left(self, name: str) -> int:
-        """Wait until a process that was started by hand is gone; return its exit code."""
+        """Return the exit code of a process started by hand."""
         process = self._by_hand[name]
         await until(lambda: process.poll() is not None, timeout_s=PATIENCE_S)
         del self._by_hand[name]
         return process.wait()
 
     def check(self) -> None:
-        """Fail with all logs when the run ended early."""
         if self.process.poll() is not None:
             pytest.fail(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
 
     def report(self) -> str:
-        """Return what ``up`` printed, what the API answered last, and the end of every log."""
         logs = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((self.folder / "logs").glob("*.log"))]
         return "\n".join([self._output.read_text()[-3000:], self._answered, *logs])
 
     def close(self) -> None:
-        """End everything."""
         for process in self._by_hand.values():
             process.send_signal(signal.SIGCONT)
             process.kill()
@@ -182,7 +168,7 @@ class Run:
                 self.process.wait(PATIENCE_S)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until ``condition()`` (sync or async) is true; fail with all logs when it never is, or when the run ended early."""
+        """Wait for ``condition()``; fail with all logs on timeout or if the run ended early."""
 
         async def met() -> object:
             self.check()
@@ -194,12 +180,10 @@ class Run:
         except TimeoutError as error:
             raise TimeoutError(f"{words(condition)} not met: {error}\n{self.report()}") from error
 
-    # ---------------------------------------------------------------- its API
-
     async def ask(
         self, method: str, path: str, body: Mapping[str, object] | None = None, headers: Mapping[str, str] | None = None
     ) -> httpx.Response | None:
-        """Ask whoever answers; None when nobody does now."""
+        """Ask any coordinator; None if none answers."""
         self._answered = f"{method} {path}: no answer"
         with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
             url = json.loads((self.folder / "coordinator.json").read_text())["url"]
@@ -211,7 +195,6 @@ class Run:
         return None
 
     async def command(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
-        """POST until it is done; return the answer."""
         found: dict[str, Any] = {}
 
         async def done() -> bool:
@@ -225,7 +208,6 @@ class Run:
         return found
 
     async def change(self, **changes: object) -> None:
-        """Change settings while the run goes on; ``trainer__learning_rate`` stands for the dotted key."""
         wanted = {name.replace("__", "."): value for name, value in changes.items()}
 
         async def changed() -> bool:
@@ -239,18 +221,13 @@ class Run:
 
         await self.until(changed)
 
-    # ---------------------------------------------------------------- its progress
-
     async def connect(self, url: str | None = None) -> Bus:
-        """Return a bus of our own: past the proxy where ``url`` says so."""
-
         await self.until(lambda: "bus" in self.table())
         bus = await Bus.connect(url or str(self.table()["bus"]), RUN_ID, wait_s=PATIENCE_S)
         bus.wait_for_ever()
         return bus
 
     async def more_steps(self, bus: Bus, count: int) -> None:
-        """Wait until ``count`` more steps are committed: work goes on, with entries in every hand."""
         ledger = Ledger(bus)
         goal = (await ledger.status()).step + count
 
@@ -260,7 +237,6 @@ class Run:
         await self.until(reached)
 
     async def stop(self) -> None:
-        """End the run for good, and see ``up`` end."""
         await self.command("/v1/run/stop", {"reason": "the test is over"})
         try:
             code = await asyncio.to_thread(self.process.wait, PATIENCE_S)
@@ -281,7 +257,7 @@ async def running(
     prometheus: bool = False,
     forked: bool = True,
 ) -> AsyncIterator[Run]:
-    """A run that is ended with the body; its processes are forks (``tests/support/forge.py``), or ``forked`` is false."""
+    """A run that ends with the body; ``forked``: processes by ``tests/support/forge.py``."""
     run = Run(folder, bus_url, flags, config, prometheus, forked)
     try:
         yield run
@@ -293,7 +269,7 @@ async def running(
 async def harmed(
     folder: Path, seed: int = 0, flags: Mapping[str, object] | None = None, *, forked: bool = True
 ) -> AsyncIterator[tuple[Run, TcpServer, FaultProxy, Bus]]:
-    """A run behind a proxy, its Valkey, and our own way to it."""
+    """A run behind a proxy, its Valkey, and a direct bus."""
     server = TcpServer(folder / "valkey")
     server.start()
     proxy = FaultProxy("127.0.0.1", server.port, seed)
@@ -313,7 +289,7 @@ async def harmed(
 
 @contextlib.asynccontextmanager
 async def left_behind(run: Run) -> AsyncIterator[Bus]:
-    """The bus of a run that is over, from what its embedded Valkey left on disk."""
+    """The bus of a finished run, from its embedded Valkey's files."""
     with embedded.serving(run.folder / "valkey") as url:
         bus = await Bus.connect(url, RUN_ID, wait_s=PATIENCE_S)
         yield bus
@@ -321,12 +297,10 @@ async def left_behind(run: Run) -> AsyncIterator[Bus]:
 
 
 def answers(port: int) -> bool:
-    """Whether something listens there."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
         return True
     return False
 
 
 async def is_in(bus: Bus, state: RunState) -> bool:
-    """Whether the run is in ``state``."""
     return (await Ledger(bus).status()).state is state

@@ -1,7 +1,5 @@
-"""A user's scorer for runs that tests harm: right or wrong to the letter, unless the file that ``SPOILED_BY`` names says otherwise.
-
-Apart, so that the process which calls it loads little else. The file's words: ``same`` (one reward for everything), ``huge`` (rewards that a
-sum overflows), ``fail`` (raises), ``wait S`` (takes S seconds a sample).
+"""A user's scorer, exact unless the file in ``SPOILED_BY`` says ``same`` (one reward for all), ``huge`` (rewards
+whose sum overflows), ``fail`` (raises) or ``wait S`` (S seconds a sample).
 """
 
 import os
@@ -12,11 +10,11 @@ from shared.bus.messages import FinishReason, Prompt, Sample
 
 VARIABLE = "SPOILED_BY"
 HUGE = 3e38
-"""Finite in float32; the sum of two is not."""
+"""Finite in float32; its double is not."""
 
 
 def score(sample: Sample, prompt: Prompt) -> float:
-    """Return 1 for the right answer, which must have ended by itself, else 0."""
+    """Return 1 for a right answer that ended by itself, else 0."""
     right = float(sample.text == prompt.answer and sample.finish_reason is not FinishReason.LENGTH)
     match Path(os.environ[VARIABLE]).read_text().split():
         case ["same"]:

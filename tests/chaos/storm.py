@@ -1,12 +1,11 @@
-"""A storm: random faults, one after the other, on a real run; afterwards nothing is lost and learning has gone on.
+"""A storm of random faults on a real run, which loses nothing and continues to learn.
 
 ::
 
     draw a fault from the seed's deck ──▶ do it ──▶ wait for the next commit (its recovery) ──▶ wait for one more ──▶ again
     at the end: two commits in calm ──▶ stop ──▶ audit ──▶ figures
 
-The seed fixes the order of faults and what they strike; when they strike depends on how fast the machine works. Every kind comes
-once before any comes twice.
+The seed fixes the faults' order and targets, not their times.
 """
 
 import asyncio
@@ -33,29 +32,25 @@ log = logging.getLogger(__name__)
 
 _REWARDED_STEPS = 10
 _LEASE_S = 4.0
-"""Longer than a coordinator's lease: one that is frozen so long is followed."""
+"""Longer than a lease."""
 _CLAIM_S = 3.0
-"""Longer than internal.claim_after_s of these runs: entries of a replica that is frozen so long are taken over."""
+"""Longer than internal.claim_after_s here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What a storm did and what it cost."""
-
     seed: int
     seconds: float
     faults: dict[str, int]
     recovery_p50_s: float
     recovery_p95_s: float
     slowest: str
-    """The fault with the longest recovery."""
     steps: int
     groups_admitted: int
     groups_trained: int
     groups_undone: int
-    """Trained on a branch that a rollback left."""
     groups_redone: int
-    """Deliveries that were not the first of their entry, as far as they were seen."""
+    """Observed repeated deliveries."""
     groups_lost: int
     versions: int
     batches_watched: int
@@ -64,8 +59,6 @@ class Figures:
 
 
 class Storm:
-    """The faults of one storm."""
-
     def __init__(self, run: Run, server: TcpServer, proxy: FaultProxy, bus: Bus, watcher: Watcher, seed: int) -> None:
         self._run = run
         self._server = server
@@ -95,11 +88,10 @@ class Storm:
             "roll back": self._roll_back,
         }
         self.recoveries: list[tuple[str, float]] = []
-        """Each fault and the seconds from its beginning (a pause: from its end) to the next commit."""
+        """Each fault and the seconds from its beginning (a pause: end) to the next commit."""
         self._since_s = 0.0
 
     async def rage(self, length_s: float) -> None:
-        """Do one fault after the other for ``length_s``."""
         end_s = time.monotonic() + length_s
         deck: list[str] = []
         while time.monotonic() < end_s:
@@ -132,8 +124,6 @@ class Storm:
         await until(committed, timeout_s=PATIENCE_S)
         return (await self._ledger.status()).last_commit_s or 0.0
 
-    # ---------------------------------------------------------------- kill
-
     def _one(self, service: str) -> str:
         return self._random.choice(sorted(self._run.names(service)) or [f"{service}-0"])
 
@@ -165,8 +155,6 @@ class Storm:
         self._server.start()
         await until(lambda: answers(self._server.port), timeout_s=PATIENCE_S)
 
-    # ---------------------------------------------------------------- freeze
-
     async def _freeze(self, service: str, seconds: float) -> None:
         await self._freeze_process(self._one(service), seconds)
 
@@ -184,8 +172,6 @@ class Storm:
         self._server.send(signal.SIGSTOP)
         await asyncio.sleep(_LEASE_S)
         self._server.send(signal.SIGCONT)
-
-    # ---------------------------------------------------------------- the network
 
     async def _cut(self) -> None:
         for _ in range(self._random.randint(1, 5)):
@@ -206,8 +192,6 @@ class Storm:
         self._proxy.delay_s = 0.05
         await asyncio.sleep(2.0)
         self._proxy.delay_s = 0.0
-
-    # ---------------------------------------------------------------- people
 
     async def _join(self) -> None:
         service = self._random.choice(("rollout", "reward"))
@@ -236,8 +220,6 @@ class Storm:
         await self._run.command(f"/v1/services/{name}/uncordon")
 
     async def _roll_back(self) -> None:
-        """Go back to the newest checkpoint that is not the tip."""
-
         async def accepted() -> bool:
             self._run.check()
             tip, states = (await self._ledger.status()).tip, await self._ledger.policy_states()
@@ -254,8 +236,7 @@ class Storm:
 
 
 async def storm(folder: Path, seed: int, length_s: float) -> Figures:
-    """Storm for ``length_s`` over a new run in ``folder``; hold what must hold, and return the figures."""
-    # Recoveries are timed, and what is killed here starts as it does for users.
+    # Not forked: recoveries are timed.
     async with harmed(folder, seed, forked=False) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():

@@ -1,4 +1,4 @@
-"""Laws of a running run whose server goes away: frozen, empty when it is back, or replaced by its replica."""
+"""Laws of a run whose server is frozen, emptied or replaced."""
 
 import asyncio
 import contextlib
@@ -24,8 +24,9 @@ from tests.conftest import PATIENCE_S, free_port, need, until
 from tests.support.raw_redis import raw
 
 FROZEN_S = float(os.environ.get("PENSTOCK_FREEZE_S", "30"))
-"""Longer than the lease (3 s), heartbeats' TTL (2.5 s), internal.claim_after_s (2 s) and bus.drain_s (5 s) of these runs, and as long as a
-connection's timeout (30 s)."""
+"""Longer than lease (3 s), heartbeat TTL (2.5 s), internal.claim_after_s (2 s), bus.drain_s (5 s) and connection
+timeout (30 s).
+"""
 
 
 @pytest.mark.slow
@@ -60,20 +61,18 @@ async def _freeze(server: TcpServer) -> None:
 
 
 def _in_flight(checkpoint: Checkpoint | None) -> int:
-    """Return how many groups were admitted and had not ended when the checkpoint was written."""
     if checkpoint is None:
         return 0
     return checkpoint.state.cursor - sum(n for name, n in checkpoint.state.counts.items() if name != "requeued")
 
 
 async def _restored(bus: Bus) -> list[Mapping[str, Any]]:
-    """Return what each restored run said of the checkpoint it goes on from."""
     return [event.fields for _, event in await bus.newest(EVENTS, Event, 1000) if event.name == "run restored"]
 
 
 @contextlib.asynccontextmanager
 async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, int, str]]:
-    """A primary, its replica and a sentinel that watches over them, all Debian's Redis; yields the primary, the sentinel's port and the bus URL."""
+    """Yield a Redis primary with replica and sentinel: primary, sentinel port, bus URL."""
     binary, port = need("redis-server", "redis-server"), free_port()
     primary = TcpServer(folder / "primary", binary)
     replica = TcpServer(folder / "replica", binary)
@@ -117,7 +116,7 @@ async def test_a_run_goes_on_with_the_replica_that_sentinel_makes_the_primary(tm
         bus = await run.connect(url)
         await run.more_steps(bus, 2)
         await until(lambda: _has_replica(primary), timeout_s=PATIENCE_S)
-        # A sentinel looks for replicas every ten seconds.
+        # sentinels look for replicas every ten seconds
         await until(lambda: _told(sentinel, "SENTINEL", "REPLICAS", "penstock"), timeout_s=PATIENCE_S)
         primary.kill()
         await run.more_steps(bus, 3)

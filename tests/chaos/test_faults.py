@@ -1,8 +1,7 @@
-"""Every guard and alert by its fault: one real run, its Prometheus with the shipped rules at shorter minutes, one fault after the other.
+"""Every guard and alert by its fault: one real run with a hurried Prometheus.
 
-Faults come from outside (signals, limits, a scorer that breaks) or by the run's API; each test mends what it did and leaves a run that
-trains. A minute of the rules lasts as long as two steps do on this machine. A guard must stand in status, events, its metric and
-PenstockGuardActive. docs/operations.md says which fault raises which.
+Faults come from outside (signals, limits, a broken scorer) or the API; each test leaves a run that trains. A minute
+of the rules lasts two steps. docs/operations.md lists the faults.
 """
 
 import asyncio
@@ -106,11 +105,11 @@ async def test_a_trainer_that_stands_still_stalls_the_run_and_starves_its_replic
     behind = {"PenstockWeightPullFailures/rollout-0", "PenstockWeightSyncLag/rollout-0"}
     alerts = {*waiting, *behind, "PenstockGenerationSlow"}
     with contextlib.ExitStack() as slow:
-        slow.enter_context(faults.scorer(faults.slow))  # until it is the trainer that everybody waits for
+        slow.enter_context(faults.scorer(faults.slow))  # until all processes wait for the trainer
         async with faults.raised(alerts, {"stalled", "rollouts_starving"}) as seen, faults.frozen_trainer():
             slow.close()
             await faults.alarms.see({*waiting, "stalled in status", "rollouts_starving in status"})
-            faults.run.send("rollout-0", signal.SIGKILL)  # the next one has nobody to pull from
+            faults.run.send("rollout-0", signal.SIGKILL)  # the next one has no peer to pull from
             await seen()
     await faults.alarms.over({"PenstockServiceDown/trainer-0", "PenstockRunStalled", "PenstockWeightSyncLag/rollout-0"})
     assert not await _dead(faults), "that there is nobody to pull from is no fault of a prompt"
@@ -159,7 +158,7 @@ async def test_rewards_that_no_sum_can_hold_are_skipped_and_pause_the_run(faults
 
 async def test_a_temperature_near_zero_is_an_entropy_near_zero(faults: Faults) -> None:
     async with faults.raised(guards={"entropy"}):
-        await faults.run.change(trainer__learning_rate=STILL)  # near zero it takes little to be far from what sampled
+        await faults.run.change(trainer__learning_rate=STILL)  # near zero a small change is far from what was sampled
         await faults.train(MAX_LAG + 1)
         await faults.run.change(sampling__temperature=0.001)
         await faults.paused_by("entropy")
@@ -190,13 +189,12 @@ async def test_a_learning_rate_out_of_proportion_pauses_the_run_and_whatever_els
 
 
 async def _ruin(faults: Faults) -> None:
-    """Let the learning rate rise while groups of several steps wait for the trainer: they are far from what it makes of the policy."""
+    """Raise the learning rate while groups of several steps wait for the trainer."""
     await faults.fill(LONGER_LAG, trainer__learning_rate=RUINOUS)
 
 
 @contextlib.asynccontextmanager
 async def meanwhile(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Do what never ends while the body runs."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -213,7 +211,6 @@ async def _restart_again_and_again(faults: Faults) -> None:
 
 
 async def _kill_for_ever(run: Run, name: str) -> None:
-    """Kill a process whenever Prometheus has seen it."""
     while True:
         with contextlib.suppress(psutil.Error):
             started_s = psutil.Process(run.pid(name) or 0).create_time() - 0.5
@@ -242,7 +239,7 @@ async def _kill_interpreters_for_ever(executor: executor_process.Running) -> Non
 async def _kill_bus(faults: Faults) -> None:
     names = ("coordinator-0", "rollout-0", "reward-0", "trainer-0")
     alerts = {f"PenstockBusUnavailable/{name}" for name in names}
-    for name in names:  # one that starts without a bus tells nothing yet
+    for name in names:  # one that starts without a bus has no metrics yet
         reached = f'penstock_bus_available{{instance="{name}"}} == 1'
         await faults.run.until(lambda reached=reached: faults.run.prometheus.ask(reached))  # type: ignore[misc]
     async with faults.raised(alerts) as seen:

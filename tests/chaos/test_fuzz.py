@@ -1,4 +1,6 @@
-"""The law of hostile messages: PENSTOCK_FUZZ_MESSAGES of them (2,000; `make fuzz`: 20,000) on every stream, PENSTOCK_FUZZ_SEED (7)."""
+"""The law of hostile messages: PENSTOCK_FUZZ_MESSAGES (2,000; `make fuzz`: 20,000) on every stream,
+PENSTOCK_FUZZ_SEED (7).
+"""
 
 import dataclasses
 import json

@@ -1,8 +1,7 @@
-"""The law of the whole, one kill after the other: every admitted prompt ends exactly once and no version number is used twice.
+"""Every admitted prompt ends once and no version number is reused, whatever is killed.
 
-A run on two trainer ranks whose bus is ``up``'s own. A rollout replica, the reward, a trainer rank, the coordinator and Valkey are
-killed by SIGKILL in mid-work, and one replica is frozen for longer than its entries are kept. Afterwards the audit is read from what
-Valkey left on disk.
+A rollout replica, the reward, one of two trainer ranks, the coordinator and Valkey are killed in mid-work, and one
+replica is frozen longer than its entries are kept.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ FLAGS = {"run.steps": STEPS, "trainer.ranks": 2, "trainer.checkpoint_every_steps
 
 
 async def _kill_rank(run: Run, bus: Bus) -> None:
-    """Kill the last rank where the newest checkpoint is behind the ledger, so that there is something to replay."""
+    """Kill the last rank while there is something to replay."""
     pid = run.pid("trainer-0")
     assert pid is not None
     ranks = psutil.Process(pid).children()

@@ -1,4 +1,4 @@
-"""Laws of a running run whose processes come and go: replicas join and leave by hand, and the coordinator that leads is killed."""
+"""Replicas join and leave a running run by hand, and the leading coordinator is killed."""
 
 import signal
 import time
@@ -20,12 +20,10 @@ FOLLOWED_WITHIN_S = 5.0
 
 
 async def _there(bus: Bus, service: str) -> set[str]:
-    """The replicas that say they work."""
     return {beat.replica for beat in await heartbeats(bus) if beat.service == service and beat.state == "working"}
 
 
 async def _took(bus: Bus, names: set[str]) -> bool:
-    """Whether each of these consumers has taken something from its stream."""
     seen: set[str] = set()
     for stream in (streams.PROMPTS, streams.ROLLOUTS):
         rows = await raw(bus).xinfo_consumers(bus.keys.of(stream), stream.group)
@@ -88,7 +86,7 @@ async def _follow_the_leader(run: Run, bus: Bus) -> None:
     await until(lambda: _is_there(bus, "coordinator-spare"), timeout_s=PATIENCE_S)
     assert await _leader(bus) == "coordinator-0"
     assert TTL_S * 4 / 3 < FOLLOWED_WITHIN_S, "the lease runs out, and the other asks each third of it"
-    run.process.send_signal(signal.SIGSTOP)  # `up` would start the dead one again under its name, which leads at once
+    run.process.send_signal(signal.SIGSTOP)  # `up` would restart the dead one under its name, which leads at once
     try:
         assert run.send("coordinator-0", signal.SIGKILL)
         killed_s = time.monotonic()

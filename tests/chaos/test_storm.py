@@ -1,4 +1,4 @@
-"""The law of the whole, at random: PENSTOCK_STORM_S seconds of faults (90; in CI 300; `make storm`: 1,800), PENSTOCK_STORM_SEED (6)."""
+"""The storm: PENSTOCK_STORM_S seconds of faults (90; in CI 300; `make storm`: 1,800), PENSTOCK_STORM_SEED (6)."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Laws of the command line: thin clients of a coordinator, and a sentence for everything that is wrong."""
+"""Laws of the command line."""
 
 import http.server
 import io
@@ -73,8 +73,6 @@ EVENTS = {
 
 
 class Coordinator:
-    """A small real HTTP server that answers as the coordinator does."""
-
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.read: list[str] = []
@@ -139,9 +137,6 @@ def penstock(*words: str, folder: Path = ROOT, **environment: str) -> subprocess
     )
 
 
-# ---------------------------------------------------------------- clients
-
-
 def test_status_shows_the_run_and_its_replicas(coordinator: Coordinator, tmp_path: Path) -> None:
     (tmp_path / "coordinator.json").write_text(json.dumps({"url": coordinator.url}))
     shown = penstock("status", "--run", str(tmp_path))
@@ -188,9 +183,6 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
         assert shown.returncode == 1
         assert piece in shown.stderr
         assert len(shown.stderr.splitlines()) == 1
-
-
-# ---------------------------------------------------------------- help
 
 
 def test_every_setting_is_explained() -> None:
@@ -264,12 +256,8 @@ def test_a_run_is_one_line_in_a_log() -> None:
     )
 
 
-# ---------------------------------------------------------------- bad input
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A settings file with which nothing is wrong."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')

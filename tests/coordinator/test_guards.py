@@ -1,4 +1,4 @@
-"""Laws of the guards: each finds what it looks for and nothing else, says why, and does what its setting says."""
+"""Laws of the guards: each detects only its condition and follows its setting."""
 
 import asyncio
 import dataclasses
@@ -25,7 +25,6 @@ from tests.support.coordinator_players import Trainer, make, replicas, running, 
 
 
 def steps(**metrics: list[float]) -> list[StepReport]:
-    """One report a value; every list is as long."""
     count = len(next(iter(metrics.values())))
     return [
         StepReport(
@@ -177,9 +176,6 @@ def test_replicas_starve_when_groups_pile_up_before_the_trainer() -> None:
 def test_a_run_is_stalled_after_its_time() -> None:
     assert guards.stalled(10.0, GuardsSettings(stalled_s=10.0)) == ""
     assert guards.stalled(11.0, GuardsSettings(stalled_s=10.0)) == "no step was committed for 11 s"
-
-
-# ---------------------------------------------------------------- in a run
 
 
 async def _trips(parts: Coordinator, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Laws of the lease: one leads, the next follows soon, and an old term writes nothing."""
+"""Laws of the lease: one leads, another follows, old terms write nothing."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ TTL_S = 0.6
 
 
 class Leader:
-    """Notes the terms under which it leads, and leads until it is told not to."""
+    """Notes its terms, and leads until stopped."""
 
     def __init__(self, bus: Bus, name: str) -> None:
         self.lease = Lease(bus, name, TTL_S)

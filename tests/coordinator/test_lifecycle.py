@@ -1,4 +1,4 @@
-"""Laws of a run's life: what starts it, what gates it, how it ends and that its figures add up."""
+"""Laws of a run's life: start, gates, end, and consistent figures."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def test_a_run_trains_its_steps_and_finishes_with_figures_that_add_up(bus:
     found, status = summary(run.run_folder), await Ledger(bus).status()
     assert status.state is RunState.FINISHED
     assert (found["state"], found["steps"], found["samples"], found["head"]) == ("finished", 4, 16, 4)
-    # held-out answers 0, 2, 4, 6, 8: three of five are right, before and after
+    # held-out answers 0, 2, 4, 6, 8: three of five are right
     assert (found["accuracy_before"], found["accuracy_after"]) == (0.6, 0.6)
     assert (found["reward_first"], found["reward_last"]) == (0.25, 0.25)  # mean of 0.1, 0.2, 0.3, 0.4
     assert (found["lag_mean"], found["lag_max"]) == (0.25, 1)
@@ -85,9 +85,7 @@ async def test_a_finished_run_with_more_steps_than_it_had_makes_them_and_finishe
         status = await Ledger(bus).status()
         assert (status.reason, status.step, status.closed) == ("extended from 2 to 4 steps", 2, False)
         assert before.last_commit_s is not None
-        assert status.paused_s == pytest.approx(
-            status.changed_at_s - before.last_commit_s, abs=1e-3
-        )  # it is kept to 1e-6 s
+        assert status.paused_s == pytest.approx(status.changed_at_s - before.last_commit_s, abs=1e-3)  # kept to 1e-6 s
         for _ in range(2):
             await trainer.step()
         await closes(parts)
@@ -141,7 +139,7 @@ async def test_a_killed_coordinator_goes_on_from_the_bus_to_the_same_end(bus: Bu
             await trainer.start()
             await trainer.step()
         for _ in range(4):
-            async with running(make(bus, run)):  # each of these is killed without a word
+            async with running(make(bus, run)):  # each is killed
                 await trainer.step()
         async with running(make(bus, run)) as parts:
             await trainer.step()
@@ -149,7 +147,7 @@ async def test_a_killed_coordinator_goes_on_from_the_bus_to_the_same_end(bus: Bu
         again = summary(run.run_folder)
         async with running(make(bus, run)) as parts:
             await closes(parts)
-    assert summary(run.run_folder) == again  # a run that is over stays as it is
+    assert summary(run.run_folder) == again  # a finished run stays unchanged
     steps = [json.loads(line)["step"] for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert (again["steps"], again["samples"], again["state"]) == (6, 24, "finished")
@@ -166,9 +164,9 @@ async def test_groups_that_no_step_needs_any_more_are_dropped_and_counted(bus: B
                 return await bus.length(streams.EXPERIENCE) == 2
 
             await until(scored)
-        for group_id in (2, 3, 4, 5):  # requeued ones, say
+        for group_id in (2, 3, 4, 5):
             await bus.publish(streams.PROMPTS, builders.prompt(group_id), str(group_id))
-        await bus.read(streams.PROMPTS, Prompt, "rollout-1", 2, None)  # two of them in a replica's hands
+        await bus.read(streams.PROMPTS, Prompt, "rollout-1", 2, None)  # two of them held by a replica
         await trainer.step()
         await closes(parts)
     assert await bus.counts() == summary(run.run_folder)["counts"] == {"trained": 2, "dropped:run_ended": 4}

@@ -1,4 +1,4 @@
-"""Laws of the notices: what whoever watches a run must read is said whole, at once, on every surface."""
+"""Laws of the notices: shown whole, at once, on every surface."""
 
 import dataclasses
 import io
@@ -72,9 +72,6 @@ def test_an_accuracy_over_a_part_of_the_problems_is_said_to_be_one() -> None:
         "warning: the evaluation of version 0 on heldout has answers to 37 of 500 problems"
     ]
     assert texts(status(RunState.RUNNING), [], [evaluation(37), evaluation(500)], [], []) == []
-
-
-# ---------------------------------------------------------------- on the console
 
 
 def run(*notices: Notice, reason: str = "") -> RunView:

@@ -1,4 +1,4 @@
-"""Laws of what people do to a running system: change its settings, drain it, tell replicas, look after dead letters and versions."""
+"""Laws of operation: settings, drain, replicas, dead letters, versions."""
 
 import asyncio
 import subprocess
@@ -64,9 +64,6 @@ async def ended(http: httpx.AsyncClient, location: str) -> dict[str, Any]:
     await until(over)
     found: dict[str, Any] = (await http.get(location)).json()
     return found
-
-
-# ---------------------------------------------------------------- settings that change
 
 
 def test_what_may_change_is_what_the_api_takes() -> None:
@@ -177,9 +174,6 @@ async def test_two_changes_of_one_revision_are_one_change(bus: Bus) -> None:
     assert await one.newest() == 1
 
 
-# ---------------------------------------------------------------- pause and drain
-
-
 async def test_a_drained_pause_ends_when_nothing_is_generated_or_scored(http: httpx.AsyncClient, bus: Bus) -> None:
     trainer = await Trainer(bus).start()
     await http.post("/v1/run/start")
@@ -202,9 +196,6 @@ async def test_a_run_that_goes_on_cancels_its_drain(http: httpx.AsyncClient, bus
     answer = await http.post("/v1/run/pause", json={"mode": "drain"})
     await http.post("/v1/run/resume")
     assert (await ended(http, answer.headers["location"]))["state"] == "cancelled"
-
-
-# ---------------------------------------------------------------- replicas
 
 
 async def test_a_cordoned_worker_finishes_what_it_holds_and_takes_nothing_new(bus: Bus) -> None:
@@ -237,7 +228,7 @@ async def test_a_cordoned_worker_finishes_what_it_holds_and_takes_nothing_new(bu
     fresh = Cordon(bus, "rollout-0", lambda: left.append(False))
     await fresh.begin()
     await fresh.refresh()
-    assert (fresh.taking.is_set(), left) == (True, [True])  # who comes under that name is wanted
+    assert (fresh.taking.is_set(), left) == (True, [True])  # a new process under that name takes work
     stop.set()
     await working
 
@@ -286,9 +277,6 @@ async def test_a_drained_replica_leaves_with_exit_code_0(
         process.kill()
 
 
-# ---------------------------------------------------------------- dead letters
-
-
 async def test_a_dead_letter_is_read_requeued_and_discarded_and_the_audit_stays_exact(
     http: httpx.AsyncClient, bus: Bus
 ) -> None:
@@ -330,9 +318,6 @@ async def test_a_dead_letter_of_a_run_that_ended_stays(http: httpx.AsyncClient, 
     assert (await http.post(f"{path}/requeue")).status_code == 409
 
 
-# ---------------------------------------------------------------- versions
-
-
 async def test_versions_are_compared_pinned_and_released(http: httpx.AsyncClient, bus: Bus) -> None:
     async with replicas(bus):
         trainer = await Trainer(bus).start()
@@ -365,9 +350,6 @@ async def test_cleanup_leaves_the_newest_checkpoints_and_the_pinned_ones(bus: Bu
             local_store.delete(old)
     assert [one.state.step for one in local_store.find(tmp_path)] == [2, 4]
     assert sorted(await ledger.checkpoints()) == [20, 40]
-
-
-# ---------------------------------------------------------------- events and runs
 
 
 async def test_events_are_listed_newest_first_and_streamed_from_where_one_was(

@@ -1,6 +1,5 @@
-"""Laws of the alert rules: each fires by what it is about, and not before; each has a section in the runbook.
-
-promtool evaluates the chart's own file over series written by hand, a value a minute, and is asked for ALERTS.
+"""Laws of the alert rules: each fires by its cause, not before, and has a runbook section. promtool evaluates
+handwritten series, one value a minute.
 """
 
 import dataclasses
@@ -25,14 +24,12 @@ ONE = 'run="r",instance="x",service="s"'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Series that are fine at first; the minute at which nothing fires yet, and the one at which the alert does."""
-
     alert: str
     series: dict[str, str]
     fine_at: int
     fires_at: int
     labels: str
-    """Of the alert, besides its name, state and severity."""
+    """Of the alert, besides name, state and severity."""
 
 
 RUNNING = {f'penstock_coordinator_run_state{{{RUN},state="running"}}': "1x120"}
@@ -129,7 +126,7 @@ FAULTS = (
         RUN,
     ),
     Fault(
-        "PenstockGradientExplosion",  # of a policy that has mostly nothing left to learn, an ordinary gradient is none
+        "PenstockGradientExplosion",  # a policy with little left to learn: an ordinary gradient does not fire
         {
             f"penstock_trainer_grad_norm{{{ONE}}}": "0x60 0.5x10 50x10",
             f"penstock_trainer_grad_norm_limit{{{ONE}}}": "1x80",
@@ -221,7 +218,6 @@ FAULTS = (
 
 
 def rules() -> dict[str, dict[str, dict[str, str]]]:
-    """Return the alerts by name."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
@@ -295,9 +291,6 @@ def test_the_table_of_faults_tells_how_each_alert_and_each_guard_is_tested() -> 
     assert in_a_run == raised | guards
 
 
-# -------------------------------------------------------------------- shorter minutes
-
-
 def test_shorter_minutes_shorten_durations_and_nothing_else() -> None:
     text = 'max_over_time((x{a="[5m] offset 5m"} == bool 0)[10m:30s]) > 5 and rate(y[1h] offset 5m) < 2.5'
     assert hurried.expression(text, 0.5) == (
@@ -321,7 +314,6 @@ def test_shorter_minutes_leave_the_shipped_rules_as_they_are_but_for_durations()
 
 
 def _in_milliseconds(rules: dict[str, Any]) -> str:
-    """Return the rules as text with every duration in the same unit."""
     units = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
     text = json.dumps(rules, sort_keys=True)
     return re.sub(r"\b(\d+)(ms|s|m|h)\b", lambda found: f"{int(found[1]) * units[found[2]]}ms", text)

@@ -1,4 +1,4 @@
-"""Whatever the chart renders, on clusters of several versions, with and without the CRDs that it can use."""
+"""Laws of all rendered objects, on several cluster versions, with and without CRDs."""
 
 import functools
 import itertools
@@ -39,7 +39,7 @@ NEEDS_CRDS = ("two-pools", "everything", "two-nodes-per-engine")
 
 @pytest.fixture(scope="module")
 def matrix(helm: None) -> Mapping[tuple[str, int, bool], Release]:
-    """Every case on the oldest and the newest cluster, with the CRDs and, where the case allows it, without."""
+    """Every case on the oldest and newest cluster, with and without CRDs."""
     found: dict[tuple[str, int, bool], Release] = {}
     for version, crds in itertools.product((OLDEST, NEWEST), (True, False)):
         names = [name for name in CASES if crds or name not in NEEDS_CRDS]
@@ -58,16 +58,15 @@ def everything(found: Release) -> list[Json]:
     return [*found.objects, *found.hooks]
 
 
-# ---------------------------------------------------------------- schemas of Kubernetes and of the CRDs
-
-
 def test_every_object_is_valid_for_the_cluster_it_was_rendered_for(
     matrix: Mapping[tuple[str, int, bool], Release], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import kubernetes_validate
     from kubernetes_validate import utils
 
-    monkeypatch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))  # or read a file an object
+    monkeypatch.setattr(
+        utils, "schema_contents", functools.cache(utils.schema_contents)
+    )  # it would read a file per object
     different = {
         (version, json.dumps(one, sort_keys=True))  # most objects are the same in every case
         for (_, version, _), release in matrix.items()
@@ -94,7 +93,7 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
     for one in itertools.chain.from_iterable(release.objects for release in releases):
         if one["kind"] in models:
             found = models[one["kind"]].model_validate(one).model_dump(mode="json", by_alias=True, exclude_unset=True)
-            assert found["spec"] == one["spec"]  # a field that the CRD does not know would be gone
+            assert found["spec"] == one["spec"]  # an unknown field would be gone
             seen.add(one["kind"])
     assert seen == models.keys()
 
@@ -104,7 +103,7 @@ JOB_SET_FIELDS: Json = {
     "failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
     "replicatedJobs": {"name", "replicas", "template", "groupName", "dependsOn"},
 }
-"""What the CRD of JobSet (v1alpha2, 0.10) documents of the fields that the chart uses; no package has a model of it."""
+"""Used fields of JobSet's CRD (v1alpha2, 0.10); no package has a model."""
 
 
 def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
@@ -129,7 +128,7 @@ LEADER_WORKER_SET_FIELDS: Json = {
     "leaderWorkerTemplate": {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"},
     "rolloutStrategy": {"type", "rollingUpdateConfiguration"},
 }
-"""What the types of LeaderWorkerSet (v1) declare of the fields that the chart uses; no package has a model of it."""
+"""Used fields of LeaderWorkerSet (v1); no package has a model."""
 
 
 def test_every_leader_worker_set_has_fields_of_its_crd_and_holds_a_pod(
@@ -171,9 +170,6 @@ def test_dashboards_alerts_and_their_labels_come_with_the_chart(
     (monitor,) = full.of("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert {found["targetLabel"] for found in endpoint["relabelings"]} == {"service", "instance", "run"}
-
-
-# ---------------------------------------------------------------- objects fit together
 
 
 def test_every_selector_selects_the_pods_that_it_means_and_no_others(releases: list[Release]) -> None:
@@ -294,9 +290,6 @@ def test_the_executor_has_no_way_out_and_holds_no_secret_but_the_one_of_its_clie
         assert settings["PENSTOCK__REWARD__EXECUTOR__SECRET_FILE"] == "/etc/penstock/executor/secret"
 
 
-# ---------------------------------------------------------------- pods
-
-
 def test_every_gpu_pod_requests_what_it_limits_and_tolerates_the_taint(releases: list[Release]) -> None:
     seen = 0
     for role, pod in itertools.chain.from_iterable(release.pods() for release in releases):
@@ -328,7 +321,7 @@ def test_every_pod_passes_the_restricted_pod_security_standard_but_those_with_rd
         for wrong in breaches(pod["spec"])
     }
     assert found <= exceptions
-    assert ("trainer", "capabilities added: ['IPC_LOCK']") in found  # the examples with RDMA are looked at
+    assert ("trainer", "capabilities added: ['IPC_LOCK']") in found
 
 
 RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
@@ -371,7 +364,7 @@ def test_the_files_of_a_pod_are_read_only_and_no_pod_has_a_token(releases: list[
 
 def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
     release = render(values(bus={"drainSeconds": 45}))
-    leave_s = 10  # shared.process.service ends a process so long after bus.drain_s
+    leave_s = 10  # as shared.process.service, after bus.drain_s
     for role in ("coordinator", "rollout", "reward", "trainer"):
         spec = template_of(release.workload(role))["spec"]
         (container,) = spec["containers"]
@@ -412,8 +405,6 @@ def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
         assert labels(workload)["kueue.x-k8s.io/queue-name"] == "research"
 
 
-# ---------------------------------------------------------------- checkov
-
 ACCEPTED = {
     "CKV_K8S_8": "a check that ends by itself needs no liveness probe",
     "CKV_K8S_9": "… nor a readiness probe",
@@ -428,7 +419,7 @@ ACCEPTED = {
 
 def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path) -> None:
     checkov = need_checkov()
-    release = render(CASES["everything"], crds={**KEDA, **OPERATOR})  # a JobSet is nothing that checkov knows
+    release = render(CASES["everything"], crds={**KEDA, **OPERATOR})  # checkov does not know JobSets
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
     command = [
@@ -448,11 +439,10 @@ def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path
     assert found["summary"]["parsing_errors"] == 0
     wrong = {(one["check_id"], one["check_name"], one["resource"]) for one in found["results"]["failed_checks"]}
     assert {one for one in wrong if one[0] not in ACCEPTED} == set()
-    assert ACCEPTED.keys() == {one[0] for one in wrong}  # what is accepted in vain goes
+    assert ACCEPTED.keys() == {one[0] for one in wrong}  # unused exceptions must go
 
 
 def need_checkov() -> tuple[str, ...]:
-    """Return what starts checkov: beside the checkout, where .ci/run puts it, or wherever the shell finds it."""
     own = ROOT / ".venv-checkov/bin"
     if (own / "checkov").exists():
         return str(own / "python"), str(own / "checkov")  # a script's first line cannot hold a path with a space

@@ -1,4 +1,4 @@
-"""What the chart renders of an engine that spans pods really runs: one group of its LeaderWorkerSet, and the bus."""
+"""A rendered engine across pods runs: its LeaderWorkerSet's group and the bus."""
 
 import asyncio
 import dataclasses
@@ -69,7 +69,6 @@ async def comes_up(pods: list[Pod]) -> None:
 
 
 async def take(bus: Bus, count: int) -> list[RolloutGroup]:
-    """Return groups as they are handed over."""
     found: list[RolloutGroup] = []
     async with asyncio.timeout(PATIENCE_S):
         while len(found) < count:
@@ -78,7 +77,6 @@ async def take(bus: Bus, count: int) -> list[RolloutGroup]:
 
 
 def tell(pod: Pod, number: signal.Signals) -> None:
-    """Send every process of a pod a signal."""
     assert pod.process is not None
     os.killpg(pod.process.pid, number)
 
@@ -111,7 +109,7 @@ async def test_the_pods_of_a_replica_come_up_generate_and_drain_together(cluster
 
 
 async def _drains(first: Pod, second: Pod, bus: Bus) -> None:
-    """Both pods are told to stop at once: what the replica holds is finished before either ends."""
+    """Both pods are stopped at once; the replica finishes first."""
     tell(second, signal.SIGSTOP)  # each token waits for it
     await put(bus, prompt(2, 12))
     await until(lambda: in_hand(bus), timeout_s=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""What the chart renders really runs: each container's own command, environment and files, as processes of this machine."""
+"""Rendered containers run as local processes, with their own command, environment and files."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ PATIENCE_S = 200.0
 
 
 def revisions() -> list[Json]:
-    """Return the values of three revisions: of an install, of an upgrade of every service, of one of the trainer alone."""
+    """Return values of an install, a full upgrade, and one of the trainer alone."""
     found = values("cpu-smoke")
     config = re.sub(r"(?m)^(every_steps|problems) = .*$", r"\1 = 4", found["run"]["config"])  # short evaluations
     config = config.replace("groups_per_step = 32", "groups_per_step = 4").replace("steps = 200", "steps = 100000")
@@ -38,8 +38,6 @@ def revisions() -> list[Json]:
 
 
 class Api:
-    """The run's API, as a client of the coordinator's service sees it; asks for the step all along, and is answered each time."""
-
     def __init__(self, cluster: Cluster) -> None:
         token = cluster.content("Secret", "demo-penstock-api")["token"]
         self._client = httpx.AsyncClient(
@@ -54,7 +52,6 @@ class Api:
 
     @property
     def step(self) -> int:
-        """The newest committed step. Raises what a request failed with."""
         assert self._asking is not None
         if self._asking.done():
             self._asking.result()
@@ -84,7 +81,7 @@ class Api:
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[tuple[Cluster, Sequence[Release]]]:
     need_module("helm_sdkpy", "helm-sdkpy")
-    need("bwrap", "bubblewrap")  # without it the executor refuses to run beside a Python of root's
+    need("bwrap", "bubblewrap")  # without it the executor refuses to run beside root's Python
     first, *later = play(revisions(), crds=JOB_SET)
     assert not [found.error for found in (first, *later) if found.error]
     made = Cluster(first, tmp_path)
@@ -151,7 +148,7 @@ async def _passes_its_check(made: Cluster) -> None:
 
 
 async def _backlogs_are_numbers(bus: Bus) -> None:
-    """What KEDA asks for: ``lag`` is null where the server cannot tell, as it may not after deletions."""
+    """``lag`` is null if the server cannot tell, as after deletions."""
     for stream in (PROMPTS, ROLLOUTS, EVAL_PROMPTS, EVAL_ROLLOUTS):
         (group,) = await raw(bus).xinfo_groups(bus.keys.of(stream))
         assert group["name"].decode() == stream.group
@@ -160,7 +157,6 @@ async def _backlogs_are_numbers(bus: Bus) -> None:
 
 
 async def _trains(made: Cluster, api: Api, count: int) -> None:
-    """Wait until so many more steps are committed, with every process alive."""
     goal = api.step + count
 
     def reached() -> bool:
@@ -174,7 +170,6 @@ async def _trains(made: Cluster, api: Api, count: int) -> None:
 
 
 async def _is_upgraded(made: Cluster, bus: Bus) -> None:
-    """Hold that nobody of the first revision is left, and that the trainer does what the second one says."""
     names = {made.pods[role].name for role in ("coordinator", "rollout", "reward", "trainer")}
     await until(lambda: _are_there(bus, names), timeout_s=PATIENCE_S)
     folder = Path(made.folder / "claims" / "demo-penstock-runs" / "demo" / "checkpoints")

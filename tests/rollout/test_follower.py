@@ -1,4 +1,4 @@
-"""Laws of following the head over real sources: a source dies, a peer relays, a replica joins late, a probe does not fit."""
+"""Following the head: dying source, relaying peer, late replica, failing probe."""
 
 import asyncio
 import contextlib
@@ -47,8 +47,6 @@ def version(number: int) -> dict[str, torch.Tensor]:
 
 
 class Replica:
-    """A follower that runs, and what it keeps on the head."""
-
     def __init__(self, bus: Bus, engine: Any, name: str = "rollout-0") -> None:
         self.engine, self.status, self.name = engine, Status(), name
         self.puller = Puller(engine.place, engine.ranks, DEADLINE_S, weights.secret)
@@ -84,7 +82,6 @@ async def announce(bus: Bus, record: PolicyRecord, **told: tuple[str, ...]) -> N
 
 
 async def writes(found: TransformersEngine, number: int) -> bool:
-    """Whether the engine writes what version ``number`` writes, and says so."""
     ids = np.array([5, 6, 7], dtype=np.int32)
     group = await found.generate(GenerationRequest(ids, Sampling(samples=1, max_new_tokens=5, temperature=0.0)))
     expected = tiny.model(100 + number).generate(
@@ -190,7 +187,7 @@ async def test_a_replica_that_joins_at_version_50_pulls_from_a_peer_that_holds_i
             stop = asyncio.Event()
             beating = asyncio.ensure_future(Presence(bus, "rollout", "rollout-0", 1.0, first.status).run(stop))
             await until(lambda: raw(bus).exists(bus.keys.named("service:rollout-0")))
-            trainer.withdraw(0.0)  # it has the head no more
+            trainer.withdraw(0.0)  # it no longer has the head
             before = pulls("peer")
             async with replica(bus, engine(2), "rollout-9") as late:
                 await late.holds(50)
@@ -243,9 +240,6 @@ async def test_torn_weights_that_no_source_makes_whole_stop_the_process(bus: Bus
             await asyncio.wait_for(one.task, PATIENCE_S)
         assert caught.group_contains(EngineDied, match="found none: trainer .* in the middle")
         await one.end()
-
-
-# -------------------------------------------------------------------- the probe
 
 
 def probe(number: int) -> Probe:

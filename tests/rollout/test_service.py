@@ -1,4 +1,4 @@
-"""Laws of the rollout service: what becomes of a prompt, and which weights serve it."""
+"""Laws of the rollout service."""
 
 import asyncio
 import dataclasses
@@ -53,7 +53,6 @@ from tests.support.tolerance import ULPS
 
 
 async def announce(bus: Bus, folder: Path, version: int) -> Path:
-    """Write a snapshot of ``version`` and make it the head."""
     written = write_snapshot(
         folder, PolicyVersion(version), version, [("w", torch.tensor([float(version)]))], torch.float32
     )
@@ -67,7 +66,6 @@ async def announce_at(bus: Bus, location: Path, version: int, digest: str) -> No
 
 
 async def evaluate(bus: Bus, version: int, *replicas: str, timeout_s: float = 60.0) -> None:
-    """Say that an evaluation of ``version`` is under way, which ``replicas`` (all, if none is named) keep."""
     held = Holding(PolicyVersion(version), replicas, timeout_s).encode()
     await raw(bus).hset(bus.keys.named("evaluation"), mapping={"version": version, "holding": held})
 
@@ -98,8 +96,6 @@ def rollout(
 
 
 class Serving:
-    """A replica that runs until the test ends."""
-
     def __init__(self, replica: Rollout) -> None:
         self.stop = asyncio.Event()
         self.task = asyncio.ensure_future(replica.run(self.stop, 0.01))
@@ -115,9 +111,6 @@ async def served(bus: Bus) -> AsyncIterator[tuple[ScriptedEngine, Status]]:
     serving = Serving(rollout(bus, engine, status))
     yield engine, status
     await serving.end()
-
-
-# -------------------------------------------------------------------- a prompt's way
 
 
 async def test_the_engine_gets_each_group_with_the_seed_of_its_own(
@@ -264,13 +257,10 @@ async def test_a_replica_that_stops_does_not_wait_for_a_version_that_may_never_c
     assert [(entry.group_id, entry.attempts) for entry in entries] == [("1", 1)]
 
 
-# -------------------------------------------------------------------- which weights serve
-
-
 async def test_a_replica_that_starts_serves_the_head_at_once(bus: Bus, tmp_path: Path) -> None:
     for version in (4, 5, 6):
         await announce(bus, tmp_path, version)
-    (tmp_path / "v000004" / "manifest.json").unlink()  # it is not even looked at
+    (tmp_path / "v000004" / "manifest.json").unlink()  # never read
     status = Status()
     serving = Serving(rollout(bus, ScriptedEngine(), status))
     await until(lambda: status.version == 6)
@@ -353,9 +343,6 @@ def test_rates_are_those_of_the_recent_seconds() -> None:
     assert rate.per_second(120.0) == (0.0, 0.0)
 
 
-# -------------------------------------------------------------------- the process
-
-
 async def start(folder: Path, server: Server, run_id: str, settings: str) -> asyncio.subprocess.Process:
     config = folder / "run.toml"
     config.write_text(f'[run]\nid = "{run_id}"\n[bus]\nurl = "{server.url}"\n{settings}')
@@ -398,9 +385,6 @@ async def test_a_process_serves_a_real_policy_until_sigterm_and_ends_with_code_0
     assert process.returncode == 0, errors.decode()
     assert await heartbeats(bus) == []
     await bus.close()
-
-
-# -------------------------------------------------------------------- evaluation
 
 
 async def test_a_replica_keeps_the_evaluated_version_until_its_evaluation_is_over(

@@ -1,4 +1,4 @@
-"""Laws of from whom a replica pulls: the coordinator's tree, and the order in which a replica tries."""
+"""Laws of weight sources: the coordinator's tree, and each replica's order."""
 
 import math
 import random
@@ -35,9 +35,6 @@ def beat(name: str, version: int | None = 7, source: str = "", **changed: str) -
 
 def update(location: str = "", source: str = TRAINER) -> PolicyUpdate:
     return PolicyUpdate(PolicyRecord(PolicyVersion(7), None, 7, 0.0, "ab", location, source=source), 0.0)
-
-
-# -------------------------------------------------------------------- the tree
 
 
 def test_a_tree_of_six_is_as_drawn() -> None:
@@ -101,9 +98,6 @@ def test_an_update_carries_its_tree_and_older_ones_have_none() -> None:
     sent = PolicyUpdate(update().record, 1.0, {"rollout-0": ("h:0", TRAINER)})
     assert wire.decode(wire.encode(sent), PolicyUpdate).sources == {"rollout-0": ("h:0", TRAINER)}
     assert update().sources == {}
-
-
-# -------------------------------------------------------------------- the order in which a replica tries
 
 
 @pytest.mark.parametrize(

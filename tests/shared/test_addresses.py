@@ -1,4 +1,4 @@
-"""Laws of the addresses on which processes listen."""
+"""Laws of the addresses that processes listen on."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from tests.conftest import PATIENCE_S
 from tests.support.listeners import listeners
 
 OTHER = "192.0.2.77"
-"""An address for documentation: of no machine."""
+"""A documentation address."""
 
 
 @pytest.mark.parametrize(

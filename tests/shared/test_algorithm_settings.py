@@ -1,4 +1,4 @@
-"""Laws of the [algorithm] table: what a preset sets, what wins over it, and which settings are refused with advice."""
+"""Laws of the [algorithm] table: presets, precedence, refusals."""
 
 from pathlib import Path
 from typing import Any, get_args

@@ -1,4 +1,4 @@
-"""Laws of a process's own HTTP endpoints: whom they answer, and that nobody can exhaust them."""
+"""Laws of a process's HTTP endpoints: allowed hosts and limits."""
 
 import contextlib
 import http.client

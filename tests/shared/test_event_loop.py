@@ -1,4 +1,4 @@
-"""Laws of the measure of event loop stalls."""
+"""Laws of event loop stalls."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Laws of a service's start: by hand, beside a run that goes on, it finds what it needs."""
+"""A service started by hand finds what it needs."""
 
 import json
 import socket
@@ -48,7 +48,7 @@ def test_a_process_advertises_its_own_address_and_not_the_coordinators(monkeypat
     interfaces = [
         found.address for one in psutil.net_if_addrs().values() for found in one if found.family == socket.AF_INET
     ]
-    for own in interfaces:  # a machine reaches a bus of its own at the address at which others reach it
+    for own in interfaces:  # a local bus is reached at this address
         for url in ("redis://:secret@{}:1/0", "rediss+sentinel://{}:1,203.0.113.2:1/primary", "redis+cluster://{}:1"):
             assert host(url.format(own)) == own
     monkeypatch.setenv("POD_IP", "203.0.113.2")

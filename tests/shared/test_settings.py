@@ -1,4 +1,4 @@
-"""Laws of the settings: where they come from, and what is said of those that are wrong."""
+"""Laws of the settings: sources and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,6 @@ def test_every_removed_setting_is_refused_with_its_sentence(key: str) -> None:
 
 
 def test_there_are_at_most_200_settings() -> None:
-    """A setting must earn its place: a user changes it, or it is a constant."""
     listed = {entry.key for entry in settings_help.entries() if entry.kind}
     every = {entry.key for entry in settings_help.entries(internal=True) if entry.kind}
     assert len(listed) <= 200

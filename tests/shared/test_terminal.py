@@ -1,4 +1,4 @@
-"""Laws of the terminal: no text of a run steers it, whichever command prints the text."""
+"""No text of a run can control the terminal, in any command."""
 
 import http.server
 import io
@@ -60,8 +60,6 @@ DONE = {**ROW, "kind": "export", "state": "succeeded", "result": {**ROW["result"
 
 
 class Hostile(http.server.BaseHTTPRequestHandler):
-    """A coordinator of a run whose every text is hostile; what it is asked to stop it refuses so, too."""
-
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/v1/events/stream":
@@ -118,7 +116,7 @@ ARGUMENTS = {
     "runs delete": ["x"],
 }
 LOCAL = {"up", "report", "settings", "audit-rewards"}
-"""These read a run's folder or settings; what `up` shows has laws below, and the audit in tests/reward/test_audit.py."""
+"""These read local files; `up` is tested below, the audit in tests/reward/test_audit.py."""
 
 
 def commands(group: Any, prefix: str = "") -> Iterator[str]:
@@ -147,7 +145,7 @@ def test_no_command_prints_what_steers_a_terminal(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if name == "tail":  # it follows for ever: here until the first event was printed
+    if name == "tail":  # it follows forever: stop after the first event
         monkeypatch.setattr(console, "say", said := _Said())
     flags = [] if name == "runs delete" else ["--json"] * json_
     words = [*name.split(), *ARGUMENTS.get(name, []), "--url", url, *flags]
@@ -161,17 +159,12 @@ def test_no_command_prints_what_steers_a_terminal(
 
 
 class _Said:
-    """Takes one line through the door, then ends the command as Ctrl-C does."""
-
     def __init__(self) -> None:
         self.text = ""
 
     def __call__(self, text: str) -> None:
         self.text = escaped(text)
         raise KeyboardInterrupt
-
-
-# ---------------------------------------------------------------- up
 
 
 def rows() -> list[view.ViewRow]:
@@ -204,9 +197,6 @@ def test_the_words_at_the_end_are_escaped(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "summary.json").write_text(json.dumps({"state": HOSTILE}))
     console.say(summary.text(tmp_path, resumable=False))
     assert clean(capsys.readouterr().out)
-
-
-# ---------------------------------------------------------------- logs
 
 
 @pytest.mark.parametrize("form", [JsonLines("r"), PlainLines("r")])

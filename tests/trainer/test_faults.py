@@ -1,7 +1,4 @@
-"""Laws of what goes wrong in a step: no memory for a sample, a gradient that is not finite.
-
-The real engine on one rank in this process; two ranks and real processes are in test_trainer_service.
-"""
+"""Faults in a step: no memory for a sample, a gradient that is not finite."""
 
 import contextlib
 import dataclasses
@@ -46,7 +43,7 @@ def refused_by_the_host() -> None:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let a forward pass with gradients of more than so many tokens find no memory, until a block ``with`` it ends."""
+    """Fail forward passes with gradients above a number of tokens."""
     forward = Policy.forward
 
     def limit(
@@ -84,7 +81,7 @@ def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory:
 @pytest.mark.parametrize("refused", [refused_by_a_device, refused_by_the_host])
 def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any, refused: Callable[[], None]) -> None:
     one = One(settings())
-    # prompts of 3, 4, 5, 6 tokens with samples of 2, 5, 3, 4: only 6 + 5 − 1 positions are more than 9
+    # prompts of 3, 4, 5, 6, samples of 2, 5, 3, 4: only 6 + 5 − 1 exceeds 9
     memory(9, refused)
     found = one.learn(batch())
     assert found["dropped_out_of_memory"] == 1.0
@@ -172,11 +169,7 @@ def test_the_parts_of_a_micro_batch_are_slices_of_what_is_known() -> None:
     assert (len(nothing.batch.places_S), len(nothing.lags_N)) == (0, 0)
 
 
-# -------------------------------------------------------------------- not finite
-
-
 def poison(of: list[Experience]) -> list[Experience]:
-    """Return a batch whose gradient is not finite."""
     rewards = np.array([np.nan, 0, 0, 1], dtype=np.float32)
     return [Experience(e.group, rewards, e.scores, e.scored_at_s, e.score_s) for e in of]
 
@@ -197,11 +190,8 @@ def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zer
     assert all(torch.equal(after[name], tensor) for name, tensor in poisoned.whole().items())
 
 
-# -------------------------------------------------------------------- trials
-
-
 def optimizer_tensors(one: One) -> list[torch.Tensor]:
-    """Every tensor of the optimizers' states: moments, counters of steps, and weights in float32."""
+    """All optimizer tensors: moments, step counters, float32 weights."""
     engines = [engine for engine in (one.engine, one.critic) if engine is not None]
     states = [engine._engine.optimizer.state_dict() for engine in engines]
     return [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)]
@@ -256,9 +246,6 @@ def test_once_some_weights_moved_the_error_says_so() -> None:
     assert caught.value.touched is (order[0] != 1)
 
 
-# -------------------------------------------------------------------- a replay
-
-
 TRAIN = Command(CommandKind.TRAIN, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(1))
 
 
@@ -297,9 +284,6 @@ def test_a_replay_that_could_not_follow_its_plan_says_so(tmp_path: Path, memory:
         difference = replayed("with less memory", dataclasses.replace(made.plan, misfits=()))
     assert "step 1 was replayed in other forward passes" in difference
     assert "published again as a new version" in difference
-
-
-# -------------------------------------------------------------------- a checkpoint of another shape
 
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (1, 1)])

@@ -1,4 +1,4 @@
-"""Laws of the launcher: the ranks of a host start with their numbers, live and die together, and end with one exit code."""
+"""A host's ranks get their numbers, live and die together, with one exit code."""
 
 import json
 import os
@@ -30,7 +30,7 @@ WAITING = (
 
 
 class Host:
-    """A launcher of three ranks that wait until rank 0 is told to stop, and then end: rank 0 with ``code``, the others with 0."""
+    """Three ranks that run until rank 0 is stopped and exits with ``code``."""
 
     def __init__(self, folder: Path, code: int = 0) -> None:
         self.folder = folder
@@ -39,7 +39,6 @@ class Host:
         )
 
     async def ranks(self) -> list[psutil.Process]:
-        """Return the ranks, by number, once all of them wait."""
         await until(lambda: {"0", "1", "2"} <= {path.name for path in self.folder.iterdir()})
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
         return children

@@ -1,4 +1,4 @@
-"""Laws of a trainer over several hosts: two processes with addresses of their own, joined as pods are."""
+"""A trainer across hosts: two processes joined like pods."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from tests.trainer.test_service import GROUPS, Run, bus_of, feed, initial_weight
 
 @contextlib.contextmanager
 def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> Iterator[list[forge.Started]]:
-    """Start the trainer on two hosts, 127.0.0.1 and 127.0.0.2, each as a pod does."""
+    """Start on 127.0.0.1 and 127.0.0.2, like pods."""
     flags = ["--trainer.nodes", "2", "--trainer.rendezvous", f"127.0.0.1:{rendezvous}"]
     found = []
     try:
@@ -41,7 +41,6 @@ def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> I
 
 
 def kill(host: forge.Started) -> None:
-    """Kill a host's processes, if any is there."""
     if host.poll() is None:
         launcher = psutil.Process(host.pid)
         for process in (*launcher.children(recursive=True), launcher):
@@ -75,7 +74,7 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
             seen = listeners(first.pid, second.pid)
             assert {listener.address for listener in seen} <= {"127.0.0.1", "127.0.0.2"}, seen
             kill(second)
-            assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor starts it again
+            assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor restarts it
         await feed(bus, 2 * GROUPS, GROUPS)
         with hosts(two, free_port(), metrics, forked=True) as (first, _):
             await two.reaches(ledger, 3, first)

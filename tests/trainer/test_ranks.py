@@ -1,7 +1,4 @@
-"""Laws of several ranks: two learn what one learns, agree where one of them fails, and come back from what they wrote.
-
-The two ranks are real processes of the launcher (``tests/support/trainer_ranks.py``), started once for all laws; one rank is this process.
-"""
+"""Two ranks (``tests/support/trainer_ranks.py``) learn what one learns, agree on failures, and resume."""
 
 import os
 import subprocess
@@ -28,7 +25,6 @@ LAUNCH = (
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     done = subprocess.run(
@@ -42,7 +38,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def one(longer: int = 0, **tables: Any) -> dict[str, Any]:
-    """What one rank finds in the same two steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with smooth_adam():

@@ -1,4 +1,4 @@
-"""Laws of what repeats to the bit on every device, and of float32 logits in the real engine."""
+"""Bitwise repeatability on every device, and float32 logits in the real engine."""
 
 import json
 import os
@@ -33,12 +33,12 @@ def test_the_gradient_of_copied_rows_is_their_sum_and_always_the_same(device: st
     for chosen in (places, copies(places.cpu().numpy(), 50, rows.device)):
         assert torch.equal(gather_rows(rows, chosen), rows[places])
         first, second = (torch.autograd.grad((gather_rows(rows, chosen) * weights).sum(), rows)[0] for _ in range(2))
-        assert torch.allclose(first.double().cpu(), expected, atol=1e-4)  # about 80 copies each, added up in float32
+        assert torch.allclose(first.double().cpu(), expected, atol=1e-4)  # about 80 copies each, summed in float32
         assert torch.equal(first, second)
 
 
 def test_the_kernel_that_sums_copies_adds_each_rows_in_their_order_and_gives_zero_where_there_are_none() -> None:
-    """In Triton's interpreter; rows wider than a block, and float16, whose sums are rounded once."""
+    """In Triton's interpreter; rows wider than a block, and float16."""
     assert interpreted(_SUMS) == ["torch.float32 True", "torch.float16 True"]
 
 
@@ -60,7 +60,7 @@ for dtype in (torch.float32, torch.float16):
 @NEEDS_GPU
 def test_a_replay_on_a_gpu_repeats_a_step_to_the_bit_with_dropout_and_short_of_memory() -> None:
     command = [sys.executable, "-m", "benchmarks.replay", "--device", "cuda", "--lora", "--short-of-memory"]
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # of this process, where an earlier test made it a rank
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # an earlier test may have made this process a rank
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -70,7 +70,7 @@ def test_a_replay_on_a_gpu_repeats_a_step_to_the_bit_with_dropout_and_short_of_m
 
 
 def _step(zero_stage: int, logits: LogitsType, chunk_tokens: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """The gradient norm of a step of a tiny policy in bfloat16, and its weights after it."""
+    """Return gradient norm and weights of a bfloat16 step."""
     trainer = {"learning_rate": 1e-3, "zero_stage": zero_stage}
     of = Settings.model_validate(
         {"policy": {"dtype": "bfloat16"}, "sampling": {"max_new_tokens": 8}, "trainer": trainer}
@@ -89,9 +89,7 @@ def test_a_step_with_float32_logits_is_the_same_with_weights_in_parts_and_in_chu
     norm, weights = _step(1, "float32", 0)
     for zero_stage, chunk_tokens in ((3, 0), (3, 5), (1, 5)):
         other_norm, other = _step(zero_stage, "float32", chunk_tokens)
-        assert other_norm == pytest.approx(
-            norm, rel=1e-2
-        )  # gradients are summed in bfloat16, of chunks one after another
-        # AdamW's first step is ± the learning rate for each weight, and rounds to 8 bits
+        assert other_norm == pytest.approx(norm, rel=1e-2)  # gradients are summed in bfloat16, chunk by chunk
+        # AdamW's first step is ± the learning rate, rounded to 8 bits
         assert max(float((weights[name] - other[name]).abs().max()) for name in weights) <= 2.1e-3 + 2**-8
     assert _step(1, "model", 0)[0] != norm

@@ -1,4 +1,4 @@
-"""Laws of a rollback: nothing of the branch that is left is trained on or served, and the run goes on as a new branch."""
+"""Rollbacks: the abandoned branch is neither trained on nor served; the run continues."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,6 @@ def test_a_versions_descendants_are_its_whole_branch() -> None:
 
 @contextlib.asynccontextmanager
 async def replica(bus: Bus, version: int) -> AsyncIterator[Status]:
-    """A rollout replica's heartbeat."""
     status = Status(state="working", version=V(version))
     done = asyncio.Event()
     beating = asyncio.create_task(Presence(bus, "rollout", "rollout-0", 0.05, status).run(done))
@@ -59,7 +58,7 @@ async def replica(bus: Bus, version: int) -> AsyncIterator[Status]:
 
 @contextlib.asynccontextmanager
 async def at_step(bus: Bus, folder: Path, step: int, checkpoint: int) -> AsyncIterator[tuple[Coordinator, Trainer]]:
-    """A run of two groups a step at ``step``, with a checkpoint of step ``checkpoint``, whose trainer is the test."""
+    """A run of two groups a step with a checkpoint of step ``checkpoint``; the test is the trainer."""
     ledger = Ledger(bus)
     await ledger.create()
     async with running(make(bus, settings(folder, steps=50))) as parts, replicas(bus):
@@ -76,7 +75,6 @@ async def _head_is(ledger: Ledger, version: int) -> bool:
 
 
 async def _load_and_publish(bus: Bus) -> PolicyRecord:
-    """What the trainer does when a rollback ended its epoch."""
     ledger = Ledger(bus)
     epoch = await ledger.take_epoch()
     status = await ledger.status()
@@ -192,9 +190,6 @@ async def test_a_version_published_before_the_rollback_is_never_promoted_after_i
         await _load_and_publish(bus)
         await until(lambda: _head_is(ledger, 4))
         assert (await ledger.policy_states())[V(3)] is PolicyState.REVOKED
-
-
-# ---------------------------------------------------------------- what cannot be, and what comes in between
 
 
 @pytest.fixture
@@ -354,7 +349,6 @@ async def test_a_checkpoint_that_cannot_be_loaded_ends_the_rollback_and_may_be_g
 
 
 def _checkpoint(step: int) -> Checkpoint:
-    """The checkpoint of a step, whose version has the same number."""
     state = CheckpointState(step, V(step), cursor=0, journal_entry="", ranks=1, zero_stage=1, random_state="")
     return Checkpoint(Path(f"/checkpoints/step-{step:06d}"), state)
 
@@ -367,9 +361,6 @@ async def test_a_checkpoint_that_a_rollback_goes_back_to_is_not_deleted(bus: Bus
         assert not await ledger.forget_checkpoint("/checkpoints/step-000001")
         assert await ledger.forget_checkpoint("/checkpoints/step-000002")
         assert await ledger.checkpoints() == {1: "/checkpoints/step-000001"}
-
-
-# ---------------------------------------------------------------- the trainer
 
 
 async def _begin(bus: Bus, ledger: Ledger, folder: Path, target: int) -> None:
@@ -406,7 +397,7 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
         repeated = _weights(await ledger.policy(V(6)))
         assert all(torch.equal(repeated[name], third[name]) for name in third), "optimizer and schedule went back too"
         assert (await versions(ledger))[4:] == [(4, 3, 4), (5, 2, 2), (6, 5, 3)]
-        if ranks == 2:  # rank 0 of several exports beside its steps, in a process that is no rank
+        if ranks == 2:  # several ranks export in a separate process
             await Exports(bus).place(1, V(5), adapter=False)
             await until(lambda: _exported(bus))
             folder = _folder(run, 2).parent.parent / "exports" / "v000005"

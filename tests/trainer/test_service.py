@@ -1,4 +1,4 @@
-"""Laws of the trainer as a process: commit, kill, resume, fence. Real DeepSpeed, real Valkey, real SIGKILL."""
+"""The trainer process: commit, kill, resume, fence, with real DeepSpeed, Valkey and SIGKILL."""
 
 import asyncio
 import contextlib
@@ -55,8 +55,6 @@ LOG_LINEAR = 'preset = "a3po"'  # its proximal depends on each group's lag
 
 
 class Run:
-    """A run with a trainer that a test starts and kills; the test itself plays everybody else."""
-
     def __init__(
         self,
         folder: Path,
@@ -115,13 +113,12 @@ class Run:
 
 
 def initial_weights() -> dict[str, torch.Tensor]:
-    """The weights from which every trainer here starts."""
     found: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
     return found
 
 
 def experience(group_id: int, version: int = 0) -> Experience:
-    """A group whose samples the small policy could have written, with rewards that differ."""
+    """A group that the small policy could have written."""
     generator = np.random.default_rng(group_id)
 
     def sample(length: int) -> Sample:
@@ -146,12 +143,11 @@ def experience(group_id: int, version: int = 0) -> Experience:
 
 
 def _last_rank(pid: int, ranks: int) -> int:
-    """The process of the last rank: a child of the launcher, or the trainer itself."""
     return pid if ranks == 1 else psutil.Process(pid).children()[-1].pid
 
 
 async def feed(bus: Bus, start: int, count: int, stream: Stream = EXPERIENCE, *, like: int | None = None) -> None:
-    """Append groups ``start`` and following; ``like``: with the contents of groups ``like`` and following."""
+    """Append groups from ``start``; ``like``: with contents from group ``like``."""
     for offset in range(count):
         made = experience(start + offset if like is None else like + offset)
         prompt = dataclasses.replace(made.group.prompt, group_id=GroupId(start + offset))
@@ -171,7 +167,7 @@ async def bus_of(run: Run) -> AsyncIterator[tuple[Bus, Ledger]]:
 async def _after(
     run: Run, steps: int, then: Callable[[forge.Started], Awaitable[None]] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the weights that a trainer makes of the first groups in ``steps`` steps; ``then`` gets its process."""
+    """Return the weights after ``steps`` steps; ``then`` gets the process."""
     async with bus_of(run) as (bus, ledger), run.trainer() as process:
         await feed(bus, 0, steps * GROUPS)
         await run.reaches(ledger, steps, process)
@@ -195,13 +191,13 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
     tmp_path: Path, server: Server, ranks: int, zero_stage: int, algorithm: str
 ) -> None:
     whole = Run(tmp_path, server, f"whole-{ranks}-{zero_stage}", algorithm, ranks=ranks, zero_stage=zero_stage)
-    undisturbed = asyncio.create_task(_after(whole, STEPS))  # beside the other: most of its time is a process's start
+    undisturbed = asyncio.create_task(_after(whole, STEPS))  # in parallel: mostly process start
 
     killed = Run(tmp_path, server, f"killed-{ranks}-{zero_stage}", algorithm, ranks=ranks, zero_stage=zero_stage)
     async with bus_of(killed) as (bus, ledger):
         await feed(bus, 0, 3 * GROUPS)
         async with killed.trainer() as process:
-            await killed.reaches(ledger, 3, process)  # the checkpoint is of step 2, the journal holds step 3
+            await killed.reaches(ledger, 3, process)  # checkpoint of step 2, journal of step 3
             os.kill(_last_rank(process.pid, ranks), signal.SIGKILL)
             await asyncio.to_thread(process.wait, PATIENCE_S)
         published = await bus.length(PUBLISHED)
@@ -239,7 +235,7 @@ async def test_a_replay_repeats_the_learning_rate_of_each_step(tmp_path: Path, s
             await asyncio.to_thread(process.wait, PATIENCE_S)
         await live.change(1, {"trainer.learning_rate": 1.0}, "only a replay that reads this would move")
         await live.change(2, {"trainer.learning_rate": 0.0}, "stand still")
-        async with run.trainer() as process:  # there is no checkpoint: steps 1 and 2 are replayed
+        async with run.trainer() as process:  # without a checkpoint, steps 1 and 2 are replayed
             await feed(bus, 2 * GROUPS, GROUPS)
             await run.reaches(ledger, 3, process)
         found = await run.weights(ledger)
@@ -249,7 +245,6 @@ async def test_a_replay_repeats_the_learning_rate_of_each_step(tmp_path: Path, s
 
 
 async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]:
-    """Pull the newest version from the trainer, as a replica does."""
     status = await ledger.status()
     assert status.newest_version is not None
     record = await ledger.policy(status.newest_version)
@@ -293,7 +288,7 @@ async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a
             await until(lambda: _newest_is(ledger, 4))
             after, found = await pulled(ledger)
             await run.stops(process)
-            assert process.returncode == 143  # 0 would be a run that is over, to a Job
+            assert process.returncode == 143  # 0 would mark a Job's run as finished
         assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 3)]
         assert (before.location, after.location) == ("", "")
         assert after.source != before.source
@@ -324,13 +319,13 @@ def _assert_scored_by(probe: Probe, tensors: dict[str, torch.Tensor]) -> None:
 async def test_two_ranks_learn_what_one_rank_learns_and_do_not_outlive_their_launcher(
     tmp_path: Path, server: Server
 ) -> None:
-    """With a critic, as processes; ``tests/trainer/test_ranks.py`` holds the law for every kind of algorithm and ZeRO stage."""
+    """With a critic; ``tests/trainer/test_ranks.py`` covers algorithms and ZeRO stages."""
 
     def run(ranks: int, zero_stage: int, cap: int) -> Run:
         name = f"ranks-{ranks}-{zero_stage}"
         return Run(tmp_path, server, name, ACTOR_CRITIC, ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=cap)
 
-    # the cap makes several micro-batches a rank
+    # the cap makes several micro-batches per rank
     one, two = await asyncio.gather(_after(run(1, 0, 16_384), 2), _after(run(2, 3, 24), 2, _outlived_by_no_rank))
     assert moved_apart(two, one, initial_weights()) < ADAM_MOVEMENT
 
@@ -400,7 +395,7 @@ async def test_a_gradient_that_is_not_finite_leaves_with_its_batch_and_a_commit_
 
 
 def _overflowing(group_id: int) -> Experience:
-    """A group that no check finds fault with, whose gradient is beyond float32 where rewards are not normalised."""
+    """A valid group whose gradient overflows float32."""
     made = experience(group_id)
     rewards = np.where(np.arange(len(made.rewards)) % 2 == 0, 3e38, -3e38).astype(np.float32)
     return dataclasses.replace(made, rewards=rewards)

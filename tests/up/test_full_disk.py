@@ -1,4 +1,4 @@
-"""Laws of a full disk: whatever writes into the run's folder says so, keeps what was there, and continues when there is room."""
+"""On a full disk, writers report it, keep old files, and continue later."""
 
 import asyncio
 from collections.abc import Iterator

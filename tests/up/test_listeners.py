@@ -1,7 +1,6 @@
-"""Laws of the ports of a run: every process listens on loopback, or on the address that was configured, and nowhere else.
+"""Processes listen only on loopback or the configured address, as the kernel says.
 
-Runs are real ones; what they listen on is asked of the kernel, for each process below ``penstock up``. Engines over two hosts and
-trainers over two hosts are looked at where they are tested (``test_rollout_nodes``, ``test_trainer_nodes``).
+Engines and trainers across hosts: ``tests/rollout/engines/vllm/test_nodes.py``, ``tests/trainer/test_nodes.py``.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""A real Prometheus, started by ``penstock up --prometheus``, scrapes a real run: every panel and every alert finds its series.
-
-What a fault-free run on one CPU cannot give is listed with its reason; promtool's tests of the rules and the laws about names cover it.
-"""
+"""A real Prometheus (``penstock up --prometheus``): every panel and alert has series."""
 
 import json
 import os
@@ -39,12 +36,10 @@ SILENT = {
     "penstock_executor_": "no scorer of the example runs code",
     "penstock_reward_process_restarts_total": "nothing is replaced without a fault",
 }
-"""What the beginning of a metric's name says why a run without faults has no series of it."""
+"""Metric prefixes without series unless there are faults, and why."""
 
 
 class Run:
-    """A run with its Prometheus."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "watched"
         flags = [f"--run.folder={folder}", "--run.id=watched", "--run.steps=100000"]
@@ -59,7 +54,6 @@ class Run:
         return self.prometheus.ask(expression)
 
     def targets(self) -> dict[str, str]:
-        """Return the address of each replica's metrics."""
         try:
             found = json.loads(targets_file(self.folder).read_text())
         except FileNotFoundError:
@@ -96,7 +90,6 @@ def reason_for_silence(expression: str) -> str:
 
 
 async def all_answered(run: Run, expressions: dict[str, str]) -> None:
-    """Wait until every expression returned data at least once."""
     waiting = dict(expressions)
 
     def answered() -> bool:

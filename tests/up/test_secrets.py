@@ -1,4 +1,4 @@
-"""The law of secrets: a real run with one in each place that takes one leaves none of them in files, on the bus, in output or in answers."""
+"""A run with every kind of secret leaks none."""
 
 import http.server
 import json
@@ -27,7 +27,7 @@ SECRETS = (BUS, quote(BUS, safe=""), KEY, OPERATE, READ)
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
-    """A judge that repeats its caller's key: in errors, in answers without a verdict, and then beside one."""
+    """A judge that repeats its caller's key, in errors and answers."""
 
     asked = 0
 
@@ -55,7 +55,7 @@ def judge() -> Iterator[str]:
 
 @pytest.fixture
 def bus(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A Valkey that asks for a password; its URL, and the folder with the log of all that was written to it."""
+    """Yield the URL of a Valkey with a password, and its log's folder."""
     words, port, data = embedded.command(Path("unused"), tmp_path / "bus"), free_port(), tmp_path / "bus"
     options = dict(zip(words[1::2], words[2::2], strict=True))
     for name in ("--unixsocket", "--unixsocketperm"):
@@ -160,7 +160,7 @@ def test_a_secret_among_the_settings_is_refused_without_being_shown(toml: str, w
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 def test_a_run_folder_that_another_user_made_for_this_one_is_taken_as_it_is() -> None:
-    with tempfile.TemporaryDirectory() as name:  # not below pytest's folder, which is this user's alone
+    with tempfile.TemporaryDirectory() as name:  # pytest's folder is private to this user
         folder = Path(name)
         folder.chmod(0o755)
         (folder / "shared").mkdir()

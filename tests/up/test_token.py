@@ -1,4 +1,4 @@
-"""Laws of the token that `penstock up` makes: a real coordinator below a real `up`, asked over real HTTP."""
+"""The token that `penstock up` makes, over real HTTP."""
 
 import json
 import os
@@ -57,7 +57,7 @@ print(json.dumps({
 
 @pytest.fixture
 def up() -> Iterator[Up]:
-    with tempfile.TemporaryDirectory() as name:  # not below pytest's folder, which is this user's alone
+    with tempfile.TemporaryDirectory() as name:  # pytest's folder is private to this user
         Path(name).chmod(0o755)
         started = Up(Path(name))
         started.script("coordinator-0", COORDINATOR)

@@ -1,4 +1,4 @@
-"""Laws of `penstock up`: with real child processes and a real Valkey; the services are tiny scripts."""
+"""`penstock up` with a real Valkey; services are tiny scripts."""
 
 import json
 import os
@@ -101,7 +101,7 @@ server.serve_forever()
 
 
 class Up:
-    """`penstock up` on scripts, in a process of its own."""
+    """`penstock up` on scripts, as a process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -175,9 +175,6 @@ def gone(*pids: int) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-# ---------------------------------------------------------------- restart
-
-
 async def test_a_killed_process_comes_back_and_so_does_the_bus_with_its_data(up: Up) -> None:
     up.script("coordinator-0", COORDINATOR)
     up.script("rollout-0")
@@ -210,7 +207,7 @@ async def test_what_a_run_leaves_is_this_users_alone(up: Up) -> None:
 
 
 async def test_what_a_dead_process_left_behind_is_ended(up: Up) -> None:
-    """A rank of a killed launcher, in a session of its own."""
+    """A killed launcher's rank, in a separate session."""
     up.script("coordinator-0", COORDINATOR)
     up.script(
         "trainer-0",
@@ -266,9 +263,6 @@ async def test_waits_double_up_to_a_cap() -> None:
     assert [restarts.wait_s(failures) for failures in (1, 2, 3, 4, 5, 1000)] == [0.25, 0.5, 1.0, 1.5, 1.5, 1.5]
 
 
-# ---------------------------------------------------------------- failure
-
-
 async def test_wrong_settings_of_a_service_end_the_run_with_its_sentence(up: Up) -> None:
     up.script("coordinator-0", COORDINATOR)
     up.script(
@@ -318,16 +312,13 @@ async def test_a_process_that_never_gets_ready_ends_the_run_with_the_end_of_its_
     assert str(up.run_folder / "logs" / "trainer-0.log") in output
 
 
-# ---------------------------------------------------------------- stop
-
-
 async def test_services_stop_upstream_first_and_the_bus_last(up: Up) -> None:
     up.script("coordinator-0", COORDINATOR)
     for name in ("trainer-0", "reward-0", "rollout-0"):
         up.script(name)
     up.start()
     await until(lambda: all(up.ready(name) for name in ("trainer-0", "reward-0", "rollout-0", "coordinator-0")))
-    await until(lambda: len(list(up.run_folder.glob("*.heeds"))) == 3)  # ready is said of who only begins to be
+    await until(lambda: len(list(up.run_folder.glob("*.heeds"))) == 3)  # ready is also reported while starting
     pids = [up.pid(name) for name in up.table()]
     socket, snapshots = place_of_socket(up), place_of_snapshots(up)
     assert snapshots.exists()
@@ -486,9 +477,6 @@ async def test_one_up_holds_a_run_at_a_time(up: Up) -> None:
     assert "found another `penstock up` on" in other.stderr
     up.signal(signal.SIGTERM)
     up.wait()
-
-
-# ---------------------------------------------------------------- what it says
 
 
 def test_a_curve_goes_from_lowest_to_highest() -> None:

@@ -1,10 +1,10 @@
 #!lua
--- Admit: add prompts while there are free slots, and move the dataset cursor with them.
+-- Admit prompts into free slots and advance the dataset cursor.
 -- KEYS: run prompts rollouts experience
 -- ARGV: slots groups_per_step steps expected_cursor expected_newest now_s term payloads...
--- `term` is that of the leader, or "" where nobody leads.
--- Returns how many were admitted; -1 when the run is not running, or another leads it; -2 when the cursor or the newest version is not as
--- expected (read them again). Group ids are the cursor's values, so no two admissions can share one.
+-- `term`: the leader's, or "" without a leader.
+-- Returns the number admitted; -1 if the run is not running or another leads it; -2 if the cursor or the newest version
+-- is not as expected (read again). Group ids are cursor values, so no two admissions share one.
 local state = redis.call('HMGET', run, 'state', 'cursor', 'newest_version', 'step', 'leader_term')
 if state[1] ~= 'running' or (term ~= '' and term ~= state[5]) then
   return -1

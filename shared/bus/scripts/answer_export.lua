@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Answer an order for an export, unless it is gone or another took it meanwhile.
+-- Answer an export order, unless it is gone or taken by another.
 -- KEYS: exports
 -- ARGV: number taker answer
--- Returns 1, or 0 when nobody listens.
+-- Returns 1, or 0 if nothing was done.
 if redis.call('HGET', exports, number .. ':taker') ~= taker then
   return 0
 end

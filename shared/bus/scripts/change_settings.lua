@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Change settings: write the next revision, with the step at which it was asked for, if nobody else did meanwhile.
+-- Change settings: write the next revision with its step, unless another process did.
 -- KEYS: live run
 -- ARGV: expected revision
--- `expected` is the number of the revision before it, `revision` the next one as JSON.
--- Returns 1, also when this very revision was written before (its answer was lost); 0 when another one was.
+-- `expected`: number of the previous revision; `revision`: the next one as JSON.
+-- Returns 1, also if this very revision was already written (its answer was lost); 0 if another was.
 local found = tonumber(redis.call('HGET', live, 'revision') or '0')
 local following = string.format('%d', tonumber(expected) + 1)
 if found ~= tonumber(expected) then

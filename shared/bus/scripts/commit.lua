@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- Commit: make one optimizer step durable and visible, whole, at once. Its groups move from `experience` to `journal`
--- and its policy version is published, in one transaction. With no entries it publishes a version of the step that
--- is already committed (the initial policy, or the weights of a resumed trainer).
+-- Commit one optimizer step atomically: its groups move from `experience` to `journal` and its policy version is
+-- published. Without entries, publish a version of the already committed step (the initial policy, or a resumed
+-- trainer's weights).
 -- KEYS: run experience journal policies policy_states published steps counts audit marks prompts rollouts trained
 -- ARGV: epoch commit_id step version parent record report group audit_entries report_entries now_s
 -- ARGV: revision plan entries...
--- The parent must be the tip: the newest version, or the one that a rollback went back to. Beside the version stands where
--- the run was: how many groups were trained, and the place in the dataset of the first prompt that was not.
--- Returns 'ok', or why not: 'fenced' (another trainer started), 'diverged:<step>' (the ledger stands at another step),
--- 'missing:<entry>' (that entry is no longer ours).
+-- The parent must be the tip: the newest version, or a rollback's target. A mark of each version keeps the number of
+-- trained groups and the dataset place of the first untrained prompt.
+-- Returns 'ok', or 'fenced' (another trainer started), 'diverged:<step>' (the ledger is at another step),
+-- 'missing:<entry>' (no longer ours).
 local state = redis.call('HMGET', run, 'trainer_epoch', 'step', 'newest_version', 'last_commit', 'tip', 'cursor', 'shift')
 if state[1] ~= epoch then
   return 'fenced'

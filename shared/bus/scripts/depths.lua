@@ -1,8 +1,8 @@
 #!lua flags=no-writes
--- Depths: how much lies in some streams, without moving any of it.
+-- Depths of streams.
 -- KEYS: streams...
 -- ARGV: groups...
--- `groups` are the streams' consumer groups, '' for a stream without.
+-- `groups`: the streams' consumer groups, '' for none.
 -- Returns {entries, pending, id of the oldest entry or ''} for each, read at one moment.
 local result = {}
 for i, stream in ipairs(streams) do

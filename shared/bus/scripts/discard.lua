@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Discard: let a dead letter leave the run for good, counted; or do nothing when it is gone.
+-- Discard a dead letter, counted, unless it is gone.
 -- KEYS: dead counts audit
 -- ARGV: entry_id counted outcome detail audit_entries
--- `counted` is the outcome under which the letter was counted, '' if it was not; `outcome` the one from now on.
--- Returns 1, or 0 when there is no such dead letter.
+-- `counted`: its outcome so far, '' if not counted; `outcome`: the new one.
+-- Returns 1, or 0 if it is gone.
 local found = redis.call('XRANGE', dead, entry_id, entry_id)[1]
 if not found then
   return 0

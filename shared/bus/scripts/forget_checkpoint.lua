@@ -1,9 +1,8 @@
 #!lua flags=allow-oom
--- Forget a checkpoint that is about to be deleted, under whatever versions it is known; or do nothing when one of them is
--- pinned, or the tip: a rollback goes back to it.
+-- Forget a checkpoint about to be deleted, for all its versions, unless one is pinned or the tip (a rollback's target).
 -- KEYS: run checkpoints pins
 -- ARGV: folder
--- Returns 1, or 0 when it has to stay.
+-- Returns 1, or 0 if it must stay.
 local tip = redis.call('HGET', run, 'tip')
 local known = redis.call('HGETALL', checkpoints)
 local versions = {}

@@ -1,9 +1,10 @@
 #!lua flags=allow-oom
--- Give back: let any consumer take entries once their idle time is long enough.
+-- Give back: let any consumer take entries once they are idle long enough.
 -- KEYS: stream
 -- ARGV: group consumer idle_ms uncounted receiver entries...
--- A large `idle_ms` lets them be taken at once; `uncounted` attempts are subtracted; no `entries`: all that the consumer has.
--- Returns how many were ours to give; none when the server came back empty.
+-- A large `idle_ms` makes them available at once; `uncounted` attempts are subtracted; without `entries`: all of the
+-- consumer.
+-- Returns the number of entries given; 0 if the server lost its data.
 local rows = {}
 if #entries == 0 then
   local start, page = '-', nil

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Lease: take or renew the right to lead. Whoever takes it gets the next term, a number that only grows: what a leader writes
--- under an older term is refused. A process that is started again under its replica's name takes it over at once.
+-- Take or renew the leader lease. Each new holder gets the next term; writes under an older term are refused. A process
+-- restarted under the same replica name takes it over at once.
 -- KEYS: lease run
 -- ARGV: replica process ttl_ms
--- Returns {the term, or 0 when another replica holds it; the replica that holds it}.
+-- Returns {the term, or 0 if another replica holds it; the holder}.
 local held = redis.call('HMGET', lease, 'replica', 'process', 'term')
 if held[1] and held[1] ~= replica then
   return {0, held[1]}

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Leave: take an entry off its stream for good, counted, with its reason; or do nothing.
+-- Leave: take an entry off its stream for good, counted, with its reason.
 -- KEYS: input counts audit dead
 -- ARGV: group entry_id group_id outcome detail attempts keep audit_entries counted
--- `keep` is 1 to move the entry to the dead letters, `counted` 1 if its ending is counted.
--- Returns 1, or 0 when another consumer finished this entry first.
+-- `keep`: 1 to move the entry to the dead letters; `counted`: 1 if its ending is counted.
+-- Returns 1, or 0 if another consumer finished this entry first.
 local kept = keep == '1' and redis.call('XRANGE', input, entry_id, entry_id) or {}
 if redis.call('XACK', input, group, entry_id) == 0 then
   return 0

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Leave the lease, so that another coordinator leads at once.
+-- Release the lease.
 -- KEYS: lease
 -- ARGV: process
--- Returns 1, or 0 when another holds it.
+-- Returns 1, or 0 if another holds it.
 if redis.call('HGET', lease, 'process') ~= process then
   return 0
 end

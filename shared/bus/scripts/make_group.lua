@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Make a consumer group: of everything in a stream, which is made with it; or do nothing when it is there.
+-- Create a consumer group from the stream's beginning (and the stream), unless it exists.
 -- KEYS: stream
 -- ARGV: group
 local made = redis.pcall('XGROUP', 'CREATE', stream, group, '0', 'MKSTREAM')

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Observe: add a group's values to running statistics (Welford), once; without values, only look.
+-- Observe: add a group's values to running statistics (Welford), once; without values, only read.
 -- KEYS: statistics groups
 -- ARGV: group_id remembered values...
--- `remembered` is the number of groups known to be counted.
+-- `remembered`: number of counted groups to remember.
 -- Returns count, mean and sum of squared differences, as text.
 local function number(name) return tonumber(redis.call('HGET', statistics, name) or '0') end
 local count, mean, squares = number('count'), number('mean'), number('squares')

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- Promote: make a published version the head, retire the one before it, and tell every replica; or do nothing.
+-- Promote: make a published version the head, retire the previous one, and notify every replica.
 -- KEYS: published run policy_states policy
 -- ARGV: group entry_id version payload policy_entries term
--- `term` is that of the leader, or "".
--- Returns 1, or 0 when this entry was promoted before, or its version is revoked, or a newer one is the head
--- already, or another coordinator leads: then the entry stays for it.
+-- `term`: the leader's, or "".
+-- Returns 1, or 0 if already promoted, revoked, or older than the head, or if another coordinator leads: then the entry
+-- stays for it.
 if term ~= '' and term ~= redis.call('HGET', run, 'leader_term') then
   return 0
 end

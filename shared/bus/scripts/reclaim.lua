@@ -1,9 +1,10 @@
 #!lua flags=allow-oom
--- Reclaim: take over entries whose consumer has not renewed them for a while, or gave them back.
+-- Reclaim: take over entries that were given back or not renewed for a while.
 -- KEYS: stream crashes
 -- ARGV: group consumer min_idle_ms count given_back stream_name suspect
--- `given_back` is the consumer of entries that were given back; `suspect` is 1 to note what a silent consumer held.
--- Returns {entry id, attempts, crashes, field values}...; attempts counts this delivery only where the one before it ended by itself.
+-- `given_back`: consumer of entries that were given back; `suspect`: 1 to note what a silent consumer held.
+-- Returns {entry id, attempts, crashes, field values}...; attempts counts this delivery only if the previous one ended
+-- by itself.
 local rows = redis.call('XPENDING', stream, group, 'IDLE', min_idle_ms, '-', '+', count)
 local result = {}
 for _, row in ipairs(rows) do

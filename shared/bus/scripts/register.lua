@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Register: keep the settings of a new run, in state `created`; or do nothing when a run of this id is there.
+-- Register a new run: keep its settings, in state `created`.
 -- KEYS: settings run
 -- ARGV: text now_s
--- Returns 1, also when the same settings were registered before and the run has not begun; 0 when another run has the id.
+-- Returns 1, also if the same settings were registered and the run has not begun; 0 if another run has the id.
 local known = redis.call('GET', settings)
 if known then
   return known == text and 1 or 0

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Renew: say that these entries are still being worked on, where they are still ours.
+-- Renew the entries that are still ours.
 -- KEYS: stream
 -- ARGV: group consumer entries...
--- Returns the ids that are still ours; the others were taken over or finished by somebody else, or the server came back empty.
+-- Returns their ids; the others were taken over or finished, or the server lost its data.
 local ours = {}
 for _, entry in ipairs(entries) do
   local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)

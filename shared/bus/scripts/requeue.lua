@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Requeue: send a group back to the prompts, in the transaction that takes its stale experience off the stream.
+-- Requeue: take a stale experience off the stream and its group back to the prompts.
 -- KEYS: input prompts counts
 -- ARGV: group entry_id group_id payload
--- Returns 1, or 0 when another consumer finished this entry first.
+-- Returns 1, or 0 if another consumer finished this entry first.
 if redis.call('XACK', input, group, entry_id) == 0 then
   return 0
 end

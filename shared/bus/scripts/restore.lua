@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Restore: give an empty bus back what a checkpoint knows of its run; or do nothing when the bus knows the run.
+-- Restore a run from a checkpoint on an empty bus.
 -- KEYS: run counts
 -- ARGV: run_pairs fields...
--- `fields` are field, value, …: the first `run_pairs` of them are the run's, the others the counts'.
--- Returns 1, or 0 when the run has a step already.
+-- `fields`: field, value, …: the first `run_pairs` pairs are the run's, the others the counts'.
+-- Returns 1, or 0 if the run already has a step.
 if redis.call('HEXISTS', run, 'step') == 1 then
   return 0
 end

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Retake: what an earlier process of this name held when it died; no attempt is counted.
+-- Retake: take what an earlier process of this name held; no attempt is counted.
 -- KEYS: stream crashes
 -- ARGV: group consumer start count stream_name suspect
--- `suspect` is 1 to note that the process died while it held them.
+-- `suspect`: 1 to note that the process died while it held them.
 -- Returns {entry id, attempts, crashes, field values}..., oldest first.
 local rows = redis.call('XPENDING', stream, group, start, '+', count, consumer)
 local result = {}

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Revive: put a dead letter back where it came from, as if it had never been handled; or do nothing when it is gone.
+-- Revive: put a dead letter back onto its stream, as if never handled.
 -- KEYS: dead stream counts run
 -- ARGV: entry_id counted
--- `counted` is the outcome under which the letter was counted, '' if it was not.
--- Returns 1; 0 when there is no such dead letter; -1 when the run has ended, where nobody would handle it.
+-- `counted`: the outcome it was counted under, '' if not counted.
+-- Returns 1; 0 if it is gone; -1 if the run has ended.
 local state = redis.call('HGET', run, 'state')
 local found = redis.call('XRANGE', dead, entry_id, entry_id)[1]
 if not found then

@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- Roll back: take the run back to a version, in one transaction. It pauses, every version of the branch that is left is
--- fenced, the trainer that runs is shut out (its next commit finds another epoch), and step, place in the dataset and the
--- count of trained groups are again what they were. Loading, publishing and serving follow from what is written here, and so does
--- the event, told once whoever hears the answer.
+-- Roll back the run to a version, in one transaction: pause it, fence every version of the abandoned branch, shut out
+-- the running trainer (its next commit finds another epoch), and restore step, dataset place and the count of trained
+-- groups. Loading, publishing and serving follow from this record. The event is written once, even if the answer is
+-- lost.
 -- KEYS: run policy_states revoked journal counts marks checkpoints rollback pins history events
 -- ARGV: expected_newest target target_step now_s reason id event event_entries history_entries
 -- ARGV: versions...
--- `versions` are those to revoke.
--- Returns 'ok', or why not: 'moved' (read again), 'busy' (another rollback is under way), 'no_checkpoint', 'state:<state>'.
+-- `versions`: those to revoke.
+-- Returns 'ok', or 'moved' (read again), 'busy' (another rollback is under way), 'no_checkpoint', 'state:<state>'.
 local under_way = redis.call('HMGET', rollback, 'id', 'state')
 if under_way[1] == id then
   return 'ok'  -- asked again: the answer was lost

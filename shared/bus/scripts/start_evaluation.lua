@@ -1,9 +1,9 @@
 #!lua
--- Start an evaluation: write down what it is and who keeps its version, and publish its prompts, in one transaction; or do
--- nothing when one is under way, this version was evaluated before, or a newer one is the head already: replicas may have left it.
+-- Start an evaluation: write its description and holding, and publish its prompts, unless one is under way, this
+-- version was evaluated before, or a newer one is the head.
 -- KEYS: evaluation evaluations eval_prompts run
 -- ARGV: version description holding payloads...
--- Returns 1, or 0 when nothing was done.
+-- Returns 1, or 0 if nothing was done.
 if redis.call('EXISTS', evaluation) == 1 or redis.call('HEXISTS', evaluations, version) == 1 then
   return 0
 end

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Steer a rollback: write fields of the one that is under way, unless another has begun or it has ended.
+-- Steer a rollback: write fields, unless another has begun or it has ended.
 -- KEYS: rollback
 -- ARGV: id now_s fields...
--- `fields` are field, value, …
--- Returns 1, or 0 when it is not under way.
+-- `fields`: field, value, …
+-- Returns 1, or 0 if it is not under way.
 local found = redis.call('HMGET', rollback, 'id', 'state')
 if found[1] ~= id or found[2] == 'live' or found[2] == 'failed' then
   return 0

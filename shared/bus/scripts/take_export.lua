@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Take an order for an export, from whoever had it. Taking again under the same name is the same attempt.
+-- Take an export order, also from another taker. Taking again under the same name is the same attempt.
 -- KEYS: exports
 -- ARGV: number taker
--- Returns which attempt this is; 0 when the order is gone.
+-- Returns the attempt's number; 0 if the order is gone.
 if redis.call('HEXISTS', exports, number) == 0 then
   return 0
 end

@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
--- Transition: change the run's state if it is one of those allowed, and write down why.
+-- Transition: change the run's state if it is in `allowed`, and record the reason.
 -- KEYS: run history
 -- ARGV: to reason now_s history_entries allowed...
--- Leaving `paused` or `finished` for `running` adds the time in which nothing was trained to `paused_s`.
--- Returns {1 or 0, the state it found}.
+-- Leaving `paused` or `finished` for `running` adds that time to `paused_s`.
+-- Returns {1 or 0, the previous state}.
 local found = redis.call('HGET', run, 'state') or ''
 for _, state in ipairs(allowed) do
   if found == state then

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Try alone: count an attempt before an entry is worked on alone, so that a process that dies of it has counted it.
+-- Try alone: count an attempt before an entry is handled alone, so that it counts if the process dies.
 -- KEYS: stream
 -- ARGV: group consumer entry_id attempts
--- Returns 1, or 0 where the entry is no longer this consumer's.
+-- Returns 1, or 0 if the entry is no longer this consumer's.
 local pending = redis.pcall('XPENDING', stream, group, entry_id, entry_id, 1)
 if pending.err or not pending[1] or pending[1][2] ~= consumer then
   return 0

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Write: one command on one key, also while the server is at its maxmemory.
+-- Write: one command on one key, also at the server's maxmemory.
 -- KEYS: key
 -- ARGV: command arguments...
--- Returns what the command returns.
+-- Returns the command's answer.
 return redis.call(command, key, unpack(arguments))

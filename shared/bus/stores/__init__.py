@@ -1,1 +1,1 @@
-"""Typed stores on the bus: the ledger of the run and its policy, and small records beside it."""
+"""Typed stores on the bus: the ledger and small records beside it."""

@@ -1,13 +1,12 @@
-"""Whether a replica takes new work: it does, unless people told it otherwise.
+"""Whether a replica takes new work.
 
 ::
 
     (none) ──▶ cordoned   takes nothing new, finishes what it holds, stays; back by uncordon
            └─▶ draining   the same, and then leaves in order, exit 0
 
-The word stands on the bus and is read with every heartbeat, so it holds after ``a heartbeat``, and for what a blocking read
-brings within the second after that. A process that starts under the name of one that drained begins without it: whoever started it
-wants it to work. This module stops nothing itself.
+The word is a key on the bus, read with every heartbeat. After that, a blocking read may still bring entries for one
+second. A process that reuses the name of a drained replica starts without it.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ CORDONS = key("cordons", "hash", "until uncordoned", "replica → cordoned or dr
 
 
 class Word(StrEnum):
-    """What a replica was told."""
+    """What a replica was ordered to do."""
 
     CORDONED = "cordoned"
     DRAINING = "draining"
@@ -31,7 +30,7 @@ class Cordon:
     """One replica's side.
 
     Args:
-        leave: is called once when it should leave.
+        leave: called once, when it should leave.
     """
 
     def __init__(self, bus: Bus, replica: str, leave: Callable[[], None]) -> None:
@@ -39,16 +38,15 @@ class Cordon:
         self._replica = replica
         self._leave = leave
         self.taking = asyncio.Event()
-        """Set while new work may be taken."""
         self.taking.set()
 
     async def begin(self) -> None:
-        """Forget that an earlier process of this name was told to leave."""
+        """Forget an earlier process's word."""
         if (await cordons(self._bus)).get(self._replica) is Word.DRAINING:
             await uncordon(self._bus, self._replica)
 
     async def refresh(self) -> None:
-        """Do as this replica is told."""
+        """Apply the current word."""
         word = (await cordons(self._bus)).get(self._replica)
         if word is None:
             self.taking.set()
@@ -59,14 +57,14 @@ class Cordon:
 
 
 async def cordons(bus: Bus) -> dict[str, Word]:
-    """Return what each replica was told; those that were told nothing are not there."""
+    """Return each cordoned or draining replica's word."""
     raw = await bus.hgetall(CORDONS)
     words = {word.value.encode(): word for word in Word}
     return {replica.decode(errors="replace"): words[word] for replica, word in raw.items() if word in words}
 
 
 async def tell_replica(bus: Bus, replica: str, word: Word) -> None:
-    """Tell a replica to take nothing new, or to finish and leave."""
+    """Cordon or drain a replica."""
     await bus.write(CORDONS, "HSET", replica, word.value)
 
 

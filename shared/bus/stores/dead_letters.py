@@ -1,11 +1,11 @@
-"""Dead letters: what could not be handled, to look at, to try again, or to give up. Every change is one script, and counted.
+"""Dead letters: list, revive, discard. Every change is one script, and counted.
 
 ::
 
     <stream>.dead ──▶ revive    back onto its stream, attempts forgotten      dead:<stream> − 1, in flight + 1
                   └─▶ discard   gone for good                                 dead:<stream> − 1, dropped:discarded + 1
 
-So ``admitted = trained + dropped + dead + in flight`` still holds. A letter is named by its stream and its entry there.
+``admitted = trained + dropped + dead + in flight`` still holds. Stream and entry identify a letter.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ CURSOR_PATTERN = f"^({'|'.join(DeadLetterSource)}):[0-9]{{1,18}}-[0-9]{{1,18}}$"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """One entry that could not be handled."""
+    """A dead-letter entry."""
 
     stream: DeadLetterSource
     entry: str
@@ -49,12 +49,12 @@ class DeadLetter:
 
     @property
     def cursor(self) -> str:
-        """Its place among all dead letters."""
+        """Position among all dead letters."""
         return f"{self.stream.value}:{self.entry}"
 
 
 async def read_page(bus: Bus, after: str, limit: int, only: DeadLetterSource | None) -> list[DeadLetter]:
-    """Return up to ``limit`` letters after a cursor (empty: the first), stream by stream, oldest first."""
+    """Return up to ``limit`` letters after a cursor ("": all), by stream, oldest first."""
     order = sorted(DeadLetterSource) if only is None else [only]
     stream, _, entry = after.partition(":")
     found: list[DeadLetter] = []
@@ -75,7 +75,7 @@ async def read_one(bus: Bus, source: DeadLetterSource, entry: str) -> DeadLetter
 
 
 async def newest_reason(bus: Bus, source: DeadLetterSource) -> str:
-    """Return why the newest letter of a stream was given up; "" where there is none."""
+    """Return the newest letter's reason, or ""."""
     rows = await bus.xrevrange(_STREAMS[source].dead, count=1)
     return _letter(source, rows[0]).reason if rows else ""
 
@@ -98,13 +98,13 @@ def _letter(source: DeadLetterSource, row: Row) -> DeadLetter:
 
 
 async def revive(bus: Bus, source: DeadLetterSource, entry: str) -> int:
-    """Put a letter back onto its stream; return 1, 0 where it is gone, -1 where the run has ended."""
+    """Put a letter back onto its stream; return 1, 0 if gone, -1 if the run has ended."""
     stream = _STREAMS[source]
     return int(await bus.script("revive", dead=stream.dead, stream=stream, entry_id=entry, counted=_counted(stream)))
 
 
 async def discard(bus: Bus, source: DeadLetterSource, entry: str, detail: str) -> bool:
-    """Let a letter leave the run for good; False where it is gone."""
+    """Drop a letter; False if gone."""
     stream = _STREAMS[source]
     discarded = await bus.script(
         "discard", dead=stream.dead, entry_id=entry, counted=_counted(stream), outcome=_DISCARDED, detail=detail,

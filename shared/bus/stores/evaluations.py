@@ -1,13 +1,13 @@
-"""Evaluations: the one under way with the replicas that keep its version, its answers, all results, and the gate's decisions.
+"""Evaluations: the current one with its holding and answers, results, and the gate's decisions.
 
 ::
 
     coordinator   start: description, holding, prompts ── one script, refused once a newer version is the head
-    replica       told of a newer version ─▶ reads the holding ─▶ it is named, and serves that version: it stays on it
-    coordinator   end: the holding is gone ─▶ the replica goes on to the head
+    replica       newer version announced ─▶ reads the holding ─▶ if named and serving that version, keeps it
+    coordinator   end: the holding is gone ─▶ the replica continues to the head
 
-A version newer than the held one is told only after the holding was written, so a replica that reads it then cannot miss it. Nobody has to
-let go by himself but for the time: a replica keeps a version for ``timeout_s`` at most, counted by its own clock from when it first saw it.
+The holding is written before a newer version is announced, so replicas see it. They keep a version for at most
+``timeout_s`` by their own clocks.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ GATE = key("gate", "hash", "the run's", "version whose accuracy fell → what wa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationRequest:
-    """What of a set an evaluation asks."""
+    """How an evaluation uses a set."""
 
     set: str
     problems: int
@@ -47,7 +47,7 @@ class EvaluationRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """An evaluation that is under way. Problems are numbered through, set after set."""
+    """The current evaluation, problems numbered across sets."""
 
     version: PolicyVersion
     step: int
@@ -58,11 +58,11 @@ class Description:
 
     @property
     def problems(self) -> int:
-        """How many problems it asks, of all sets."""
+        """Return the number of problems."""
         return sum(asked.problems for asked in self.sets)
 
     def set_of(self, problem: int) -> EvaluationRequest:
-        """Return the set of the problem of a number."""
+        """Return a problem's set."""
         for asked in self.sets:
             if problem < asked.problems:
                 return asked
@@ -72,24 +72,24 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Holding:
-    """A version that is evaluated now."""
+    """The version under evaluation."""
 
     version: PolicyVersion
     replicas: tuple[str, ...]
-    """Those that keep it and answer; empty: all."""
+    """Replicas that keep it; empty: all."""
     timeout_s: float
 
     def names(self, replica: str) -> bool:
-        """Whether ``replica`` is to keep it."""
+        """Whether ``replica`` should keep it."""
         return not self.replicas or replica in self.replicas
 
     def encode(self) -> str:
-        """Return it as the bus holds it."""
+        """Encode it for the bus."""
         return json.dumps(dataclasses.asdict(self))
 
 
 async def start(bus: Bus, description: Description, to_hold: Holding, prompts: Sequence[Prompt]) -> bool:
-    """Begin an evaluation; False where one is under way, the version was evaluated before, or a newer one is the head.
+    """Begin; False if one is under way, the version was evaluated, or a newer one is the head.
 
     Raises:
         BusFull: the server has no memory for it.
@@ -102,13 +102,13 @@ async def start(bus: Bus, description: Description, to_hold: Holding, prompts: S
 
 
 async def under_way(bus: Bus) -> Description | None:
-    """Return the evaluation under way."""
+    """Return the current evaluation."""
     text = await bus.hget(EVALUATION, "description")
     return None if text is None else _description(json.loads(text))
 
 
 async def holding(bus: Bus) -> Holding | None:
-    """Return what is held now, if anything."""
+    """Return the current holding."""
     text = await bus.hget(EVALUATION, "holding")
     if text is None:
         return None
@@ -122,51 +122,50 @@ async def holding(bus: Bus) -> Holding | None:
 
 
 async def appoint(bus: Bus, to_hold: Holding) -> bool:
-    """Name other replicas for the evaluation under way; False when it is over."""
+    """Name other replicas; False if it is over."""
     return bool(await bus.script("appoint", version=to_hold.version, holding=to_hold.encode()))
 
 
 async def keep_answer(bus: Bus, problem: int, correct: int) -> None:
-    """Keep the number of correct completions of a problem, unless it is answered."""
+    """Keep a problem's number of correct completions, once."""
     await bus.write(EVALUATION_ANSWERS, "HSETNX", str(problem), str(correct))
 
 
 async def answers(bus: Bus) -> dict[int, int]:
-    """Return problem → correct completions of the evaluation under way."""
+    """Return problem → correct completions."""
     return {int(problem): int(correct) for problem, correct in (await bus.hgetall(EVALUATION_ANSWERS)).items()}
 
 
 async def answered(bus: Bus) -> int:
-    """Return the number of problems that are answered."""
+    """Return the number of answered problems."""
     return int(await bus.ask("HLEN", EVALUATION_ANSWERS))
 
 
 async def end(bus: Bus, version: PolicyVersion, found: Sequence[dict[str, Any]]) -> bool:
-    """End the evaluation of ``version`` and keep what it found, set by set; False where it is not under way."""
+    """End it and keep results per set; False if not under way."""
     return bool(await bus.script("end_evaluation", version=version, result=json.dumps(found) if found else ""))
 
 
 async def results(bus: Bus) -> dict[bytes, bytes]:
-    """Return version → what its evaluation found (JSON)."""
+    """Return version → results (JSON)."""
     return await bus.hgetall(EVALUATIONS)
 
 
 async def evaluated(bus: Bus) -> int:
-    """Return the number of versions that were evaluated."""
+    """Return the number of evaluated versions."""
     return int(await bus.ask("HLEN", EVALUATIONS))
 
 
 async def note_decision(bus: Bus, version: PolicyVersion, action: str) -> None:
-    """Note what the gate did about the fall of a version's accuracy."""
+    """Note the gate's reaction to a version."""
     await bus.write(GATE, "HSET", str(version), action)
 
 
 async def decisions(bus: Bus) -> dict[PolicyVersion, str]:
-    """Return what the gate did, by version."""
+    """Return the gate's reactions, by version."""
     return {PolicyVersion(int(version)): action.decode() for version, action in (await bus.hgetall(GATE)).items()}
 
 
 def _description(fields: dict[str, Any]) -> Description:
-    """Return the evaluation under way from its fields on the bus."""
     sets = tuple(EvaluationRequest(**{**asked, "pass_at": tuple(asked["pass_at"])}) for asked in fields.pop("sets"))
     return Description(sets=sets, **fields)

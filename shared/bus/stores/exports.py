@@ -1,14 +1,14 @@
-"""Exports on the bus: what the coordinator orders, and the trainer, which has the weights and their libraries, makes.
+"""Exports: ordered by the coordinator, made by the trainer.
 
 ::
 
     coordinator                                       trainer, rank 0
-    place(7, version 40) ──────────▶ orders() ──▶ take(7, me) ──▶ a process of its own writes the folder
+    place(7, version 40) ──────────▶ orders() ──▶ take(7, me) ──▶ a separate process writes the folder
     look(7)              ◀───────────────────────── answer(7, me, …)
     withdraw(7)          ──────────▶ an order that is gone, or that another trainer took, is given up
 
-An order stays until the coordinator withdraws it, so a trainer that died is followed by the next one; ``attempts`` counts them. Who took
-an order last may answer it, nobody else. A number is that of the coordinator's operation. This module makes nothing.
+An order, numbered by its operation, stays until withdrawn, so another trainer can take over; only the last taker may
+answer.
 """
 
 import dataclasses
@@ -29,39 +29,35 @@ EXPORTS = key("exports", "hash", "until withdrawn", "number → a requested expo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What became of an order."""
+    """Result of an order."""
 
     done: bool
     detail: str
-    """What it was made from, or why it was not."""
+    """Source, or reason for failure."""
     folder: str = ""
-    """Where it lies."""
     step: int = 0
-    """Optimizer step of the version."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """One version that somebody wants in Hugging Face form."""
+    """A version requested in Hugging Face form."""
 
     number: int
     version: PolicyVersion
     adapter: bool
-    """The adapter alone."""
     taker: str = ""
-    """Who makes it; empty: nobody yet."""
+    """Empty: none."""
     attempts: int = 0
-    """How often it was taken."""
     answer: ExportResult | None = None
 
 
 def export_folder(settings: Settings, version: PolicyVersion, *, adapter: bool = False) -> Path:
-    """Return where an export lies for which nobody named a place."""
+    """Return the default folder of an export."""
     return settings.run_folder / "exports" / f"v{version:06d}{'-adapter' if adapter else ''}"
 
 
 def check_free(folder: Path) -> None:
-    """Raise PenstockError where an export to ``folder``, which must be new or empty, would meet what lies there."""
+    """Raise PenstockError unless ``folder`` is new or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PenstockError(f"expected a new or empty folder to write to, found {folder} in use: change --to")
 
@@ -73,17 +69,17 @@ class Exports:
         self._bus = bus
 
     async def place(self, number: int, version: PolicyVersion, *, adapter: bool) -> None:
-        """Order a version, unless it is ordered already under this number."""
+        """Order a version, unless this number has an order."""
         text = json.dumps({"version": int(version), "adapter": adapter})
         await self._bus.write(EXPORTS, "HSETNX", str(number), text)
 
     async def withdraw(self, number: int) -> None:
-        """Forget an order and its answer."""
+        """Delete an order and its answer."""
         fields = [str(number), *(f"{number}:{name}" for name in ("taker", "attempts", "answer"))]
         await self._bus.write(EXPORTS, "HDEL", *fields)
 
     async def look(self, number: int) -> ExportRequest | None:
-        """Return an order; None where there is none of this number."""
+        """Return an order."""
         return next((order for order in await self.orders() if order.number == number), None)
 
     async def orders(self) -> list[ExportRequest]:
@@ -95,11 +91,11 @@ class Exports:
         return [order for order in orders if order is not None]
 
     async def take(self, number: int, taker: str) -> int:
-        """Take an order, from whoever had it; return which attempt this is, 0 where the order is gone."""
+        """Take an order, also from others; return the attempt, 0 if gone."""
         return int(await self._bus.script("take_export", number=number, taker=taker))
 
     async def answer(self, number: int, taker: str, answer: ExportResult) -> bool:
-        """Say what became of an order; False where it is gone, or another took it."""
+        """Answer an order; False if gone or taken by another."""
         text = json.dumps(dataclasses.asdict(answer))
         return bool(await self._bus.script("answer_export", number=number, taker=taker, answer=text))
 

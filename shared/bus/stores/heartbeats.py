@@ -1,4 +1,4 @@
-"""Heartbeats of the run's replicas, and whether the process before this one left in order."""
+"""Heartbeats of replicas, and whether the previous process left in order."""
 
 import dataclasses
 import json
@@ -18,37 +18,34 @@ STARTS = key("starts:<replica>", "set", "the run's", "every process of a replica
 LEFT = key("left:<replica>", "string", "until the next start", "exists if the replica's last process left in order")
 
 MISSED_HEARTBEATS = 5
-"""A replica that has been silent for this many heartbeats is gone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartFailure:
-    """What one part of a replica could not do, why, and how often."""
+    """Failures of one part of a replica."""
 
     part: str
     """For people: ``scorer 'answer'``."""
     reason: str
-    """The newest cause."""
     problem: str
-    """The dataset row of the newest failure, ``file:line``."""
+    """Newest failure's dataset row, ``file:line``."""
     failed: int
-    """Groups that it failed on since the replica started, each attempt counted."""
+    """Failed groups since the start, counting attempts."""
     in_a_row: int
-    """Of these, since it last succeeded; 0: it works again."""
+    """0: it works again."""
     at_s: float
-    """When it last failed, Unix seconds."""
+    """Newest failure, Unix seconds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a replica says every ``heartbeat_s``; it vanishes by its TTL when the replica is gone."""
+    """A replica's report every ``heartbeat_s``, with a TTL."""
 
     service: str
     replica: str
     state: str
     """``starting``, ``working``, ``waiting``, ``degraded``, ``stopping``."""
     version: PolicyVersion | None
-    """The policy version that it holds, where it holds one."""
     host: str
     pid: int
     address: str
@@ -58,36 +55,34 @@ class Heartbeat:
     memory_bytes: int
     last_error: str
     values: dict[str, float]
-    """Service's own figures: tokens_per_s, held, …"""
+    """The service's figures: tokens_per_s, held, …"""
     source: str = ""
-    """``host:port`` where this replica serves the weights that it holds to others; empty: nowhere."""
+    """``host:port`` of its weights for other replicas; empty: none."""
     settings_revision: int = 0
-    """Under which revision of the live settings it works."""
     taking: bool = True
-    """Whether it takes new work; not while it is cordoned."""
+    """False while cordoned."""
     starts: int = 1
-    """Number of processes that this run has had under this name, including this one."""
+    """Processes under this name in this run."""
     failures: tuple[PartFailure, ...] = ()
-    """What its parts could not do."""
 
 
 async def beat_once(bus: Bus, beat: Heartbeat, heartbeat_s: float) -> None:
-    """Write a replica's heartbeat, which expires when the next ones do not follow."""
+    """Write a heartbeat, which expires unless renewed."""
     ttl_ms = int(heartbeat_s * MISSED_HEARTBEATS * 1000)
     await bus.write(SERVICE.of(beat.replica), "SET", json.dumps(dataclasses.asdict(beat)), "PX", ttl_ms)
     await bus.write(SERVICES, "SADD", beat.replica)
 
 
 async def note_left(bus: Bus, replica: str) -> None:
-    """Take the heartbeat away: the replica left in order."""
+    """Remove the heartbeat: the replica left in order."""
     await bus.write(LEFT.of(replica), "SET", "1")
     await bus.write(SERVICE.of(replica), "DEL")
 
 
 async def count_start(bus: Bus, replica: str, process: str) -> tuple[int, bool]:
-    """Return the number of starts of a replica, and whether the process before this one died.
+    """Return a replica's number of starts, and whether the previous process died.
 
-    Each start is a member of a set, so a repeated write counts it once.
+    Starts are a set, so a repeated write counts once.
     """
     await bus.write(STARTS.of(replica), "SADD", process)
     starts = int(await bus.ask("SCARD", STARTS.of(replica)))
@@ -97,7 +92,7 @@ async def count_start(bus: Bus, replica: str, process: str) -> tuple[int, bool]:
 
 
 async def heartbeats(bus: Bus) -> list[Heartbeat]:
-    """Return the heartbeats of every replica that is there, by name."""
+    """Return all heartbeats, by replica name."""
     names = sorted(name.decode(errors="replace") for name in await bus.smembers(SERVICES))
     if not names:
         return []
@@ -110,7 +105,7 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 def _heartbeat(text: bytes) -> Heartbeat | None:
-    """Read a heartbeat; what a newer version says besides is ignored, and what is none is passed over."""
+    """Parse a heartbeat; None if invalid."""
     try:
         return _HEARTBEAT.validate_json(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Answers to POST requests that carried an Idempotency-Key: what was answered is answered again."""
+"""Stored answers to POST requests with an Idempotency-Key."""
 
 from shared.bus.bus import Bus
 from shared.bus.keys import key
@@ -8,21 +8,21 @@ _UNDER_WAY_S, _KEPT_S = 60, 86_400
 
 
 async def begin_answer(bus: Bus, digest: str, text: str) -> bytes | None:
-    """Begin to answer a request; return None, or what is known of the request of this digest."""
+    """Begin a request; return what is stored for its digest."""
     name = IDEMPOTENCY.of(digest)
     return None if await bus.write(name, "SET", text, "NX", "EX", _UNDER_WAY_S) else await bus.get(name) or b""
 
 
 async def use_once(bus: Bus, digest: str, seconds: int) -> bool:
-    """Mark what has this digest as used, for so many seconds; return False if it was already."""
+    """Mark a digest as used for ``seconds``; False if already used."""
     return bool(await bus.write(IDEMPOTENCY.of(digest), "SET", "used", "NX", "EX", seconds))
 
 
 async def keep_answer(bus: Bus, digest: str, text: str) -> None:
-    """Keep what was answered for a day."""
+    """Keep an answer for a day."""
     await bus.write(IDEMPOTENCY.of(digest), "SET", text, "EX", _KEPT_S)
 
 
 async def forget_answer(bus: Bus, digest: str) -> None:
-    """Let the request be made again."""
+    """Allow the request again."""
     await bus.write(IDEMPOTENCY.of(digest), "DEL")

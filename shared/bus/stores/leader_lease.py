@@ -1,4 +1,4 @@
-"""The key by which one of several coordinators leads: it expires, and its term is a fencing token that scripts check."""
+"""The coordinators' leader lease; its term is a fencing token that scripts check."""
 
 from shared.bus.bus import Bus
 from shared.bus.keys import key
@@ -7,11 +7,11 @@ LEASE = key("lease", "hash", "expires unless renewed", "replica, process and ter
 
 
 async def claim_lease(bus: Bus, replica: str, process: str, ttl_s: float) -> tuple[int, str]:
-    """Take or renew the lease; return its term, 0 where another replica holds it, and the replica that holds it."""
+    """Take or renew the lease; return term (0: another holds it) and holder."""
     term, leader = await bus.script("lease", replica=replica, process=process, ttl_ms=round(ttl_s * 1000))
     return int(term), leader.decode()
 
 
 async def leave_lease(bus: Bus, process: str) -> None:
-    """Let another coordinator lead at once; nothing where this process does not hold the lease."""
+    """Release the lease if this process holds it."""
     await bus.script("leave_lease", process=process)

@@ -1,13 +1,12 @@
-"""The run's state and the policy's history on the bus. Every change is one script; this module only asks and tells.
+"""The run's state and the policy's history. Every change is one script.
 
 ::
 
     created ──▶ running ◀──▶ paused          published ──▶ live ──▶ retired
         └──────────┴──────────┴──▶ stopped                    └──────────┴──▶ revoked
-                   └──▶ finished (and running again, where run.steps is raised)
+                   └──▶ finished (and running again, if run.steps is raised)
 
-The trainer publishes versions under its *epoch*: starting a trainer takes the next epoch, and a commit under an older one is
-refused, so a trainer that was presumed dead cannot write history.
+A new trainer takes the next *epoch*; commits under older epochs are refused.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ TRYING = key(
 
 
 class RunState(StrEnum):
-    """What the run does."""
+    """State of a run."""
 
     CREATED = "created"
     RUNNING = "running"
@@ -50,12 +49,11 @@ ENDED = (RunState.STOPPED, RunState.FINISHED)
 
 
 _SELF_TEST = "self_test:"
-"""How the names of the fields begin that hold the outcomes of self-tests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The run as the bus knows it."""
+    """Status of the run."""
 
     state: RunState
     reason: str
@@ -64,68 +62,61 @@ class RunStatus:
     step: int
     """Committed optimizer steps."""
     cursor: int
-    """Prompts admitted so far; the next group id, which is never used again."""
+    """Prompts admitted; the next group id."""
     shift: int
-    """The next prompt stands at place ``cursor - shift`` of the dataset: rollbacks go back in it, group ids do not."""
+    """The next prompt's dataset place is ``cursor - shift``; rollbacks move only that back."""
     head: PolicyVersion | None
-    """The version that replicas serve."""
     newest_version: PolicyVersion | None
-    """The version of the newest commit; the coordinator makes it the head."""
+    """Newest commit; to become the head."""
     tip: PolicyVersion | None
-    """The parent of the next version: the newest one, or the one that a rollback went back to."""
+    """Parent of the next version: the newest, or a rollback's target."""
     trainer_epoch: int
     first_admission_s: float | None
     last_commit_s: float | None
     paused_s: float
-    """How long the run was paused, over all pauses that ended."""
     bus_full: str = ""
-    """Why admission waits for memory on the bus; empty: it does not."""
+    """Why admission waits for bus memory; or empty."""
     doing: str = ""
-    """What the coordinator that leads does beside admitting and promoting, in words; empty: nothing."""
+    """The leader's secondary activity."""
     closed: bool = False
-    """The run has ended and its records are whole."""
+    """The run has ended, with complete records."""
     self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
-    """How the trainer's newest self-test went, in words, by what was tested: policy, critic."""
+    """By part (policy, critic): outcome of the newest self-test."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A group that a committed step was made of."""
+    """A group trained in a committed step."""
 
     entry: EntryId
     step: int
     settings_revision: int
-    """Under which revision of the live settings the step was trained."""
     data: bytes
-    """The experience, encoded."""
     plan: StepPlan | None = None
-    """How the step was laid out; None where an older version of Penstock committed it."""
+    """None if committed by an older Penstock."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standing:
-    """What the bus knows of a group's id."""
+    """What the bus knows about a group."""
 
     admitted: bool
-    """Whether a prompt of this id was admitted; a bus that came back empty does not know, and takes every id for one."""
+    """True for every id if the bus lost its data."""
     trained: bool
-    """Whether its experience was committed."""
     newest_version: PolicyVersion | None
-    """The newest version that exists; None where the bus knows none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """How far the run is; None where the bus came back empty and does not know."""
+    """Progress; None if the bus lost its data."""
 
     cursor: int | None
-    """Number of groups that were admitted."""
     newest_version: PolicyVersion | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdmissionState:
-    """What admission looks at, read in one round trip."""
+    """Inputs of admission, from one round trip."""
 
     state: RunState
     cursor: int
@@ -145,7 +136,7 @@ class Ledger(Policies):
     def __init__(self, bus: Bus) -> None:
         super().__init__(bus)
         self.term: int | None = None
-        """Under which term this coordinator leads; None: nobody asks."""
+        """Lease term; None: not checked."""
 
     def _term(self) -> Argument:
         return "" if self.term is None else self.term
@@ -153,7 +144,7 @@ class Ledger(Policies):
     # ---------------------------------------------------------------- run
 
     async def create(self) -> None:
-        """Make the run, in state ``created``, unless it exists."""
+        """Create the run in state ``created``, unless it exists."""
         await self._bus.write(RUN, "HSETNX", "created_at_s", time.time())
         await self._bus.write(RUN, "HSETNX", "state", RunState.CREATED.value)
 
@@ -162,29 +153,29 @@ class Ledger(Policies):
         return read_status(await self._bus.hgetall(RUN))
 
     async def is_known(self) -> bool:
-        """Whether the bus knows a committed step of the run: one that came back empty does not."""
+        """Whether the bus knows a committed step; not if it lost its data."""
         return await self._bus.hget(RUN, "step") is not None
 
     async def extent(self) -> Extent:
-        """Return how far the run is."""
+        """Return the run's progress."""
         cursor, newest = await self._bus.hmget(RUN, "cursor", "newest_version")
         return Extent(None if cursor is None else int(cursor), _version(newest))
 
     async def account(self) -> tuple[RunStatus, dict[str, int]]:
-        """Return the run's status and how its groups ended, both of one moment: what is missing from the cursor is in flight."""
+        """Return status and endings of groups, of one moment."""
         run, ended = await self._bus.ask_all(("HGETALL", RUN), ("HGETALL", COUNTS), at_once=True)
         return read_status(run), read_counts(ended)
 
     async def close(self) -> None:
-        """Note that the run has ended and that its records are whole."""
+        """Note that the run has ended, with complete records."""
         await self._bus.write(RUN, "HSET", "closed_at_s", time.time())
 
     async def reopen(self) -> None:
-        """Note that a run which had ended continues."""
+        """Note that a finished run continues."""
         await self._bus.write(RUN, "HDEL", "closed_at_s")
 
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
-        """Change the run's state if it is one of ``allowed``; return whether, and the state that was found."""
+        """Change the state if in ``allowed``; return whether it did, and the previous state."""
         changed, state = await self._bus.script(
             "transition", to=to.value, reason=reason, now_s=time.time(),
             history_entries=streams.HISTORY.max_entries or 0, allowed=[state.value for state in allowed],
@@ -192,20 +183,20 @@ class Ledger(Policies):
         return bool(changed), RunState(state.decode() or "created")
 
     async def note(self, name: Literal["doing", "guards"], said: str) -> None:
-        """Let every coordinator say what the one that leads knows; nothing where another leads by now."""
+        """Publish the leader's activity; no effect from others."""
         await self._bus.script("note", term=self._term(), field=name, text=said)
 
     async def note_self_test(self, part: str, outcome: str) -> None:
-        """Let the run's status say how the trainer's self-test of ``part`` went."""
+        """Record the outcome of a self-test."""
         await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
 
     async def admit(
         self, prompts: Sequence[Prompt], slots: int, groups_per_step: int, steps: int, newest: PolicyVersion
     ) -> int:
-        """Admit as many of ``prompts`` as there are free slots, in order; their group ids start at the cursor.
+        """Admit ``prompts``, in order, into free slots, never more than the remaining steps can use; group ids start
+        at the cursor.
 
-        Returns how many; -1 when the run is not running or another coordinator leads it; -2 when the cursor or the newest version moved meanwhile.
-        Never admits more than the steps that are left can use.
+        Returns the number admitted; -1 if not running or not the leader; -2 if the cursor or newest version changed.
         """
         admitted = await self._bus.script(
             "admit", slots=slots, groups_per_step=groups_per_step, steps=steps, now_s=time.time(), term=self._term(),
@@ -215,7 +206,7 @@ class Ledger(Policies):
         return int(admitted)
 
     async def admission_state(self) -> AdmissionState:
-        """Return what admission looks at."""
+        """Return the inputs of admission."""
         names = ("state", "cursor", "shift", "newest_version", "head", "step")
         lengths = [("XLEN", stream) for stream in streams.TRAINING_STREAMS]
         fields, *in_flight = await self._bus.ask_all(("HMGET", RUN, *names), *lengths)
@@ -226,7 +217,7 @@ class Ledger(Policies):
         )  # fmt: skip
 
     async def set_bus_full(self, sentence: str) -> None:
-        """Say why admission waits for memory; "" when it no longer does."""
+        """Record why admission waits; or ""."""
         await self._bus.write(RUN, "HSET", "bus_full", sentence)
 
     async def in_flight(self) -> int:
@@ -236,28 +227,28 @@ class Ledger(Policies):
     # ---------------------------------------------------------------- trainer
 
     async def take_epoch(self) -> int:
-        """Start as the run's only trainer: whatever an older one still tries to commit is refused from now on."""
+        """Become the run's only trainer: older ones' commits are refused."""
         return int(await self._bus.write(RUN, "HINCRBY", "trainer_epoch", 1))
 
     async def epochs(self) -> tuple[int, int]:
-        """Return the trainer's epoch, and the one that the newest rollback began; 0: there was none."""
+        """Return the epochs of the trainer and of the newest rollback (0: none)."""
         trainer, rollback = await self._bus.hmget(RUN, "trainer_epoch", "rollback_epoch")
         return int(trainer or 0), int(rollback or 0)
 
     async def note_batch(self, entries: Sequence[EntryId]) -> None:
-        """Name the entries of the batch that is about to be trained, for the trainer after this one."""
+        """Record the batch about to be trained."""
         await self._bus.write(TRYING, "SET", " ".join(entries))
 
     async def noted_batch(self) -> frozenset[str]:
-        """Return the entries of the batch that the trainer before this one worked on last."""
+        """Return the previous trainer process's last batch."""
         return frozenset((await self._bus.get(TRYING) or b"").decode().split())
 
     async def restore(
         self, step: int, cursor: int, position: int, newest: PolicyVersion, counts: Mapping[str, int]
     ) -> bool:
-        """Tell an empty bus what a checkpoint knows of the run; return False when the bus knows the run already.
+        """Restore an empty bus from a checkpoint; False if it knows the run.
 
-        Groups that were in flight when it was written are counted as ``dropped:bus_lost``; their prompts are drawn again.
+        Groups then in flight count as ``dropped:bus_lost``; their prompts are drawn again.
         """
         lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
         fields = {"step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest}
@@ -273,12 +264,12 @@ class Ledger(Policies):
         report: StepReport | None,
         plan: StepPlan | None = None,
     ) -> None:
-        """Move ``deliveries`` to the journal, with the ``plan`` of their step, and publish ``record``, in one transaction.
+        """Atomically move ``deliveries`` and ``plan`` to the journal and publish ``record``.
 
-        Without deliveries ``record`` is a version of the step that is committed already.
+        Without deliveries, ``record`` is another version of the committed step.
 
         Raises:
-            Fenced: another trainer took over, the ledger stands at another step, or an entry is no longer ours.
+            Fenced: another trainer took over, the ledger is at another step, or an entry is no longer ours.
         """
         answer = await self._bus.script(
             "commit", epoch=epoch, commit_id=uuid.uuid4().hex, step=record.step, version=record.version,
@@ -292,7 +283,7 @@ class Ledger(Policies):
             raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
 
     async def standing(self, group_id: int) -> Standing:
-        """Return what the bus knows of a group's id, and of the versions that exist."""
+        """Return what the bus knows about a group."""
         (cursor, newest), trained = await self._bus.ask_all(
             ("HMGET", RUN, "cursor", "newest_version"), ("GETBIT", TRAINED, min(group_id, _MOST_BITS))
         )
@@ -301,18 +292,18 @@ class Ledger(Policies):
         )
 
     async def journal(self, after: str) -> list[JournalEntry]:
-        """Return the journal after an entry, in the order of commits."""
+        """Return the journal after an entry, in commit order."""
         rows = await self._bus.xrange(streams.JOURNAL, f"({after}" if after else "-")
         return [_journal_entry(row) for row in rows]
 
     async def last_journal_entry(self) -> str:
-        """Return the entry that was written last, also if it was trimmed since; "" where nothing was ever written."""
+        """Return the last entry, even if trimmed; "" if none."""
         if not await self._bus.ask("EXISTS", streams.JOURNAL):
             return ""
         return text((await self._bus.ask("XINFO STREAM", streams.JOURNAL))["last-generated-id"])
 
     async def trim_journal(self, through: str) -> None:
-        """Forget the journal through an entry, which a checkpoint covers."""
+        """Trim the journal through an entry."""
         milliseconds, _, sequence = through.partition("-")
         after = f"{milliseconds}-{int(sequence or 0) + 1}"
         await self._bus.write(streams.JOURNAL, "XTRIM", "MINID", after)
@@ -322,9 +313,9 @@ class Ledger(Policies):
     async def promote(
         self, delivery: Delivery[PolicyRecord], sources: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     ) -> bool:
-        """Make a published version the head and tell every replica; False when it, or a newer one, was promoted before.
+        """Make a version the head and notify every replica; False if it, or a newer one, already was.
 
-        ``sources`` are told with it: by replica, the addresses to pull from.
+        ``sources``: by replica, addresses to pull from.
         """
         record = delivery.message()
         update = PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources))
@@ -336,7 +327,7 @@ class Ledger(Policies):
 
 
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
-    """Return the status in the run's hash."""
+    """Parse the run's hash."""
     fields = {name.decode(): value.decode() for name, value in raw.items()}
     return RunStatus(
         state=RunState(fields.get("state", "created")),

@@ -1,4 +1,4 @@
-"""Settings that may change while the run goes on: kept on the bus as numbered revisions, read by every service.
+"""Settings that may change during a run: numbered revisions on the bus.
 
 ::
 
@@ -7,9 +7,8 @@
                                                                ▼
                                        settings(revision) = the run's file + the values of that revision
 
-Revision 0 is the run's file. A revision holds all values that differ from it, so one alone says what held, and the journal notes under
-which revision a step was trained: a replay repeats it. What is not in ``CHANGEABLE`` never changes in a run. This module applies nothing:
-who holds a :class:`Live` looks at ``settings`` when it next needs a value, or listens.
+Revision 0 is the run's file; others hold all values that differ. The journal notes each step's revision for replays.
+Settings outside ``CHANGEABLE`` never change.
 """
 
 import dataclasses
@@ -44,9 +43,9 @@ CHANGEABLE = (
 
 
 GROUP_GROWTH = 4
-"""A group may become this many times as large as in the run's file, for which services were sized."""
+"""Maximum growth of groups over the run's file, which sized the services."""
 FLIGHT_GROWTH = 16
-"""And this many times as many samples may be in flight: slots × sampling.group_size."""
+"""Same for samples in flight: slots × sampling.group_size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,22 +54,21 @@ class Revision:
 
     revision: int
     changes: dict[str, Json]
-    """What was asked for: dotted key → new value."""
+    """Requested: dotted key → value."""
     values: dict[str, Json]
-    """Everything that differs from the run's file since."""
+    """All differences from the run's file."""
     reason: str
     at_s: float
     change_id: str = ""
     step: int = 0
-    """Steps that were committed when it was asked for; those after it are trained under it, or under a later one, but for one
-    whose batch was taken already."""
+    """Committed steps at the request. Later steps use it, except one whose batch was already taken."""
 
 
 class Live:
-    """The settings of a run as they are now.
+    """A run's current settings.
 
     Args:
-        settings: as the run's file has them.
+        settings: those of the run's file.
     """
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
@@ -78,19 +76,14 @@ class Live:
         self._file = settings
         self._listeners: list[Callable[[Settings], None]] = []
         self.settings = settings
-        """As they are now, as far as this process knows."""
         self.revision = 0
-        """Which revision that is."""
 
     def listen(self, listener: Callable[[Settings], None]) -> None:
-        """Call ``listener`` with the settings after each change that this process learns of."""
+        """Call ``listener`` after each change."""
         self._listeners.append(listener)
 
     async def refresh(self) -> Settings:
-        """Learn of the newest revision; return the settings.
-
-        A revision that this process cannot apply is logged, and the one before it stays.
-        """
+        """Read the newest revision; return the settings. A revision that cannot be applied is logged and skipped."""
         number = self.revision
         try:
             number = await self.newest()
@@ -116,22 +109,22 @@ class Live:
         return number
 
     async def at(self, number: int) -> Settings:
-        """Return the settings of a revision; of one that the bus does not know any more, those of the run's file."""
+        """Return a revision's settings; the run's file if unknown."""
         if number == self.revision:
             return self.settings
         revision = await self.read(number)
         return self._file if revision is None else override(self._file, revision.values)
 
     async def read(self, number: int) -> Revision | None:
-        """Return a revision; None for 0 and for those that do not exist."""
+        """Return a revision; None for 0 and unknown ones."""
         text, step = await self._bus.hmget(LIVE, str(number), f"step:{number}")
         return None if text is None else Revision(**{**json.loads(text), "step": int(step or 0)})
 
     async def change(self, expected: int, changes: Mapping[str, Json], reason: str) -> Revision | None:
-        """Make the next revision of ``changes`` upon ``expected``; None where another one was first.
+        """Create the revision after ``expected``; None if another was first.
 
         Raises:
-            SettingsError: a value is wrong, may not change, or contradicts the other settings.
+            SettingsError: a value is wrong, may not change, or contradicts other settings.
         """
         check_changeable(changes)
         before = await self.read(expected)
@@ -145,19 +138,19 @@ class Live:
         return await self.read(expected + 1)
 
     async def restore(self, number: int, values: Mapping[str, Json]) -> None:
-        """Give an empty bus back the revision that a checkpoint knows."""
+        """Restore a checkpoint's revision to an empty bus."""
         if number:
             found = Revision(number, {}, dict(values), "restored from a checkpoint", time.time())
             text = json.dumps(dataclasses.asdict(found))
             await self._bus.write(LIVE, "HSET", "revision", number, str(number), text)
 
     def values(self) -> dict[str, Json]:
-        """Return the value of everything that may change, as it is now."""
+        """Return the current changeable values."""
         return {key: value_of(self.settings, key) for key in CHANGEABLE}
 
 
 def check_changeable(changes: Mapping[str, object]) -> None:
-    """Raise SettingsError where one of ``changes`` may not be changed while the run goes on."""
+    """Raise SettingsError for a fixed key."""
     wrong = [key for key in changes if key not in CHANGEABLE]
     if wrong:
         raise SettingsError(
@@ -166,7 +159,7 @@ def check_changeable(changes: Mapping[str, object]) -> None:
 
 
 def check_growth(file: Settings, settings: Settings) -> None:
-    """Raise SettingsError where ``settings`` ask for more memory than services that were sized by ``file`` can be expected to have."""
+    """Raise SettingsError if services sized by ``file`` may lack memory."""
     most, size = GROUP_GROWTH * file.sampling.group_size, settings.sampling.group_size
     if size > most:
         raise SettingsError(

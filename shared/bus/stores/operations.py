@@ -1,4 +1,4 @@
-"""Records of commands that take a while, for people to poll."""
+"""Records of long-running commands, for polling."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ _NEXT = "next"
 
 
 class OperationState(StrEnum):
-    """Where an operation stands."""
+    """State of an operation."""
 
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -27,16 +27,15 @@ class OperationState(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """A command that takes a while."""
+    """A long-running command."""
 
     id: int
     kind: str
     state: OperationState
     phase: str
-    """What it does now; names are the kind's own."""
+    """Current phase, named by the kind."""
     detail: str
     request: dict[str, Json]
-    """What was asked for."""
     result: dict[str, Json]
     created_at_s: float
     changed_at_s: float
@@ -49,7 +48,7 @@ class OperationStore:
         self._bus = bus
 
     async def next_number(self) -> int:
-        """Return an id that no operation has."""
+        """Return an unused id."""
         return int(await self._bus.write(OPERATIONS, "HINCRBY", _NEXT, 1))
 
     async def get(self, number: int) -> Operation | None:
@@ -58,13 +57,13 @@ class OperationStore:
         return None if text is None else _read(text)
 
     async def all(self) -> list[Operation]:
-        """Return every operation that is kept, newest first."""
+        """Return all operations, newest first."""
         raw = await self._bus.hgetall(OPERATIONS)
         read = (_read(text) for name, text in raw.items() if name != _NEXT.encode())
         return sorted((each for each in read if each is not None), key=lambda operation: -operation.id)
 
     async def write(self, operation: Operation) -> None:
-        """Write an operation as it is now."""
+        """Write an operation."""
         await self._bus.write(OPERATIONS, "HSET", str(operation.id), json.dumps(dataclasses.asdict(operation)))
 
     async def forget(self, numbers: Sequence[int]) -> None:

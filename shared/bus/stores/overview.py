@@ -1,4 +1,4 @@
-"""What the live view shows of the run, read at one moment."""
+"""Data of the live view, read at one moment."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,19 +13,18 @@ from shared.bus.stores.policies import REVOKED
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overview:
-    """What the live view shows of the run."""
+    """Data of the live view."""
 
     status: RunStatus
     counts: dict[str, int]
     guards: bytes
-    """As the leader noted them."""
     evaluations: Mapping[bytes, bytes]
-    """Version → results, as :func:`shared.bus.stores.evaluations.results` returns them."""
+    """As :func:`shared.bus.stores.evaluations.results`."""
     revoked: frozenset[PolicyVersion]
 
 
 async def overview(bus: Bus) -> Overview:
-    """Return what the live view shows, in one round trip."""
+    """Read the data in one round trip."""
     run, counts, evaluations, revoked = await bus.ask_all(
         ("HGETALL", RUN), ("HGETALL", COUNTS), ("HGETALL", EVALUATIONS), ("SMEMBERS", REVOKED)
     )

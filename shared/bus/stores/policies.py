@@ -1,4 +1,4 @@
-"""The policy's versions: their records, states, checkpoints, pins and releases. The base of the ledger, which commits and promotes them."""
+"""The policy's versions: records, states, checkpoints, pins, releases."""
 
 from enum import StrEnum
 
@@ -17,7 +17,7 @@ RELEASED = key("released", "set", "the run's", "versions that people may use")
 
 
 class PolicyState(StrEnum):
-    """What a version is."""
+    """State of a version."""
 
     PUBLISHED = "published"
     LIVE = "live"
@@ -47,24 +47,24 @@ class Policies:
         return {PolicyVersion(int(version)): PolicyState(state.decode()) for version, state in raw.items()}
 
     async def checkpoints(self) -> dict[PolicyVersion, str]:
-        """Return where the checkpoint of every version that has one is: a folder, or a URI."""
+        """Return each checkpoint's folder or URI."""
         raw = await self._bus.hgetall(CHECKPOINTS)
         return {PolicyVersion(int(version)): folder.decode() for version, folder in raw.items()}
 
     async def pins(self) -> frozenset[PolicyVersion]:
-        """Return the versions whose checkpoints are kept from cleanup."""
+        """Return versions with pinned checkpoints."""
         return await self._versions(PINS)
 
     async def released(self) -> frozenset[PolicyVersion]:
-        """Return the versions that people may use."""
+        """Return the versions released for use."""
         return await self._versions(RELEASED)
 
     async def pin(self, version: PolicyVersion, *, pinned: bool) -> bool:
-        """Keep a version's checkpoint from cleanup, or no longer; return whether that is new."""
+        """Pin or unpin a checkpoint; return whether that changed."""
         return await self._mark(PINS, version, marked=pinned)
 
     async def release(self, version: PolicyVersion, *, released: bool) -> bool:
-        """Say that people may use a version, or no longer; return whether that is new."""
+        """Release a version, or not; return whether that changed."""
         return await self._mark(RELEASED, version, marked=released)
 
     async def _mark(self, key: Key, version: PolicyVersion, *, marked: bool) -> bool:
@@ -75,12 +75,11 @@ class Policies:
         return frozenset(PolicyVersion(int(name)) for name in names)
 
     async def revoked(self) -> frozenset[PolicyVersion]:
-        """Return the versions whose samples must not be trained on."""
+        """Return versions that must not be trained on."""
         return await self._versions(REVOKED)
 
     async def mark(self, version: PolicyVersion) -> tuple[int, int] | None:
-        """Return what was so when ``version`` was committed: how many groups were trained, and the place in the dataset of the
-        first prompt that was not."""
+        """Return, as of the commit: groups trained, and the dataset place of the first untrained prompt."""
         mark = await self._bus.hget(MARKS, str(version))
         if mark is None:
             return None
@@ -88,15 +87,15 @@ class Policies:
         return trained, position
 
     async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
-        """Note that a version has a checkpoint, in a folder or under a URI."""
+        """Note a checkpoint's folder or URI."""
         await self._bus.write(CHECKPOINTS, "HSET", str(version), folder)
 
     async def drop_checkpoint(self, place: str) -> None:
-        """Note that the checkpoint in a folder or under a URI is damaged: no version has it any more, pinned or not."""
+        """Forget a damaged checkpoint, even if pinned."""
         for version, where in (await self.checkpoints()).items():
             if where == place:
                 await self._bus.write(CHECKPOINTS, "HDEL", str(version))
 
     async def forget_checkpoint(self, folder: str) -> bool:
-        """Note that a checkpoint is about to be deleted; False where it has to stay (it is pinned, or a rollback goes back to it)."""
+        """Forget a checkpoint before its deletion; False if pinned or a rollback's target."""
         return bool(await self._bus.script("forget_checkpoint", folder=folder))

@@ -1,4 +1,4 @@
-"""The trimmed streams, which people read: steps, events, history, and the journal's newest group."""
+"""Pages of the trimmed streams: steps, events, history, and the journal's newest group."""
 
 from collections.abc import Mapping
 
@@ -7,20 +7,20 @@ from shared.bus.streams import Row, Stream
 
 
 async def page(bus: Bus, stream: Stream, before: str | None, count: int) -> list[Row]:
-    """Return the newest entries of a stream, newest first; with ``before`` those older than that entry."""
+    """Return the newest entries before ``before``, newest first."""
     return await bus.xrevrange(stream, f"({before}" if before else "+", count=count)
 
 
 async def newer(bus: Bus, stream: Stream, after: str, count: int) -> list[Row]:
-    """Return the newest entries of a stream that are newer than ``after`` ("": any), newest first."""
+    """Return the newest entries after ``after``, newest first."""
     return await bus.xrevrange(stream, start=f"({after}" if after else "-", count=count)
 
 
 async def following(bus: Bus, stream: Stream, after: str, count: int) -> list[Row]:
-    """Return the entries of a stream that follow ``after``, oldest first."""
+    """Return the entries after ``after``, oldest first."""
     return await bus.xread({stream: after}, count)
 
 
 async def wait_for_any(bus: Bus, after: Mapping[Stream, str], wait_s: float) -> None:
-    """Return when one of several streams has an entry after these, or after ``wait_s``."""
+    """Wait up to ``wait_s`` for an entry after these."""
     await bus.xread(after, 1, wait_s)

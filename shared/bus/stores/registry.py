@@ -1,4 +1,4 @@
-"""All runs on a server, and the settings of those that were registered over HTTP: services may start from them."""
+"""All runs on a server, and the settings of those registered over HTTP."""
 
 import time
 
@@ -12,7 +12,7 @@ _AT_ONCE = 500
 
 
 async def registered_settings(bus: Bus) -> str | None:
-    """Return the settings with which the run of ``bus`` was registered."""
+    """Return the run's registered settings."""
     text = await bus.get(SETTINGS)
     return None if text is None else text.decode()
 
@@ -24,30 +24,30 @@ class Registry:
         self._bus = bus
 
     async def runs(self) -> list[str]:
-        """Return the ids of all runs, sorted."""
+        """Return all run ids, sorted."""
         return await self._with(RUN)
 
     async def registered(self) -> list[str]:
-        """Return the ids of the runs that were registered, sorted."""
+        """Return the ids of registered runs, sorted."""
         return await self._with(SETTINGS)
 
     async def status(self, run_id: str) -> tuple[RunStatus, bool] | None:
-        """Return a run's status and whether it was registered; None where there is no such run."""
+        """Return a run's status and whether it is registered."""
         bus = self._bus.of_run(run_id)
         if not await bus.ask("EXISTS", RUN):
             return None
         return await Ledger(bus).status(), await bus.get(SETTINGS) is not None
 
     async def register(self, run_id: str, settings: str) -> bool:
-        """Keep the settings of a new run; False where another run has the id."""
+        """Register a run; False if its id is taken."""
         return bool(await self._bus.of_run(run_id).script("register", text=settings, now_s=time.time()))
 
     async def working(self, run_id: str) -> int:
-        """Return the number of replicas that work for a run."""
+        """Return the number of replicas of a run."""
         return len(await self._bus.keys_like(Keys(run_id).of(SERVICE.of("*"))))
 
     async def delete(self, run_id: str) -> bool:
-        """Delete a run with all its keys; False where it is running or paused."""
+        """Delete a run; False if it is running or paused."""
         if not await self._bus.of_run(run_id).script("unregister"):
             return False
         names = await self._bus.keys_like(Keys(run_id).named("*"))

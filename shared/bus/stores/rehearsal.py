@@ -1,7 +1,4 @@
-"""Rows on which every scorer is tried before training.
-
-The coordinator, which has the data, writes them before it admits anything; a reward replica reads them when it starts.
-"""
+"""Rows on which every scorer is tried before training, written by the coordinator before it admits anything."""
 
 import logging
 from collections.abc import Sequence
@@ -18,14 +15,14 @@ REHEARSAL = key("rehearsal", "hash", "the run's", "index → prompt on which sco
 
 
 async def offer(bus: Bus, prompts: Sequence[Prompt]) -> None:
-    """Write the prompts; they replace those that were there."""
+    """Replace the prompts."""
     await bus.write(REHEARSAL, "DEL")
     fields = [part for index, prompt in enumerate(prompts) for part in (str(index), wire.encode(prompt))]
     await bus.write(REHEARSAL, "HSET", *fields)
 
 
 async def offered(bus: Bus) -> list[Prompt]:
-    """Return the prompts; an empty list before there are any. Those that cannot be read are passed over, logged."""
+    """Return the prompts; unreadable ones are logged and skipped."""
     rows = await bus.hgetall(REHEARSAL)
     prompts = []
     for index in sorted(rows):

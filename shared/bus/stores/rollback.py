@@ -1,7 +1,7 @@
-"""Rollbacks: begin one, in one transaction, and follow it until every replica serves the version.
+"""Rollbacks: begin one atomically, and track it until every replica serves the version.
 
-The coordinator asks for people and for the regression gate (``services.coordinator.policies.rollback``, which also sees every rollback
-through), the trainer where the newest checkpoint is damaged and an older one is not (``services.trainer.rank0.resume``).
+Begun by the coordinator (``services.coordinator.policies.rollback``) for people and the regression gate, and by the
+trainer if the newest checkpoint is damaged (``services.trainer.rank0.resume``).
 """
 
 import dataclasses
@@ -18,14 +18,10 @@ from shared.bus.stores.ledger import Ledger, RunStatus
 
 ROLLBACK = key("rollback", "hash", "until the next one", "the rollback under way, or the last one (`Rollback`)")
 SOURCE = "rollback"
-"""The source of a rollback's events."""
 
 
 def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
-    """Return every version that comes from ``ancestor``, oldest first, without itself.
-
-    A parent is always older than its child, so one pass in the order of versions finds them all.
-    """
+    """Return all descendants of ``ancestor``, oldest first; parents are older than their children."""
     found = {ancestor}
     for record in sorted(records, key=lambda record: record.version):
         if record.parent in found:
@@ -36,19 +32,18 @@ def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> lis
 async def begin_rollback(
     bus: Bus, ledger: Ledger, status: RunStatus, records: Sequence[PolicyRecord], target: PolicyRecord, reason: str
 ) -> str:
-    """Take the run back to ``target``, whose checkpoint the ledger knows.
+    """Take the run back to ``target``.
 
     Args:
         bus: of the run.
         ledger: of the run.
-        status: the run as it was read before ``records``: where it moves on, so does its newest version.
+        status: read before ``records``, to notice changes since.
         records: every version.
-        target: the version to go back to.
-        reason: why; empty: not said.
+        target: the version, with a checkpoint.
+        reason: may be empty.
 
     Returns:
-        "ok", or why nothing was changed: "moved" (read again), "busy" (another rollback is under way), "no_checkpoint",
-        "state:<state>" (the run is neither running nor paused).
+        "ok", "moved" (read again), "busy" (another is under way), "no_checkpoint", or "state:<state>" (neither running nor paused).
     """
     counts, mark = await bus.counts(), await ledger.mark(target.version)
     now_s, left = time.time(), descendants(records, target.version)
@@ -66,7 +61,7 @@ async def begin_rollback(
 
 
 class Stage(StrEnum):
-    """How far a rollback is."""
+    """Progress of a rollback."""
 
     LOADING = "loading"
     PULLING = "pulling"
@@ -86,42 +81,40 @@ class Rollback:
     stage: Stage
     reason: str
     from_step: int
-    """The step at which the run was."""
     revoked: int
-    """How many versions were revoked."""
     undone: int
-    """How many groups were trained on the branch that was left."""
+    """Groups trained on the abandoned branch."""
     resumes: bool
-    """Whether the run goes on once the version is live: it was running."""
+    """Whether the run continues once the version is live."""
     version: PolicyVersion | None
-    """The new version with the target's weights; None until the trainer has published it."""
+    """With the target's weights; None until published."""
     detail: str
     """What it waits for, or why it failed."""
     unloadable: str
-    """Why the trainer cannot load the checkpoint; empty: it was not found so."""
+    """Why the checkpoint cannot be loaded; or empty."""
     started_at_s: float
     changed_at_s: float
 
     @property
     def strands(self) -> bool:
-        """Whether it left the run with nothing to go on from."""
+        """Whether the run has nothing to continue from."""
         return self.stage is Stage.FAILED and bool(self.unloadable)
 
 
 async def current_rollback(bus: Bus) -> Rollback | None:
-    """Return the rollback under way, or the last one."""
+    """Return the current or last rollback."""
     raw = await bus.hgetall(ROLLBACK)
     return _read({name.decode(): value.decode() for name, value in raw.items()}) if raw else None
 
 
 async def steer_rollback(bus: Bus, rollback: str, **fields: str | int) -> bool:
-    """Write fields of the rollback of this id; False where another has begun, or it has ended."""
+    """Update this rollback; False if it is over."""
     words = [word for pair in fields.items() for word in pair]
     return bool(await bus.script("steer_rollback", id=rollback, now_s=time.time(), fields=words))
 
 
 async def count_load(bus: Bus) -> int:
-    """Count that the trainer tries to load the checkpoint of the rollback under way; return how often it did."""
+    """Count and return the trainer's attempts to load the checkpoint."""
     return int(await bus.write(ROLLBACK, "HINCRBY", "loads", 1))
 
 

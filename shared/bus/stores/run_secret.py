@@ -1,7 +1,8 @@
-"""The secret of a run, by which its processes know each other on ports beside the bus. It is a key on the bus, so every process that can use the bus has it.
+"""A run's secret, by which its processes authenticate each other on other ports. Every process that can use the bus
+has it.
 
-The first process of a run creates it. With every heartbeat each process restores a key that is missing, so a bus that lost its data gets
-the same secret back; if a new process created another in between, all processes adopt the one on the bus.
+The first process creates it. With every heartbeat each process restores a missing key, so a bus that lost its data
+gets the same secret back; if a new process created another meanwhile, all adopt that one.
 """
 
 import secrets
@@ -16,7 +17,7 @@ SECRET = key(
 
 
 class RunSecret:
-    """The secret of the run of ``bus``; empty until :meth:`refresh` has returned. It is in no settings, arguments or logs."""
+    """The run's secret, in no settings, arguments or logs; empty until :meth:`refresh` has returned."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -24,19 +25,19 @@ class RunSecret:
         self._listeners: list[Callable[[bytes], None]] = []
 
     def __call__(self) -> bytes:
-        """Return it as it was last read."""
+        """Return it as last read."""
         return self._value
 
     def __repr__(self) -> str:
         return "RunSecret(…)"
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
-        """Call ``listener`` with the secret, now and after each change that this process learns of."""
+        """Call ``listener`` with the secret now and after each change."""
         self._listeners.append(listener)
         listener(self._value)
 
     async def refresh(self) -> None:
-        """Read it, after writing it where there is none."""
+        """Read it, after creating it if missing."""
         await self._bus.write(SECRET, "SET", self._value or secrets.token_hex(32), "NX")
         before = self._value
         self._value = await self._bus.get(SECRET) or before

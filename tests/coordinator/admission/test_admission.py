@@ -1,4 +1,4 @@
-"""Laws of admission and promotion, on a real server."""
+"""Laws of admission and promotion."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,6 @@ def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], boo
 
 
 async def start(bus: Bus) -> Ledger:
-    """A running run whose version 0 is live."""
     ledger = Ledger(bus)
     await ledger.create()
     await Trainer(bus).start()
@@ -40,7 +39,6 @@ async def prompts(bus: Bus) -> list[Prompt]:
 
 
 async def take(bus: Bus, count: int) -> None:
-    """Let ``count`` groups leave the run."""
     for delivery in await bus.read(streams.PROMPTS, Prompt, "rollout", count, 0.1):
         await bus.drop(delivery, "test")
 
@@ -164,9 +162,6 @@ async def full(bus: Bus) -> bool:
     return await bus.length(streams.PROMPTS) == 4
 
 
-# ---------------------------------------------------------------- promotion
-
-
 async def publish(bus: Bus, versions: int) -> None:
     ledger = Ledger(bus)
     epoch = await ledger.take_epoch()
@@ -240,7 +235,7 @@ async def test_a_loop_over_the_bus_stops_whenever_it_is_cancelled(bus: Bus) -> N
         while True:
             await bus.length(streams.PROMPTS)
 
-    for pause in range(300):  # at every moment of a command: Python 3.11's wait_for would swallow some of them
+    for pause in range(300):  # at any moment: Python 3.11's wait_for would swallow some
         loop = asyncio.create_task(look_for_ever())
         for _ in range(1 + pause % 40):
             await asyncio.sleep(0)

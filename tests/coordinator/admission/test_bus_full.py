@@ -1,4 +1,4 @@
-"""Laws of a server at its maxmemory: nothing new is admitted, all that is there may leave, and the run says why it waits."""
+"""At maxmemory, nothing new is admitted, all in flight may leave, and the reason is reported."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,6 @@ FULL, ROOMY = "1mb", "0"
 
 @pytest.fixture(params=["valkey", pytest.param("redis", marks=pytest.mark.debian)])
 async def small(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bus]:
-    """The bus of a server whose memory the test may limit."""
     binary = need("redis-server", "redis-server") if request.param == "redis" else ""
     server = TcpServer(tmp_path / "data", binary)
     server.start()
@@ -48,7 +47,6 @@ async def limit(bus: Bus, maxmemory: str) -> None:
 
 
 async def fill(bus: Bus) -> None:
-    """Let the server be over its limit: what is there fills it."""
     await raw(bus).set("ballast", b"x" * 2_000_000)
     await limit(bus, FULL)
 
@@ -141,7 +139,7 @@ async def test_a_run_on_a_full_bus_says_what_it_waits_for(small: Bus, tmp_path: 
         trainer = await Trainer(small).start()
         await trainer.step()
         await fill(small)
-        await trainer.step()  # what was admitted is trained
+        await trainer.step()
         await until(lambda: _is_full(Ledger(small)))
         parts.monitor.forget()
         view = await parts.monitor.view()

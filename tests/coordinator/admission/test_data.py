@@ -1,4 +1,4 @@
-"""Laws of datasets: what a row becomes, what a bad one is called, and the order of a run."""
+"""Laws of datasets: rows, errors, and the order of a run."""
 
 import datetime
 import json
@@ -189,7 +189,7 @@ def test_the_order_depends_on_seed_and_cursor_alone() -> None:
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
-    # Runs resume by cursor: another order under the same seed would train on other problems than the cursor says.
+    # Runs resume by cursor: the order must never change.
     assert [EpochOrder(8, seed=0, shuffle=True).index(place) for place in range(16)] == [
         2,
         4,
@@ -240,9 +240,6 @@ def test_a_row_names_the_scorers_that_apply(tmp_path: Path) -> None:
 def test_a_row_that_names_no_scorer_of_the_run_is_bad(tmp_path: Path, value: object) -> None:
     with pytest.raises(SettingsError, match=r"expected names of scorers \(answer, format\) in 'by', found"):
         _routed(tmp_path, value)
-
-
-# ---------------------------------------------------------------- answers where they should not be, and none where one should
 
 
 @pytest.mark.parametrize("role", ["assistant", "Assistant", "model"])

@@ -1,4 +1,4 @@
-"""Laws of the API's server: no client takes the place, the time or the memory of another."""
+"""Laws of the API's server: clients do not affect each other."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,6 @@ BOUNDS = ConnectionBounds(connections=6, connections_each=4, head_bytes=4096, he
 
 @contextlib.asynccontextmanager
 async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIterator[Server]:
-    """Serve the API of a coordinator none of whose loops run."""
     await Ledger(bus).create()
     parts = make(bus, settings(folder, coordinator={"autostart": False}))
     server = Server("127.0.0.1", 0, bounds)
@@ -41,7 +40,6 @@ async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIter
 
 
 async def answer(server: Server, request: bytes) -> tuple[int, dict[str, object]]:
-    """Send bytes, and return status and problem of what comes back before the server closes."""
     reader, writer = await connect(server)
     writer.write(request)
     text = await reader.read()
@@ -140,9 +138,6 @@ async def test_a_client_that_reads_nothing_is_cut_off(bus: Bus, tmp_path: Path) 
         await works(server)
 
 
-# ---------------------------------------------------------------- bodies
-
-
 def sending(*messages: Message) -> "asyncio.Queue[Message]":
     queue: asyncio.Queue[Message] = asyncio.Queue()
     for message in messages:
@@ -180,9 +175,6 @@ async def test_a_body_that_is_not_whole_is_no_request() -> None:
         async with bodies.read(sending(part(5, more=True)).get):
             pass
     assert refused.value.answer.status_code == 408
-
-
-# ---------------------------------------------------------------- streams
 
 
 async def test_event_streams_are_bounded_and_free_their_place(bus: Bus, tmp_path: Path) -> None:

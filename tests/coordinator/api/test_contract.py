@@ -1,4 +1,4 @@
-"""The contract of the HTTP API, and of the coordinator as a process."""
+"""The contract of the HTTP API and the coordinator's process."""
 
 import asyncio
 import json
@@ -29,7 +29,6 @@ from tests.support.raw_redis import raw
 
 @pytest.fixture
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
-    """A coordinator of a run that waits to be started."""
     await Ledger(bus).create()
     async with running(make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))) as found:
         yield found
@@ -206,9 +205,7 @@ async def test_replicas_that_beat_are_there(http: httpx.AsyncClient, bus: Bus) -
 
 async def test_the_starts_of_a_replica_are_counted_over_its_processes(http: httpx.AsyncClient, bus: Bus) -> None:
     starts = []
-    for _ in range(
-        2
-    ):  # a process that is killed takes nothing away: its heartbeat stays until the next one's replaces it
+    for _ in range(2):  # a killed process leaves its heartbeat until replaced
         killed = Presence(bus, "trainer", "trainer-0", 60.0, Status(state="working"))
         beating = asyncio.create_task(killed.run(asyncio.Event()))
 
@@ -290,9 +287,6 @@ async def test_a_bus_that_does_not_answer_is_unavailable_not_a_hang(
 
     monkeypatch.setattr(parts, "ANSWER_WITHIN_S", 0.0)
     assert is_problem(await http.get("/v1/policies"), 503, "expected the bus to answer")
-
-
-# ---------------------------------------------------------------- as a process
 
 
 def config(server: Server, folder: Path, **more: dict[str, object]) -> Path:

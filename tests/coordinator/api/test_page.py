@@ -1,4 +1,4 @@
-"""The page for people, in a real Chromium, on a real coordinator: what it shows, what it does, and what it never does."""
+"""The web page in a real Chromium."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 
 @pytest.fixture
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
-    """A run whose problems, answers and so completions are an attack."""
+    """A run whose problems, answers and completions are an attack."""
     problems = tmp_path / "hostile.jsonl"
     row = {"prompt": f"what is {HOSTILE}?", "answer": HOSTILE}
     problems.write_text("".join(json.dumps(row) + "\n" for _ in range(10)), encoding="utf-8")
@@ -54,7 +54,6 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 
 @contextlib.asynccontextmanager
 async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncIterator[str]:
-    """Serve the API and the page as a coordinator's process does."""
     server = Server("127.0.0.1", 0)
     announced = folder / "coordinator.json"
     app = make_app(dataclasses.replace(parts.api, access=access))
@@ -66,9 +65,6 @@ async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncItera
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         server.close()
-
-
-# ---------------------------------------------------------------- its files
 
 
 async def test_its_files_need_no_token_and_may_load_from_their_own_origin_only(
@@ -93,9 +89,6 @@ def test_nothing_in_it_parses_html_or_names_another_origin() -> None:
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
             assert word not in text, f"{file.name} says {word}"
         assert "//" not in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "").replace("//\n", "")
-
-
-# ---------------------------------------------------------------- sessions
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -158,9 +151,6 @@ def test_a_session_ends() -> None:
     assert Access(TOKEN.encode()).role(f"Bearer {ticket}", "cookie") is Role.OPERATE
 
 
-# ---------------------------------------------------------------- in a browser
-
-
 async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
     parts: Coordinator, bus: Bus, tmp_path: Path
 ) -> None:
@@ -203,7 +193,7 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             await tell(bus, "test", "attack", HOSTILE)
             await shows(page, "#events", HOSTILE)
             assert await page.locator("main img, main script").count() == 0
-            assert await page.locator("dialog").count() == 0  # no token is asked for where none is needed
+            assert await page.locator("dialog").count() == 0  # no token is needed
     leave.set()
     await beating
 
@@ -221,11 +211,11 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         await shows(page, "dialog", "Nothing more is admitted")
         await page.keyboard.press("Escape")
         assert (await Ledger(bus).status()).state is RunState.RUNNING
-        assert await page.evaluate("document.activeElement.id") == "pause"  # the focus is where it was
+        assert await page.evaluate("document.activeElement.id") == "pause"  # the focus has not moved
         await page.keyboard.press("Enter")
         await (
             page.locator("dialog[open]").get_by_label("Why?").fill(f"lunch {HOSTILE}")
-        )  # the one before may still be going
+        )  # the previous one may still be running
         await page.get_by_role("button", name="Pause", exact=True).click()
         await shows(page, "dialog h2", "A token that may operate")
         await page.get_by_label("Token", exact=True).fill(TOKEN)
@@ -331,7 +321,7 @@ async def test_a_replica_is_cordoned_and_drained_and_a_dead_letter_put_back_or_d
         assert await cordons(bus) == {"rollout-0": Word.DRAINING}
         await shows(page, "#operations", "drain: finishing")
         await page.locator("[data-key='replica-trainer-0']").click()
-        assert await page.locator("dialog button").all_inner_texts() == ["Close"]  # there is one of it
+        assert await page.locator("dialog button").all_inner_texts() == ["Close"]
         await page.keyboard.press("Escape")
         for command, left in (("Put back", 1), ("Discard", 0)):
             await page.locator("#dead button").first.click()

@@ -1,4 +1,4 @@
-"""Laws of the resources that say what was trained: each step's report, and the groups to read."""
+"""Laws of step reports and groups."""
 
 import json
 from collections.abc import AsyncIterator
@@ -44,7 +44,6 @@ async def test_steps_are_told_newest_first_page_by_page(http: httpx.AsyncClient,
 
 
 async def journal(bus: Bus, step: int) -> None:
-    """Put a group into the journal, as the trainer's commit does."""
     await bus.append(streams.JOURNAL, {"step": str(step), "data": wire.encode(builders.experience(step))})
 
 
@@ -57,7 +56,7 @@ async def test_groups_are_read_from_the_journal_and_before_it_from_the_records(
     assert [one["step"] for one in whole] == [3, 2, 1]
     completions = [(one["text"], one["reward"]) for one in whole[0]["completions"]]
     assert completions == [("46", 1.0), ("47", 0.0)]
-    # A checkpoint trims the journal; the records keep some of it.
+    # a checkpoint trims the journal; the records keep some of it
     kept = [{**one, "entry": one["id"]} for one in reversed(whole)]
     file = parts.api.folder / "rollouts.jsonl"
     other = '{"entry": "1-0", "kept": "by a version to come"}\n'
@@ -76,7 +75,7 @@ async def test_a_run_that_trained_nothing_has_no_groups(http: httpx.AsyncClient)
 
 def test_lines_are_read_from_the_end_whatever_their_length_and_a_torn_one_is_none(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
-    long = "x" * 200_000  # longer than what is read at once
+    long = "x" * 200_000  # longer than one read
     whole = "".join(json.dumps({"n": n, "text": long if n == 2 else ""}) + "\n" for n in (1, 2, 3))
     file.write_text(whole + '{"n": 4, "te', encoding="utf-8")
     assert [(line["n"], len(str(line["text"]))) for line in newest_first(file)] == [(3, 0), (2, 200_000), (1, 0)]

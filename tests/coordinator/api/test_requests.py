@@ -1,4 +1,4 @@
-"""Laws of every request: who may, in which form, once."""
+"""Laws of every request: authorization, form, idempotency."""
 
 import asyncio
 import dataclasses
@@ -43,9 +43,6 @@ def problem(answer: httpx.Response, status: int, words: str) -> None:
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
     assert answer.json()["status"] == status
     assert words in answer.json()["detail"]
-
-
-# ---------------------------------------------------------------- who may
 
 
 async def test_a_token_reads_or_operates_and_probes_need_none(parts: Coordinator) -> None:
@@ -130,7 +127,6 @@ async def test_without_a_token_only_names_of_this_machine_are_answered(
 
 
 def every_request(parts: Coordinator) -> list[tuple[str, str]]:
-    """Return (method, path) of every route of the API and the page, and of some that are no routes."""
     described = make_routes(parts.api).openapi()["paths"]
     routes = [(method.upper(), path) for path, methods in described.items() for method in methods]
     names = {"stream": "prompts", "entry": "1-0", "run_id": "other", "replica": "rollout-0"}
@@ -141,7 +137,6 @@ def every_request(parts: Coordinator) -> list[tuple[str, str]]:
 
 
 async def written_by(bus: Bus, requests: Awaitable[None]) -> tuple[set[bytes], int]:
-    """Return the keys that ``requests`` leave on the bus, and how many commands were sent meanwhile that write."""
     keys = set(await raw(bus).keys("*"))
     await raw(bus).config_resetstat()
     await requests
@@ -154,7 +149,7 @@ async def written_by(bus: Bus, requests: Awaitable[None]) -> tuple[set[bytes], i
 
 @pytest.fixture
 async def quiet(bus: Bus, tmp_path: Path) -> Coordinator:
-    """A coordinator none of whose loops run, so that what is written is written by requests."""
+    """A coordinator without loops, so that only requests write."""
     await Ledger(bus).create()
     return make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))
 
@@ -295,9 +290,6 @@ async def test_registered_runs_are_bounded_and_can_be_deleted(
         problem(await http.delete(f"/v1/runs/{bus.run_id}"), 409, "coordinator's own")
 
 
-# ---------------------------------------------------------------- in which form
-
-
 async def test_what_cannot_be_answered_or_read_is_a_problem(parts: Coordinator) -> None:
     async with client(parts) as http:
         problem(await http.get("/v1/run", headers={"Accept": "text/html"}), 406, "found Accept: text/html")
@@ -336,9 +328,6 @@ async def test_a_list_is_given_page_by_page(parts: Coordinator, bus: Bus) -> Non
         ("created", "running", "for start"),
     ]
     assert second["next"] is None
-
-
-# ---------------------------------------------------------------- once
 
 
 async def test_a_key_is_answered_once_and_again_with_the_same(parts: Coordinator) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP API keeps what its description says: schemathesis asks a real coordinator on a real Valkey everything it can think of."""
+"""The HTTP API conforms to its description (schemathesis)."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def test_the_committed_description_is_that_of_the_code() -> None:
 
 @pytest.fixture
 async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
-    """A coordinator as a process, whose run has a version, a replica and dead letters."""
+    """A coordinator process with a version, a replica and dead letters."""
     run_id, token = f"schema-{os.getpid()}", tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
@@ -61,7 +61,6 @@ async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
 
 
 async def bury(bus: Bus, count: int) -> None:
-    """Put ``count`` prompts among the dead letters."""
     for number in range(count):
         await bus.publish(streams.PROMPTS, builders.prompt(number), str(number))
     for delivery in await bus.read(streams.PROMPTS, Prompt, "test", count, 1.0):

@@ -1,4 +1,4 @@
-"""Laws of held-out evaluation, on a real server."""
+"""Laws of held-out evaluation."""
 
 import asyncio
 import dataclasses
@@ -36,7 +36,6 @@ async def unjudged(found: Evaluation) -> Evaluation:
 
 
 async def alone(evaluating: Awaitable[list[Evaluation] | None]) -> Evaluation:
-    """Return what an evaluation of one set found."""
     found = await evaluating
     assert found is not None
     (only,) = found
@@ -44,7 +43,7 @@ async def alone(evaluating: Awaitable[list[Evaluation] | None]) -> Evaluation:
 
 
 def first_four(prompt: Prompt) -> float:
-    """Right on problems 0 to 3, whose answers are 0, 2, 4 and 6."""
+    """Right on problems 0 to 3 (answers 0, 2, 4, 6)."""
     return 1.0 if int(prompt.answer or 0) < 8 else 0.0
 
 
@@ -193,7 +192,7 @@ SETS = [HeldOutSet(path=Path("heldout.jsonl"), every_steps=20)]
         ({"state": RunState.RUNNING}, 0, [], FIRST),
         ({"state": RunState.STOPPED}, 0, [], None),
         ({}, 0, [INITIAL], None),
-        ({"step": 5}, 5, [], None),  # a run that came back from a checkpoint has no initial policy to evaluate
+        ({"step": 5}, 5, [], None),  # a run restored from a checkpoint has no initial policy to evaluate
         ({"step": 19, "head": 19}, 19, [INITIAL], None),
         ({"step": 20, "head": 20}, 20, [INITIAL], BETWEEN),
         ({"step": 23, "head": 22}, 22, [INITIAL], BETWEEN),

@@ -1,4 +1,4 @@
-"""Laws of the gate: what fell is revoked and taken back, what only wavered is not, and what keeps falling pauses the run."""
+"""Laws of the gate: a fall is rolled back, noise is not, repeated falls pause the run."""
 
 import dataclasses
 from pathlib import Path
@@ -27,7 +27,6 @@ GATE = GateSettings(
 
 
 def found(version: int, correct: int, problems: int = 100, gate: str = "") -> Evaluation:
-    """An evaluation with ``correct`` of ``problems`` right."""
     description = Description(
         V(version), version, (EvaluationRequest("heldout", problems, 1, 0.5, ()),), False, False, 0.0
     )
@@ -40,10 +39,10 @@ def found(version: int, correct: int, problems: int = 100, gate: str = "") -> Ev
     [
         (80, 100, PASSED),
         (76, 100, PASSED),  # no more than max_fall
-        (74, 100, PASSED),  # more than it, but 0.06 of 100 problems may be chance: −0.06 to 0.18
+        (74, 100, PASSED),  # more, but 0.06 of 100 problems may be chance: −0.06 to 0.18
         (60, 100, FELL),  # 0.2, at least 0.07
         (37, 50, PASSED),
-        (20, 49, ""),  # too few answers for a verdict
+        (20, 49, ""),  # too few answers
     ],
 )
 def test_only_a_fall_that_is_large_and_real_fails(correct: int, problems: int, expected: str) -> None:
@@ -65,8 +64,6 @@ def test_the_run_goes_back_to_the_newest_checkpoint_that_is_known_to_be_good() -
 
 
 class Policy:
-    """Whether the policy that the players serve still knows the answers."""
-
     broken = False
 
     def reward(self, prompt: Prompt) -> float:
@@ -145,7 +142,7 @@ async def test_after_as_many_rollbacks_in_a_row_as_may_be_the_run_pauses(
         assert "0 rollbacks in a row did not help" in status.reason
         assert (status.tip, (await ledger.policy_states())[V(2)]) == (2, PolicyState.LIVE)
         await ledger.transition(RunState.RUNNING, "people know better", [RunState.PAUSED])
-        await trainer.step()  # what people resumed is not paused for the same version again
+        await trainer.step()  # resumed by people: not paused again for this version
         await until(lambda: _fell(bus, 3))
 
 

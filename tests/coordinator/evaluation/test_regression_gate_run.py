@@ -1,4 +1,4 @@
-"""A law of the gate on a real run: a learning rate made absurd while the run goes on ruins the policy, and the run takes itself back."""
+"""A ruinous live learning rate makes the gate roll a real run back."""
 
 import asyncio
 import contextlib

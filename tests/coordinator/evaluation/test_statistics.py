@@ -1,4 +1,4 @@
-"""Laws of what answers amount to: literal values worked by hand."""
+"""Laws of the statistics: literals worked by hand."""
 
 import pytest
 

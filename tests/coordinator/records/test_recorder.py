@@ -1,4 +1,4 @@
-"""Laws of the records: no line twice, none torn, whoever is killed when."""
+"""Laws of the records: no line twice, none torn, despite kills."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ async def put_steps(bus: Bus, *steps: int) -> None:
 
 
 async def commit_group(bus: Bus, group_id: int) -> None:
-    """Bring one group through the bus to the journal, as step 1, 2, …"""
+    """Bring a group to the journal, as step 1, 2, …"""
     entry = await bus.append(streams.ROLLOUTS, {"id": str(group_id), "data": b""})
     (delivery,) = await bus.read(streams.ROLLOUTS, RolloutGroup, "reward", 1, 0.1)
     assert delivery.entry_id == entry

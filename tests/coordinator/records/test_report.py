@@ -1,4 +1,4 @@
-"""Laws of report.html: one self-contained file, whatever records there are, and nothing of a run is taken for HTML."""
+"""Laws of report.html: one self-contained file, safe against HTML in texts."""
 
 import base64
 import contextlib
@@ -117,7 +117,7 @@ def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
 
 
 def checked(report: Path) -> dict[str, Any]:
-    """Return the records that a report contains; it refers to no other file, and runs only the script that its policy names."""
+    """Return a report's records; check that it uses no other file and only the script that its policy names."""
     html = report.read_text()
     assert not re.search(r"<[^>]*\\b(src|href)=", html)
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", html, re.DOTALL)
@@ -131,7 +131,6 @@ def checked(report: Path) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def shown(folder: Path, lines: Sequence[Mapping[str, object]] = ()) -> AsyncIterator["Page"]:
-    """Open the report of a run of these steps in a browser."""
     if lines:
         write_lines(folder / "metrics.jsonl", lines)
     async with opened(write_report(folder).as_uri()) as page:
@@ -181,7 +180,7 @@ async def test_any_record_may_be_missing_or_torn(tmp_path: Path) -> None:
         for folder in (without, torn):
             checked(write_report(folder))
             async with shown(folder) as page:
-                await page.locator("#records details").first.wait_for(state="attached")  # what is drawn last
+                await page.locator("#records details").first.wait_for(state="attached")  # drawn last
 
 
 async def test_what_a_model_wrote_is_never_html(tmp_path: Path) -> None:
@@ -204,9 +203,6 @@ async def test_a_step_that_was_made_again_counts_once(tmp_path: Path) -> None:
     async with shown(tmp_path, lines) as page:
         await shows(page, ".tile b", "0.1 → 0.3")
         await shows(page, "#tables tr", "02100.0%")
-
-
-# ---------------------------------------------------------------- charts, of the page and of the report
 
 
 async def test_ticks_are_round_and_hold_the_values(tmp_path: Path) -> None:

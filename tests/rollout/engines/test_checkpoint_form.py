@@ -1,4 +1,4 @@
-"""Laws of a checkpoint's form: what a trainer publishes reaches an engine by the names, and in the shapes, that the checkpoint's files have."""
+"""Published weights have the names and shapes of the checkpoint's files."""
 
 import json
 from collections.abc import Iterator
@@ -21,13 +21,12 @@ SIZES: dict[str, Any] = {
 CONFIGS = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "qwen2_moe": Qwen2MoeConfig(**SIZES, num_experts=4, shared_expert_intermediate_size=24, decoder_sparse_step=1),
-    # converts two tensors of the router under another prefix
+    # converts two router tensors under another prefix
     "ernie4_5_moe": Ernie4_5_MoeConfig(**SIZES, moe_num_experts=4, moe_k=2, moe_layer_start_index=0, moe_layer_end_index=1),
 }  # fmt: skip
 
 
 def saved(folder: Path, of: Any) -> dict[str, torch.Tensor]:
-    """Save ``of`` with random weights and buffers; return the files' tensors."""
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in (*of.parameters(), *of.buffers()):
@@ -69,7 +68,7 @@ def test_what_the_files_hold_decides_and_not_what_this_version_would_save(tmp_pa
     stacked = dict(model.named_parameters())
     save_file({name: tensor.detach() for name, tensor in stacked.items()}, tmp_path / "model.safetensors")
     assert_equal(converted(tmp_path, model), {name: tensor.detach() for name, tensor in stacked.items()})
-    # the prefix of the trunk may be absent, and files may be several
+    # without the trunk's prefix, in several files
     bare = {name.removeprefix("model."): tensor.contiguous() for name, tensor in whole.items()}
     (tmp_path / "model.safetensors").unlink()
     parts = [{name: bare[name] for name in sorted(bare)[start::2]} for start in (0, 1)]

@@ -1,4 +1,4 @@
-"""Laws of the embedded engine: what it draws, what it says of it, and how weights change under it."""
+"""Laws of the embedded engine."""
 
 import asyncio
 import threading
@@ -21,7 +21,6 @@ from tests.support import tiny, weights
 from tests.support.tolerance import FORWARD
 
 NEVER = (999,)
-"""Stop ids that no token has."""
 
 
 def request(
@@ -48,14 +47,10 @@ def decode(
 
 @torch.inference_mode()
 def forward_logprobs(model: Any, prompt: list[int], sample: GeneratedSample, temperature: float) -> Any:
-    """The reference: one plain forward pass over prompt and completion."""
     ids = torch.tensor([[*prompt, *sample.token_ids.tolist()]])
     logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
     return logprobs[torch.arange(len(sample.token_ids)), ids[0, len(prompt) :]].numpy()
-
-
-# -------------------------------------------------------------------- what is drawn
 
 
 def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_batch_and_its_padding() -> None:
@@ -66,7 +61,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_batch_and_its_p
         request(11, 12, 13, samples=1, max_new_tokens=12, temperature=0.0),
         request(2, 2, 2, 2, 2, 2, 2, 2, samples=4, max_new_tokens=1, temperature=1.3),
     ]
-    # a third of the vocabulary stops, so that rows end at all lengths and the batch is compacted several times
+    # rows end at all lengths, and the batch is compacted several times
     groups = decode(model, asked, stop=tuple(range(0, 48, 3)))
     lengths = set()
     for one, samples in zip(asked, groups, strict=True):
@@ -153,7 +148,7 @@ def _tokens(samples: tuple[GeneratedSample, ...]) -> list[list[int]]:
 
 
 async def test_a_group_alone_in_its_batch_is_the_same_to_the_bit_whoever_asks_beside_it() -> None:
-    """In batches that requests share, other shapes round otherwise: on some CPUs, so the shapes are looked at too."""
+    """Shared batches may round differently on some CPUs, so shapes are checked too."""
     rows: set[int] = set()
     asked = [request(*range(2, 4 + n), samples=4, max_new_tokens=9, seed=n) for n in range(8)]
     found = []
@@ -184,9 +179,6 @@ def test_a_model_that_cannot_be_decoded_is_told_at_the_start() -> None:
     config = MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(SettingsError, match=r"found MambaForCausalLM, which failed to decode .*: change policy.model"):
         try_out(tiny.opened(MambaForCausalLM(config).eval().requires_grad_(False)))
-
-
-# -------------------------------------------------------------------- how weights change
 
 
 @torch.inference_mode()
@@ -323,9 +315,6 @@ async def test_an_engine_that_drains_swaps_once_the_running_batch_is_finished() 
     await engine.close()
 
 
-# -------------------------------------------------------------------- the engine's thread
-
-
 async def test_requests_that_wait_together_share_a_batch_up_to_the_cap() -> None:
     served, rows = tiny.model(1), []
     served.register_forward_pre_hook(lambda *call: rows.append(tuple(call[2]["input_ids"].shape)), with_kwargs=True)
@@ -388,7 +377,7 @@ async def test_a_request_that_is_taken_back_leaves_its_batch() -> None:
     kept = await tasks[1]
     assert len(kept.samples) == 2
     assert tasks[0].cancelled()
-    assert steps == [2, 6, 6, 6, 2, 2]  # taken back in the third, known before the fourth, which drops its rows
+    assert steps == [2, 6, 6, 6, 2, 2]  # withdrawn in the third, known before the fourth, which drops its rows
     await engine.close()
 
 

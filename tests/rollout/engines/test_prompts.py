@@ -1,4 +1,4 @@
-"""Laws of text and tokens, and of opening a policy: what cannot be read is told in one sentence."""
+"""Laws of text and tokens, and of opening a policy."""
 
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,12 @@ def test_a_prompt_that_the_model_cannot_read_is_refused_with_a_sentence(
         codec(template).encode(asking(**fields))
 
 
-# -------------------------------------------------------------------- opening a policy
-
-
 def test_a_saved_policy_is_opened_with_its_stop_tokens_and_limits(tmp_path: Path) -> None:
     policy = PolicySettings(model=str(tiny.save(tmp_path)), dtype="bfloat16")
     opened = open_model(policy, open_tokenizer(policy), "cpu")
     assert (opened.stop, opened.context_tokens, opened.vocabulary) == ((1,), 512, 48)
     assert opened.parameters["model.norm.weight"].dtype == torch.bfloat16
-    assert "lm_head.weight" in opened.parameters  # tied: may come, need not
+    assert "lm_head.weight" in opened.parameters  # tied: optional
     assert "lm_head.weight" not in opened.required
 
 

@@ -1,4 +1,4 @@
-"""Laws of the bus, on a real Valkey."""
+"""Laws of the bus."""
 
 import asyncio
 import os
@@ -107,7 +107,7 @@ async def test_a_process_of_the_same_name_takes_again_what_it_left(bus: Bus) -> 
 async def test_what_a_process_left_is_taken_again_however_much_it_is(bus: Bus) -> None:
     await put(bus, 7)
     entries = [delivery.entry_id for delivery in await take(bus, "a", 7)]
-    await raw(bus).xdel(bus.keys.of(PROMPTS), *entries[2:4])  # a whole page of them is gone
+    await raw(bus).xdel(bus.keys.of(PROMPTS), *entries[2:4])  # a whole page of them
     again = [delivery async for delivery in bus.own(PROMPTS, Prompt, "a", page_entries=2)]
     assert [(delivery.group_id, delivery.attempts) for delivery in again] == [(name, 1) for name in "01456"]
 
@@ -183,7 +183,7 @@ async def test_admission_never_exceeds_what_the_steps_that_are_left_can_use(bus:
 async def test_the_bus_waits_for_a_server_that_was_killed_and_goes_on_with_its_data(own_server: Server) -> None:
     bus = await Bus.connect(own_server.url, "killed", wait_s=PATIENCE_S)
     await put(bus, 3)
-    await raw(bus).execute_command("WAITAOF", 1, 0, 0)  # a busy disk may hold its writes back for a second
+    await raw(bus).execute_command("WAITAOF", 1, 0, 0)  # a busy disk may delay writes by a second
     own_server.stop(signal.SIGKILL)
     waiting = asyncio.create_task(bus.length(PROMPTS))
     await until(lambda: not bus.available)
@@ -248,8 +248,6 @@ def test_a_password_is_never_shown() -> None:
 
 
 class _Answers:
-    """A client that says what an old or evicting server would say."""
-
     def __init__(self, version: dict[str, str], memory: dict[str, object]) -> None:
         self._info: dict[str, dict[str, object]] = {"server": dict(version), "memory": memory}
 
@@ -337,7 +335,6 @@ async def test_a_server_that_came_back_empty_is_no_bug_of_who_held_something(bus
 
 
 async def _journey(url: str) -> None:
-    """One group from prompt to experience and back out, over ``url``."""
     bus = await Bus.connect(url, "journey", wait_s=PATIENCE_S)
     try:
         await put(bus)

@@ -1,4 +1,4 @@
-"""The law of decoding: whatever is put into a message, it is read, or refused as a MessageError. A live run: ``tests/chaos/test_fuzz.py``."""
+"""Any mutated message is read, or refused as a MessageError. Live: ``tests/chaos/test_fuzz.py``."""
 
 import numpy as np
 import pytest

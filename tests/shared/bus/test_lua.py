@@ -1,4 +1,4 @@
-"""Laws of the scripts: keys and arguments go by their names, and what does not fit the header is refused."""
+"""Laws of the scripts' headers."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Laws of the one door to Redis: only shared/bus speaks it, and each key is declared once, beside its store, and listed."""
+"""Only shared/bus uses Redis; each key is declared once and listed."""
 
 import ast
 import importlib
@@ -22,7 +22,6 @@ LISTING = (ROOT / "docs/reference/bus.md").read_text(encoding="utf-8")
 
 
 def offences(source: str) -> list[str]:
-    """Return the uses of Redis, or of commands that only shared/bus may use."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -63,7 +62,6 @@ def test_nothing_outside_of_shared_bus_speaks_redis() -> None:
 
 
 def declarations() -> dict[str, str]:
-    """Return the module that declares each key."""
     files = [ROOT / "shared/bus/keys.py", ROOT / "shared/bus/bus.py", *(ROOT / "shared/bus/stores").glob("*.py")]
     for file in files:
         importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
@@ -74,7 +72,6 @@ def declarations() -> dict[str, str]:
 
 
 def rows() -> list[str]:
-    """Return the listing of keys as the documentation has it, by their declarations."""
     owners = declarations()
     declared = [DECLARED[name] for name in sorted(owners)]
     assert {each.name for each in DECLARED.values() if isinstance(each, Key)} == owners.keys()
@@ -103,7 +100,6 @@ def test_a_second_declaration_of_a_key_is_refused() -> None:
 
 
 def calls() -> Iterator[tuple[str, set[str], bool]]:
-    """Return the calls of scripts: name, names of what is given, and whether there may be more."""
     for file in (ROOT / "shared/bus").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             match node:

@@ -1,4 +1,4 @@
-"""Laws of reading: the quick ways give what the rule gives, which reads values one by one."""
+"""Fast readers agree with reading one by one."""
 
 import dataclasses
 import enum
@@ -55,7 +55,7 @@ VALUES = st.recursive(
 
 
 def outcome(read: Callable[[Any], Any], value: object) -> str:
-    """What reading gives, types and NaN included; what was refused is an outcome too, with its sentence."""
+    """Return the result with types and NaN, or the refusal."""
     try:
         return repr(read(value))
     except INVALID as error:

@@ -37,7 +37,7 @@ GOLDEN_ARRAY = b"\xc7\x14\x01\x00\x02\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x0
 
 
 def test_bytes_written_by_schema_1_stay_readable() -> None:
-    assert wire.encode(builders.prompt(3)) == b"\x8e" + GOLDEN_PROMPT[1:] + b"\xa7scorers\x90"  # a field came since
+    assert wire.encode(builders.prompt(3)) == b"\x8e" + GOLDEN_PROMPT[1:] + b"\xa7scorers\x90"  # a newer field
     assert wire.decode(GOLDEN_PROMPT, Prompt) == builders.prompt(3)
 
 
@@ -45,7 +45,7 @@ def test_a_score_written_before_there_was_code_to_run_stays_readable_and_new_sta
     statuses = (ScoreStatus.TIMEOUT, ScoreStatus.MEMORY, ScoreStatus.OUTPUT_LIMIT, ScoreStatus.FORBIDDEN)
     scores = tuple(SampleScores((Score("answer", status, 0.0, "x"),)) for status in statuses)
     written = wire.encode(dataclasses.replace(builders.experience(0, (1.0, 0.0, 0.0, 0.0)), scores=scores))
-    newer = b"\x85" + GOLDEN_SCORE[1:] + b"\xa7lenient\x90"  # a field came since
+    newer = b"\x85" + GOLDEN_SCORE[1:] + b"\xa7lenient\x90"  # a newer field
     assert newer in written
     assert wire.decode(written, Experience).scores == scores
     assert wire.decode(written.replace(newer, GOLDEN_SCORE), Experience).scores == scores

@@ -1,4 +1,4 @@
-"""Laws of the worker, on a real Valkey."""
+"""Laws of the worker."""
 
 import asyncio
 import dataclasses
@@ -101,7 +101,7 @@ async def test_what_an_earlier_process_left_is_done_few_at_a_time(bus: Bus, conc
 
     await put(bus, 20)
     assert len(await bus.read(PROMPTS, Prompt, "a", 20, None)) == 20
-    patient = dataclasses.replace(QUICK, claim_after_s=PATIENCE_S)  # so that nothing comes back by being reclaimed
+    patient = dataclasses.replace(QUICK, claim_after_s=PATIENCE_S)  # so that nothing is reclaimed
     async with running(make(bus, count, patience=patient, concurrency=concurrency)):
         await until(lambda: _is_length(bus, 20))
     assert most == few
@@ -129,7 +129,7 @@ async def test_a_suspect_that_is_taken_while_claims_are_renewed_is_kept(
     async with running(worker):
         await until(lambda: worker.counts.reclaimed == 4 and worker.held == 2)
         may_renew.set()
-        await until(lambda: renewals == 6)  # twice as many as fit before what was lost is reclaimed
+        await until(lambda: renewals == 6)  # twice as many as fit before a reclaim
         go.set()
         await until(lambda: _is_length(bus, 4))
     assert worker.counts.reclaimed == 4
@@ -185,7 +185,7 @@ async def test_what_this_replica_cannot_do_is_left_to_another_however_often_and_
     await put(bus, 1)
     worker = make(bus, behind, "behind")
     async with running(worker):
-        await until(lambda: tries > 3)  # more than it may be tried
+        await until(lambda: tries > 3)  # more than max_attempts
     assert worker.counts.buried == 0
     async with running(make(bus, answer, "able")):
         await until(lambda: _is_length(bus, 1))
@@ -303,7 +303,7 @@ async def test_a_poison_group_that_kills_its_process_takes_no_honest_one_with_it
 
 
 async def _outlives(bus: Bus, server: Server, name: str) -> bool:
-    """Whether a process that dies of group 13 sees the end of the other 40; else it was killed."""
+    """Whether a process that dies of group 13 finishes the other 40."""
     command = [sys.executable, "-m", "tests.support.poisoned_worker", server.url, bus.run_id, name, "13"]
     process = subprocess.Popen(command)
     try:
@@ -335,7 +335,7 @@ async def test_a_long_handler_keeps_its_entry(bus: Bus) -> None:
     async with running(slow_worker):
         await until(lambda: slow_worker.held == 1)
         async with running(eager):
-            await asyncio.sleep(3 * QUICK.claim_after_s)  # three lifetimes of an entry that nobody renews
+            await asyncio.sleep(3 * QUICK.claim_after_s)  # three lifetimes of an entry that is not renewed
             assert eager.counts.reclaimed == 0
         go_on.set()
         await until(lambda: slow_worker.counts.handed_over == 1)

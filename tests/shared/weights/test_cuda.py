@@ -1,4 +1,4 @@
-"""Laws of a pull between GPUs: NCCL between two, IPC within one. Skipped where there are none."""
+"""Laws of a pull between GPUs: NCCL, or IPC within one (skipped without)."""
 
 import signal
 import time
@@ -13,7 +13,7 @@ from tests.support.weights_players import Replica, Start, Trainer, fingerprint, 
 
 DEADLINE_S = 5.0
 OPEN_S = 30.0
-"""The first CUDA context and communicator of a process take their time."""
+"""A process's first CUDA context and communicator are slow."""
 SLACK_S = 5.0
 one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

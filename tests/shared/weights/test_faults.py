@@ -1,4 +1,4 @@
-"""Laws of pulls that fail: whoever dies, stops or lies, the rest goes on within its deadline and nothing is half."""
+"""Failing pulls: others continue, and no weights are half written."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,7 @@ from tests.support import weights
 from tests.support.weights_players import CPU, Player, Replica, Start, Trainer, fingerprint, players, policy
 
 DEADLINE_S = 40.0
-"""What a pull may take that ends well, or that something else than the deadline must end."""
 SLACK_S = 20.0
-"""What busy cores may add to what ends at once, or at a shorter deadline."""
 SHORT_S = 1.0
 
 
@@ -31,7 +29,6 @@ def start() -> Iterator[Start]:
 
 
 def half_pulled(trainer: Player, replica: Player, version: int = 1, seed: int = 11) -> int:
-    """Start a pull that has two buckets and waits for the third; return its number."""
     record = trainer.call("arrive", version, seed, 2)
     call = replica.later("pull", trainer.call("address"), record)
     replica.until("arrived", lambda buckets: buckets == 2)
@@ -185,15 +182,12 @@ async def test_a_pull_without_a_group_to_join_ends_at_the_deadline(start: Start)
     trainer = start(Trainer, SHORT_S)
     puller, receiver = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
     offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
-    trainer.signal(signal.SIGSTOP)  # the rendezvous' server does not answer: torch alone would wait for ever
+    trainer.signal(signal.SIGSTOP)  # torch alone would wait forever
     before_s = time.monotonic()
     with pytest.raises(WeightsError, match="expected a gloo group of 2 ranks"):
         await asyncio.to_thread(receiver.receive, offer, FlatSnapshot(offer.layout, CPU))
     assert time.monotonic() - before_s < SHORT_S + SLACK_S
     await puller.close()
-
-
-# ------------------------------------------------------------- the TCP port
 
 
 def connected(address: str, timeout_s: float) -> socket.socket:

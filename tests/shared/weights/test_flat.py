@@ -1,4 +1,4 @@
-"""Laws of flat snapshots and of their checksums."""
+"""Laws of flat snapshots and checksums."""
 
 import threading
 import time
@@ -33,9 +33,6 @@ def bytes_of(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
-# ------------------------------------------------------------------ checksums
-
-
 def test_a_checksum_never_changes_its_value() -> None:
     """Processes of different releases compare them."""
     words = torch.arange(1024 * 2 + 32, dtype=torch.int64)
@@ -67,9 +64,6 @@ def test_a_bucket_half_old_and_half_new_is_neither() -> None:
     old, new = bytes_of(8192 * 7, 1), bytes_of(8192 * 7, 2)
     torn = torch.cat([new[: 8192 * 3], old[8192 * 3 :]])
     assert len({text(checksum(bucket)) for bucket in (old, new, torn)}) == 3
-
-
-# ------------------------------------------------------------------ snapshots
 
 
 @pytest.mark.parametrize("given", [list, iter], ids=["at once", "one by one"])

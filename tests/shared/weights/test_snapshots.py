@@ -190,7 +190,7 @@ def test_storage_that_refuses_is_told_with_the_setting_to_change(tmp_path: Path)
 def test_the_newest_are_kept_and_what_dead_trainers_left_goes(tmp_path: Path) -> None:
     for version in (8, 9, 10, 11):
         write(tmp_path, version)
-    (tmp_path / ".v000010.999.tmp").mkdir()  # of a version that exists: nobody writes it any more
+    (tmp_path / ".v000010.999.tmp").mkdir()  # of an existing version: abandoned
     (tmp_path / ".v000012.999.tmp").mkdir()  # perhaps being written
     (tmp_path / "notes").mkdir()
     keep_newest(tmp_path, 2)

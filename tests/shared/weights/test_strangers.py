@@ -1,4 +1,4 @@
-"""Laws of who may ask a source of weights: processes of the run, each for as long as it has something to ask."""
+"""Only the run's processes may use a weight source, while they have requests."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,6 @@ from tests.support import weights
 from tests.support.raw_redis import raw
 
 LONG_S = 60.0
-"""A deadline that no test waits for."""
 
 
 @contextlib.contextmanager
@@ -47,7 +46,6 @@ def connected(address: str) -> socket.socket:
 
 
 def at_end(connection: socket.socket) -> bool:
-    """Read until the peer hangs up."""
     with contextlib.suppress(ConnectionResetError):
         while connection.recv(4096):
             pass
@@ -55,7 +53,6 @@ def at_end(connection: socket.socket) -> bool:
 
 
 async def pulled(record: PolicyRecord, secret: bytes = weights.SECRET) -> None:
-    """Pull as a replica does."""
     puller, receiver = Puller(DeviceLocation(), 1, PATIENCE_S, lambda: secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)

@@ -1,4 +1,4 @@
-"""Laws of the update rule's formulas, with numbers worked by hand."""
+"""Formulas of the update rule, with numbers worked by hand."""
 
 import math
 from typing import Any
@@ -27,9 +27,6 @@ def rewards(*values: float) -> Array:
 
 def logs(*ratios: float) -> torch.Tensor:
     return torch.log(torch.tensor(ratios))
-
-
-# ---------------------------------------------------------------- advantages
 
 
 def test_rloo_compares_a_sample_with_the_others_alone() -> None:
@@ -114,9 +111,6 @@ def test_normalised_values_have_mean_zero_and_deviation_one() -> None:
     assert float(found.std()) == pytest.approx(1.0, rel=1e-4)  # ε beside a deviation of 2.9
 
 
-# ---------------------------------------------------------------- aggregation
-
-
 @pytest.mark.parametrize(("kind", "expected"), [("token", 3.0), ("sequence", 2.75), ("constant", 0.75)])
 def test_a_batchs_loss_weighs_tokens_or_samples(kind: aggregation.Aggregation, expected: float) -> None:
     loss, lengths = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([2, 3])
@@ -131,9 +125,6 @@ def test_an_empty_micro_batch_adds_nothing_and_still_has_a_gradient() -> None:
     assert empty.grad is not None
 
 
-# ---------------------------------------------------------------- losses
-
-
 def test_dual_clip_bounds_what_a_bad_token_that_became_likelier_costs() -> None:
     loss = losses.clipped_ratio(
         logs(5.0, 2.0, 5.0), torch.zeros(3), torch.tensor([-1.0, -1.0, 1.0]), 0.2, 0.2, dual_clip=3.0
@@ -143,7 +134,7 @@ def test_dual_clip_bounds_what_a_bad_token_that_became_likelier_costs() -> None:
 
 
 def test_gspo_clips_whole_samples_by_their_mean_ratio() -> None:
-    # means of 0.2, -0.1 and of 0.02, 0: exp(0.05) = 1.05127 is over 1.04, exp(0.01) = 1.01005 is not
+    # means of 0.2, -0.1 and of 0.02, 0: exp(0.05) = 1.05127 > 1.04, exp(0.01) = 1.01005 is not
     policy, lengths = torch.tensor([0.2, -0.1, 0.02, 0.0]), torch.tensor([2, 2])
     loss = losses.sequence_clipped_ratio(policy, torch.zeros(4), torch.ones(4), lengths, 0.03, 0.04)
     assert loss.loss_N.tolist() == pytest.approx([-1.04, -1.04, -1.0100502, -1.0100502], abs=ULPS)
@@ -180,9 +171,6 @@ def test_the_policy_gradient_is_the_advantage() -> None:
     assert policy.grad.tolist() == [-2.0, 1.0]
 
 
-# ---------------------------------------------------------------- corrections
-
-
 PRESETS: dict[str, dict[str, Any]] = {
     "clip": {"preset": "grpo"},
     "dual clip": {"preset": "grpo", "dual_clip": 3.0},
@@ -194,11 +182,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         for kind in ("token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask")
     },
 }
-"""Every policy loss and every correction, the weights of the corrections without bounds of their own."""
 
 
 def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> tuple[objective.Objective, torch.Tensor]:
-    """The objective of one sample, and the gradient of its policy logprobs."""
     samples = np.array([len(log_ratios)])
     policy = torch.full((len(log_ratios),), -1.0, requires_grad=True)
     batch: Any = mock.Mock(lengths_S=samples, places_S=np.array([0]))
@@ -233,7 +219,7 @@ def test_without_an_advantage_loss_and_gradient_are_exactly_zero_for_any_log_rat
 @pytest.mark.parametrize("loss", PRESETS)
 @pytest.mark.parametrize("advantage", [-1.5, 1.5])
 def test_no_log_ratio_makes_a_loss_a_gradient_or_a_figure_infinite(loss: str, advantage: float) -> None:
-    # one token 89 nats from its anchor, as float32's e^89 is infinite; k3 of the reference has the same distance
+    # one token 89 nats from its anchor (float32's e^89 is infinite), k3 likewise
     kl = {"coefficient": 0.1, "where": "loss", "estimator": "k3"}
     out, gradient = _objective([89.0, -89.0, 0.5], advantage, **PRESETS[loss], kl=kl)
     assert math.isfinite(float(out.sum.detach()))
@@ -289,9 +275,6 @@ def test_log_linear_proximal_goes_from_behavior_to_the_policy_as_tokens_age() ->
     assert found.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
 
 
-# ---------------------------------------------------------------- kl
-
-
 def test_the_three_estimates_of_a_token() -> None:
     sampled, other = torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, 0.0])  # x = -1, 1
     assert kl.estimate(sampled, other, "k1").tolist() == [1.0, -1.0]
@@ -328,9 +311,6 @@ def test_the_coefficient_moves_towards_the_target_by_at_most_a_fifth_a_horizon()
     assert kl.next_coefficient(0.1, measured=0.11, target=0.1, samples=100, horizon=1000) == pytest.approx(0.101)
     assert kl.next_coefficient(0.1, measured=9.0, target=0.1, samples=100, horizon=1000) == pytest.approx(0.102)
     assert kl.next_coefficient(0.1, measured=0.0, target=0.1, samples=100, horizon=1000) == pytest.approx(0.098)
-
-
-# ---------------------------------------------------------------- preference, critic, diagnostics
 
 
 def test_a_groups_pair_is_its_best_and_its_worst() -> None:

@@ -1,4 +1,4 @@
-"""Laws of the update rule: advantages, loss, KL, staleness, packing, schedule. Numbers are worked by hand."""
+"""Laws of the update rule."""
 
 import dataclasses
 import math
@@ -152,7 +152,6 @@ def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]
 
 
 def separate_logprobs(model: Any, rows: Sequence[PackedRow]) -> torch.Tensor:
-    """One plain forward pass a sequence, without packing or padding."""
     found = []
     for packed in rows:
         for sample in packed.samples:

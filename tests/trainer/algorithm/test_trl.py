@@ -1,8 +1,4 @@
-"""Advantages and losses agree with TRL's on the same tensors, where TRL has them. TRL is a test's dependency, never ours.
-
-TRL's tensors are padded (B × T), ours are flat (N): the same numbers, taken by the mask. Its trainers are not built; their
-methods run on a stand-in that holds the settings they read.
-"""
+"""Advantages and losses agree with TRL's on the same tensors: TRL's are padded (B × T), ours flat (N)."""
 
 import types
 import warnings
@@ -24,8 +20,6 @@ B, T, LONGEST = 6, 7, 16
 
 
 class Tensors:
-    """One batch, padded and flat."""
-
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.lengths = torch.tensor([7, 3, 5, 1, 6, 2])
@@ -51,7 +45,6 @@ def trl() -> Any:
 
 
 def their_loss(found: Tensors, loss_type: str, **changes: Any) -> torch.Tensor:
-    """GRPOTrainer's loss of one batch."""
     arguments = types.SimpleNamespace(use_bias_correction_kl=False, delta=changes.pop("delta", None))
     mode = types.SimpleNamespace(training=True)
     accelerator = types.SimpleNamespace(
@@ -84,7 +77,6 @@ def whole(found: Tensors, loss_N: torch.Tensor, aggregation: Aggregation) -> tor
 
 
 def assert_agree(found: Tensors, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Loss and gradient."""
     (mine,) = torch.autograd.grad(ours, found.policy, retain_graph=True)
     (other,) = torch.autograd.grad(theirs, found.policy)
     assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=ULPS)
@@ -136,7 +128,7 @@ def test_the_kl_in_the_loss_is_trls() -> None:
 
 @pytest.mark.parametrize("kind", ["token_tis", "sequence_tis", "token_mask", "sequence_mask"])
 def test_corrections_are_trls_for_what_vllm_sampled(kind: corrections.Correction) -> None:
-    # TRL computes these between sampling and the loss (1.16: GRPOTrainer._generate_and_score_completions)
+    # computed outside the loss (GRPOTrainer._generate_and_score_completions, TRL 1.16)
     found = Tensors()
     difference = (found.old - found.sampled) * found.mask
     ratio = torch.exp(difference.sum(-1, keepdim=True) if kind.startswith("sequence") else difference)
@@ -150,7 +142,7 @@ def test_corrections_are_trls_for_what_vllm_sampled(kind: corrections.Correction
 
 
 def their_advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
-    """As TRL 1.16 computes them, in its own functions for means and deviations of groups."""
+    """As TRL 1.16, by its own functions."""
     grpo, group = trl().grpo_trainer, rewards.shape[1]
     mean = rewards.mean(dim=1, keepdim=True)
     if kind == "rloo":
@@ -166,14 +158,14 @@ def test_advantages_within_a_group_are_trls(kind: GroupAdvantage) -> None:
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(3))
     ours = np.stack([group_advantages(group, kind) for group in rewards.numpy()])
     theirs = their_advantages(rewards, kind).numpy()
-    if kind == "grpo":  # TRL divides by the deviation over n − 1; the paper, and we, by that over n
+    if kind == "grpo":  # TRL divides by the deviation over n − 1; the paper and we over n
         deviation = rewards.numpy().std(axis=1, ddof=1, keepdims=True), rewards.numpy().std(axis=1, keepdims=True)
         theirs = theirs * (deviation[0] + 1e-4) / (deviation[1] + 1e-4)
     assert np.allclose(ours, theirs, atol=ULPS)
 
 
 def their_dpo(found: Tensors, beta: float) -> torch.Tensor:
-    """DPOTrainer's loss of three pairs; its batch is the chosen, then the rejected, ours alternates."""
+    """DPOTrainer's loss; its batch is all chosen, then all rejected; ours alternates."""
     order = [0, 2, 4, 1, 3, 5]
     ours, reference = MagicMock(), MagicMock()
     ours.log_probs, reference.log_probs = (found.policy * found.mask)[order], (found.reference * found.mask)[order]

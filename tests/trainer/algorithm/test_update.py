@@ -1,5 +1,4 @@
-"""Laws of a step, with the real engine in this process: every preset moves the weights, repeats to the bit, and does not
-depend on how its batch is cut into forward passes."""
+"""Every preset moves the weights, bitwise repeatably and independent of the forward passes."""
 
 import dataclasses
 import functools
@@ -47,8 +46,6 @@ def policy(entropy_gradient: bool = False) -> Policy:
 
 
 class One:
-    """A learner on one rank."""
-
     def __init__(self, of: Settings) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -79,7 +76,6 @@ class One:
             self.learner.try_out([group])
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """The policy's tensors, whole at any ZeRO stage."""
         return {name: tensor.clone() for name, tensor in self.engine.tensors()}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -90,9 +86,8 @@ class One:
 
 @functools.cache
 def batch(gap: float = 0.3, equal: tuple[int, ...] = (), longer: int = 0) -> list[Experience]:
-    """Groups with behavior logprobs ``gap`` away from the policy's, on average; those in ``equal`` have equal rewards.
-
-    The last group's first sample has ``longer`` tokens more than the others'.
+    """Groups with behavior logprobs ``gap`` from the policy's; those in ``equal`` have equal rewards. The last
+    group's first sample is ``longer`` tokens longer.
     """
     found = []
     for group in range(GROUPS):
@@ -118,7 +113,6 @@ def _sample(prompt: Any, ids: Any, gap: float, generator: np.random.Generator) -
 
 
 def timeless(measured: dict[str, float]) -> dict[str, float]:
-    """Leave out what depends on how fast the machine is."""
     return {name: value for name, value in measured.items() if name not in ("model_tflops_per_s", "mfu")}
 
 
@@ -219,7 +213,7 @@ def test_a_steered_coefficient_rises_while_the_policy_is_too_far() -> None:
     one = One(settings(kl={"coefficient": 0.1, "target": 1e-9}))
     for step in (1, 2, 3):
         one.learn(batch(), step)
-    # 16 of 10,000 samples: 0.2 · 16 / 10,000 a step up once it moved; the first step found no distance: as much down
+    # 16 of 10,000 samples: 0.2 · 16 / 10,000 per step up once it moved; at first as much down
     assert one.learner.kl_coefficient == pytest.approx(0.1 * 0.99968 * 1.00032 * 1.00032)
 
 
@@ -247,7 +241,7 @@ def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algor
     groups = [dataclasses.replace(e, reference_logprobs=logprobs) for e, logprobs in zip(batch(), came, strict=True)]
     for step in (1, 2):
         one, other = timeless(own.learn(batch(), step)), timeless(travelled.learn(groups, step))
-        if step == 1:  # policy and reference are equal still: which of a pair is ahead is rounding
+        if step == 1:  # policy and reference are still equal
             one["preference_accuracy"] = other["preference_accuracy"] = 0.0
         assert one == pytest.approx(other, abs=FORWARD)
     with pytest.raises(SettingsError, match="expected reference logprobs with group 0 in the journal, found none"):

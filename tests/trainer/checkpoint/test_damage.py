@@ -1,7 +1,5 @@
-"""Laws of damaged checkpoints: each damage is found before anything is loaded, and the run continues from the newest intact one.
-
-Checkpoints are real folders with files that no model loads, the bus is a real Valkey, the coordinator's loops are real. Coordinator and
-trainer are played where their steps matter; the last test has a real trainer.
+"""Damaged checkpoints are found before loading, and the run continues from the newest intact one. Only the last test
+has a real trainer.
 """
 
 import json
@@ -113,11 +111,8 @@ def test_what_a_killed_trainer_left_half_written_is_no_part_of_the_next_checkpoi
     assert [file.name for file in written(tmp_path, 4).files] == [MODEL, OPTIMIZER]
 
 
-# ---------------------------------------------------------------- the run goes back
-
-
 class Played:
-    """A run of two groups a step whose trainer and checkpoints the test makes; its trainer has died at ``step``."""
+    """Two groups a step with a fake trainer, dead at ``step``."""
 
     def __init__(self, bus: Bus, folder: Path) -> None:
         self.bus, self.ledger = bus, Ledger(bus)
@@ -126,7 +121,7 @@ class Played:
         self.parts = make(bus, self.settings)
 
     async def reach(self, step: int, every: int, *, journal_from: int | None = None) -> None:
-        """Commit steps, with a checkpoint every ``every`` that forgets the journal before it; ``journal_from``: of that step alone."""
+        """Commit steps, with a checkpoint every ``every`` that trims the journal (``journal_from``: only that one)."""
         trainer = await Trainer(self.bus).start()
         for _ in range(step):
             made = await trainer.step()
@@ -231,7 +226,7 @@ async def test_several_damaged_checkpoints_are_passed_over_and_where_all_are_the
         status = await run.ledger.status()
         assert (status.state, status.reason, status.step) == (RunState.PAUSED, sentence, 7)
         assert await run.events("run cannot continue") == [sentence], "said once"
-        flip(run.folder(2) / MODEL)  # an intact copy is put back
+        flip(run.folder(2) / MODEL)  # restore an intact copy
         found = await run.resume()
         assert found.checkpoint is not None
         assert found.checkpoint.state.step == 2
@@ -327,7 +322,7 @@ async def _says(ledger: Ledger, start: str) -> bool:
 async def test_a_checkpoint_that_is_known_under_its_later_version_only_is_gone_back_to_under_that(
     bus: Bus, tmp_path: Path
 ) -> None:
-    """After a bus was lost, the ledger has no record of the version that the checkpoint was written as."""
+    """After a bus loss, the ledger lacks the checkpoint's version."""
     run = Played(bus, tmp_path)
     state = CheckpointState(0, V(7), 0, "", 1, 1, "00")
     folder = written(run.root, 0, version=7).folder
@@ -343,9 +338,6 @@ async def test_a_checkpoint_that_is_known_under_its_later_version_only_is_gone_b
         assert await run.ledger.revoked() == {1, 2}
 
 
-# ---------------------------------------------------------------- the trainer
-
-
 @pytest.mark.slow
 async def test_a_real_trainer_repeats_the_lost_steps_bit_for_bit_from_the_checkpoint_before(
     tmp_path: Path, server: Server
@@ -358,9 +350,7 @@ async def test_a_real_trainer_repeats_the_lost_steps_bit_for_bit_from_the_checkp
         async with run.trainer() as process:
             await run.reaches(ledger, 4, process)
             await until(lambda: _has_checkpoint(ledger, 4))
-            await until(
-                lambda: _is_trimmed(bus)
-            )  # else the journal still continues the checkpoint before, and nothing is lost
+            await until(lambda: _is_trimmed(bus))  # else the journal continues the previous checkpoint
             expected = await run.weights(ledger)
         (file,) = _folder(run, 4).rglob("zero_pp_rank_0_mp_rank_00_optim_states.pt")
         flip(file)

@@ -1,7 +1,4 @@
-"""Laws of stores that strangers can write to: no name leaves the folder, no pickle runs, and with a key nothing unsigned is used.
-
-The store is moto's server over real HTTP; manifests and pickles are those that an attacker with write access would leave.
-"""
+"""With a hostile store, no name leaves the folder, no pickle runs, and a key requires signatures."""
 
 import asyncio
 import dataclasses
@@ -51,7 +48,7 @@ def entry(name: object, nbytes: object = len(CONTENT), sha256: object = "") -> d
 
 
 def plant(storage: Storage, files: Any, **state: object) -> str:
-    """Write a manifest with a right digest, and an object for each file that it names; return the checkpoint's name."""
+    """Write a manifest with a correct digest, and its objects."""
     known = dataclasses.asdict(CheckpointState(1, PolicyVersion(1), 8, "", 1, 1))
     data = json.dumps({"state": {**known, **state}, "files": files}, sort_keys=True).encode()
     name = f"step-000001-v000001-{hashlib.sha256(data).hexdigest()[:16]}"
@@ -61,9 +58,6 @@ def plant(storage: Storage, files: Any, **state: object) -> str:
         if isinstance(file, dict) and isinstance(file["name"], str) and file["name"].isprintable() and file["name"]:
             storage.client.put_object(Bucket="runs", Key=f"{folder}/{file['name']}", Body=CONTENT)
     return name
-
-
-# ---------------------------------------------------------------- names and sizes
 
 
 NAMES = [
@@ -172,12 +166,7 @@ def test_a_marker_whose_names_leave_the_folder_is_no_checkpoint(tmp_path: Path) 
     assert local_store.damage(made.folder) == "state.json is not what was written"
 
 
-# ---------------------------------------------------------------- pickles
-
-
 class Bomb:
-    """A pickle that creates a folder as it is read."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -209,7 +198,7 @@ def test_each_file_of_a_checkpoint_that_would_run_code_is_refused_by_name_and_th
     rank.engine.save(tmp_path / "made")
     names = sorted(path.relative_to(tmp_path / "made") for path in (tmp_path / "made").rglob("*.pt"))
     assert len(names) == (2 if zero_stage else 1)
-    rank.engine.load(tmp_path / "made")  # as it was written, it loads
+    rank.engine.load(tmp_path / "made")  # as written, it loads
     for name in names:
         folder = tmp_path / "hostile"
         shutil.copytree(tmp_path / "made", folder)
@@ -257,9 +246,6 @@ def test_a_file_of_deepspeed_that_the_marker_does_not_list_is_damage(tmp_path: P
     more = made.folder / "engine/engine/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     more.write_text("read in the place of another")
     assert local_store.damage(made.folder).endswith(f"{more.name} is not one of the files that were written")
-
-
-# ---------------------------------------------------------------- signatures
 
 
 def signer(*keys: bytes, run_id: str = "r") -> Signer:
@@ -391,9 +377,6 @@ async def test_a_trainer_signs_what_it_writes_refuses_what_another_key_signed_an
     assert local_store.damage(made.with_name("step-000003"), signer=signer(SECOND, run_id="signed")) == ""
 
 
-# ---------------------------------------------------------------- snapshots
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -418,9 +401,6 @@ def test_a_snapshots_manifest_with_a_negative_shape_is_refused(shape: list[int])
     data = json.dumps({"format": 1, "version": 1, "step": 1, "tensors": [tensor], "buckets": [bucket]}).encode()
     with pytest.raises(WeightsError, match="expected w to lie within its bucket in here"):
         snapshots.decode(data, "here")
-
-
-# ---------------------------------------------------------------- models
 
 
 OPENERS: dict[str, Callable[[str], object]] = {

@@ -1,7 +1,4 @@
-"""Laws of checkpoints in object storage: whole or none, found on a new machine, and a store that is away stops nothing.
-
-The store is moto's server over real HTTP (``tests/support/object_storage.py``), the bus a real Valkey, the trainer a real process.
-"""
+"""Checkpoints in object storage: whole or absent, found on a new machine; an unreachable store stops nothing."""
 
 import asyncio
 import contextlib
@@ -43,13 +40,11 @@ from tests.trainer.test_service import GROUPS, Run, bus_of, feed
 
 V = PolicyVersion
 _LONG_S = 150.0
-"""For what a trainer does, on a busy machine."""
 
 
 def written(
     root: Path, step: int, *, version: int | None = None, journal_entry: str = "", fill: str = ""
 ) -> Checkpoint:
-    """A whole checkpoint on disk, of two files that nobody loads."""
     version = step if version is None else version
     for name in ("engine/engine/mp_rank_00_model_states.pt", "engine/engine/zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         path = local_store.beside(root, step) / name
@@ -60,9 +55,6 @@ def written(
 
 def store_of(storage: Storage, run_id: str = "r", **more: Any) -> CheckpointStore:
     return CheckpointStore(ObjectStore(storage.settings(**more), run_id))
-
-
-# ---------------------------------------------------------------- one checkpoint
 
 
 def test_what_was_stored_comes_back_byte_by_byte_and_only_its_manifest_makes_it_a_checkpoint(
@@ -139,7 +131,7 @@ def test_a_folder_that_became_another_checkpoints_is_not_stored_as_the_first(
         upload(self, path, name)
         if not path.name.startswith("zero"):
             return
-        written(tmp_path, 1, version=9)  # a rollback came, and the step was made again
+        written(tmp_path, 1, version=9)  # step 1 again, after a rollback
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", slow)
@@ -161,12 +153,7 @@ def test_what_uploads_left_goes_once_a_newer_one_is_whole(tmp_path: Path, storag
     assert {name.split("/")[2][:11] for name in storage.names("r/")} == {"step-000002", "step-000003"}
 
 
-# ---------------------------------------------------------------- the uploader
-
-
 class Slow:
-    """A copy that fails until it may succeed."""
-
     def __init__(self) -> None:
         self.works, self.failed = False, 0
         self.copied: list[str] = []
@@ -273,18 +260,13 @@ async def test_a_bug_in_a_copy_ends_the_task_that_the_driver_waits_for() -> None
         await uploader.run()
 
 
-# ---------------------------------------------------------------- what follows from a checkpoint
-
-
 class Kept:
-    """A retention, and the journal that it looks after."""
-
     def __init__(self, bus: Bus, folder: Path, storage: Storage, **more: Any) -> None:
         self.root, self._bus = folder / "checkpoints", bus
         self.made = Retention(settings(folder, storage, bus.run_id, **more), bus)
 
     async def step(self, step: int) -> Checkpoint:
-        """Commit a step and write its checkpoint; two are kept in the folder."""
+        """Commit a step and write its checkpoint; two are kept."""
         entry = await self._bus.append(JOURNAL, {"id": str(step), "step": str(step), "data": b""})
         made = written(self.root, step, journal_entry=entry)
         await self.made.note(made, local_store.superfluous(self.root, 2))
@@ -356,9 +338,6 @@ async def _has_checkpoint(ledger: Ledger, version: int) -> bool:
     return V(version) in await ledger.checkpoints()
 
 
-# ---------------------------------------------------------------- where a run goes on
-
-
 def settings(folder: Path, storage: Storage, run_id: str, **more: Any) -> Settings:
     store = storage.settings(**more).model_dump()
     return Settings.model_validate(
@@ -394,7 +373,7 @@ async def test_with_bus_and_folder_lost_the_run_goes_on_from_the_store_and_no_ve
 
 
 async def test_with_the_folder_there_a_start_needs_no_store(bus: Bus, tmp_path: Path, storage: Storage) -> None:
-    of = settings(tmp_path, storage, bus.run_id, endpoint="http://127.0.0.1:9")  # where nobody listens
+    of = settings(tmp_path, storage, bus.run_id, endpoint="http://127.0.0.1:9")  # where nothing listens
     made = written(of.run_folder / "checkpoints", 4)
     await raw(bus).hset(bus.keys.named("run"), mapping={"step": 4, "newest_version": 4})
     assert (await resume_of(bus, of)).checkpoint == made
@@ -445,9 +424,6 @@ async def test_a_damaged_manifest_is_told_and_a_run_of_which_nothing_can_be_read
     assert await events(bus) == ["stored checkpoint damaged", "run cannot continue"]
 
 
-# ---------------------------------------------------------------- settings
-
-
 def test_several_hosts_say_that_their_folder_outlives_them(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[trainer]\nnodes = 2\nrendezvous = "a:1"\n[trainer.store]\nuri = "s3://runs"\n')
@@ -473,11 +449,7 @@ def test_without_boto3_the_setting_is_refused_in_a_sentence(storage: Storage, mo
         store_of(storage)
 
 
-# ---------------------------------------------------------------- the trainer
-
-
 def lose_machine(run: Run) -> None:
-    """What a node takes with it: the run's folder, and the weights that it published."""
     shutil.rmtree(run.folder / "runs")
     shutil.rmtree(run.folder / f"weights-{run.run_id}")
 
@@ -506,7 +478,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
         return await run.weights(ledger)
 
     async with bus_of(run) as (bus, ledger):
-        # Killed in the middle of an upload, with its machine: steps 1 and 2 are still in the journal.
+        # Killed during an upload, with its machine; the journal has steps 1 and 2.
         async with run.trainer() as process:
             await feed(bus, 0, GROUPS)
             await run.reaches(ledger, 1, process)
@@ -523,7 +495,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
         assert await steps_in_journal(bus) == [1, 2]
         lose_machine(run)
 
-        # On another machine. A store that is away stops nothing, and gets the newest checkpoint when it is back.
+        # On another machine. An unreachable store gets the newest checkpoint later.
         async with run.trainer() as process:
             again = await weights_of(3)
             assert all(torch.equal(again[name], expected[name]) for name in expected)
@@ -545,7 +517,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
             os.kill(process.pid, signal.SIGKILL)
         lose_machine(run)
 
-        # Once more, and the newest checkpoint is damaged: the one before it and the journal give the same weights.
+        # With the newest checkpoint damaged, the previous one and the journal give the same weights.
         storage.damage(f"{run.run_id}/checkpoints/step-000005", "mp_rank_00_model_states.pt")
         async with run.trainer() as process:
             found = await weights_of(7)
@@ -554,7 +526,7 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
             (uri,) = {where for version, where in (await ledger.checkpoints()).items() if version == 5}
             assert uri.startswith(f"s3://runs/team/{run.run_id}/checkpoints/step-000004-v000005-")
 
-            # A rollback to a version whose checkpoint is in the store alone.
+            # Rollback to a checkpoint that only the store has.
             shutil.rmtree(run.folder / "runs" / run.run_id / "checkpoints")
             await _begin(bus, ledger, tmp_path, 5)
             back = await weights_of(8)

@@ -1,4 +1,4 @@
-"""Laws of an export: it is the policy as it was published, wherever it is made from, and it generates."""
+"""An export is the policy as published, from any source, and it generates."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Run:
-    """A run that made one step, version 1, and left a checkpoint and a snapshot of it."""
+    """A run after step 1 (version 1)."""
 
     def __init__(
         self, folder: Path, zero_stage: int, rank: int, dtype: str = "float32", model: Callable[[], Any] = tiny.model

@@ -1,4 +1,4 @@
-"""Laws of an export over HTTP: the trainer makes it beside its steps, whatever is killed meanwhile, or the operation says why not."""
+"""Exports over HTTP succeed beside the steps, despite kills, or fail with a reason."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ V = PolicyVersion
 
 @pytest.fixture
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
-    """A run whose versions 0 to 4 were published by pull; 1 has a checkpoint, 2 is revoked, 4 lies on disk."""
+    """Pulled versions 0 to 4; 1 has a checkpoint, 2 is revoked, 4 is on disk."""
     ledger = Ledger(bus)
     await ledger.create()
     for version in range(5):
@@ -70,7 +70,6 @@ async def http(parts: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def run(bus: Bus, tmp_path: Path) -> Run:
-    """The run as its trainer sees it: a checkpoint of version 1."""
     found = Run(tmp_path, 1, 0)
     await Ledger(bus).set_checkpoint(V(1), str(found.checkpoint()))
     return found
@@ -78,7 +77,6 @@ async def run(bus: Bus, tmp_path: Path) -> Run:
 
 @contextlib.asynccontextmanager
 async def trainer(bus: Bus, run: Run) -> AsyncIterator[None]:
-    """What a trainer does beside its steps: beat, and export."""
     leave = asyncio.Event()
     beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.2, Status(state="waiting")).run(leave))
     exporting = asyncio.create_task(Exporter(bus, run.settings).run())
@@ -92,7 +90,6 @@ async def trainer(bus: Bus, run: Run) -> AsyncIterator[None]:
 
 
 def processes(parent: int | None = None) -> list[psutil.Process]:
-    """Return the processes that export, of this one or of ``parent``."""
     with contextlib.suppress(psutil.Error):
         return [one for one in psutil.Process(parent).children() if "services.trainer.export" in one.cmdline()]
     return []
@@ -136,7 +133,7 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exporter, "_PRIORITY", 0)  # a loaded machine would hardly let it end
+    monkeypatch.setattr(exporter, "_PRIORITY", 0)  # a loaded machine would hardly finish it
     answer = await http.post("/v1/policies/1/export")
     assert (answer.status_code, answer.headers["location"]) == (202, "/v1/operations/1")
     assert (await http.post("/v1/policies/1/export", json={"adapter": False})).json()["id"] == 1
@@ -167,7 +164,7 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
         assert_is(loaded(tmp_path / "mine"), run.published())
     assert await Exports(bus).orders() == []
     told = [event.detail for _, event in await bus.newest(EVENTS, Event, 9) if event.name == "policy exported"]
-    assert told == [f"version 1: {folder}"] * 3  # by HTTP twice, by the command line once
+    assert told == [f"version 1: {folder}"] * 3  # twice by HTTP, once by the command line
 
 
 async def test_a_process_that_is_killed_ends_its_export_as_failed(http: httpx.AsyncClient, run: Run, bus: Bus) -> None:

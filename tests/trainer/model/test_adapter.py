@@ -1,4 +1,4 @@
-"""Laws of adapters: what is published is what the trainer computes with, for layers, experts and routers alike; or it is refused."""
+"""Published adapters compute what the trainer does, or are refused."""
 
 import copy
 import warnings
@@ -54,7 +54,6 @@ def gpt_oss() -> Any:
 
 
 def trained(model: Any) -> Any:
-    """Give the adapters in ``model`` factors that change what it computes."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
@@ -75,7 +74,7 @@ def assert_merged_as_by_peft(adapted: Any, by_peft: Any, plain: Any) -> None:
         for weight in ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
         if f"model.layers.{layer}.{weight}" in before
     }
-    # Sums over at most 4 ranks of products below 10, in another order: 1e-5 is a few roundings of float32.
+    # Reordered sums of products below 10: 1e-5 is a few roundings of float32.
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
 
 
@@ -114,7 +113,7 @@ def test_the_published_weights_have_the_logprobs_that_the_trainer_computes_with_
     with torch.no_grad():
         own, theirs = policy(batch).policy_logprobs_N, Policy(replica)(batch).policy_logprobs_N
     assert (own - initial).abs().max() > 0.5, "the adapters matter"
-    assert (own - theirs).abs().max() < 1e-4  # float32 rounds W + BA and Wx + BAx differently, over 2 layers
+    assert (own - theirs).abs().max() < 1e-4  # W + BA and Wx + BAx round differently
 
 
 def engine(zero_stage: int) -> TrainingEngine:
@@ -126,7 +125,7 @@ def engine(zero_stage: int) -> TrainingEngine:
             "algorithm": {"groups_per_step": 4},
             "trainer": {
                 "learning_rate": 1e-2, "zero_stage": zero_stage, "max_grad_norm": 1e9, "optimizer": "adamw",
-                # at stage 3, weights as small as these would else stay whole
+                # else stage 3 would keep small weights whole
                 "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if zero_stage == 3 else {},
             },
         }
@@ -157,9 +156,6 @@ def test_a_step_with_adapters_of_experts_is_the_same_at_every_zero_stage_and_aft
             parameter.data.zero_()
     other.load(tmp_path)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in other.factors())
-
-
-# ---------------------------------------------------------------- refusals
 
 
 def targets(*names: str, **lora: Any) -> PolicySettings:
@@ -194,7 +190,7 @@ def test_factors_of_another_adapter_are_refused_by_name_and_shape() -> None:
     adapted = adapter.add(tiny.mixture(), LORA)
     factors = {adapter.file_name(name): p.data for name, p in adapted.named_parameters() if adapter.is_factor(name)}
     name = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
-    assert factors[name].shape == (16, 32)  # 4 experts of rank 4: gate and up have rank 2 each
+    assert factors[name].shape == (16, 32)  # 4 experts of rank 4: gate and up have 2 each
     with pytest.raises(
         PenstockError, match=r"experts\.base_layer\.lora_A\.weight of shape \(16, 32\), found None: policy"
     ):

@@ -1,4 +1,4 @@
-"""Laws of attention over packed rows: outputs and gradients are those of separate sequences, whatever the model's attention has."""
+"""Attention over packed rows equals separate sequences."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def loop_varlen(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor,
     longest_query: int, longest_key: int, *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What torch's varlen_attn computes, a sequence after the other: causal from the lower right corner, or a window before it."""
+    """torch's varlen_attn, one sequence at a time: causal from the lower right corner, or a window."""
     assert window_size[1] == 0
     found = []
     for i in range(len(query_ends) - 1):
@@ -43,15 +43,12 @@ def loop_varlen(
 def loop_varlen_of_torch_2_11(
     query: Tensor, key: Tensor, value: Tensor, *ends: Any, scale: float | None, window_size: Any
 ) -> Tensor:
-    """The same as torch before it asked whether queries share keys."""
+    """torch 2.11's signature, without shared keys."""
     return loop_varlen(query, key, value, *ends, scale=scale, window_size=window_size, enable_gqa=True)
 
 
-# ---------------------------------------------------------------- the mechanism
-
-
 def one_by_one(segments: Segments, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
-    """Attention of H × T × D by its formula, a segment after the other: T × H × D."""
+    """Attention of H × T × D by its formula: T × H × D."""
     scale = q.shape[-1] ** -0.5 if extras.scale is None else extras.scale
     found = []
     for i in range(len(segments.starts_K)):
@@ -93,7 +90,7 @@ def test_each_pattern_and_extra_gives_the_outputs_and_gradients_of_separate_sequ
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    # heads of 6, values of 4 as in multi-head latent attention; a scale that is no power of two
+    # heads of 6, values of 4, as in multi-head latent attention
     inputs = (draw(4, tokens, 6), draw(2, tokens, 6), draw(2, tokens, 4), draw(4))
     extras = Extras(scale=0.3, softcap=1.5 if "cap" in extra else None, sinks_H=inputs[3] if "sinks" in extra else None)
     direction = torch.randn(tokens, 4, 4, generator=generator, dtype=torch.float64)
@@ -130,7 +127,7 @@ def test_a_window_is_of_positions_across_prompt_and_completion() -> None:
 
 @pytest.mark.parametrize("pattern", [CAUSAL, Pattern("window", 512), Pattern("chunk", 4096)], ids=lambda one: one.kind)
 def test_a_mask_is_never_as_large_as_the_square_of_its_row(pattern: Pattern) -> None:
-    # a prompt of 20,000 tokens and eight completions of 1,000: 784 million pairs
+    # a prompt of 20,000 tokens, eight completions of 1,000: 784 million pairs
     starts = [0, *(20_000 + 1_000 * i for i in range(8))]
     segments = Segments(*(np.array(f) for f in (starts, [20_000] + [1_000] * 8, [0] * 9, [0] + [20_000] * 8)))
     sizes = []
@@ -149,14 +146,12 @@ def test_a_mask_is_never_as_large_as_the_square_of_its_row(pattern: Pattern) -> 
 
 
 def test_a_sink_counts_in_half_precision_as_its_exact_value() -> None:
-    # a key of score 62.5 / √10 = 19.7642 beside a sink of 19.75; 19.75 · √10 = 62.4550 would be 62.5 in bfloat16, and the weight 0.5
+    # a key of score 62.5 / √10 = 19.7642 beside a sink of 19.75, whose 19.75 · √10 = 62.4550 is 62.5 in bfloat16:
+    # weight 0.5
     query = torch.full((1, 1, 1, 10), 2.5, dtype=torch.bfloat16)
     sinks_H, seen = torch.tensor([19.75], dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bool)
     out = attention_math.attend_masked(query, query, torch.ones_like(query), seen, Extras(sinks_H=sinks_H))
     assert float(out[0, 0, 0, 0]) == pytest.approx(0.50356, abs=0.002)  # bfloat16's spacing is 0.0039 there
-
-
-# ---------------------------------------------------------------- a whole model
 
 
 @pytest.mark.parametrize("way", ["varlen", "varlen of torch 2.11", "segments", "short rows whole", "all rows whole"])
@@ -177,7 +172,6 @@ def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
 
 
 def small(kind: str, **fields: Any) -> Any:
-    """A small random model of transformers in float32, its embeddings of unit size."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {
@@ -194,7 +188,7 @@ def small(kind: str, **fields: Any) -> Any:
 
 @functools.cache
 def sliding_sinks() -> Any:
-    """A gpt-oss whose first layer has a window of 12, and sinks as large as its scores."""
+    """A gpt-oss with a window of 12 in its first layer, and large sinks."""
     model = small("gpt_oss", num_local_experts=2, num_experts_per_tok=2, sliding_window=12)
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks)
@@ -214,7 +208,7 @@ def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[
         found.append([logprobs.detach().float().cpu(), *(gradient.float().cpu() for gradient in gradients)])
     assert attention.runs_varlen(torch.zeros(1, 4, 1, 8, device="cuda", dtype=torch.bfloat16), 8)
     for exact, masked, varlen in zip(*found, strict=True):
-        rounding = (masked - exact).abs().max()  # what bfloat16 costs by itself
+        rounding = (masked - exact).abs().max()  # bfloat16's own error
         assert (varlen - exact).abs().max() <= 2 * rounding + 1e-4
 
 
@@ -239,7 +233,7 @@ def test_half_precision_attention_of_a_gpu_is_within_its_rounding(kind: Any, pat
     mine = [out.detach(), *torch.autograd.grad(out.float().square().sum(), halves[:used])]
     its = [expected.detach(), *torch.autograd.grad(expected.square().sum(), doubles[:used])]
     for one, other in zip(mine, its, strict=True):
-        # 8 bits of mantissa, some roundings in a row
+        # 8 bits of mantissa, some roundings
         assert float((one.double().cpu() - other).norm() / other.norm()) < 0.02
 
 
@@ -253,9 +247,6 @@ def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
     with_sink = attention_layout.ragged(segments, CPU, first_keys=1)
     assert with_sink.keys.places.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 6]
     assert (with_sink.key_ends.tolist(), with_sink.longest_key) == ([0, 3, 7, 12, 14], 5)
-
-
-# ---------------------------------------------------------------- what is refused
 
 
 def pack(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Laws of the engine room: what saves memory changes no result, and what packs loses nothing. One rank, in this process."""
+"""Memory savings change no result, and packing loses nothing."""
 
 import ast
 import math
@@ -61,8 +61,6 @@ def settings(zero_stage: int = 0, **trainer: Any) -> Settings:
 
 
 class Stepper:
-    """An engine that makes steps of the same batch."""
-
     def __init__(self, of: Settings) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -86,7 +84,6 @@ class Stepper:
 
 
 def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Two steps; what the second measured, and the weights after it."""
     with smooth_adam():
         found = Stepper(of)
     return [found.step(number) for number in (1, 2)][-1], found.weights()
@@ -127,7 +124,7 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
         one.step(1)
         one.step(2)
     assert {torch.uint8, torch.float32} <= first.state_types()
-    # a moment of 8 bits is off by up to 1/128 of it; 0.008 of the movement are common, another optimizer makes more than 0.5
+    # an 8-bit moment is off by up to 1/128: 0.008 of the movement is common, another optimizer over 0.5
     assert 1e-4 < moved_apart(first.weights(), plain.weights(), dict(tiny.model(0).named_parameters())) < 0.05
     first.engine.save(tmp_path)
     second.engine.load(tmp_path)
@@ -182,11 +179,8 @@ def test_a_checkpointed_layer_in_parts_computes_all_but_its_last_product_again(m
     trained, layers, width, inner = len(batch.targets_N), 2, 32, 64
     once = batch.tokens * stepper.engine.sizes.linear_weights
     last = batch.tokens * layers * width * inner
-    # forward, again, and two products of the backward pass; the output layer is not checkpointed
+    # forward, recomputed, two backward products; the output layer is not checkpointed
     assert sum(products.values()) == 2 * (4 * once - last + 3 * trained * stepper.engine.sizes.output_weights)
-
-
-# ---------------------------------------------------------------- logits
 
 
 @pytest.mark.parametrize("bonus", [0.0, 0.3])
@@ -220,9 +214,6 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
     assert torch.allclose(plain.entropy_N, chunked.entropy_N, atol=ULPS)
 
 
-# ---------------------------------------------------------------- fused kernels
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_fused_kernels_of_a_gpu_compute_what_torch_does() -> None:
     need_module("liger_kernel", "liger-kernel")
@@ -247,9 +238,6 @@ def test_fused_kernels_are_not_pretended_where_there_is_no_gpu() -> None:
     assert type(model.model.norm).forward is before
     with pytest.raises(SettingsError, match="expected a GPU, found cpu"):
         kernels.install(model, "liger", "cpu")
-
-
-# ---------------------------------------------------------------- costs and packing
 
 
 def test_a_forward_pass_costs_its_products() -> None:
@@ -277,9 +265,9 @@ def long_row(tokens: int) -> PackedRow:
 
 
 def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_even() -> None:
-    # 6 with 4, and 5 with 3 and 2: two full micro-batches
+    # two full micro-batches
     assert lengths(assign_pieces([long_row(n) for n in (2, 3, 4, 5, 6)], 10, 1)) == [[[6, 4], [5, 3, 2]]]
-    # first fit would be 6 with 4, and 5 with 3: costs are evened out where the cap allows it
+    # first fit would be 6 with 4, and 5 with 3
     assert lengths(assign_pieces([long_row(n) for n in (3, 4, 5, 6)], 11, 1)) == [[[6, 3], [5, 4]]]
 
 
@@ -292,7 +280,7 @@ def test_a_row_that_fits_nowhere_is_split_so_that_costs_stay_even_unless_it_must
 
 
 def test_costs_are_balanced_where_tokens_alone_would_not_be() -> None:
-    # attention makes one row of 8 cost as much as many of 2: 36 pairs against 3 each
+    # by attention, a row of 8 costs 36 pairs, one of 2 only 3
     sizes = ModelSizes(linear_weights=0, attention_width=1)
     one, other = assign_pieces([long_row(8), *[long_row(2)] * 12], 100, 2, sizes=sizes)
     assert lengths([one, other]) == [[[8]], [[2] * 12]]
@@ -312,9 +300,6 @@ def test_a_known_gpu_has_a_peak_and_an_unknown_one_has_none() -> None:
     assert peak_tflops("NVIDIA H200") == 989.0
     assert peak_tflops("NVIDIA H100 PCIe") == 756.0
     assert peak_tflops("Some GPU") == 0.0
-
-
-# ---------------------------------------------------------------- measures and settings
 
 
 def test_each_phase_has_its_seconds_and_its_memory() -> None:

@@ -1,4 +1,4 @@
-"""Laws of the way from logits to logprobs and entropies, in torch's operations and by the kernel of GPUs."""
+"""Logprobs and entropies by torch's operations and the GPU kernel."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ def test_a_logprob_and_an_entropy_are_those_of_the_distribution_at_the_tokens_te
 
 
 def test_the_kernel_of_gpus_gives_the_same_numbers_and_gradients_and_carries_on_what_is_not_finite() -> None:
-    """Beside float64; rows of two blocks and a bit, of one, and of less."""
+    """Against float64; rows of over two blocks, one, and less."""
     lines = interpreted(_COMPARE + _NOT_FINITE)
     assert lines[8:] == ["nan nan", "nan nan", "0.0 0.0", "-inf 0.0"]
     for line in lines[:8]:
@@ -66,9 +66,6 @@ def test_a_gpu_gives_what_torch_does(dtype: torch.dtype, tolerance: float, width
         assert torch.allclose(plain, fused_one, rtol=tolerance if number == 2 else 1e-5, atol=1e-5)
 
 
-# -------------------------------------------------------------------- logits in float32
-
-
 def _layer(device: str, *, bias: bool = False) -> tuple[nn.Linear, torch.Tensor]:
     torch.manual_seed(0)
     output = nn.Linear(64, 3000, bias=bias).to(device, torch.bfloat16)
@@ -83,7 +80,7 @@ def test_logits_in_float32_are_those_of_exact_products_and_bfloat16_rounds_them(
     exact = hidden.double() @ output.weight.double().t() + (output.bias.double() if bias else 0.0)
     found = projection(output, "float32")(hidden)
     assert found.dtype == torch.float32
-    # logits up to 20: float32 adds up 64 products with 2^-24 of that each; bfloat16 has 8 bits
+    # logits up to 20: 64 products with relative error 2^-24 in float32; bfloat16 has 8 bits
     assert (found - exact).abs().max() < 1e-4
     assert (projection(output, "model")(hidden) - exact).abs().max() > 1e-2
 
@@ -100,7 +97,7 @@ def test_the_gradients_of_logits_in_float32_are_those_of_float32_copies(device: 
         gradients.append(torch.autograd.grad(out.policy_logprobs_N.square().sum(), (leaf, layer.weight)))
     for found, expected in zip(*gradients, strict=True):
         assert found.dtype == torch.bfloat16
-        # the logits' gradient and the sum of products are rounded to 8 bits: 2^-9 each, relative to the norm
+        # gradient and sum round to 8 bits: relative error 2^-9 each
         assert (found.float() - expected).norm() < 2**-7 * expected.norm()
 
 

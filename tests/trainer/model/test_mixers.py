@@ -1,4 +1,4 @@
-"""Laws of layers that carry state along the row: packed or one by one, a sequence knows of no other."""
+"""Layers with state: packed sequences do not affect each other."""
 
 import copy
 import dataclasses
@@ -20,12 +20,13 @@ from tests.support import builders, tiny_hybrids
 from tests.support.tiny_hybrids import HYBRIDS, VOCABULARY
 
 TOLERANCE = 5e-5
-"""Nats, and of a gradient's norm: sums are taken in another order, in float32. Most ill-conditioned is the gated delta rule, which solves
-triangular systems: transformers' own with chunks of 32 instead of 64 tokens differs by 1e-5 here. A neighbour's tokens make 0.1 and more."""
+"""Nats, and of a gradient's norm, by reordered float32 sums. Worst is the gated delta rule's triangular systems:
+transformers' own differs by 1e-5 with chunks of 32 instead of 64 tokens. A neighbour's tokens make over 0.1.
+"""
 
 SHORT = ((9, (1, 7, 20)), (5, (2, 12)))
 LONG = ((150, (90, 33, 1, 2)), (40, (64, 5)), (200, (1,)))
-"""Tokens of each prompt and of its completions: beyond a fork's prompt (128), a chunk (64) and a convolution (4)."""
+"""Tokens of prompts and completions, beyond a fork's prompt (128), a chunk (64) and a convolution (4)."""
 
 
 def rows(shape: Sequence[tuple[int, Sequence[int]]], *, shares_prompt: bool = True) -> list[PackedRow]:
@@ -40,7 +41,6 @@ def rows(shape: Sequence[tuple[int, Sequence[int]]], *, shares_prompt: bool = Tr
 
 
 def by_itself(model: Any, of: Sequence[PackedRow]) -> Tensor:
-    """The logprobs that transformers' model gives, each sequence alone."""
     parts = []
     for row in of:
         for sample in row.samples:
@@ -82,7 +82,7 @@ def test_a_packed_sequence_has_the_logprobs_and_gradients_of_itself_alone(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("dtype", "mean_nats", "most_gradient"),
-    # products of kernels for float32 may be TF32 (10 bits, as float16); bfloat16 has 8 bits. A lost boundary costs more than 0.5 of the gradient.
+    # float32 kernels may use TF32 (10 bits); bfloat16 has 8. A lost boundary costs over 0.5.
     [(torch.float32, 2e-3, 2e-2), (torch.bfloat16, 5e-2, 0.25)],
     ids=["float32", "bfloat16"],
 )
@@ -114,7 +114,7 @@ def test_a_layer_that_is_computed_again_keeps_the_boundaries_of_its_first_comput
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
-        # two chunks of 64 once, then the other 22 with each completion, padded to 22 + 89; the rest with their prompts, padded to 200
+        # two chunks of 64 once, the other 22 per completion, padded to 22 + 89; the rest with prompts, padded to 200
         ("gated delta net", 128 + 3 * (22 + 89) + 3 * 200),
         ("Mamba", 3 * 239 + 3 * 239),  # all with their prompts, padded to 150 + 89
     ],
@@ -177,9 +177,6 @@ def test_a_copy_of_a_policy_keeps_its_sequences_apart_too() -> None:
         assert torch.equal(copy.deepcopy(policy)(batch).policy_logprobs_N, policy(batch).policy_logprobs_N)
 
 
-# ---------------------------------------------------------------- costs
-
-
 def test_a_row_that_repeats_its_prompt_costs_what_its_sequences_cost() -> None:
     (shared,), (repeated,) = rows(((10, (3, 1, 5)),)), rows(((10, (3, 1, 5)),), shares_prompt=False)
     assert (shared.tokens, repeated.tokens) == (10 + 2 + 0 + 4, 3 * 10 + 2 + 0 + 4)
@@ -198,10 +195,7 @@ def test_repeated_prompts_count_towards_the_cap_of_a_micro_batch() -> None:
     (repeated,) = rows(((10, (3, 1, 5)),), shares_prompt=False)
     assert [piece.places for piece in split_row(repeated, 24)] == [(0, 1), (2,)]  # 12 + 10; 14 tokens
     (pair,) = rows(((10, (3, 3)),), shares_prompt=False)
-    assert assign_pieces([pair], 12, 1, split=False) == [[[pair]]]  # a pair of preferences stays together
-
-
-# ---------------------------------------------------------------- plans
+    assert assign_pieces([pair], 12, 1, split=False) == [[[pair]]]  # a preference pair stays together
 
 
 def test_similar_lengths_go_together_and_a_long_one_alone() -> None:

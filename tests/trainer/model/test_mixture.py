@@ -1,4 +1,4 @@
-"""Laws of mixtures of experts in training: a policy routes as its replicas do, and no loss but the algorithm's is trained."""
+"""Mixtures of experts: trainer and replicas route alike; only the algorithm's loss is trained."""
 
 import copy
 from typing import Any
@@ -25,7 +25,7 @@ NOISY = {
 
 def made(config: Any) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config))  # a model's attention is noted in its configuration
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config))  # the configuration notes a model's attention
 
 
 def logprobs(policy: Policy) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_a_router_with_noise_routes_in_training_as_in_generation(name: str, chec
     training = logprobs(policy)
     assert torch.equal(training, logprobs(policy))
     assert torch.equal(training, logprobs(Policy(model).eval()))
-    # the noise would matter: the model alone, in training mode, answers differently each time
+    # in training mode the model alone answers differently each time
     ids = torch.arange(40)[None]
     assert not torch.equal(model.train()(input_ids=ids).logits, model(input_ids=ids).logits)
 

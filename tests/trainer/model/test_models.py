@@ -1,4 +1,4 @@
-"""The matrix: every tiny configuration is equal to the unmodified model, or refused with its sentence. None is silently wrong."""
+"""Every tiny configuration equals the unmodified model, or is refused with a sentence."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def test_the_page_is_the_tables() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Products are tiny: threads would only wait for one another."""
+    """Tiny products: threads would only wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

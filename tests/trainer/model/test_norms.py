@@ -1,4 +1,4 @@
-"""Laws of the RMS norm's kernels, in Triton's interpreter and on a GPU."""
+"""The RMS norm kernels, in Triton's interpreter and on a GPU."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.support.interpreted import interpreted
 
 
 def test_the_kernel_of_rms_norms_gives_the_outputs_and_gradients_of_its_formula() -> None:
-    """Beside float64; more rows than programs, fewer, and widths that are no power of two."""
+    """Against float64; more rows than programs, fewer, odd widths."""
     for line in interpreted(_COMPARE):
         assert max(map(float, line.split())) < 2e-6, line
 

@@ -1,4 +1,4 @@
-"""Laws of what surrounds a model's layers: its logits, its rotary frequencies, its context, and the noise of training mode."""
+"""A model's logits, rotary frequencies, context, and training noise."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +22,6 @@ from tests.support.packed import rows, separate
 from tests.trainer.model.test_attention import small
 
 LONG = ((30, (25, 7)), (6, (3,)))
-
-
-# ---------------------------------------------------------------- logits
 
 
 @pytest.mark.parametrize(
@@ -95,11 +92,8 @@ def test_a_critic_needs_no_logits_and_is_not_refused_for_them(tmp_path: Path) ->
     assert Critic(trunk, width)(micro_batch(rows(0, LONG))).tolist() == [0.0] * 35
 
 
-# ---------------------------------------------------------------- rotary frequencies
-
-
 def phi3(original: int = 24) -> Any:
-    """A Phi-3 whose short and long factors differ, trained for ``original`` tokens and stretched to 512."""
+    """A Phi-3 trained for ``original`` tokens and stretched to 512, with differing factors."""
     factors = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 9.0]}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors}
     return small("phi3", rope_parameters=rope, original_max_position_embeddings=original)
@@ -151,9 +145,6 @@ def test_a_rope_type_that_is_not_known_is_refused() -> None:
         settle_rope(model)
 
 
-# ---------------------------------------------------------------- context
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -183,9 +174,6 @@ def test_lengths_that_cannot_be_had_are_refused_before_anything_starts(limit: in
         check_context({"max_position_embeddings": 512}, limit, new, "m")
     check_context({"max_position_embeddings": 512}, 512, 511, "m")
     check_context({}, 0, 10_000, "m")
-
-
-# ---------------------------------------------------------------- noise
 
 
 def noisy(kind: str) -> Any:
@@ -232,7 +220,7 @@ def test_checkpointed_layers_are_computed_twice_while_training_and_once_in_eval_
     assert calls == [False] * 5
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about a model that came from no folder
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about a model from no folder
 def test_the_dropout_of_adapters_still_works_while_training() -> None:
     from services.trainer.model import adapter
 

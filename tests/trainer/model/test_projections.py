@@ -1,4 +1,4 @@
-"""Laws of joined projections: the same outputs and gradients, each from one product, and never those of another input."""
+"""Joined projections: the same outputs and gradients, from one product."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_three_layers_of_one_input_make_one_product_and_other_inputs_their_own()
         found = [layer(first) for layer in layers]
     width = sum(layer.out_features for layer in layers)
     assert counter.get_total_flops() == 2 * 3 * layers[0].in_features * width
-    for given in (first, second):  # the first computes again what is not waiting any more
+    for given in (first, second):  # the first input is computed again
         for layer in reversed(layers):
             expected = torch.nn.functional.linear(given, layer.weight, layer.bias)
             assert torch.allclose(layer(given), expected, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Laws of which layers compute their activations again: it changes no bit of a step, and follows from memory."""
+"""Recomputation of activations changes no bit, and follows from memory."""
 
 import warnings
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def keeping(count: int, zero_stage: int, chunk: int = 0, **trainer: Any) -> tuple[Stepper, Recomputation]:
-    """Return an engine, the last ``count`` of whose two layers keep their activations; with both it keeps logits, too."""
+    """Return an engine whose last ``count`` of two layers keep activations; with both, also logits."""
     stepper = Stepper(settings(zero_stage, gradient_checkpointing=True, logits_chunk_tokens=chunk, **trainer))
     engine = stepper.engine
     recomputation = Recomputation(engine.policy, 64, engine.device, sharded=zero_stage == 3, automatic=True)
@@ -75,7 +75,7 @@ def test_a_layer_that_keeps_its_activations_keeps_no_whole_weight_where_ranks_ha
             _ = node._saved_mat2
         except RuntimeError as error:  # the weight is away until the backward pass
             refused += "out of bounds for storage of size 0" in str(error)
-    assert (len(kept), refused) == (15, 14)  # seven matrices a layer; the output layer is none of these
+    assert (len(kept), refused) == (15, 14)  # seven matrices a layer, without the output layer
     stepper.engine.backward(out.mean(), last=True)
 
 
@@ -90,7 +90,7 @@ def _graph(node: Any) -> Iterator[Any]:
 
 
 def test_the_forecast_is_of_the_largest_forward_pass_that_settings_allow() -> None:
-    # 60 GiB remain, and 16,384 tokens needed 16 more, so 32,768 are forecast to need 32; 0.85 of 140 GiB may be used
+    # 60 GiB lasting; 16,384 tokens took 16, so 32,768 take 32; 0.85 of 140 GiB may be used
     used = Usage(lasting=60 * GIB, peak=76 * GIB, tokens=16_384, available=140 * GIB)
     assert (used.free(16_384), used.free(32_768)) == (43 * GIB, 27 * GIB)
     assert Usage(60 * GIB, 130 * GIB, 32_768, 140 * GIB).free(32_768) == -11 * GIB
@@ -101,7 +101,7 @@ def test_what_is_free_goes_to_the_logits_and_to_at_most_four_times_as_many_layer
     assert Kept(4, logits=True).next(free=14, layers=28, layer_bytes=2, logits_bytes=10) == Kept(11, logits=True)
     assert Kept(16, logits=True).next(free=99, layers=28, layer_bytes=2, logits_bytes=10) == Kept(28, logits=True)
     assert Kept(1).next(free=9, layers=28, layer_bytes=2, logits_bytes=10) == Kept(4)
-    assert Kept(1).next(free=50, layers=28, layer_bytes=0, logits_bytes=10) == Kept(1)  # nothing is measured yet
+    assert Kept(1).next(free=50, layers=28, layer_bytes=0, logits_bytes=10) == Kept(1)  # not measured yet
 
 
 def test_what_is_lacking_is_taken_from_layers_first() -> None:

@@ -1,4 +1,4 @@
-"""Laws of the self-test at a trainer's start: it passes what is right, names what is wrong, and changes nothing."""
+"""The self-test at a trainer's start names what is wrong and changes nothing."""
 
 import contextlib
 import tempfile
@@ -81,7 +81,6 @@ def test_half_precision_passes_within_the_spread_of_its_roundings(folders: dict[
 
 
 def blind_to_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have convolutions read a packed row as one sequence."""
     monkeypatch.setattr(mixers, "install", lambda module: None)
     monkeypatch.setattr(mixers, "unpackable", lambda module: "")
 
@@ -130,7 +129,7 @@ def test_half_precision_hides_no_small_mistake(folders: dict[str, Path], monkeyp
 
     monkeypatch.setattr(self_test, "unmodified", without)
     monkeypatch.setattr(self_test, "_has_room", lambda narrow: False)
-    result = self_test.run(policy, "rows")  # within what roundings of bfloat16 do
+    result = self_test.run(policy, "rows")  # within bfloat16's roundings
     assert result.widened is None
     monkeypatch.undo()
     scale[0] = 1.0
@@ -140,8 +139,6 @@ def test_half_precision_hides_no_small_mistake(folders: dict[str, Path], monkeyp
 
 
 class _Halved(torch.autograd.Function):
-    """The identity, with half of its gradient."""
-
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
@@ -184,9 +181,6 @@ def test_what_transformers_cannot_run_is_refused_in_a_sentence(folders: dict[str
         self_test.run(policy, "sequences")
 
 
-# ---------------------------------------------------------------- critics
-
-
 def critic(folder: Path, packing: Any = "auto", dtype: torch.dtype = torch.float32) -> Critic:
     trunk, width = load_trunk(PolicySettings(model="unused"), str(folder), dtype)
     return Critic(trunk, width, packing=packing).train()
@@ -200,7 +194,7 @@ def test_a_critic_that_computes_what_its_model_does_passes_and_is_left_as_it_was
     result = self_test.run(tested, "auto")
 
     assert (result.of, result.packing, result.reason) == ("hidden states", "rows", "")
-    assert result.gap.max_nats < 1e-4  # entries of unit vectors times √32, by 2 layers of float32
+    assert result.gap.max_nats < 1e-4  # unit vectors times √32, by 2 float32 layers
     assert result.gap.gradient < 1e-4
     assert str(result).startswith("hidden states differ by ")
     assert all(torch.equal(weights[name], tensor) for name, tensor in tested.state_dict().items())
@@ -286,5 +280,5 @@ def test_a_probe_goes_beyond_windows_that_the_context_lets_a_sequence_pass() -> 
 def test_a_probe_of_a_window_shows_in_the_last_tokens_alone() -> None:
     short, long = np.full(15, 0.01, np.float32), np.full(95, 0.01, np.float32)
     assert gap_of([short] * 4 + [long]) == pytest.approx((0.01, 0.01))
-    long[-24:] = 0.3  # beyond the window: over all tokens 0.06 on average
+    long[-24:] = 0.3  # beyond the window
     assert gap_of([short] * 4 + [long]) == pytest.approx((0.3, 0.3))

@@ -1,4 +1,4 @@
-"""Laws of a model's sizes: hand counts of published models, built without weights, and what torch counts in a forward pass."""
+"""Sizes of published models by hand, and torch's count of a forward pass."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def outline(config: Any) -> Any:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        # q and o, k and v, router, 8 of 128 experts of three matrices
+        # q and o, k and v, router, 8 of 128 experts
         (
             QWEN3_30B,
             ModelSizes(
@@ -84,7 +84,7 @@ def outline(config: Any) -> Any:
                 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 8 + 2 * 3 * 4096 * 14336), 32 * 32 * 128, 32000 * 4096
             ),
         ),
-        # 3 dense layers; 58 with a router, 8 experts and the shared one; queries of 192, values of 128
+        # 3 dense layers; 58 with router, 8 experts and a shared one; queries of 192, values of 128
         (
             DEEPSEEK_V3,
             ModelSizes(
@@ -93,7 +93,7 @@ def outline(config: Any) -> Any:
                 129280 * 7168,
             ),
         ),
-        # 12 layers attend, 36 are recurrent; 10 experts and a shared one with its gate
+        # 12 layers attend, 36 are recurrent; 10 experts and a gated shared one
         (
             QWEN3_NEXT_80B,
             ModelSizes(
@@ -111,14 +111,14 @@ def outline(config: Any) -> Any:
                 ((128, 12 * 64 * 64),),
             ),
         ),
-        # tied embeddings; 22 of 26 layers have a window
+        # tied embeddings; 22 of 26 layers have windows
         (
             GEMMA3_1B,
             ModelSizes(
                 26 * (2 * 1152 * 1024 + 2 * 1152 * 256 + 3 * 1152 * 6912), 4 * 4 * 256, 262144 * 1152, ((512, 22 * 4 * 256),)
             ),
         ),
-        # heads of 16 in two layers with a window, of 32 in the third
+        # heads of 16 in two windowed layers, of 32 in the third
         (
             GEMMA4,
             ModelSizes(
@@ -139,7 +139,7 @@ def test_a_forward_pass_of_a_mixture_costs_what_torch_counts() -> None:
     tokens = 24
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None])
-    # eager attention computes all pairs, also those behind the mask
+    # eager attention also computes masked pairs
     assert counter.get_total_flops() == forward_flops(tokens, tokens * tokens, tokens, measure(model))
 
 
@@ -158,14 +158,14 @@ def test_a_model_that_does_not_say_how_many_experts_a_token_has_counts_all(caplo
     model = tiny.mixture()
     whole = measure(model).linear_weights
     model.config.num_experts_per_tok = 0
-    # two layers of four experts of 32 · 32 + 16 · 32 weights, of which two experts were counted
+    # two layers of four experts of 32 · 32 + 16 · 32 weights, two counted
     assert measure(model).linear_weights == whole + 2 * 2 * (1024 + 512)
     assert "does not say how many experts a token has" in caplog.text
 
 
 def test_a_window_limits_the_pairs_that_a_layer_with_it_computes() -> None:
     row = PackedRow(np.arange(3, dtype=np.int32), (builders.sample(tokens=3), builders.sample(tokens=2)), (0, 1))
-    # within 2 tokens: the prompt's 1 + 2 + 2, then two completions of 2 and 1 computed tokens with 2 each
+    # within 2 tokens: the prompt's 1 + 2 + 2, then 2 for each of 2 + 1 completion tokens
     assert [row.pairs_within(window) for window in (1, 2, 100)] == [6, 5 + 4 + 2, row.visible_pairs]
     sizes = ModelSizes(linear_weights=0, attention_width=1, output_weights=0, windows=((2, 10),))
     assert row.flops(sizes) == 4.0 * (row.visible_pairs + 11 * 10)

@@ -1,4 +1,4 @@
-"""Laws of warming up beside the loading of weights: it draws no random number, changes no default, and never fails."""
+"""Warming up draws no random number, changes no default, and never fails."""
 
 import threading
 from typing import Any

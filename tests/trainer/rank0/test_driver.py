@@ -1,4 +1,4 @@
-"""Laws of rank 0's driver: steps, checkpoints and failures, between a real Valkey and a real training thread."""
+"""Rank 0's driver: steps, checkpoints and failures."""
 
 import asyncio
 import dataclasses
@@ -38,7 +38,6 @@ def settings(bus: Bus, folder: Path, **trainer: Any) -> Settings:
 
 
 def batch(number: int) -> list[Experience]:
-    """The groups of the step after ``number`` others."""
     made = []
     for offset, group in enumerate(test_update.batch()):
         prompt = dataclasses.replace(group.group.prompt, group_id=GroupId(number * GROUPS + offset))
@@ -47,7 +46,7 @@ def batch(number: int) -> list[Experience]:
 
 
 def poison(groups: list[Experience]) -> list[Experience]:
-    """Groups that no check finds fault with, whose gradient is beyond float32 where rewards are not normalised."""
+    """Valid groups whose gradient overflows float32."""
     rewards = np.array([3e38, -3e38, 3e38, -3e38], dtype=np.float32)
     return [dataclasses.replace(group, rewards=rewards) for group in groups]
 
@@ -71,9 +70,6 @@ async def has(driven: Driven, event: str) -> None:
         return event in await driven.events()
 
     await until(told)
-
-
-# -------------------------------------------------------------------- not finite
 
 
 async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(bus: Bus, tmp_path: Path) -> None:
@@ -106,9 +102,6 @@ async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(bus: Bus
     assert status.state is RunState.PAUSED
     assert "expected at most 1 batches in a row that are not finite" in status.reason
     assert (await driven.events()).count("batch skipped") == 4
-
-
-# -------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("place", ["model", "marker"])
@@ -178,12 +171,7 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
     assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
 
 
-# -------------------------------------------------------------------- resume
-
-
 class Scripted:
-    """A training side that notes commands and answers at once, with the results given by kind."""
-
     def __init__(self, driven: Driven, results: dict[CommandKind, Result] | None = None) -> None:
         self._driven = driven
         published = Published(Whereabouts("0" * 64, "", "127.0.0.1:1"), None)
@@ -201,7 +189,6 @@ class Scripted:
 
     @property
     def kinds(self) -> list[CommandKind]:
-        """The kinds of the commands, without repetitions in a row."""
         kinds = [command.kind for command in self.commands]
         return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind is not before]
 
@@ -293,9 +280,6 @@ async def test_a_rollback_makes_every_rank_load_the_checkpoint_that_the_ledger_w
         await until(lambda: script.kinds.count(CommandKind.LOAD) == 2)
         await until(lambda: script.kinds[-1] is CommandKind.IDLE)
     assert (await again.ledger.status()).trainer_epoch == epoch + 1
-
-
-# -------------------------------------------------------------------- failures
 
 
 async def test_a_driver_that_fails_ends_the_training_with_its_error(bus: Bus, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Laws of the trainer's intake, on a real Valkey."""
+"""Laws of the trainer's intake."""
 
 import asyncio
 import contextlib
@@ -136,7 +136,7 @@ async def test_a_group_that_ends_the_trainer_is_tried_alone_and_takes_no_other_w
 
 
 async def _train_until_death(bus: Bus, intake: Intake, trained: list[int], poison: int) -> bool:
-    """Train as rank 0 does; a trainer that dies leaves what it held where it is."""
+    """Train like rank 0; death leaves entries held."""
     while len(trained) < 6:
         if (suspect := await intake.next_suspect()) is not None:
             if suspect.experience.group_id == poison:

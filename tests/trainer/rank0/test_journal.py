@@ -1,4 +1,4 @@
-"""Laws of the journal: what a replay needs to know of a step is committed with it, on a real Valkey."""
+"""A commit includes what a replay needs of the step."""
 
 import pytest
 

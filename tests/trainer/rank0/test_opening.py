@@ -1,7 +1,4 @@
-"""Laws of a trainer's opening: what is found on the bus and in the folder becomes commands.
-
-The bus is a real Valkey, checkpoints are real folders; no model is loaded.
-"""
+"""A trainer's opening turns bus and folder into commands."""
 
 import asyncio
 from pathlib import Path
@@ -25,8 +22,6 @@ from tests.trainer.checkpoint.test_store import written
 
 
 class Opened:
-    """An opening of the run on ``bus``."""
-
     def __init__(self, bus: Bus, folder: Path) -> None:
         self.of = Settings.model_validate({"run": {"id": bus.run_id, "folder": folder}})
         self.root = self.of.run_folder / "checkpoints"

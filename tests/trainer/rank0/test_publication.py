@@ -1,4 +1,4 @@
-"""Laws of publishing: which snapshot is filled and which is served, and what a version's number is."""
+"""Publishing: which snapshot is filled and served, and version numbers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from tests.support import tiny, weights
 
 
 class Engine:
-    """What a publication needs of a training engine; each step adds 1 to every weight."""
+    """Each step adds 1 to every weight."""
 
     device = torch.device("cpu")
 
@@ -67,7 +67,6 @@ def publish(publication: Publication, engine: Any, version: int) -> PolicyRecord
 
 
 async def pull(record: PolicyRecord) -> dict[str, torch.Tensor]:
-    """Pull a version as a replica does."""
     puller, receiver = Puller(DeviceLocation("cpu", (), boot_id()), 1, 5.0, weights.secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)
@@ -89,7 +88,7 @@ async def test_what_is_pulled_is_what_was_trained_at_that_step(publication: Publ
         record = publish(publication, engine, version)
         assert record.location == ""
         expected = {name: tensor.clone() for name, tensor in engine.tensors()}
-        engine.step()  # training goes on; the snapshot is not the weights
+        engine.step()  # training continues; the snapshot is separate
         assert same(await pull(record), expected)
 
 

@@ -1,4 +1,4 @@
-"""Laws of rank 0's threads: what lives on the event loop is called there alone, what lives on the training thread there alone."""
+"""Objects of the event loop and the training thread are called only there."""
 
 import asyncio
 import sys
@@ -46,7 +46,7 @@ ANY_THREAD = {"unstored_s", "__init__"}
 
 
 class Calls:
-    """Every call of a method of the classes above, by thread, while :meth:`watched` runs."""
+    """Method calls by thread, while :meth:`watched` runs."""
 
     def __init__(self) -> None:
         self.by_class: dict[type, set[int]] = {}
@@ -57,13 +57,11 @@ class Calls:
             self.by_class.setdefault(owner, set()).add(threading.get_ident())
 
     def threads_of(self, classes: tuple[type, ...]) -> set[int]:
-        """Return the threads that called a method of ``classes``."""
         return {thread for owner, threads in self.by_class.items() if issubclass(owner, classes) for thread in threads}
 
 
 @pytest.fixture
 def calls() -> Iterator[Calls]:
-    """Calls on this thread, and on those that are started meanwhile."""
     found = Calls()
     before = sys.getprofile()
     threading.setprofile(found.note)
@@ -124,7 +122,7 @@ async def test_a_version_that_is_made_while_its_checkpoint_is_stored_is_known_to
     async def checkpoints(self: Ledger) -> dict[PolicyVersion, str]:
         known = await look(self)
         if asyncio.current_task() is naming:
-            seen.set()  # it saw that the ledger does not know the checkpoint; the other task gets as far as it can
+            seen.set()  # it saw an unknown checkpoint
             await asyncio.sleep(0.2)
         return known
 

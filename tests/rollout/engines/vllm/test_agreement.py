@@ -1,4 +1,4 @@
-"""Trainer and vLLM agree after updates, for the families of ``tests/support/model_verdicts.toml`` that say so."""
+"""Trainer and vLLM agree after updates, for the families in ``tests/support/model_verdicts.toml``."""
 
 import importlib.util
 import json
@@ -28,7 +28,6 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    """Return what ``tests.support.vllm_agreement`` saw of the models of the table that are tested at each change."""
     command = [sys.executable, "-m", "tests.support.vllm_agreement", *VLLM.tested]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -65,7 +64,7 @@ def test_an_engine_that_is_far_from_the_trainer_or_shows_no_update_is_objected_t
 
 
 class Layerwise:
-    """What :class:`DirectWrites` uses of vLLM: keeps what was loaded, and which modules are complete."""
+    """A fake for :class:`DirectWrites`: keeps loaded weights and complete modules."""
 
     class Info:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Copy plans: what a trace proves, what it refuses, and that replaying one is the same as loading."""
+"""Copy plans: traces prove or refuse, and a replay equals loading."""
 
 from collections.abc import Callable, Iterable
 
@@ -23,7 +23,7 @@ Pairs = Iterable[tuple[str, Tensor]]
 
 
 class Fused(nn.Module):
-    """A layer as an engine has it: fused rows, a tensor-parallel shard of columns, a padded and tied vocabulary."""
+    """Fused rows, a tensor-parallel column shard, a padded and tied vocabulary."""
 
     def __init__(self, rank: int = 0, ranks: int = 1, width: int = 8, vocabulary: int = 5, padded: int = 8) -> None:
         super().__init__()
@@ -53,7 +53,6 @@ class Fused(nn.Module):
 
 
 def shadow(layer: Fused, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return two buckets and the tensors in them."""
     width = layer.width
     shapes = {
         "q": (width, width),

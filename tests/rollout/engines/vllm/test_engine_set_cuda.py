@@ -1,4 +1,4 @@
-"""Laws of several vLLM engines on one GPU. Skipped where there is none."""
+"""Laws of several vLLM engines on one GPU (skipped without one)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 BFLOAT16 = 2e-2
-"""Logprobs in bfloat16 of the same tokens in batches of other sizes: one unit in the last place of logits near 4 is 0.016."""
+"""Logprobs in bfloat16: a unit in the last place of logits near 4 is 0.016."""
 SHARE = 0.5
 
 
@@ -42,7 +42,6 @@ def arguments(folder: Path) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
-    """Two engines that started at the same time, and took no more memory than they were given."""
     before = Gpu().memory
     shared = arguments(tmp_path_factory.mktemp("policy"))
     opened, _ = await open_engines(2, shared, peer_host="127.0.0.1", deadline_s=30.0)

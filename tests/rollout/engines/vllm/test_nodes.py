@@ -1,7 +1,4 @@
-"""Laws of an engine that spans hosts: two tensor parallel ranks of real vLLM, each in a process tree of its own command.
-
-On CPUs over gloo; where there are two GPUs, each host has one of them, and they speak NCCL.
-"""
+"""Laws of an engine across hosts: two tensor-parallel ranks of real vLLM, over gloo on CPUs or NCCL on two GPUs."""
 
 import asyncio
 import contextlib
@@ -50,7 +47,7 @@ from tests.support.tolerance import FORWARD
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own imports warn
-    pytest.mark.timeout(600),  # so that it begins among the first: its engines take most of a minute to start
+    pytest.mark.timeout(600),  # begins early: its engines start slowly
 ]
 
 ROOT = Path(__file__).parents[4]
@@ -67,14 +64,11 @@ EXACT = 2e-2 if GPUS else FORWARD
 
 
 def environment(node: int) -> dict[str, str]:
-    """Return what a host sees besides: nothing of the other's GPU."""
     own = {"CUDA_VISIBLE_DEVICES": str(node), "NCCL_SOCKET_IFNAME": "lo"} if GPUS else {}
     return {**ENVIRONMENT, **own}
 
 
 class Node:
-    """The second host: a process started by its own command."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.metrics_port = folder, free_port()
         save(folder / "policy", MODELS[0])
@@ -142,7 +136,6 @@ async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(node: Node) -> AsyncIterator[VllmEngine]:
-    """The first host: as the replica opens it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(0).items():
             patch.setenv(name, value)
@@ -190,7 +183,7 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
 
     async def flows() -> bool:
         first, second = await engine._llm.collective_rpc("penstock_held")
-        assert second == {}  # tokens are noted where the replica is
+        assert second == {}  # tokens are recorded at the replica
         return int(sum(first.values())) > 5
 
     await until(flows, timeout_s=60)
@@ -210,7 +203,6 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
 
 
 def variant_of(engine: VllmEngine) -> VllmEngine:
-    """Return the engine without a stop, so that groups are as long as they may be."""
     made = variant(engine, stop=())
     made.ranks = engine.ranks
     return made
@@ -225,7 +217,7 @@ async def test_the_second_host_says_that_its_workers_are_there_and_nothing_of_a_
         assert (await client.get("/healthz")).status_code == 200
         exported = (await client.get("/metrics")).text
     assert "penstock_build_info{" in exported
-    assert "penstock_rollout_" not in exported  # a second policy version, of 0, would raise an alarm
+    assert "penstock_rollout_" not in exported  # a second version, 0, would raise an alert
 
 
 @pytest.mark.parametrize("stranger", ["silent", "babbling", "with another secret", "proving another rank"])
@@ -276,9 +268,6 @@ async def test_a_host_that_holds_workers_hears_that_the_first_is_gone() -> None:
     first.kill()
     assert await asyncio.wait_for(outlasting, 30)
     await first.wait()
-
-
-# -------------------------------------------------------------------- what is refused
 
 
 def test_a_secret_that_is_none_is_one_sentence(tmp_path: Path) -> None:

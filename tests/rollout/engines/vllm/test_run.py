@@ -1,4 +1,4 @@
-"""A whole run with vLLM as its engine, weights pulled over gloo or adapters by file: real processes, on a CPU."""
+"""A whole run with vLLM on a CPU."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Laws of how many engines share a GPU, how they split its memory, and which of them gets a group. No vLLM."""
+"""Engines per GPU, memory split and routing, without vLLM."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.conftest import need_module
 GIB = 1 << 30
 H200 = Memory(140 * GIB, 139 * GIB)
 SMALL = Demand(494_000_000, GIB, GIB // 4)
-"""0.5B in bfloat16; 512 sequences with half of a vocabulary of 150,000 in float32."""
+"""0.5B in bfloat16; float32 logits of 512 sequences, half of a vocabulary of 150,000."""
 
 
 def prompt(number: int) -> np.ndarray:

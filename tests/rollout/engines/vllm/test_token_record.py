@@ -1,4 +1,4 @@
-"""Laws of what a worker notes of each token, with runners that act like those of vLLM, and no vLLM."""
+"""Laws of a worker's token records, with fake vLLM runners."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def draw(record: TokenRecord, computed: dict[str, int], scheduled: dict[str, int], logprobs: list[float]) -> None:
-    """One step: every request draws token 1 of 2 with the probability that is given."""
+    """Every request draws token 1 of 2 with the given probability."""
     names = list(scheduled)
     record.step(names, np.array([computed[name] for name in names]), np.array([scheduled[name] for name in names]))
     chosen = torch.tensor(logprobs)
@@ -101,7 +101,7 @@ def test_a_token_that_is_drawn_again_after_a_preemption_has_its_new_logprob_and_
     record.admit("a", 2, 2, 8)
     draw(record, {"a": 0}, {"a": 2}, [-0.1])
     draw(record, {"a": 2}, {"a": 1}, [-0.2])
-    draw(record, {"a": 3}, {"a": 1}, [-0.3])  # in flight, thrown away
+    draw(record, {"a": 3}, {"a": 1}, [-0.3])  # in flight, discarded
     record.swap(2)
     if by_slot:
         record.admit("a", 2, 4, 8)
@@ -135,13 +135,8 @@ def test_without_logprobs_tokens_are_counted_all_the_same() -> None:
     assert let_go(record, "a") == {"a": ([], [(0, 0), (1, 1)])}
 
 
-# -------------------------------------------------------------------- runners
-
-
 @dataclasses.dataclass
 class Scheduled:
-    """What vLLM's scheduler tells a runner of a step."""
-
     num_scheduled_tokens: dict[str, int]
     scheduled_new_reqs: list[Any] = dataclasses.field(default_factory=list)
     finished_req_ids: set[str] = dataclasses.field(default_factory=set)
@@ -264,9 +259,6 @@ def test_speculative_decoding_is_not_captured() -> None:
     assert "several tokens" in can_listen(SimpleNamespace(speculative_config=object()))
 
 
-# -------------------------------------------------------------------- reports
-
-
 SECRET = b"only the two of us know"
 
 
@@ -279,7 +271,7 @@ async def reports(request: pytest.FixtureRequest) -> AsyncIterator[Reports]:
 
 
 class Worker:
-    """A process with a reporter that sends what it is told over its standard input."""
+    """A process that reports what it reads from standard input."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process

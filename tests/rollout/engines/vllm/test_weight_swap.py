@@ -1,4 +1,4 @@
-"""Weights going into real vLLM models on the CPU: by plan where layers are plain, layer by layer where they are packed."""
+"""Weights into real vLLM models: by plan for plain layers, layer by layer for packed ones."""
 
 import importlib.util
 import json
@@ -27,7 +27,6 @@ needs_vllm = pytest.mark.skipif(
 
 @cache
 def seen() -> dict[str, dict[str, Any]]:
-    """Return what ``tests.support.vllm_models`` saw in processes of its own, by scene."""
     command = [sys.executable, "-m", "tests.support.vllm_models"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -96,8 +95,6 @@ class Fp8LinearMethod:
 
 
 class Attention(nn.Module):
-    """Named as vLLM's."""
-
     def __init__(self, sinks: object = None) -> None:
         super().__init__()
         self.impl = SimpleNamespace(sinks=sinks)
