@@ -1,20 +1,22 @@
 """Low-rank adapters; the only module that uses peft.
 
-An adapter of rank r beside a weight W (out × in) makes it ``W + scale · B · A``: A (r × in) random, B (out × r) zero at first,
-``scale = alpha / r`` (Hu et al. 2021, arXiv:2106.09685). Only A and B are trained. peft changes names; :func:`plain_name` restores them::
+An adapter of rank r beside a weight W (out × in) makes it ``W + scale · B · A``: A (r × in) random, B (out × r) zero at
+first, ``scale = alpha / r`` (Hu et al. 2021, arXiv:2106.09685). Only A and B are trained. peft changes names;
+:func:`plain_name` restores them::
 
     model.layers.0.self_attn.q_proj.base_layer.weight        →  model.layers.0.self_attn.q_proj.weight       (W)
     model.layers.0.self_attn.q_proj.lora_A.default.weight    →  base_model.model.⟨…⟩.q_proj.lora_A.weight    (a PEFT file's)
 
-Mixtures of experts keep all E experts of a layer in one tensor (E × out × in, or E × in × out). peft nests one wrapper per such parameter
-and keeps all factors in A (E·r × in; rows by expert) and B (out × r·E; columns by rank, then expert)::
+Mixtures of experts keep all E experts of a layer in one tensor (E × out × in, or E × in × out). peft nests one wrapper
+per such parameter and keeps all factors in A (E·r × in; rows by expert) and B (out × r·E; columns by rank, then
+expert)::
 
     ⟨…⟩.experts.base_layer.base_layer.gate_up_proj           →  ⟨…⟩.experts.gate_up_proj                     (W)
     ⟨…⟩.experts.base_layer.lora_A.default.weight                its A
     ⟨…⟩.experts.lora_A.default.weight                           A of down_proj, which the outer wrapper is for
 
-:func:`updates` therefore matches factors to weights by modules, not names. Adapters that cannot be merged into a published weight are
-refused. Callers gather ZeRO-partitioned tensors.
+:func:`updates` therefore matches factors to weights by modules, not names. Adapters that cannot be merged into a
+published weight are refused. Callers gather ZeRO-partitioned tensors.
 """
 
 import contextlib
@@ -122,7 +124,9 @@ def _reason_to_refuse(model: Any, zero_stage: int, published_alone: bool) -> str
 
 
 def _unpublished(model: Any) -> str:
-    """Return a trained parameter that :func:`updates` cannot merge into exactly one weight (tied ones included); else ""."""
+    """Return a trained parameter that :func:`updates` cannot merge into exactly one weight (tied ones included); else
+    "".
+    """
     owners = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     own = {name for name, parameter in model.named_parameters() if owners.count(id(parameter)) == 1}
     covered = {id(factor) for name, update in updates(model).items() if name in own for factor in update.factors}

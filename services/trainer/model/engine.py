@@ -1,10 +1,11 @@
 """The only module that uses DeepSpeed: gradients of a step over micro-batches and ranks, the optimizer, checkpoints.
 
-The loss of a step is a sum over tokens divided by the tokens of the *global* batch, so all trained tokens weigh the same. DeepSpeed
-averages gradients over ranks, hence the factor ``ranks``. Nothing is compiled at run time.
+The loss of a step is a sum over tokens divided by the tokens of the *global* batch, so all trained tokens weigh the
+same. DeepSpeed averages gradients over ranks, hence the factor ``ranks``. Nothing is compiled at run time.
 
-At ZeRO stage 3 a rank holds a part of each weight. :meth:`TrainingEngine.tensors` gathers about a bucket at a time; every rank
-iterates at the same point of its loop, and only rank 0 keeps copies. Frozen weights (see ``adapter``) are in no optimizer or checkpoint.
+At ZeRO stage 3 a rank holds a part of each weight. :meth:`TrainingEngine.tensors` gathers about a bucket at a time;
+every rank iterates at the same point of its loop, and only rank 0 keeps copies. Frozen weights (see ``adapter``) are in
+no optimizer or checkpoint.
 """
 
 import contextlib
@@ -235,8 +236,8 @@ class TrainingEngine:
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return the model's whole tensors under their Hugging Face names, tied ones once, adapters merged in.
 
-        At ZeRO stage 3, and with adapters, an iterator; at stage 3 every rank must exhaust it, and a tensor is whole only
-        until the next one.
+        At ZeRO stage 3, and with adapters, an iterator; at stage 3 every rank must exhaust it, and a tensor is whole
+        only until the next one.
         """
         whole = self._whole(published(self.model))
         return whole if self._sharded or self._frozen else list(whole)
@@ -378,7 +379,9 @@ def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
 
 
 def _gather_with_parents(policy: nn.Module) -> None:
-    """Have DeepSpeed gather, with a recurrent layer's own weights, those that it reads from modules which it never calls."""
+    """Have DeepSpeed gather, with a recurrent layer's own weights, those that it reads from modules which it never
+    calls.
+    """
     import deepspeed
 
     for layer in policy.modules():
@@ -422,8 +425,8 @@ def _import_deepspeed(device: str) -> Any:
 def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
-    # DeepSpeed's linear layer keeps no whole weight until the backward pass, but makes checkpointing compute a layer's last product
-    # again. Checkpointed layers keep no weight anyway.
+    # DeepSpeed's linear layer keeps no whole weight until the backward pass, but makes checkpointing compute a layer's
+    # last product again. Checkpointed layers keep no weight anyway.
     linear = {"memory_efficient_linear": keeps_all}
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":

@@ -1,19 +1,21 @@
 """The self-test at every start: policy and critic, as trained, against their unmodified models.
 
-Two groups of random token ids go through the policy as one micro-batch, with the run's kernels, number types and adapters; and one
-sequence at a time through ``unmodified_model``. Compared are the logprobs of trained tokens (of a critic: hidden states, each divided by its
-root mean square), and the gradient of a weighted sum of them, with respect to token embeddings and to parameters of up to ``_SMALL`` numbers.
+Two groups of random token ids go through the policy as one micro-batch, with the run's kernels, number types and
+adapters; and one sequence at a time through ``unmodified_model``. Compared are the logprobs of trained tokens (of a
+critic: hidden states, each divided by its root mean square), and the gradient of a weighted sum of them, with respect
+to token embeddings and to parameters of up to ``_SMALL`` numbers.
 
     float32         max |Δ logprob| ≤ 1e-3 nats and ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
     widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖; at most 0.5 of either
     half precision  mean |Δ logprob| ≤ max(0.05 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.1, 4 × spread) ‖gradient‖; at most 0.5 of either
 
-``spread``: how far the unmodified model moves after one rounding of its embeddings. A model in half precision is also compared with weights
-widened to float32 (if memory allows), because rounding hides small mistakes.
+``spread``: how far the unmodified model moves after one rounding of its embeddings. A model in half precision is also
+compared with weights widened to float32 (if memory allows), because rounding hides small mistakes.
 
-If packed rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is refused. The test runs before
-ranks share the weights; ranks agree on the worst result. Gradients and random generators are left as they were. Not covered: windows beyond
-``_LONGEST_WINDOW`` tokens and gradients of large matrices (CI covers both for small models), and ZeRO itself.
+If packed rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is
+refused. The test runs before ranks share the weights; ranks agree on the worst result. Gradients and random generators
+are left as they were. Not covered: windows beyond ``_LONGEST_WINDOW`` tokens and gradients of large matrices (CI covers
+both for small models), and ZeRO itself.
 """
 
 import contextlib
@@ -121,7 +123,9 @@ class SelfTestResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Logprobs (N; for a critic, flat hidden states), and gradients of embeddings (K × D, by distinct token) and small parameters."""
+    """Logprobs (N; for a critic, flat hidden states), and gradients of embeddings (K × D, by distinct token) and small
+    parameters.
+    """
 
     logprobs_N: Tensor
     embeddings_KD: Tensor
@@ -247,7 +251,8 @@ class _Trial:
 def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = False) -> _Trial:
     """Return the first trial that passes, else the last of ``_DRAWS``; the same on every rank.
 
-    If two experts score alike, rounding decides the routing, so a correct policy may fail one draw; wrong packing fails all.
+    If two experts score alike, rounding decides the routing, so a correct policy may fail one draw; wrong packing fails
+    all.
     """
     for number in range(_DRAWS):
         rows = draw(policy.model, next(policy.parameters()).device, seed + number)
