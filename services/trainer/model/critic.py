@@ -1,7 +1,6 @@
-"""The critic: what reward is still to come, before each token. A language model's trunk with one output, and its loss.
+"""The critic: the reward still expected before each token, by a trunk with one output.
 
-The head starts at 0, so a fresh critic expects nothing and GAE starts as plain returns. It knows no policy and no
-advantages; ``policy.load_trunk`` opens its model.
+The head starts at 0, so GAE starts as plain returns.
 """
 
 from typing import Any
@@ -16,13 +15,13 @@ from services.trainer.model.trunk import Packing, Trunk
 
 
 class Critic(nn.Module):
-    """A value of the state before each trained token.
+    """Value of the state before each trained token.
 
     Args:
         trunk: a Hugging Face model without its output layer.
         width: size of its hidden states.
         kind: which attention.
-        packing: how sequences go through the model (``trunk``).
+        packing: see ``trunk``.
     """
 
     def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto", packing: Packing = "auto") -> None:
@@ -34,7 +33,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def train(self, mode: bool = True) -> "Critic":
-        """Prepare to train, without dropout and the like (``stochastic_layers``), or not to."""
+        """Switch training mode, without dropout and the like."""
         super().train(mode)
         train_without_noise(self.model, mode)
         return self
@@ -47,10 +46,10 @@ class Critic(nn.Module):
 
 
 def value_loss(values_N: Tensor, earlier_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
-    """Return the critic's loss per token (N): half the squared error, pessimistic about large moves.
+    """Return the critic's loss per token (N): half the squared error, clipped pessimistically.
 
-    ``½ max((V − R)², (clip(V, V_earlier ± clip) − R)²)``, V_earlier before this step's updates (Schulman et al. 2017's
-    implementation; Engstrom et al. 2020, arXiv:2005.12729). A clip of 0 does not bound.
+    ``½ max((V − R)², (clip(V, V_earlier ± clip) − R)²)``, V_earlier before this step's updates (Engstrom et al. 2020,
+    arXiv:2005.12729). A clip of 0 does not bound.
     """
     error_N = (values_N - returns_N).square()
     if clip:
