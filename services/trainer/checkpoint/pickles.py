@@ -1,8 +1,7 @@
-"""Load checkpoints without running code that is in them.
+"""Load checkpoints without running code in them.
 
-DeepSpeed writes its state by pickle, and a pickle may name any function to be called. :func:`restrict_loading` has torch read
-all pickles of this process with its weights-only unpickler, also where DeepSpeed asks for the other: tensors, plain data, and the three
-classes below. :func:`refusal` names what a file holds beyond these, before anything reads it.
+DeepSpeed uses pickle, which can call any function. :func:`restrict_loading` forces torch's weights-only unpickler for
+the whole process: tensors, plain data, and the three classes below. :func:`refusal` names anything else in a file.
 """
 
 import importlib
@@ -27,7 +26,7 @@ _ALLOWED = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
 )
-"""What DeepSpeed's optimizer state holds beside tensors and plain data: a scale, an enumeration, a pair of numbers."""
+"""DeepSpeed's optimizer state: a scale, an enumeration, a pair of numbers."""
 
 
 @cache
@@ -39,9 +38,9 @@ def restrict_loading() -> None:
 
 
 def refusal(path: Path) -> str:
-    """Return which globals the file names beyond those that are allowed, in words; "" where it names none.
+    """Return the forbidden globals that the file names, in words, or "".
 
-    What is no archive of torch is left to :func:`loading`, which refuses it.
+    Files that are no torch archive are left to :func:`loading`.
     """
     if not zipfile.is_zipfile(path):
         return ""
@@ -54,10 +53,10 @@ def refusal(path: Path) -> str:
 
 
 def loading(folder: Path, load: Callable[[], T]) -> T:
-    """Return what ``load`` reads of ``folder``, by the weights-only unpickler.
+    """Return the result of ``load`` with the weights-only unpickler.
 
     Raises:
-        WeightsError: a file holds more than tensors, plain data and the allowed classes.
+        WeightsError: a file holds anything but tensors, plain data and the allowed classes.
     """
     restrict_loading()
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
@@ -70,6 +69,6 @@ def loading(folder: Path, load: Callable[[], T]) -> T:
 
 
 def reason_of(error: pickle.UnpicklingError) -> str:
-    """Return what torch refused to load, without its advice to load it nevertheless."""
+    """Return what torch refused, without its advice to load it anyway."""
     named = _GLOBAL.search(str(error))
     return f"a pickle there would call {named[1]}" if named else "a pickle there holds more than tensors and plain data"
