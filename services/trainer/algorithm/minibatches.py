@@ -1,4 +1,4 @@
-"""A step's minibatches: which samples each rank trains on together, and in which forward passes."""
+"""A step's minibatches and their forward passes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class Minibatch:
     """This rank's part of one optimizer update, and the totals of all ranks."""
 
     inputs: list[LossInputs]
-    """One entry per forward pass; replaced by smaller ones where memory was short."""
+    """One per forward pass; split if memory is short."""
     rows: Mapping[int, PackedRow]
     """The row of each sample, by its place in the batch."""
     tokens: int
@@ -41,7 +41,7 @@ def lay_out(
 ) -> tuple[list[Minibatch], StepPlan]:
     """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and the plan of all ranks' forward passes.
 
-    With ``repeated``, the plan of a step that is replayed, forward passes are no larger than they were.
+    ``repeated`` is a replayed step's plan: forward passes are no larger than its.
     """
     pairs, cap = settings.algorithm.loss == "dpo", settings.trainer.micro_batch_tokens
     rows = _rows(batch, rewards, pairs=pairs, shares_prompt=policy.shares_prompts)
@@ -64,7 +64,7 @@ def lay_out(
 def _rows(
     batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool, shares_prompt: bool
 ) -> list[PackedRow]:
-    """Return one row per group; with ``pairs`` it has the group's best and worst sample only (none if all are equal)."""
+    """Return one row per group; with ``pairs``, of its best and worst sample only."""
     rows, first = [], 0
     for experience, rewards_S in zip(batch, rewards, strict=True):
         group = experience.group
