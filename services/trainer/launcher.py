@@ -27,12 +27,10 @@ from shared.settings import TrainerSettings
 log = logging.getLogger(__name__)
 
 LAUNCHER = "PENSTOCK_LAUNCHER_PID"
-"""The launcher's process, with which its ranks end."""
 RANKS_STORE = "PENSTOCK_RANKS_STORE"
-"""The file in which ranks of one host meet."""
 _POLL_S, _KILLED_S = 0.1, 10.0
 _STOP_S = 15.0
-"""Grace period after ``bus.drain_s`` before ranks are killed."""
+"""After ``bus.drain_s``, ranks are killed."""
 
 
 def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> int:
@@ -112,7 +110,6 @@ class Ranks:
                 process.send_signal(signal.SIGTERM)
 
     def _failed(self) -> int:
-        """Return the first bad exit code, negative for a signal, or 0."""
         return next((rank.returncode for rank in self._processes if rank.poll()), 0)
 
     def _kill(self) -> None:

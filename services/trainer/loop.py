@@ -90,7 +90,7 @@ class Trainer:
                 return self._artifacts.export(self._engine)
             case CommandKind.LOAD | CommandKind.REPLAY | CommandKind.PUBLISH | CommandKind.WAIT:
                 result = self._open(command)
-                self._phases.take()  # not part of a step
+                self._phases.take()
                 return result
         return Result()
 
@@ -103,8 +103,6 @@ class Trainer:
             case CommandKind.PUBLISH:
                 return self._publish(command)
         return Result()
-
-    # ---------------------------------------------------------------- a step
 
     def _train(self, command: Command) -> StepMade | StepSkipped:
         try:
@@ -142,8 +140,6 @@ class Trainer:
             weights = self._artifacts.publish(self._engine, command.version, self.step)
         return Published(weights, probe)
 
-    # ---------------------------------------------------------------- resume
-
     def _load(self, folder: Path) -> None:
         (checkpoint,) = [checkpoint for checkpoint in local_store.find(self._root) if checkpoint.folder == folder]
         local_store.check_ranks(checkpoint, self._engine.ranks, self._settings.trainer.zero_stage)
@@ -162,7 +158,7 @@ class Trainer:
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
     def _replay(self, command: Command) -> Replayed:
-        """Repeat a journalled step, bit-identically if its plan is known and feasible."""
+        """Repeat a journalled step, bit-identically with its plan."""
         self.update(command.groups, command.lags, command.learning_rate, command.plan)
         made, known = self._learner.plan, command.plan
         if made is None or made == known or (known is None and not made.misfits):
@@ -171,8 +167,6 @@ class Trainer:
             f"step {self.step} was replayed in other forward passes than it was made in ({_words(made)}; in the journal: "
             f"{'not known' if known is None else _words(known)}), so its weights are published again as a new version"
         )
-
-    # ---------------------------------------------------------------- checkpoints
 
     def _checkpoint(self, command: Command) -> Saved:
         with self._phases.measure("checkpoint"):

@@ -176,7 +176,6 @@ def batch_figures(
 
 
 def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
-    """Return ``scorer_mean_<name>``: the mean over samples to which the scorer applied."""
     values: dict[str, list[float]] = {}
     for sample in (sample for experience in batch for sample in experience.scores):
         for score in sample.scores:
@@ -186,7 +185,7 @@ def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
 
 
 def _lenient_shares(batch: Sequence[Experience]) -> dict[str, float]:
-    """Return ``lenient_share_<name>``: the share of samples whose value depends on a lenient rule."""
+    """Return each scorer's share of samples whose value depends on a lenient rule."""
     scores = [score for experience in batch for sample in experience.scores for score in sample.scores]
     shares = {
         name: float(np.mean([bool(score.lenient) for score in scores if score.scorer == name]))

@@ -34,7 +34,7 @@ async def run(settings: Settings, replica: str) -> int:
         signal.signal(number, lambda *_: stopping.set())  # rank 0 is notified, and decides when to stop
         signal.siginterrupt(number, False)
     log.set_up(settings.telemetry.log_level, f"{replica}.{os.environ['RANK']}")
-    if os.environ["LOCAL_RANK"] == "0":  # first rank of another host, for its pod's probes
+    if os.environ["LOCAL_RANK"] == "0":  # for this host's pod's probes
         Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: {"ready": True})
     with importing():
         from services.trainer.rank0.artifacts import Artifacts
@@ -60,7 +60,7 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
             training = asyncio.to_thread(train, settings, mailbox, artifacts)
             for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
                 if error is not None:
-                    raise error  # the other side raised the same one
+                    raise error
             stopped = settings.internal.stopped_exit_status
             return stopped if stopped and not await driver.is_over() else 0
         finally:

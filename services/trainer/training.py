@@ -46,7 +46,6 @@ def train(
 
 
 def _begin(settings: Settings) -> str:
-    """Set up torch and join the other ranks; return the device."""
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
     torch.manual_seed(settings.run.seed)
@@ -58,8 +57,6 @@ def _begin(settings: Settings) -> str:
 
 
 class _Loading:
-    """Loads and tests this rank's models."""
-
     def __init__(self, settings: Settings, device: str, mailbox: Mailbox | NoMailbox) -> None:
         self._settings = settings
         self._device = device

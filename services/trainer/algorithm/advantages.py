@@ -30,7 +30,6 @@ IntArray = npt.NDArray[np.int64]
 
 GroupAdvantage = Literal["grpo", "dr_grpo", "rloo", "maxrl"]
 GROUP_ADVANTAGES: frozenset[str] = frozenset(get_args(GroupAdvantage))
-"""One number per sample, from the rewards of its group alone."""
 
 _EPSILON = 1e-4  # as in the reference implementations
 

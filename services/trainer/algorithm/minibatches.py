@@ -24,7 +24,6 @@ class Minibatch:
     inputs: list[LossInputs]
     """One per forward pass; split if memory is short."""
     rows: Mapping[int, PackedRow]
-    """The row of each sample, by its place in the batch."""
     tokens: int
     samples: int
 

@@ -22,7 +22,6 @@ class Objective:
     sum: Tensor
     figures: TokenFigures
     margins_P: Tensor | None = None
-    """Reward margin of each preference pair."""
 
 
 def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float) -> Objective:
@@ -50,7 +49,7 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
 
 
 def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmSettings) -> Tensor:
-    """Return the ratio's anchor; for a policy gradient the policy itself, which is corrected separately."""
+    """Return the ratio's anchor; for a policy gradient the policy itself."""
     if algorithm.loss == "policy_gradient":
         return policy_logprobs_N.detach()
     if algorithm.proximal == "log_linear":

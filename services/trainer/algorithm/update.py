@@ -48,9 +48,8 @@ class Learner:
         self._algorithm = settings.algorithm
         self._phases = phases
         self.kl_coefficient = settings.algorithm.kl.coefficient
-        """Cost per nat away from the reference in the next step; checkpointed."""
+        """Per nat, for the next step; checkpointed."""
         self.plan: StepPlan | None = None
-        """Plan of the newest step, with its misfits."""
 
     def learn(
         self,
@@ -124,13 +123,10 @@ class Learner:
             critic.backward(loss * critic.ranks, last=number == len(minibatch.inputs))
             tally.add_value_loss(loss)
 
-    # ---------------------------------------------------------------- parts
-
     def _rewards(self, batch: Sequence[Experience]) -> list[Float32Array]:
         return [shaped_rewards(e, self._algorithm, self._settings.sampling.max_new_tokens) for e in batch]
 
     def _evaluate(self, inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
-        """Compute proximal logprobs, reference logprobs and values without gradients, as needed."""
         if self._algorithm.proximal == "recomputed":
             with self._phases.measure("proximal"):
                 for micro_batch in inputs:
@@ -166,12 +162,10 @@ class Learner:
         return self._phases.seconds["forward_backward"] + self._phases.seconds["optimizer"]
 
     def _utilisation(self, inputs: Sequence[LossInputs], seconds: float) -> dict[str, float]:
-        """Return this rank's speed of forward passes, backward passes and updates."""
         flops = sum(micro_batch.batch.flops for micro_batch in inputs) * (1 + BACKWARD) * self._algorithm.epochs
         return utilisation(flops, seconds, self._settings.internal.peak_tflops, self._policy.device)
 
     def _look_back(self, inputs: Sequence[LossInputs], reference_kl: float, samples: int) -> dict[str, float]:
-        """Return the whole step's figures, and adapt the KL coefficient."""
         figures: dict[str, float] = {}
         if self._algorithm.needs_reference:
             figures["kl_coefficient"] = self.kl_coefficient
@@ -183,8 +177,6 @@ class Learner:
         if kl.target:
             self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples)
         return figures
-
-    # ---------------------------------------------------------------- a trial
 
     def try_out(self, batch: Sequence[Experience]) -> None:
         """Run training on ``batch``, backward passes included, without changes; collective."""
@@ -203,8 +195,6 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Update:
-    """The forward passes of a step, and the sums over them."""
-
     passes: ForwardPasses
     sums: StepSums
     tally: Tally

@@ -41,7 +41,6 @@ def part(found: LossInputs, rows: Mapping[int, PackedRow], start: int, end: int)
 
 
 def _rows(places: Sequence[int], rows: Mapping[int, PackedRow]) -> list[PackedRow]:
-    """Return rows with only the samples at ``places``."""
     runs: list[list[int]] = []
     for place in places:
         if runs and rows[runs[-1][0]] is rows[place]:

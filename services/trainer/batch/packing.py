@@ -41,9 +41,7 @@ class PackedRow:
     samples: tuple[Sample, ...]
     places: tuple[int, ...]
     temperature: float = 1.0
-    """Sampling temperature."""
     shares_prompt: bool = True
-    """Whether the prompt is computed once for all completions."""
 
     @property
     def prompts(self) -> int:
@@ -112,11 +110,9 @@ class MicroBatch:
     behavior_logprobs_N: Float32Array
     temperatures_N: Float32Array
     lengths_S: Int64Array
-    """Trained tokens of each sample."""
     places_S: Int64Array
     """The place of each sample in the batch."""
     flops: float = 0.0
-    """Of the forward pass, by the plan's model sizes."""
 
     @property
     def tokens(self) -> int:
@@ -199,7 +195,7 @@ def _spread(
     *,
     split: bool,
 ) -> list[list[PackedRow]]:
-    """Distribute ``rows`` over ``count`` chunks of even cost; return ``fitted`` if the cap prevents that."""
+    """Distribute ``rows`` over ``count`` chunks of even cost, else return ``fitted``."""
     chunks: list[list[PackedRow]] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     waiting = list(reversed(rows))

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Journal = tuple[tuple[JournalEntry, ...], ...]
-"""Groups of each step from a checkpoint to the ledger's step."""
+"""Groups of each step after a checkpoint."""
 _BACKOFF = Backoff(1.0, longest_s=30.0)
 
 
@@ -43,7 +43,6 @@ class Damage:
     """A checkpoint that cannot be loaded."""
 
     place: str
-    """Folder or URI."""
     step: int
     reason: str
 
@@ -57,9 +56,9 @@ class Choice:
 
     checkpoint: Checkpoint | None
     stored: StoredCheckpoint | None
-    """Where it was fetched from; None: it was in the folder."""
+    """None: it was in the folder."""
     journal: Journal | None
-    """None: the journal lacks steps between the checkpoint and the ledger."""
+    """None if incomplete."""
     damages: tuple[Damage, ...]
     """Newer checkpoints, newest first."""
 
@@ -128,8 +127,6 @@ class Candidates:
     async def _journal(self, checkpoint: Checkpoint | None) -> Journal | None:
         return () if self._status is None else await journal_after(self._ledger, checkpoint, self._status)
 
-    # ---------------------------------------------------------------- the folder
-
     async def _newest_of_folder(self) -> Checkpoint | None:
         named = {where for v, where in (await self._ledger.checkpoints()).items() if v not in self._revoked}
         folders = {Path(where) for where in named if Path(where).parent == self._root}
@@ -148,15 +145,12 @@ class Candidates:
         return None
 
     def _is_ahead(self, step: int) -> bool:
-        """Whether a step is after the ledger's: the bus came back with older data."""
+        """Whether a step is after the ledger's: the bus has older data."""
         return self._status is not None and step > self._status.step
-
-    # ---------------------------------------------------------------- the store
 
     async def _newest_of_store(
         self, store: CheckpointStore, local: Checkpoint | None
     ) -> tuple[Checkpoint, StoredCheckpoint] | None:
-        """Fetch and return the newest intact stored checkpoint newer than ``local``."""
         stored = [one for one in await self._ask(store.whole) if one.state.version not in self._revoked]
         for name, why in sorted(store.unreadable.items()):
             reason = f"the manifest of {name} in {store.uri} is refused: {why}"
@@ -178,7 +172,6 @@ class Candidates:
         await tell(self._bus, "trainer", "stored checkpoint damaged", f"{detail}: the next older one is tried")
 
     async def _ask(self, work: Callable[[], T]) -> T:
-        """Return the store's answer; retry while it is away."""
         failures = 0
         while True:
             try:

@@ -32,7 +32,6 @@ from shared.files import durable
 from shared.settings import PolicySettings
 
 MARKER = "state.json"
-"""Makes a folder a checkpoint."""
 _DIGEST = "sha256"
 """SHA-256 of the marker's other fields, except the signature."""
 _MOST_READERS = 8
@@ -46,7 +45,7 @@ class Checkpoint:
     folder: Path
     state: CheckpointState
     files: tuple[CheckpointFile, ...] = ()
-    """All files but ``state.json``; empty in old checkpoints without digests, which cannot be verified."""
+    """All but ``state.json``; empty in old, unverifiable checkpoints."""
 
 
 def beside(root: Path, step: int) -> Path:
@@ -103,9 +102,6 @@ def digest(path: Path) -> CheckpointFile:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return CheckpointFile(path.name, os.fstat(file.fileno()).st_size, sha256)
-
-
-# ---------------------------------------------------------------- find and verify
 
 
 def find(root: Path) -> list[Checkpoint]:

@@ -16,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from shared.bus.messages import PolicyVersion
 
 MOST_BYTES = 16 << 20
-"""Largest accepted marker or manifest."""
 _NAME = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,3}", re.ASCII)
 _MOST = 10**12
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -39,24 +38,21 @@ class CheckpointState:
     step: int
     version: PolicyVersion
     cursor: int
-    """Prompts admitted so far: where the dataset continues if the bus is lost."""
+    """Prompts admitted; the dataset continues here if the bus is lost."""
     journal_entry: str
-    """Last journal entry in the weights; "" before the first."""
+    """Last one in the weights; "" before the first."""
     ranks: int
     zero_stage: int
     random_state: str = ""
     """Unused; in old checkpoints."""
     position: int | None = None
-    """Dataset position of the first untrained prompt; None (old checkpoints): ``cursor``."""
+    """First untrained prompt in the dataset; None (old checkpoints): ``cursor``."""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Outcomes of the run's groups."""
     kl_coefficient: float | None = None
-    """Adaptive cost per nat of divergence from the reference."""
     adapter_of: str = ""
-    """The adapters' base, rank and scale; the base is not in the checkpoint."""
+    """The adapters' base, rank and scale."""
     settings_revision: int = 0
     live_values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Live settings' revision and their differences from the run's file."""
 
 
 _STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)

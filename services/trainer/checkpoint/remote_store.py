@@ -125,8 +125,6 @@ class CheckpointStore:
     def _uri(self, name: str) -> str:
         return f"{self.uri}{_FOLDER}{name}"
 
-    # ---------------------------------------------------------------- write
-
     def put(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, int]:
         """Upload a complete checkpoint; return it and the bytes sent (0 if stored already). Resumes interrupted
         uploads.
@@ -157,7 +155,7 @@ class CheckpointStore:
         return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s), sent_bytes
 
     def _finish(self, name: str, files: tuple[CheckpointFile, ...], manifest: bytes) -> float:
-        """Write the manifest if all files have their full length; return the time."""
+        """Write the manifest if all files are complete; return the time."""
         there = self._objects.list(f"{_FOLDER}{name}/")
         for one in files:
             found = there.get(f"{_FOLDER}{name}/{one.name}")
@@ -171,8 +169,6 @@ class CheckpointStore:
         for path in _files(folder):
             self._objects.upload(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
         return sum(path.stat().st_size for path in _files(folder))
-
-    # ---------------------------------------------------------------- fetch
 
     def fetch(self, stored: StoredCheckpoint, root: Path) -> Checkpoint:
         """Download a checkpoint to ``root``, completed by one rename; resumes earlier fetches.
@@ -224,8 +220,6 @@ class CheckpointStore:
         if (sha256 := digest(path).sha256) != file.sha256:
             path.unlink()
             raise WeightsError(f"expected SHA-256 {file.sha256} of {file.name} in {stored.uri}, found {sha256}")
-
-    # ---------------------------------------------------------------- delete
 
     def delete(self, stored: StoredCheckpoint) -> None:
         """Delete a checkpoint, its manifest first."""

@@ -111,7 +111,6 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Turn errors into StoreError."""
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 

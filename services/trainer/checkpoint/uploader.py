@@ -47,7 +47,7 @@ async def in_thread(work: Callable[[], T]) -> T:
             result = work()
         except BaseException as raised:  # noqa: BLE001 (the outermost edge of this thread; the caller raises it)
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="object storage", daemon=True).start()
@@ -62,9 +62,8 @@ class Upload:
     kind: str
     folder: Path
     copy: Callable[[], Awaitable[int]]
-    """Uploads it, resuming an earlier attempt; returns the bytes sent. May raise StoreError."""
+    """Resumable; returns the bytes sent. May raise StoreError."""
     is_there: Callable[[], bool]
-    """Whether it still exists."""
 
 
 class Uploader:
@@ -118,7 +117,7 @@ class Uploader:
             self._changed.set()
 
     async def _copy(self, job: Upload) -> bool:
-        """Return whether the job is done; else it was replaced, or the process ends."""
+        """Return whether the job is done, not replaced or cancelled."""
         while job.is_there():
             started_s = time.perf_counter()
             try:

@@ -47,9 +47,8 @@ class Exporter:
         self._settings = settings
         self._me = uuid.uuid4().hex
         self._lost: set[int] = set()
-        """Orders that another trainer took from this one."""
         self.reading = ""
-        """Folder or URI of the checkpoint being read; cleanup spares the folder."""
+        """Checkpoint being read, a folder (spared by cleanup) or URI."""
 
     async def run(self) -> None:
         """Make exports in the order of their numbers, forever."""
@@ -75,7 +74,6 @@ class Exporter:
         await tell(self._bus, "trainer", name, f"version {order.version}: {answer.folder or answer.detail}")
 
     async def _make(self, order: ExportRequest) -> ExportResult | None:
-        """Return the result, or None if the order is no longer ours."""
         folder = export_folder(self._settings, order.version, adapter=order.adapter).absolute()
         record = await self._ledger.policy(order.version)
         step = 0 if record is None else record.step
@@ -143,7 +141,6 @@ async def _reap(process: Process) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment without rank, GPU or the run's secrets."""
     kept = {
         name: value for name, value in os.environ.items() if name not in _OF_A_RANK and not name.startswith("PENSTOCK_")
     }
@@ -168,7 +165,6 @@ def _ending(code: int, said: str, wrong: str) -> ExportResult:
 
 
 def _clear_unfinished(exports: Path) -> None:
-    """Create the exports folder, and clear partial exports."""
     exports.mkdir(parents=True, exist_ok=True)
     for unfinished in exports.glob(".*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)

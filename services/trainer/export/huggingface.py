@@ -47,7 +47,7 @@ class Exported:
     version: int
     step: int
     source: str
-    """Folder of a snapshot or checkpoint, or ``policy.model``."""
+    """Snapshot, checkpoint, or ``policy.model``."""
     folder: str
     adapter: bool
 
@@ -124,9 +124,6 @@ def _refusal(settings: Settings, version: PolicyVersion, known: Collection[Polic
     )
 
 
-# -------------------------------------------------------------------- where versions are
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
     name: str
@@ -136,10 +133,7 @@ class _Source:
 def _sources(
     settings: Settings, wanted: PolicyVersion, known: str, *, adapter: bool
 ) -> dict[PolicyVersion, list[_Source]]:
-    """Return each version's sources, best first, without reading weights; the checkpoint ``known`` also holds
-    ``wanted``.
-
-    """
+    """Return each version's sources, best first; the checkpoint ``known`` also holds ``wanted``."""
     found: dict[PolicyVersion, list[_Source]] = defaultdict(list)
     for version, folder in committed(settings.snapshot_folder):
         if not adapter or (folder / _ADAPTER).is_file():
@@ -154,7 +148,7 @@ def _sources(
 
 
 def _stored_sources(settings: Settings, version: PolicyVersion, known: str) -> Iterator[_Source]:
-    """Yield object storage's sources of a version, perhaps ``known``; queries it lazily."""
+    """Yield object storage's sources, lazily."""
     if (store := open_store(settings)) is None:
         return
     for one in store.whole():
@@ -183,9 +177,6 @@ def _of_checkpoint(found: local_store.Checkpoint, settings: Settings) -> Found:
         return Found(found.state.step, tensors)
     factors = {adapters.file_name(name): tensor for name, tensor in tensors.items() if adapters.is_factor(name)}
     return Found(found.state.step, factors, adapter=True)
-
-
-# -------------------------------------------------------------------- writing
 
 
 def _write(found: Found, settings: Settings, folder: Path, *, adapter: bool) -> None:

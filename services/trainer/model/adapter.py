@@ -48,9 +48,8 @@ class Update:
     scale: float
     """alpha / r."""
     experts: int = 1
-    """Experts in a three-dimensional weight."""
     transposed: bool = False
-    """Whether the weight is stored as (…, in, out)."""
+    """Stored as (…, in, out)."""
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -105,7 +104,7 @@ def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_
 
 
 def _reason_to_refuse(model: Any, zero_stage: int, published_alone: bool) -> str:
-    """Return why the adapters cannot be trained or published, with the setting to change; else ""."""
+    """Return why the adapters cannot be trained or published, else ""."""
     change = "change policy.lora.target_modules"
     if unpublished := _unpublished(model):
         return f"{unpublished} would be trained, but does not change any weight that is published on its own: {change}"
@@ -124,9 +123,7 @@ def _reason_to_refuse(model: Any, zero_stage: int, published_alone: bool) -> str
 
 
 def _unpublished(model: Any) -> str:
-    """Return a trained parameter that :func:`updates` cannot merge into exactly one weight (tied ones included); else
-    "".
-    """
+    """Return a trained parameter that :func:`updates` cannot merge into exactly one weight, else ""."""
     owners = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     own = {name for name, parameter in model.named_parameters() if owners.count(id(parameter)) == 1}
     covered = {id(factor) for name, update in updates(model).items() if name in own for factor in update.factors}
@@ -161,7 +158,6 @@ def updates(module: nn.Module) -> dict[str, Update]:
 
 
 def _base_path(path: str, layer: Any) -> str:
-    """Return the path of the module inside the (perhaps nested) wrappers at ``path``."""
     while hasattr(layer, "base_layer"):
         path, layer = f"{path}.base_layer", layer.base_layer
     return path

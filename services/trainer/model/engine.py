@@ -36,7 +36,7 @@ from shared.settings import Settings
 _TAG = "engine"
 _READ_FROM_OUTSIDE = frozenset({"dt_proj"})
 _GATHER_BYTES = 256 << 20
-"""Weights gathered at a time, about, at ZeRO stage 3."""
+"""Bytes of weights gathered at a time at ZeRO stage 3."""
 
 
 def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
@@ -46,7 +46,7 @@ def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextl
         return place
     found: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(
         dtype=dtype,
-        mem_efficient_linear=False,  # the engine decides that
+        mem_efficient_linear=False,
     )
     return found
 
@@ -145,7 +145,7 @@ class TrainingEngine:
         return float(norm) if norm is not None else 0.0
 
     def _step_plainly(self) -> float:
-        """Step without ZeRO in float32, where DeepSpeed does not check the norm; gradients are whole on every rank."""
+        """Step in float32 without ZeRO: gradients are whole, and DeepSpeed does not check the norm."""
         gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
         norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm()) if gradients else 0.0
         if not math.isfinite(norm):
@@ -325,7 +325,7 @@ def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
 def _merged_parts(folder: Path) -> dict[str, Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with contextlib.redirect_stdout(sys.stderr):  # it prints
+    with contextlib.redirect_stdout(sys.stderr):
         merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
     return merged
 
@@ -337,9 +337,9 @@ def _whole_weights(folder: Path) -> dict[str, Tensor]:
 
 
 class _Writer:
-    """Records storage errors instead of raising between two of DeepSpeed's barriers, where other ranks would hang.
+    """Records storage errors: raising between DeepSpeed's barriers would hang other ranks.
 
-    It also computes each file's digest while the file is in the page cache.
+    Also computes each file's digest while it is in the page cache.
     """
 
     def __init__(self, checkpoint_engine: Any) -> None:
@@ -359,12 +359,11 @@ class _Writer:
         try:
             self._write(state_dict, path)
             self.files[Path(path)] = digest(Path(path))
-        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
+        except (OSError, RuntimeError) as error:
             self.error = f"{path}: {error}".splitlines()[0]
 
 
 def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
-    """Split into runs of about ``_GATHER_BYTES``."""
     group: list[Published] = []
     held_bytes = 0
     for part in parts:
@@ -379,9 +378,7 @@ def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
 
 
 def _gather_with_parents(policy: nn.Module) -> None:
-    """Have DeepSpeed gather, with a recurrent layer's own weights, those that it reads from modules which it never
-    calls.
-    """
+    """Gather with a recurrent layer the weights that it reads from submodules without calling them."""
     import deepspeed
 
     for layer in policy.modules():
@@ -392,7 +389,7 @@ def _gather_with_parents(policy: nn.Module) -> None:
 
 
 def _check_the_norm_alone(optimizer: Any) -> None:
-    """Check only the norm for finiteness: DeepSpeed checks each gradient first, in seven kernels each."""
+    """Skip DeepSpeed's finiteness check of each gradient (seven kernels each); the norm suffices."""
     optimizer.check_overflow = lambda **_: None
 
 
@@ -415,7 +412,7 @@ def _import_deepspeed(device: str) -> Any:
         from deepspeed import ops
 
     if device == "cpu":
-        # Otherwise an all-reduce through shared memory would be compiled at run time.
+        # would be compiled at run time
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     pickles.restrict_loading()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -425,8 +422,7 @@ def _import_deepspeed(device: str) -> Any:
 def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
-    # DeepSpeed's linear layer keeps no whole weight until the backward pass, but makes checkpointing compute a layer's
-    # last product again. Checkpointed layers keep no weight anyway.
+    # DeepSpeed's linear layer saves memory only without checkpointing, where it also repeats a layer's last product.
     linear = {"memory_efficient_linear": keeps_all}
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":

@@ -52,7 +52,6 @@ class ForwardPasses:
         self._attempts = 0
         self.misfits: list[Misfit] = []
         self.left_out = 0
-        """Samples of this rank that did not fit alone."""
 
     def results(
         self, inputs: list[LossInputs], rows: Mapping[int, PackedRow], work: Callable[[LossInputs], T]
@@ -93,7 +92,7 @@ class ForwardPasses:
         return {"micro_batch_splits": float(len(self.misfits)), "dropped_out_of_memory": float(left_out)}
 
     def _attempt(self, work: Callable[[], T]) -> tuple[T | None, bool]:
-        """Return the result of ``work``, or None if any rank is short of memory; and whether this rank has enough."""
+        """Return the result of ``work``, or None if any rank is short of memory; and whether this rank fits."""
         attempt, self._attempts = self._attempts, self._attempts + 1
         ranks = self._repeated.get(attempt, ())
         result = None

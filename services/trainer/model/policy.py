@@ -63,7 +63,6 @@ class Policy(nn.Module):
         self._fused_logits = fused_logits
         self._logits: LogitsType = logits
         self.keeps_logits = False
-        """Whether logits are kept for the backward pass, not recomputed."""
         projection(model.get_output_embeddings(), logits)  # fails now rather than at the first batch
         self._transform = logits_transform(model)
 
@@ -132,7 +131,7 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
         TypeError,
         AttributeError,
         RuntimeError,
-    ) as error:  # any model's code
+    ) as error:
         raise SettingsError(
             f"expected a Hugging Face causal model in {settings.model!r}, found: {str(error).strip()}: change policy.model"
         ) from error

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _USED = 0.85
-"""Share of the memory available to this process that the forecast may use."""
+"""Usable share of the available memory."""
 _GROWTH = 4
 _RESERVE = 1.1
-"""Safety factor on a layer's bytes, as attention copies keys."""
+"""As attention copies keys."""
 
 
 def enable(model: Any, setting: bool | str, device: str) -> None:
@@ -43,11 +43,10 @@ class Usage:
     """Memory needed so far on a rank, in bytes, and tokens of the largest forward pass."""
 
     lasting: int
-    """Needed between steps: weights, optimizer, reference."""
     peak: int
     tokens: int
     available: int
-    """Available to this process, including what it holds."""
+    """Including what this process holds."""
 
     def free(self, most_tokens: int) -> int:
         """Return the bytes that a forward pass of ``most_tokens`` would leave; negative if it does not fit."""
@@ -130,7 +129,7 @@ class Recomputation:
 
 
 def _agreed(kept: Kept, device: torch.device) -> Kept:
-    """Return the minimum over ranks: at ZeRO stage 3 all gather weights in the same order."""
+    """Return the minimum over ranks, which must gather alike at ZeRO stage 3."""
     if dist.get_world_size() == 1:
         return kept
     least = torch.tensor([kept.layers, int(kept.logits)], dtype=torch.int64, device=device)
@@ -151,7 +150,7 @@ def _computed_again(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Keeping:
-    """Runs a layer instead of torch's checkpointing; measures what it keeps the first time."""
+    """Replaces torch's checkpointing of a layer; measures what it keeps."""
 
     def __init__(self, layer: nn.Module, sharded: bool, note: Callable[[int], None]) -> None:
         self._weights: Sequence[nn.Parameter] = list(layer.parameters())
@@ -185,8 +184,6 @@ class _Keeping:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PartOfWeight:
-    """A view of a weight, resolved when needed."""
-
     weight: nn.Parameter
     shape: torch.Size
     stride: tuple[int, ...]

@@ -27,7 +27,6 @@ _EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k",
 )  # fmt: skip
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "linear_out")
-"""Names of an attention module's last linear layer."""
 
 
 def measure(model: Any) -> ModelSizes:
@@ -45,7 +44,6 @@ def measure(model: Any) -> ModelSizes:
 
 
 def _matrices(decoder: nn.Module, output: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Yield name, shape and size of each matrix, once per use by a layer."""
     for path, module in decoder.named_modules(remove_duplicate=False):
         if module is output or isinstance(module, nn.Embedding):
             continue
@@ -55,7 +53,7 @@ def _matrices(decoder: nn.Module, output: nn.Module) -> Iterator[tuple[str, tupl
 
 
 def _active_share(name: str, shape: tuple[int, ...], config: Any) -> float:
-    """Return a matrix's share of multiplied weights per token: below 1 for experts."""
+    """Return the share of a matrix used per token: below 1 for experts."""
     experts = _setting(config, _EXPERTS)
     of_experts = any(part.endswith("experts") and "shared" not in part for part in name.split("."))
     stacked = len(shape) == 3 and shape[0] == experts and "conv" not in name
@@ -70,7 +68,7 @@ def _active_share(name: str, shape: tuple[int, ...], config: Any) -> float:
 
 
 def _setting(config: Any, names: tuple[str, ...]) -> float:
-    """Return the first of ``names`` in the configuration, else 0; per-layer lists are averaged."""
+    """Return the first configured of ``names``, averaged over layers, else 0."""
     for holder in (config, getattr(config, "ffn_config", None)):
         for name in names:
             if value := getattr(holder, name, None):
@@ -79,7 +77,6 @@ def _setting(config: Any, names: tuple[str, ...]) -> float:
 
 
 def _attention_width(module: Any, config: Any) -> int:
-    """Return heads · (size of a query + size of a value) / 2, or 0 without attention."""
     output = next((getattr(module, name) for name in _OUTPUTS if hasattr(getattr(module, name, None), "weight")), None)
     if not hasattr(module, "is_causal") and (output is None or not hasattr(module, "num_key_value_groups")):
         return 0
@@ -88,19 +85,19 @@ def _attention_width(module: Any, config: Any) -> int:
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", 1)
     values = heads * (value or config.hidden_size // heads) if output is None else _shape(output.weight)[-1]
     if value:
-        heads = values // value  # layers may differ
+        heads = values // value
     query = getattr(module, "qk_head_dim", None) or head
     return int((heads * query if query else values) + values) // 2
 
 
 def _window(module: Any, config: Any) -> int:
-    """Return a module's attention window in tokens, itself included; 0: no limit."""
+    """Return an attention window in tokens, or 0."""
     by_layer = hasattr(module, "sliding_window") or getattr(config, "layer_types", None)
     return int(getattr(module if by_layer else config, "sliding_window", None) or 0)
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # whole, even if partitioned
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _numel(parameter: Any) -> int:

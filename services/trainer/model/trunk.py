@@ -123,7 +123,6 @@ class Trunk:
 
     @property
     def _sharded(self) -> bool:
-        """Whether weights are partitioned (ZeRO stage 3), so that every module call gathers."""
         return any(hasattr(parameter, "ds_id") for parameter in self._module.parameters())
 
 

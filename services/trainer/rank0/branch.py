@@ -22,13 +22,11 @@ class Branch:
         self._ledger = Ledger(bus)
         self._epoch = 0
         self.newest: PolicyVersion | None = None
-        """Newest version of any branch; determines the next number."""
+        """Of any branch; determines the next number."""
         self.tip: PolicyVersion | None = None
         """Parent of the next version: the newest one, or the target of a rollback."""
         self.revision = 0
-        """Live settings' revision of the newest step."""
         self.steps: dict[PolicyVersion, int] = {}
-        """Committed steps at each version."""
 
     async def take_epoch(self) -> None:
         """Fence off earlier trainers, and this one's state from before a rollback."""

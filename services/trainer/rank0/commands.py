@@ -17,7 +17,7 @@ from shared.bus import wire
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
 
 TURN_S = 2.0
-"""Maximum wait of rank 0, for a batch or a checkpoint, before it sends IDLE or WAIT."""
+"""Rank 0's maximum wait before it sends IDLE or WAIT."""
 
 
 class CommandKind(IntEnum):
@@ -27,13 +27,10 @@ class CommandKind(IntEnum):
     LOAD = 1
     REPLAY = 2
     TRAIN = 3
-    """Make a step and publish its weights, to be committed afterwards."""
     STOP = 4
     CHECKPOINT = 5
     WAIT = 6
-    """Do nothing: rank 0 looks for a checkpoint."""
     TRY = 7
-    """Run one suspect group without training."""
     PUBLISH = 8
     EXPORT = 9
 
@@ -46,17 +43,13 @@ class Command:
     folder: str = ""
     payloads: tuple[bytes, ...] = ()
     groups: tuple[Experience, ...] = ()
-    """The decoded payloads; other ranks decode them themselves."""
     lags: tuple[int, ...] = ()
     """In steps."""
     learning_rate: float = 0.0
-    """Peak learning rate of this step (a live setting)."""
+    """Peak of this step."""
     plan: StepPlan | None = None
-    """For a REPLAY, the original step's plan, if known."""
     version: PolicyVersion | None = None
-    """Published version."""
     state: CheckpointState | None = None
-    """Contents of a checkpoint besides weights and optimizer."""
 
 
 def share(command: Command | None, device: torch.device) -> Command:

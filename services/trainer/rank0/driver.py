@@ -48,7 +48,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CLOSE_S = 10.0
-"""For the rest of an orderly shutdown when uploads are abandoned."""
 _LOGGED = ("reward_mean", "kl_mean", "entropy", "lag_mean", "samples_per_s")
 
 
@@ -69,9 +68,9 @@ class Driver:
         self._opening = Opening(context, self._branch, self._retention)
         self._step = 0
         self._is_open = self._is_ready = False
-        """Whether the ranks are at the ledger's step, and whether their version is published."""
+        """Whether the ranks have the ledger's step, and have published it."""
         self._is_new = self._differs = False
-        """Whether the step is in no checkpoint, and whether a replay was not bit-identical."""
+        """Whether the step is in no checkpoint, and whether a replay differed."""
         self._filling: asyncio.Task[None] | None = None
         self._skipped = 0  # consecutive batches
         self._committed_s, self._commit_s = time.perf_counter(), 0.0
@@ -94,7 +93,7 @@ class Driver:
 
     async def _drive(self) -> None:
         storing, exporting = self._task(self._retention.run()), self._task(self._exporter.run())
-        finding = self._task(self._opening.find())  # while the model loads, so that damage is reported early
+        finding = self._task(self._opening.find())  # while the model loads, to report damage early
         model = await self._result(results.ModelLoaded)
         self._intake.vocabulary, self._intake.context_tokens = model.vocabulary, model.context_tokens
         while not self._context.stop.is_set():
@@ -132,10 +131,7 @@ class Driver:
         self._is_open = True
 
     def _leave(self) -> None:
-        """Reopen the run after a rollback."""
         self._is_open = self._is_ready = self._is_new = False
-
-    # ---------------------------------------------------------------- a turn
 
     async def _turn(self) -> None:
         can_train = not self._opening.stranded and self._step < self._settings.run.steps
@@ -195,7 +191,7 @@ class Driver:
             os.kill(os.getpid(), signal.SIGTERM)  # like a signal to this host
 
     async def _try(self, suspect: Taken) -> None:
-        """Run a group that was in a fatal batch alone; the bus has counted the attempt."""
+        """Run a suspect group alone; the bus has counted the attempt."""
         data, experience = suspect.delivery.data, suspect.experience
         try:
             await self._ask(Command(CommandKind.TRY, payloads=(data,), groups=(experience,)), Result)
@@ -208,12 +204,10 @@ class Driver:
         """Whether the bus is full and only a checkpoint would release the journal."""
         return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
 
-    # ---------------------------------------------------------------- a step
-
     async def _train(self, batch: list[Taken], learning_rate: float) -> None:
         groups = [taken.experience for taken in batch]
         self._context.status.state = "working"
-        self._branch.revision = self._live.revision  # the journal records the revision that applies to this step
+        self._branch.revision = self._live.revision  # for the journal
         await self._intake.note_batch(batch)
         self._mailbox.command(
             Command(
@@ -243,7 +237,7 @@ class Driver:
             await self._export()
 
     async def _commit(self, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
-        """Commit the batch and its version in one transaction; False, without change, after a rollback."""
+        """Commit the batch and its version in one transaction; False after a rollback."""
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= self._timing(made, figures, started_s - self._committed_s)
@@ -265,7 +259,7 @@ class Driver:
         return True
 
     def _timing(self, made: StepMade, figures: BatchFigures, step_s: float) -> dict[str, float]:
-        """Return seconds and rates; waiting for the previous commit is no wait for experience."""
+        """Return seconds and rates, without the wait for the previous commit."""
         phases = {**made.seconds, "commit": self._commit_s}
         phases["wait"] = max(0.0, phases.get("wait", 0.0) - self._commit_s)
         rates = {"tokens_per_s": figures.tokens / step_s, "samples_per_s": figures.samples / step_s}
@@ -276,7 +270,6 @@ class Driver:
         return {f"dropped_{reason}": float(left[reason]) for reason in ("stale", "fenced", "no_signal", "nonfinite")}
 
     async def _skip(self, batch: list[Taken], skipped: StepSkipped) -> None:
-        """Drop a batch; pause or stop the run if that cannot help."""
         await self._intake.discard(batch, "nonfinite", skipped.reason)
         await tell(self._bus, "trainer", "batch skipped", skipped.reason, groups=len(batch))
         if skipped.touched:
@@ -300,10 +293,7 @@ class Driver:
             log.error("run paused", extra={"reason": reason})
             await tell(self._bus, "trainer", "guard nonfinite", reason, guard="nonfinite", action="pause")
 
-    # ---------------------------------------------------------------- published weights
-
     async def _get_ready(self) -> None:
-        """Publish the ranks' weights as a new version, unless already available."""
         if self._differs or not await self._is_published():
             command = Command(CommandKind.PUBLISH, version=self._branch.next_version())
             published = await self._ask(command, results.Published)
@@ -320,7 +310,6 @@ class Driver:
             await self._export()
 
     async def _is_published(self) -> bool:
-        """Whether the ledger's newest version already has the ranks' weights, readable."""
         record = await self._branch.newest_of(self._step)
         if record is None or not outlives_the_process(self._settings):
             return False
@@ -335,8 +324,6 @@ class Driver:
     async def _note_published(self, record: PolicyRecord) -> None:
         self._context.status.version = record.version
         await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
-
-    # ---------------------------------------------------------------- checkpoints and the end
 
     async def _checkpoint_new(self) -> None:
         if not self._is_new:

@@ -36,12 +36,11 @@ from shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
-CONSUMER = "trainer"  # shared by all trainers of a run: a successor takes up pending entries at once
+CONSUMER = "trainer"  # shared by successive trainers, so that pending entries are taken up at once
 DYNAMIC_SAMPLING_ROUNDS = 10
-"""After this many batches without signal for one step, such groups are used, so that the run continues."""
+"""Batches without signal for one step after which such groups are used."""
 _PROMPT_READ_S = 0.2
 _ALONE_FROM = 2
-"""Deaths after which a group is tried alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,9 +62,7 @@ class Intake:
         self._held: dict[GroupId, Taken] = {}
         self._arrived = asyncio.Event()
         self.left: Counter[str] = Counter()
-        """Groups that left untrained since :meth:`take_left`, by reason."""
         self.vocabulary: int | None = None
-        """Number of token ids, if known."""
         self.context_tokens = 0
         """Longest sequence of the model; 0: any."""
         self._suspects: list[Taken] = []
@@ -75,7 +72,6 @@ class Intake:
 
     @property
     def _settings(self) -> Settings:
-        """Current settings: ``max_lag`` is live."""
         return self._live.settings
 
     async def fill(self) -> None:
@@ -156,7 +152,6 @@ class Intake:
         return {*self._held, *(taken.experience.group_id for taken in waiting)}
 
     def _check(self, experience: Experience) -> None:
-        """Raise MessageError for a group that does not fit this trainer's model and settings."""
         group = experience.group
         if group.prompt.purpose is not Purpose.TRAIN or len(group.prompt_token_ids) == 0:
             raise MessageError(
@@ -177,7 +172,7 @@ class Intake:
             )
 
     def _is_useless(self, experience: Experience) -> bool:
-        """Whether the group has no signal and is dropped; bounded per step, so that a run ends."""
+        """Whether to drop the group for lack of signal; bounded per step."""
         algorithm = self._settings.algorithm
         if not algorithm.dynamic_sampling:
             return False
@@ -186,7 +181,6 @@ class Intake:
         return not has_signal(shaped_rewards(experience, algorithm, self._settings.sampling.max_new_tokens))
 
     def _longest_tokens(self, experience: Experience) -> int:
-        """Return the longest indivisible row: prompt and longest sample or pair."""
         together = 2 if self._settings.algorithm.loss == "dpo" else 1
         lengths = sorted(len(sample.token_ids) for sample in experience.group.samples)
         return len(experience.group.prompt_token_ids) + sum(lengths[-together:])
@@ -225,7 +219,6 @@ class Intake:
         return left
 
     async def _sort_out(self, step: int) -> list[GroupId]:
-        """Drop stale and fenced groups and return fresh ones, ignoring arrivals meanwhile."""
         revoked = await self._ledger.revoked()
         max_lag = self._settings.algorithm.max_lag
         fresh: list[GroupId] = []
@@ -271,7 +264,6 @@ class Intake:
 
 
 def _check_standing(experience: Experience, standing: Standing) -> None:
-    """Raise MessageError if the bus does not know the group or version."""
     if not standing.admitted:
         raise MessageError(f"expected a group that was admitted, found one of the id {experience.group_id}")
     newest = experience.group.newest_version

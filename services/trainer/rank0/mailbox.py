@@ -23,8 +23,6 @@ class Mailbox:
         self._commands: queue.SimpleQueue[Command | Exception] = queue.SimpleQueue()
         self._results: asyncio.Queue[Result | Notice | BaseException] = asyncio.Queue()
 
-    # ---------------------------------------------------------------- training thread
-
     def receive(self) -> Command | None:
         """Wait for the next command; raise the driver's error."""
         command = self._commands.get()
@@ -35,8 +33,6 @@ class Mailbox:
     def send(self, result: Result | Notice | BaseException) -> None:
         """Send a result, or the error that ended training."""
         self._loop.call_soon_threadsafe(self._results.put_nowait, result)
-
-    # ---------------------------------------------------------------- event loop
 
     def command(self, command: Command) -> None:
         """Have every rank execute ``command``."""

@@ -29,9 +29,8 @@ class Opening:
         self._retention = retention
         self._begun = False
         self.loaded: Checkpoint | None = None
-        """The ranks' checkpoint; None: the initial policy."""
         self.stranded = False
-        """Whether the run cannot continue: a rollback's checkpoint cannot be loaded, or the run has ended."""
+        """Whether a rollback's checkpoint cannot be loaded, or the run has ended."""
 
     async def find(self) -> list[Command]:
         """Take the epoch and return the commands; may take as long as fetching a checkpoint."""

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 SEQUENCES = 4
 TOKENS = 16
-"""Length of each sequence."""
 PAST_WINDOW = 32
 MOST_TOKENS = 2048
 

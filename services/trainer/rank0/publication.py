@@ -35,9 +35,8 @@ log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
 _AGAIN_S = 1.0
-"""Grace period for pulls at shutdown."""
 _BUCKET_BYTES = 512 << 20
-"""Transfer size, unless a tensor is larger: few transfers, small enough to stage on a GPU."""
+"""Few transfers, small enough to stage on a GPU."""
 _NOTE = "newest_version"
 
 

@@ -84,7 +84,6 @@ class SelfTested:
     outcome: str
     figures: Mapping[str, float]
     reason: str
-    """Why sequences are not packed; "" if they are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

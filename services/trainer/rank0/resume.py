@@ -37,12 +37,11 @@ from shared.settings import Settings
 log = logging.getLogger(__name__)
 
 MOST_LOADS = 3
-"""Maximum loads of one rollback's checkpoint: less than the consecutive deaths that ``up`` allows."""
+"""Per rollback; less than the consecutive deaths that ``up`` allows."""
 _UNKNOWN_VERSIONS = 100_000
-"""Version numbers to skip if bus and folder were lost together."""
+"""Skipped if bus and folder were lost together."""
 _LOOK_S = 0.2
 _CANNOT_CONTINUE = "the run cannot continue: "
-"""Prefix of the pause reason of a run without anything to continue from."""
 _PAUSED_BEFORE = "; the run was paused before: "
 
 
@@ -52,14 +51,12 @@ class Resume:
 
     checkpoint: Checkpoint | None
     journal: Journal
-    """The groups of each step after the checkpoint."""
     status: RunStatus
     stored: StoredCheckpoint | None = None
-    """Where the checkpoint was fetched from, if it was."""
     went_back: bool = False
-    """Whether the run was rolled back to the checkpoint, which ended the trainer's epoch."""
+    """Whether the run was rolled back, which ended the trainer's epoch."""
     stranded: bool = False
-    """Whether nothing can be loaded: a rollback's checkpoint is damaged, or the run has ended."""
+    """Whether a rollback's checkpoint is damaged, or the run has ended."""
 
 
 async def find_resume(
@@ -113,27 +110,18 @@ async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
 
 
 async def _rollback(bus: Bus) -> tuple[str, str, str]:
-    """Return the current or last rollback's target, state and error; empty without one."""
     rollback = await current_rollback(bus)
     return ("", "", "") if rollback is None else (str(rollback.target), rollback.stage, rollback.unloadable)
 
 
 async def _give_up(bus: Bus, sentence: str) -> None:
-    """Report the current rollback's checkpoint as unloadable, for the coordinator to end it."""
+    """Have the coordinator end the rollback, as its checkpoint cannot be loaded."""
     log.error("checkpoint given up", extra={"detail": sentence})
     if (rollback := await current_rollback(bus)) is not None:
         await steer_rollback(bus, rollback.id, unloadable=sentence)
 
 
-# ---------------------------------------------------------------- go back
-
-
 async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice) -> Resume:
-    """Roll the run back to the chosen checkpoint, as the journal does not continue it.
-
-    Raises:
-        SettingsError: there is no checkpoint to go back to.
-    """
     while True:
         _, state, unloadable = await _rollback(bus)
         status = await ledger.status()
@@ -157,11 +145,10 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice)
         if answer == "ok":
             await _report_damage(bus, ledger, choice, lost)
             return Resume(choice.checkpoint, (), await ledger.status(), choice.stored, went_back=True)
-        await asyncio.sleep(_LOOK_S)  # moved, or a finished run with steps left: the coordinator reopens it
+        await asyncio.sleep(_LOOK_S)  # moved, or to be reopened by the coordinator
 
 
 async def _target(ledger: Ledger, choice: Choice, records: Sequence[PolicyRecord]) -> PolicyRecord | None:
-    """Return the newest version with the chosen checkpoint's weights, and record its checkpoint in the ledger."""
     if choice.checkpoint is None:
         return None
     known, revoked = await ledger.checkpoints(), await ledger.revoked()
@@ -177,15 +164,11 @@ async def _target(ledger: Ledger, choice: Choice, records: Sequence[PolicyRecord
     return target
 
 
-# ---------------------------------------------------------------- say what was lost
-
-
 def _why(choice: Choice) -> str:
     return "; ".join(map(str, choice.damages)) or "the journal does not hold the steps after its checkpoint"
 
 
 def _lost(choice: Choice, step: int | None = None) -> str:
-    """Describe the steps to train again, up to ``step`` or the newest damaged checkpoint."""
     start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
     end = max((one.step for one in choice.damages), default=start) if step is None else step
     return f"steps {start + 1} to {end} are trained again" if end > start else "nothing is lost"
@@ -215,7 +198,7 @@ def _set_aside(damage: Damage) -> str:
 
 
 async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
-    """Pause the run with ``sentence`` as its reason until a trainer can continue it; return it."""
+    """Pause the run until a trainer can continue it; return the reason."""
     status = await ledger.status()
     if not status.reason.startswith(sentence):
         _, mark, before = status.reason.partition(_PAUSED_BEFORE)
@@ -227,7 +210,7 @@ async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
 
 
 async def _unpause(ledger: Ledger, status: RunStatus) -> RunStatus:
-    """Undo :func:`_pause`: resume the run, or restore its earlier pause reason."""
+    """Undo :func:`_pause`."""
     if status.state is RunState.PAUSED and status.reason.startswith(_CANNOT_CONTINUE):
         _, mark, before = status.reason.partition(_PAUSED_BEFORE)
         state, reason = (RunState.PAUSED, before) if mark else (RunState.RUNNING, "its checkpoints were put back")

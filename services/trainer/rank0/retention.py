@@ -54,16 +54,14 @@ class Retention:
         self._uploader = Uploader(self._tell_failure) if self.store is not None else None
         self._relies_on_folder = self.store is None or self._options.counts == "written"
         self._naming = asyncio.Lock()
-        """Held while a ledger entry of a checkpoint is read and rewritten, by two tasks; see ``_same``."""
+        """Guards read-modify-write of ledger entries by two tasks."""
         self._same: dict[PolicyVersion, list[PolicyVersion]] = {}
-        """Later versions with the weights of a checkpoint that is not yet in the ledger, by its version."""
+        """By version of an unrecorded checkpoint, later versions of its weights."""
 
     async def run(self) -> None:
         """Copy checkpoints to object storage, forever; return at once without a store."""
         if self._uploader is not None:
             await self._uploader.run()
-
-    # ---------------------------------------------------------------- written
 
     async def describe(self, step: int, version: PolicyVersion, live: Live) -> CheckpointState:
         """Return the ledger state to store in a checkpoint of ``step``, whose newest version is ``version``."""
@@ -90,7 +88,7 @@ class Retention:
             await self._ledger.set_checkpoint(state.version, str(checkpoint.folder))
         for old in superfluous:
             if self._is_used(old.folder):
-                continue  # handled with the next one
+                continue
             if await self._ledger.forget_checkpoint(str(old.folder)):
                 await asyncio.to_thread(local_store.delete, old)
         if self._relies_on_folder and state.journal_entry:
@@ -99,7 +97,6 @@ class Retention:
         self._copy(checkpoint)
 
     def _is_used(self, folder: Path) -> bool:
-        """Whether the uploader or an export reads the checkpoint."""
         return str(folder) == self._reading() or (self._uploader is not None and self._uploader.uses(folder))
 
     async def note_failed(self, step: int, error: str) -> None:
@@ -148,8 +145,6 @@ class Retention:
         if self._uploader is not None and not await self._uploader.close(wait_s):
             log.warning("left before everything was stored", extra={"uri": self._options.uri})
 
-    # ---------------------------------------------------------------- stored
-
     def _copy(self, checkpoint: Checkpoint) -> None:
         store = self.store
         if store is None or self._uploader is None:
@@ -176,7 +171,7 @@ class Retention:
             usable = await self._usable(store)
             await self._trim_journal(usable)
             await self._clean(store, usable)
-        except StoreError as error:  # the next one does it
+        except StoreError as error:
             log.warning("object storage was not tidied", extra={"error": str(error)})
 
     async def _usable(self, store: CheckpointStore) -> list[StoredCheckpoint]:

@@ -18,7 +18,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.self_test.unmodified_model import sequences, unmodified
 
 _APART = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Largest relative difference (by norm) at which outputs count as equal."""
+"""Relative tolerance by norm."""
 
 
 def first(policy: Policy | Critic, rows: Sequence[PackedRow]) -> str:
@@ -44,7 +44,6 @@ def _kind(model: Any, name: str) -> str:
 
 
 def _places(rows: Sequence[PackedRow]) -> list[Any]:
-    """Return the positions of each sequence's tokens in the packed row, without its last."""
     found, start = [], 0
     for row in rows:
         prompt = np.arange(start, start + len(row.prompt_token_ids))
@@ -56,7 +55,7 @@ def _places(rows: Sequence[PackedRow]) -> list[Any]:
 
 
 def _outputs(model: Any, compute: Callable[[], Any], tokens: int) -> dict[str, Tensor]:
-    """Return the outputs (1 × ``tokens`` × D) of modules that run once, in the order in which they finish."""
+    """Return the outputs (1 × ``tokens`` × D) of modules that run once, in finishing order."""
     found, twice = dict[str, Tensor](), set[str]()
 
     def keep(name: str) -> Callable[..., None]:
@@ -81,5 +80,5 @@ def _outputs(model: Any, compute: Callable[[], Any], tokens: int) -> dict[str, T
 
 def _relative(found_TD: Tensor, reference_TD: Tensor) -> float:
     if found_TD.shape != reference_TD.shape:
-        return 0.0  # not comparable
+        return 0.0
     return float((found_TD - reference_TD).norm() / reference_TD.norm().clamp(min=1e-30))

@@ -59,14 +59,12 @@ _HALF_NATS, _HALF_GRADIENT = 0.05, 0.1
 _SPREADS, _MOST = 4.0, 0.5
 _HALF = (torch.bfloat16, torch.float16)
 _ROOM_BYTES = 4 << 30
-"""Left for activations and logits while weights are widened."""
 _SMALL = 1 << 16
 _DRAWS = 3
 _LONGEST_WINDOW = {"cpu": 160, "cuda": 1024}
 """Longest window that is tested, by device type."""
 _PROMPT_TOKENS = 140
 _COMPLETIONS = ((40, 1, 23), (12, 3))
-"""Tokens of each completion, by group."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "local_attention")
 
 
@@ -77,7 +75,7 @@ class Gap:
     max_nats: float
     mean_nats: float
     gradient: float
-    """Relative norm of the difference: the larger one of embeddings and parameters."""
+    """Relative norm, the larger one of embeddings and parameters."""
 
     def within(self, limit: "Gap") -> bool:
         """Whether every number is at most that of ``limit``; NaN is not."""
@@ -100,13 +98,10 @@ class SelfTestResult:
 
     of: str
     packing: str
-    """How sequences go through the model from now on."""
     reason: str
-    """Why ``auto`` did not choose rows; else ""."""
     gap: Gap
     limit: Gap
     widened: Gap | None
-    """Gap of a half-precision model with weights in float32; None if not compared."""
     seconds: float
 
     @property
@@ -123,9 +118,7 @@ class SelfTestResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Logprobs (N; for a critic, flat hidden states), and gradients of embeddings (K × D, by distinct token) and small
-    parameters.
-    """
+    """Logprobs or hidden states (N), and gradients of embeddings (K × D) and small parameters."""
 
     logprobs_N: Tensor
     embeddings_KD: Tensor
@@ -170,11 +163,6 @@ def _plain(policy: Subject, rows: Sequence[PackedRow]) -> Tensor:
 
 
 def _chosen(policy: Subject, packing: Packing, seed: int, trial: "_Trial") -> "_Trial":
-    """Return ``trial`` if it passed, else one without packing if ``packing`` allows it.
-
-    Raises:
-        SettingsError: no trial passes.
-    """
     if not trial.passed and packing == "auto" and policy.trunk.packing == "rows":
         policy.trunk.fall_back(_explain(policy, trial))
         trial = _best(policy, seed)
@@ -187,10 +175,7 @@ def _chosen(policy: Subject, packing: Packing, seed: int, trial: "_Trial") -> "_
 
 
 def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None:
-    """Return the gap of a half-precision model with weights in float32, and choose the packing by it.
-
-    None if memory is short, or if something does not run in float32.
-    """
+    """Compare a half-precision model in float32, and choose the packing; None if that is not possible."""
     narrow = [tensor for tensor in (*policy.parameters(), *policy.buffers()) if tensor.dtype in _HALF]
     if not narrow or not _has_room(narrow):
         return None
@@ -207,7 +192,6 @@ def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None
 
 
 def _has_room(narrow: Sequence[Tensor]) -> bool:
-    """Return whether every rank has memory for ``narrow`` in float32."""
     more = sum(tensor.numel() * (4 - tensor.element_size()) for tensor in narrow)
     largest = max(tensor.numel() for tensor in narrow) * 4
     on_gpu = narrow[0].is_cuda
@@ -220,7 +204,7 @@ def _has_room(narrow: Sequence[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def _widened(narrow: Sequence[Tensor]) -> Iterator[None]:
-    """Hold ``narrow`` in float32 within the block; widening and narrowing again changes no number."""
+    """Hold ``narrow`` in float32 within the block, exactly."""
     dtypes = [tensor.dtype for tensor in narrow]
     try:
         for tensor in narrow:
@@ -235,13 +219,10 @@ def _widened(narrow: Sequence[Tensor]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Trial:
-    """Result of one draw of tokens."""
-
     rows: Sequence[PackedRow]
     gap: Gap
     limit: Gap
     failure: str
-    """Error of the policy; else ""."""
 
     @property
     def passed(self) -> bool:
@@ -251,8 +232,7 @@ class _Trial:
 def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = False) -> _Trial:
     """Return the first trial that passes, else the last of ``_DRAWS``; the same on every rank.
 
-    If two experts score alike, rounding decides the routing, so a correct policy may fail one draw; wrong packing fails
-    all.
+    Rounding may change the routing of two equal experts in one draw; wrong packing fails all.
     """
     for number in range(_DRAWS):
         rows = draw(policy.model, next(policy.parameters()).device, seed + number)
@@ -267,7 +247,6 @@ def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = F
 
 
 def _least(policy: Subject, *, widened: bool) -> Gap:
-    """Return the gap that is always allowed."""
     if widened:
         return Gap(math.inf, _WIDENED_NATS, _WIDENED_GRADIENT)
     half = any(parameter.dtype in _HALF for parameter in policy.parameters())
@@ -275,7 +254,7 @@ def _least(policy: Subject, *, widened: bool) -> Gap:
 
 
 def _limit(policy: Subject, trial: _Trial, reference: _Numbers) -> Gap:
-    """Return the allowed gap, given how far a rounding of the embeddings moves the unmodified model."""
+    """Return the allowed gap, given the effect of rounding the embeddings."""
     if trial.limit.max_nats < math.inf:
         return trial.limit
     with unmodified(policy.model):
@@ -333,14 +312,13 @@ def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int
 
 @contextlib.contextmanager
 def _undisturbed(policy: Subject) -> Iterator[None]:
-    """Preserve random generators and gradients, and switch off dropout in adapters."""
     devices = [torch.cuda.current_device()] if next(policy.parameters()).is_cuda else []
     with torch.random.fork_rng(devices), without_dropout(policy):
         yield
 
 
 def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> _Numbers:
-    """Return what the unmodified model computes; refuse it unless it is, or is known to be, ``causal``."""
+    """Return the unmodified model's numbers; refuse it if not ``causal``."""
     device, model = next(policy.parameters()).device, policy.model
     half = any(parameter.dtype in _HALF for parameter in policy.parameters())
     try:
@@ -363,7 +341,6 @@ def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> _
 
 
 def _attempt(policy: Subject, rows: Sequence[PackedRow], reference: _Numbers) -> tuple[Gap, str]:
-    """Return the gap on the worst rank, and what failed, if anything."""
     gap, failure = _BROKEN, ""
     try:
         gap = _gap(_numbers(policy, rows, lambda: _packed(policy, rows)), reference)
@@ -375,7 +352,7 @@ def _attempt(policy: Subject, rows: Sequence[PackedRow], reference: _Numbers) ->
 
 
 def _worst(gap: Gap, device: torch.device) -> Gap:
-    """Return the largest gaps over all ranks; NaN counts as infinite."""
+    """Return the maximum over ranks; NaN counts as infinite."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return gap
     numbers = torch.tensor(dataclasses.astuple(gap), dtype=torch.float32, device=device).nan_to_num(
@@ -386,7 +363,7 @@ def _worst(gap: Gap, device: torch.device) -> Gap:
 
 
 def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounded: bool = False) -> _Numbers:
-    """Return the result of ``compute`` and its gradients; ``rounded``: with embeddings moved by one rounding."""
+    """Return the result of ``compute`` and its gradients; ``rounded``: for rounded embeddings."""
     model = policy.model
     small = {
         name: parameter
@@ -417,7 +394,7 @@ def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounde
 
 
 def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence[PackedRow]) -> Tensor:
-    """Return the sum of the gradients of each distinct token of ``rows`` (K × D, float32)."""
+    """Return the summed gradient of each distinct token (K × D, float32)."""
     distinct = np.unique(
         np.concatenate([np.r_[row.prompt_token_ids, *[one.token_ids for one in row.samples]] for row in rows])
     )

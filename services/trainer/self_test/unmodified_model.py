@@ -96,7 +96,7 @@ def sees_ahead_nats(model: Any, row: PackedRow, device: torch.device) -> float:
 
 
 def _all_logprobs(model: Any, ids: Int64Array, row: PackedRow, device: torch.device) -> Tensor:
-    """Return the logprobs of the whole vocabulary from the last prompt token on (T × vocabulary, float32)."""
+    """Return logprobs from the last prompt token on (T × vocabulary, float32)."""
     output = model(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False)
     logits_TV: Tensor = output.logits[0, len(row.prompt_token_ids) - 1 :].float()
     return torch.log_softmax(logits_TV / row.temperature, dim=-1)

@@ -59,7 +59,6 @@ _HARMLESS = frozenset(
         "logits_to_keep",
     ]
 )
-"""Arguments without effect on the result."""
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "deterministic": (True, False)}
 """Allowed values of other arguments, besides None."""
 
@@ -84,9 +83,7 @@ class PackedLayout:
         self._rectangles: dict[tuple[Pattern, bool], tuple[list[Rectangle], Tensor]] = {}
         self._ragged: dict[bool, Ragged] = {}
         self.used = 0
-        """Number of layers that attended through it."""
         self.longest = int((segments.prompt_lengths_K + segments.lengths_K).max())
-        """Tokens of the longest sequence."""
         self.positions_T = positions(segments, device)
 
     def attend(
@@ -152,16 +149,13 @@ def runs_varlen(query: Tensor, size: int) -> bool:
     return "window_size" in parameters_of(varlen_attn)
 
 
-# ---------------------------------------------------------------- transformers' interfaces
-
-
 class PackedMask:
     """A layer's mask for a packed row; a model that computes with it cannot be packed."""
 
     __slots__ = ("layout", "pattern")
     layout: PackedLayout
     pattern: Pattern | None
-    """None: unknown; an error only if a layer uses it (Qwen2-MoE makes an unused window of 0 tokens)."""
+    """None: unknown, an error only if used (Qwen2-MoE has an unused window of 0 tokens)."""
 
     def __init__(self, layout: PackedLayout, pattern: Pattern | None) -> None:
         self.layout, self.pattern = layout, pattern
@@ -210,10 +204,7 @@ def see(
 def _read(
     mask_function: Callable[..., Any], local_size: int | None, longest: int, device: torch.device
 ) -> Pattern | None:
-    """Return the pattern that agrees with ``mask_function`` around its edges or at positions of all magnitudes, or
-    None.
-
-    """
+    """Return the pattern that agrees with ``mask_function`` at edges and all magnitudes, or None."""
     size = local_size or 0
     edges = {multiple * size for multiple in range(4)} if size else {longest - 1, *(1 << i for i in range(20))}
     around = {edge + shift for edge in (0, *edges) for shift in (-1, 0, 1)}
@@ -294,7 +285,7 @@ def _extras(others: Mapping[str, Any], scaling: float | None, dropout: float) ->
 
 
 def _at_positions(module: nn.Module, query_BHTD: Tensor, positions_T: Tensor) -> Tensor:
-    """Return queries with Llama 4's temperature of their position in the sequence; transformers uses the row's."""
+    """Apply Llama 4's temperature by positions in the sequence; transformers uses the row's."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query_BHTD
     floor, strength = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]  # numbers of its config
@@ -307,7 +298,6 @@ def _at_positions(module: nn.Module, query_BHTD: Tensor, positions_T: Tensor) ->
 
 
 def _check_window(window: int | None, pattern: Pattern, longest: int) -> None:
-    """Refuse a layer whose window differs from its mask's."""
     own = pattern.size if pattern.kind == "window" else longest
     if window is not None and min(window, longest) != own:
         _refuse(f"a layer whose mask has its sliding window of {window}, found one of {own}")
@@ -324,9 +314,6 @@ def install(model: Any) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, see)
     model.set_attn_implementation(NAME)
-
-
-# ---------------------------------------------------------------- rows through a model
 
 
 def decoder_of(model: Any) -> Any:

@@ -19,11 +19,11 @@ from services.trainer.batch.packing import Int64Array, Segments
 from services.trainer.model.layers.gather import Copies, copies
 
 SHORT_ROW_TOKENS = 128
-"""Rows up to this length attend as a whole: many small segments would cost more."""
+"""Shorter rows attend as a whole, which is cheaper than many segments."""
 SLACK_PAIRS = 1 << 16
-"""Query-key pairs that a rectangle may waste on padding, besides ``_PADDED`` times its need."""
+"""Tolerated padding of a rectangle, besides ``_PADDED``."""
 MASKED_PAIRS = 1 << 22
-"""Maximum pairs of a masked rectangle, except for a block of ``_LOWEST`` queries."""
+"""Maximum of a masked rectangle."""
 _PADDED = 1.3
 _LOWEST, _HIGHEST = 128, 2048
 
@@ -81,7 +81,7 @@ class Ragged:
     """Consecutive segments of different lengths."""
 
     keys: Copies
-    """Per segment, the places of its prompt's keys, then its own."""
+    """Per segment, the prompt's keys, then its own."""
     query_ends: Tensor
     key_ends: Tensor
     longest_query: int
@@ -189,7 +189,7 @@ def _blocks(segments: Segments) -> list[Block]:
 
 
 def _cut(block: Block, segments: Segments, pattern: Pattern, masked: bool) -> list[Block]:
-    """Split ``block`` into pieces small enough for a mask, each with only its reachable keys."""
+    """Split ``block`` to fit a mask, each piece with its reachable keys."""
     earlier = len(block.keys_K) - block.length
     if not (masked or earlier) or block.length * len(block.keys_K) <= SHORT_ROW_TOKENS**2:
         return [block]
@@ -203,7 +203,6 @@ def _cut(block: Block, segments: Segments, pattern: Pattern, masked: bool) -> li
 
 
 def _height(keys: int, pattern: Pattern) -> int:
-    """Return the queries per piece: about the pattern's reach, within the limit on pairs."""
     if pattern.kind != "causal":
         keys = min(keys, 2 * max(pattern.size, _LOWEST))
         return int(np.clip(min(pattern.size, MASKED_PAIRS // keys), _LOWEST, _HIGHEST))

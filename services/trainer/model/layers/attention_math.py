@@ -142,7 +142,7 @@ def _scale(query: Tensor, extras: Extras) -> float:
 
 
 def _sink_query(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
-    """Return a query's sink dimensions (… × 2): their scaled sum is the sink's score."""
+    """Return the two sink dimensions; their scaled sum is the sink's score."""
     exact = sinks.float() / scale
     rounded = exact.to(query.dtype)
     rest = (exact - rounded.float()).detach().to(query.dtype)  # the gradient goes only through the first
@@ -150,7 +150,7 @@ def _sink_query(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
 
 
 def _of_equal_sizes(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad with zeros to one size; on GPUs a multiple of 8, for the fast kernels."""
+    """Pad with zeros to one size; on GPUs a multiple of 8."""
     sizes = {tensor.shape[-1] for tensor in tensors}
     largest = max(sizes)
     if tensors[0].is_cuda:
@@ -161,7 +161,6 @@ def _of_equal_sizes(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _of_equal_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Repeat shared keys and values; heads are dimension 1."""
     return tuple(
         tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
         for tensor in tensors

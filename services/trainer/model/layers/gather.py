@@ -21,11 +21,10 @@ class Copies:
     """Which rows are copied, and where the copies of each row are."""
 
     places: Tensor
-    """The row of each copy."""
     order: Tensor
-    """Indices of all copies, by row."""
+    """All copies, by row."""
     ends: Tensor
-    """Bounds of each row's copies in ``order``."""
+    """Bounds of each row in ``order``."""
 
 
 def copies(places: Int64Array, rows: int, device: torch.device) -> Copies:

@@ -22,7 +22,6 @@ Kind = Literal["auto", "torch", "liger"]
 _UNWANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 """``logits`` has its own kernels."""
 _REPLACED: dict[str, dict[str, Any]] = {}
-"""What fusing replaced in transformers' modules, by module and name."""
 
 
 def install(model: Any, kind: Kind, device: str) -> bool:

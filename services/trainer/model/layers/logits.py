@@ -84,7 +84,6 @@ def token_logprobs(
 
 @contextlib.contextmanager
 def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the body of ``module``'s forward pass by ``forward``, between its hooks."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

@@ -40,7 +40,7 @@ _CONTINUING = {
     "Zamba2MambaMixer": "cache_params",
     "ZayaCCAProjection": "past_key_values",
 }
-"""transformers' mixers that continue from a prompt's state, and the argument for it."""
+"""transformers' mixers that can continue from a state, with its argument."""
 _WHOLE = frozenset(
     {
         "FalconMambaMixer",
@@ -51,9 +51,7 @@ _WHOLE = frozenset(
         "ZambaMambaMixer",
     }
 )
-"""transformers' mixers that compute whole sequences only."""
 _STATES = frozenset({"cache_params", "layer_past", "past_key_value", "past_key_values", "state"})
-"""transformers' names of the argument for the state of earlier tokens."""
 
 
 class PromptState:
@@ -95,7 +93,7 @@ class PromptState:
 
 
 class _EveryLayer:
-    """The same state under every layer number: a state belongs to one mixer."""
+    """One state under every layer number."""
 
     def __init__(self, state: PromptState) -> None:
         self._state = state
@@ -216,7 +214,6 @@ def _bounded_mixer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Mod
 
 
 def _run(forward: Callable[..., Any], given: inspect.BoundArguments, plan: spans.Plan, state_name: str | None) -> Any:
-    """Return the output of ``forward`` for the row, run on each span of ``plan``."""
     tokens = len(plan.places_T)
 
     def call(places_GW: Tensor, state: PromptState | None) -> Any:
@@ -253,7 +250,7 @@ def with_idle(output: Any, idle: list[Any]) -> Any:
 
 
 def _bounded_layer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Module]:
-    """Return ``base``, a layer that may be recomputed, with the boundaries of its first computation."""
+    """Return ``base``, remembering the boundaries of its first computation for recomputation."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return base.__call__(self, *args, **kwargs, penstock_plans=boundaries.plans)
@@ -289,7 +286,7 @@ def _takes_state(module: nn.Module) -> bool:
 
 
 def _attends_by_interface(kind: type[nn.Module]) -> bool:
-    """Whether the source of ``kind`` calls the attention function named in the configuration."""
+    """Whether the source of ``kind`` calls the configured attention function."""
     try:
         return "attention_interface(" in inspect.getsource(inspect.unwrap(kind.forward))
     except (OSError, TypeError):

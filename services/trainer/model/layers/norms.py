@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 _NARROWEST, _WIDEST = 257, 16_384
-"""Liger handles narrower ones in blocks, which suits norms of heads."""
+"""Liger handles narrower ones in blocks."""
 
 
 def replace(model: nn.Module) -> None:

@@ -25,12 +25,12 @@ from services.trainer.batch.packing import Int64Array, Segments
 from services.trainer.model.layers.gather import gather_rows
 
 FORK_TOKENS = 128
-"""Prompts from this length on are computed once; for shorter ones the extra calls cost more."""
+"""Shorter prompts are repeated: extra calls cost more."""
 CHUNK_TOKENS = 64
-"""Prompts are forked at a multiple of the gated delta rule's chunk, so that rounding is unchanged."""
+"""Forks align with the gated delta rule's chunks, so that rounding is unchanged."""
 _PADDED = 1.3
 _SLACK_TOKENS = 2048
-"""Limit on a span's tokens beyond ``_PADDED`` times its sequences'."""
+"""Tolerated padding of a span, besides ``_PADDED``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +40,8 @@ class SequenceSpan:
     places_GW: Tensor
     """Places in the row; padding repeats a sequence's last one."""
     prompts_G: Tensor | None = None
-    """Index, among spans that keep their state, of the prompt that each sequence continues; None: none does."""
+    """Prompt that each sequence continues, among spans with state; None: no prompt."""
     keeps_state: bool = False
-    """Whether this is a prompt whose final state is needed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,9 +50,9 @@ class Plan:
 
     spans: list[SequenceSpan]
     places_T: Tensor
-    """Place of each token of the row in the spans' concatenated, flattened outputs."""
+    """Places of the row's tokens in the flattened outputs."""
     idle_calls: int = 0
-    """Additional calls, so that all ranks make equally many (ZeRO stage 3 gathers weights at every call)."""
+    """To match other ranks: ZeRO stage 3 gathers at every call."""
 
 
 def alone(segments: Segments, device: torch.device) -> Plan:
@@ -121,7 +120,6 @@ def scatter(outputs: Sequence[Any], plan: Plan) -> Any:
 
 
 def _families(segments: Segments) -> list[list[int]]:
-    """Return each prompt's index with those of its completions."""
     families: dict[int, list[int]] = {}
     for k, prompt_start in enumerate(segments.prompt_starts_K.tolist()):
         families.setdefault(prompt_start, []).append(k)
@@ -129,7 +127,6 @@ def _families(segments: Segments) -> list[list[int]]:
 
 
 def _split(family: Sequence[int]) -> list[list[int]]:
-    """Return the sequences of a prompt, each as segment indices."""
     prompt, *completions = family
     return [[prompt, completion] for completion in completions] or [[prompt]]
 
@@ -153,7 +150,7 @@ class _Builder:
         self, sequences: Sequence[Int64Array], prompts: Sequence[int] | None = None, *, keeps_state: bool = False
     ) -> None:
         """Add a span of ``sequences`` (places in the row), which continue ``prompts``."""
-        # At least two tokens: some kernels treat a single one as a decoding step, without gradient.
+        # Some kernels treat a single token as a decoding step, without gradient.
         width = max(1 if prompts is None else 2, *(len(sequence) for sequence in sequences))
         places_GW = np.stack([np.pad(sequence, (0, width - len(sequence)), mode="edge") for sequence in sequences])
         for g, sequence in enumerate(sequences):
