@@ -1,22 +1,19 @@
 """Low-rank adapters; the only module that uses peft.
 
-An adapter of rank r beside a weight W (out × in) makes it ``W + scale · B · A``: A (r × in) random, B (out × r) zero at
-first, ``scale = alpha / r`` (Hu et al. 2021, arXiv:2106.09685). Only A and B are trained. peft changes names;
-:func:`plain_name` restores them::
+An adapter of rank r makes a weight W (out × in) ``W + scale · B · A``: A (r × in) random, B (out × r) zero at first,
+``scale = alpha / r`` (Hu et al. 2021, arXiv:2106.09685). peft changes names; :func:`plain_name` restores them::
 
     model.layers.0.self_attn.q_proj.base_layer.weight        →  model.layers.0.self_attn.q_proj.weight       (W)
-    model.layers.0.self_attn.q_proj.lora_A.default.weight    →  base_model.model.⟨…⟩.q_proj.lora_A.weight    (a PEFT file's)
+    model.layers.0.self_attn.q_proj.lora_A.default.weight    →  base_model.model.⟨…⟩.q_proj.lora_A.weight    (PEFT file)
 
-Mixtures of experts keep all E experts of a layer in one tensor (E × out × in, or E × in × out). peft nests one wrapper
-per such parameter and keeps all factors in A (E·r × in; rows by expert) and B (out × r·E; columns by rank, then
-expert)::
+Mixtures of experts keep E experts in one tensor (E × out × in, or E × in × out). peft nests one wrapper per such
+parameter, with A (E·r × in; rows by expert) and B (out × r·E; columns by rank, then expert)::
 
     ⟨…⟩.experts.base_layer.base_layer.gate_up_proj           →  ⟨…⟩.experts.gate_up_proj                     (W)
     ⟨…⟩.experts.base_layer.lora_A.default.weight                its A
     ⟨…⟩.experts.lora_A.default.weight                           A of down_proj, which the outer wrapper is for
 
-:func:`updates` therefore matches factors to weights by modules, not names. Adapters that cannot be merged into a
-published weight are refused. Callers gather ZeRO-partitioned tensors.
+:func:`updates` therefore matches factors to weights by modules. Callers gather ZeRO-partitioned tensors.
 """
 
 import contextlib
@@ -72,11 +69,11 @@ def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_
     Args:
         model: a Hugging Face causal model.
         settings: the policy's.
-        zero_stage: how weights are partitioned over ranks.
-        published_alone: whether replicas get the adapter and merge it themselves.
+        zero_stage: of the trainer.
+        published_alone: whether replicas merge the adapter themselves.
 
     Raises:
-        SettingsError: peft is not installed, or these adapters cannot be trained or published with these settings.
+        SettingsError: peft is missing, or the adapters cannot be trained or published with these settings.
     """
     lora = settings.lora
     if not lora.rank:
@@ -138,10 +135,7 @@ def _wraps_a_parameter(module: nn.Module) -> bool:
 
 
 def updates(module: nn.Module) -> dict[str, Update]:
-    """Return the adapters' changes by the names of the changed parameters.
-
-    Adapters of embeddings and convolutions are not included.
-    """
+    """Return the adapters' changes by parameter names, except those of embeddings and convolutions."""
     if not any(is_factor(name) for name, _ in module.named_parameters()):
         return {}
     from peft.tuners.lora.layer import Linear, ParamWrapper
@@ -233,7 +227,7 @@ def take(model: nn.Module, factors: Mapping[str, Tensor]) -> None:
 
 
 def file_configuration(model: Any) -> bytes:
-    """Return ``adapter_config.json`` for inference engines, with layers by their names."""
+    """Return ``adapter_config.json`` for inference engines."""
     from peft.tuners.lora.layer import Linear
 
     found = model.peft_config[_NAME].to_dict()

@@ -1,7 +1,4 @@
-"""The critic: the reward still expected before each token, by a trunk with one output.
-
-The head starts at 0, so GAE starts as plain returns.
-"""
+"""The critic: expected remaining reward before each token. Its head starts at 0."""
 
 from typing import Any
 
@@ -15,14 +12,7 @@ from services.trainer.model.trunk import Packing, Trunk
 
 
 class Critic(nn.Module):
-    """Value of the state before each trained token.
-
-    Args:
-        trunk: a Hugging Face model without its output layer.
-        width: size of its hidden states.
-        kind: which attention.
-        packing: see ``trunk``.
-    """
+    """Value of the state before each trained token, by a trunk with one output."""
 
     def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto", packing: Packing = "auto") -> None:
         super().__init__()
@@ -33,7 +23,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def train(self, mode: bool = True) -> "Critic":
-        """Switch training mode, without dropout and the like."""
+        """Switch training mode."""
         super().train(mode)
         train_without_noise(self.model, mode)
         return self

@@ -1,12 +1,12 @@
-"""Forward passes of one step, tried on all ranks and cut in two if memory is short on one.
+"""Forward passes of one step, cut in two on all ranks if memory is short on one.
 
 ::
 
-    attempt      0      1      2      3      4          memory was short on rank 1 in attempt 1, which was cut into 2 and 3
+    attempt      0      1      2      3      4          memory short on rank 1 in attempt 1, which was cut into 2 and 3
     ranks        ·     (1,)    ·      ·      ·          plan.misfits = (Misfit(1, (1,)),)
 
-A single sample that does not fit is left out. Misfits depend on free memory, so the journalled plan records them, and a
-replay repeats them untried. Random numbers (LoRA's dropout) are seeded by run, step, rank and attempt.
+Single samples that do not fit are left out. The journalled plan records misfits, which depend on free memory, for
+replays. Random numbers (LoRA's dropout) are seeded by run, step, rank and attempt.
 """
 
 import functools
@@ -36,10 +36,10 @@ class ForwardPasses:
     """The attempts of one step, on the training thread.
 
     Args:
-        engine: reports whether memory may be short, and asks the other ranks.
+        engine: of the model.
         seed: the run's seed and the step's number.
-        together: number of neighbouring samples that stay together: 2 with preferences.
-        repeated: for a replay, the original misfits.
+        together: neighbouring samples that stay together: 2 with preferences.
+        repeated: a replay's original misfits.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ForwardPasses:
     def results(
         self, inputs: list[LossInputs], rows: Mapping[int, PackedRow], work: Callable[[LossInputs], T]
     ) -> Iterator[tuple[T, bool]]:
-        """Yield ``work`` of each micro-batch, and whether it is the last; cuts ``inputs`` in place. Collective."""
+        """Yield ``work`` of each micro-batch, and whether it is the last; splits ``inputs`` in place. Collective."""
         waiting, done = deque(inputs), []
         while waiting:
             micro_batch = waiting.popleft()
@@ -119,6 +119,6 @@ def _seed(*words: int) -> None:
 
 
 def digest(shares: Sequence[Sequence[Sequence[MicroBatch]]]) -> str:
-    """Return a digest of the samples in each micro-batch of each rank and minibatch."""
+    """Return a digest of the samples in each micro-batch."""
     places = [[[one.places_S.tolist() for one in rank] for rank in ranks] for ranks in shares]
     return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()

@@ -24,16 +24,16 @@ class Published:
 
     @property
     def needed(self) -> tuple[Tensor, ...]:
-        """Return the tensors that must be whole for :meth:`merged`."""
+        """Return the tensors that :meth:`merged` needs whole."""
         return (self.tensor,) if self.update is None else (self.tensor, *self.update.factors)
 
     def merged(self) -> Tensor:
-        """Return the tensor with its adapter, if any, merged in."""
+        """Return the tensor with any adapter merged in."""
         return self.tensor.detach() if self.update is None else self.update.merged(self.tensor)
 
 
 def published(model: nn.Module) -> Iterator[Published]:
-    """Yield the published tensors of a Hugging Face causal model, in the order of its parameters."""
+    """Yield the published tensors of a model, perhaps with adapters, in order."""
     updates = adapter.updates(model)
     for name, tensor in unique(model):
         if not adapter.is_factor(name):
@@ -41,7 +41,7 @@ def published(model: nn.Module) -> Iterator[Published]:
 
 
 def unique(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield named parameters, tied ones once, and persistent buffers of ``module``."""
+    """Yield named parameters, tied ones once, and persistent buffers."""
     yield from module.named_parameters()
     persistent = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)

@@ -1,7 +1,7 @@
-"""The optimizer: torch's AdamW, or bitsandbytes' with 8-bit moments; nothing is compiled at run time.
+"""The optimizer: torch's AdamW, or bitsandbytes' with 8-bit moments, without run-time compilation.
 
-Blockwise quantization (Dettmers et al. 2022, arXiv:2110.02861) stores a moment in one byte, except in tensors below
-4,096 numbers. With ZeRO the optimizer sees flat parts of the weights in float32.
+8 bits are blockwise quantized (Dettmers et al. 2022, arXiv:2110.02861); tensors below 4,096 numbers keep 32. With ZeRO
+the optimizer sees flat parts of the weights in float32.
 """
 
 from typing import Any

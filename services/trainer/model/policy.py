@@ -1,7 +1,4 @@
-"""The policy: a Hugging Face causal model that returns the logprobs of given tokens.
-
-Logits are computed only for trained tokens, in chunks (``logits``).
-"""
+"""The policy: a Hugging Face causal model that returns logprobs of given tokens."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,15 +28,15 @@ class Policy(nn.Module):
 
     Args:
         model: a Hugging Face causal model.
-        entropy_gradient: whether entropies carry a gradient, for an entropy bonus.
+        entropy_gradient: for an entropy bonus.
         kind: which attention.
-        chunk_tokens: logits of this many tokens exist at a time; 0: of all.
+        chunk_tokens: maximum tokens with logits at a time; 0: all.
         fused_logits: whether one GPU kernel may compute logprobs.
         logits: number type of the logits.
-        packing: how sequences go through the model (``trunk``).
+        packing: see ``trunk``.
 
     Raises:
-        CannotPack: ``packing`` is "rows", and the model has a module that cannot be packed.
+        CannotPack: ``packing`` is "rows", and a module cannot be packed.
         SettingsError: the model scales its logits in an unknown way.
     """
 
@@ -67,13 +64,13 @@ class Policy(nn.Module):
         self._transform = logits_transform(model)
 
     def train(self, mode: bool = True) -> "Policy":
-        """Switch training mode, without dropout and the like (``stochastic_layers``)."""
+        """Switch training mode (``stochastic_layers``)."""
         super().train(mode)
         train_without_noise(self.model, mode)
         return self
 
     def forward(self, batch: MicroBatch) -> TokenLogprobs:
-        """Return the logprobs of ``batch``'s trained tokens under the current weights."""
+        """Return the logprobs of ``batch``'s trained tokens."""
         hidden_ND = self.trunk.hidden_states(batch)
         return token_logprobs(
             hidden_ND,
@@ -90,7 +87,7 @@ class Policy(nn.Module):
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of a token's logits if they may be kept; 0 with torch's operations, which keep several copies."""
+        """Bytes of a token's kept logits; 0 with torch's operations, which keep several copies."""
         output = self.model.get_output_embeddings().weight
         if not (self._fused_logits and self._chunk_tokens and output.is_cuda):
             return 0
@@ -104,11 +101,11 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
 
     Args:
         settings: of the policy.
-        training_dtype: number type of its weights.
-        context_tokens: the run's longest sequence (``shared.model.rope``); 0: the model's own.
+        training_dtype: of its weights.
+        context_tokens: the run's longest sequence (``shared.model.rope``); 0: the model's.
 
     Raises:
-        SettingsError: it does not exist, or its rotary embeddings are of an unknown kind.
+        SettingsError: it does not exist, or has unknown rotary embeddings.
     """
     check_model("policy.model", settings.model)
     with importing():
@@ -141,11 +138,7 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
 
 
 def check_numbers(model: nn.Module, source: str) -> None:
-    """Refuse quantised weights, which cannot be trained.
-
-    Raises:
-        SettingsError: the model has some.
-    """
+    """Raise SettingsError for quantised weights, which cannot be trained."""
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.itemsize < 2:
             raise SettingsError(
@@ -155,7 +148,7 @@ def check_numbers(model: nn.Module, source: str) -> None:
 
 
 def outline(settings: PolicySettings) -> Any:
-    """Return the model in ``policy.model`` without weights, its parameters on the meta device."""
+    """Return the model in ``policy.model`` on the meta device."""
     check_model("policy.model", settings.model)
     with importing():
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -178,7 +171,7 @@ def load_reference(
     packing: Packing = "auto",
     context_tokens: int = 0,
 ) -> Policy:
-    """Return the initial policy, frozen and whole on this rank's device, at any ZeRO stage."""
+    """Return the initial policy, frozen and whole on this rank's device."""
     model = load_model(settings, dtype, context_tokens)
     kernels.install(model, fused, device)
     fuses = kernels.fuses_logits(fused)
@@ -187,14 +180,14 @@ def load_reference(
 
 
 def load_trunk(settings: PolicySettings, model: str, dtype: torch.dtype, context_tokens: int = 0) -> tuple[Any, int]:
-    """Return ``model`` (empty: the policy's) without its output layer, for a critic, and its hidden width."""
+    """Return ``model`` (empty: the policy's) without output layer, and its hidden width."""
     chosen = settings.model_copy(update={"model": model or settings.model})
     whole = load_model(chosen, dtype, context_tokens)
     return attention.decoder_of(whole), int(whole.config.get_text_config().hidden_size)
 
 
 def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySettings, folder: Path) -> None:
-    """Write ``model`` with ``tensors`` (copied one by one) and the tokenizer in Hugging Face form, atomically."""
+    """Write ``model`` with ``tensors`` and the tokenizer in Hugging Face form, atomically."""
     from transformers import AutoTokenizer
 
     with whole_folder(folder) as beside:
@@ -205,7 +198,7 @@ def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySe
 
 
 def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: Path) -> None:
-    """Write an adapter's ``factors`` (PEFT names) and ``adapter_config.json`` in PEFT form, atomically."""
+    """Write an adapter's ``factors`` (PEFT names) and configuration in PEFT form, atomically."""
     from safetensors.torch import save_file
 
     with whole_folder(folder) as beside:

@@ -1,11 +1,8 @@
-"""Choose the layers that keep their activations for the backward pass; others recompute them (Chen et al. 2016,
-arXiv:1604.06174).
+"""Choose the layers that keep activations; others recompute them (Chen et al. 2016, arXiv:1604.06174).
 
 With ``trainer.gradient_checkpointing = "auto"``, as many of the last layers keep theirs as GPU memory allows, after the
-logits. The first step keeps the last layer's, at no cost, and measures them; each step's peak then tells how many more
-fit. The number at most quadruples per step. Results do not change.
-
-At ZeRO stage 3 a saved view would keep the whole weight, so only its place in the weight is saved.
+logits. The first step keeps the last layer's, which costs nothing; each step's peak tells how many more fit, at most
+four times as many. At ZeRO stage 3 a saved view is stored as its place in the weight, which would stay whole otherwise.
 """
 
 import contextlib
@@ -26,7 +23,7 @@ _RESERVE = 1.1
 
 
 def enable(model: Any, setting: bool | str, device: str) -> None:
-    """Enable checkpointing in ``model`` as ``setting`` says; ``auto``: on GPUs, if supported."""
+    """Enable checkpointing as ``setting`` says; ``auto``: on GPUs, if supported."""
     if setting is True or (
         setting == "auto" and device == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
     ):
@@ -40,7 +37,7 @@ def is_enabled(policy: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Memory needed so far on a rank, in bytes, and tokens of the largest forward pass."""
+    """Peak memory of a rank, in bytes, and tokens of the largest forward pass."""
 
     lasting: int
     peak: int
@@ -49,7 +46,7 @@ class Usage:
     """Including what this process holds."""
 
     def free(self, most_tokens: int) -> int:
-        """Return the bytes that a forward pass of ``most_tokens`` would leave; negative if it does not fit."""
+        """Return the bytes that a forward pass of ``most_tokens`` would leave, perhaps negative."""
         grown = self.lasting + (self.peak - self.lasting) * max(1.0, most_tokens / max(1, self.tokens))
         return int(_USED * self.available - grown)
 
@@ -62,7 +59,7 @@ class Kept:
     logits: bool = False
 
     def next(self, free: int, layers: int, layer_bytes: float, logits_bytes: float) -> "Kept":
-        """Return what to keep given the ``free`` bytes; logits first, as they save more per byte."""
+        """Return what to keep in ``free`` bytes; logits first, as they save more per byte."""
         if not layer_bytes:
             return self
         logits = self.logits or 0 < logits_bytes <= free
@@ -75,7 +72,7 @@ class Recomputation:
     """Decides before each step which layers keep activations, and whether logits are kept.
 
     Args:
-        policy: a policy after :func:`enable`.
+        policy: after :func:`enable`.
         most_tokens: of a forward pass.
         device: whose memory it is.
         sharded: whether a weight is whole only while its layer runs.
@@ -92,7 +89,7 @@ class Recomputation:
         self.keep(Kept(min(1, len(self._layers))))
 
     def keep(self, kept: Kept) -> None:
-        """Let the last layers keep their activations: their backward passes come first."""
+        """Let the last layers keep activations: their backward passes come first."""
         self.kept = kept
         self._policy.keeps_logits = kept.logits
         again = len(self._layers) - kept.layers
@@ -103,7 +100,7 @@ class Recomputation:
 
     @contextlib.contextmanager
     def watching(self, tokens: int = 0) -> Iterator[None]:
-        """Record the peak memory of a forward pass of ``tokens``, or of a backward pass."""
+        """Record the peak memory of a forward or backward pass."""
         self._now = tokens or self._now
         self._tokens = max(self._tokens, tokens)
         yield

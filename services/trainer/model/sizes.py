@@ -1,4 +1,4 @@
-"""Measure a model's sizes that determine the cost of a forward pass; supports the meta device and partitioned weights.
+"""Measure the sizes that determine the cost of a forward pass; also on the meta device or partitioned.
 
 ::
 
@@ -7,8 +7,8 @@
     attention width   = Σ layers  heads · (size of a query + size of a value) / 2      by window, if a layer has one
     output weights    = those of the output layer, tied or not
 
-Not counted (a few percent): recurrences, norms, rotary embeddings, biases, activations. Chunked attention (Llama 4)
-counts as full.
+Recurrences, norms, rotary embeddings, biases and activations are not counted (a few percent); chunked attention counts
+as full.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Train without dropout, layer drop or random routing.
 
-Replicas generate in eval mode, so the policy trains in it, except for LoRA's dropout (a setting) and the outside of
-checkpointed layers, which transformers recomputes only in training mode.
+The policy trains in eval mode, in which replicas generate, except for LoRA's dropout and the outside of checkpointed
+layers, which transformers recomputes only in training mode.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ _HOOKED = "_penstock_without_noise"
 
 
 def train_without_noise(model: nn.Module, mode: bool) -> None:
-    """Put ``model`` into eval mode; with ``mode``, except LoRA's dropout and the outside of checkpointed layers."""
+    """Put ``model`` into eval mode; with ``mode``, except for the above."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.eval()

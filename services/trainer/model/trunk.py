@@ -1,9 +1,9 @@
-"""A model without its output layer, run on micro-batches: packed in rows, or sequence by sequence.
+"""A model without its output layer, on micro-batches packed in rows or sequence by sequence.
 
 ::
 
     rows        a group's prompt once, completions beside it; needs known ``attention`` and ``mixers``
-    sequences   each prompt + completion by itself, with transformers' own attention: exact for every causal model, but slower
+    sequences   each prompt + completion by itself, with transformers' own attention; any causal model, slower
 
 Both return the same hidden states.
 
@@ -35,7 +35,7 @@ class Trunk:
     Args:
         model: a Hugging Face causal model, or a trunk of one.
         kind: attention of packed rows.
-        packing: ``auto`` chooses rows if every module that mixes tokens is known.
+        packing: ``auto``: rows if every token-mixing module is known.
 
     Raises:
         CannotPack: rows are required, and a module is unknown.
@@ -58,7 +58,7 @@ class Trunk:
             self.use("sequences" if packing == "sequences" else "rows")
 
     def use(self, packing: Literal["rows", "sequences"]) -> None:
-        """Choose how sequences go through the model from now on."""
+        """Choose the packing."""
         self.packing: Literal["rows", "sequences"] = packing
         if packing == "rows":
             self._boundaries = mixers.install(self._module)
@@ -67,14 +67,14 @@ class Trunk:
             self._model.set_attn_implementation(self._own_attention)
 
     def fall_back(self, reason: str) -> None:
-        """Run sequence by sequence from now on, for ``reason``."""
+        """Use sequences from now on, for ``reason``."""
         self.use("sequences")
         self.reason = f"{reason}; {_COST}"
         log.warning("sequences are not packed", extra={"detail": self.reason})
 
     @contextlib.contextmanager
     def attending_by(self, kind: attention.Kind) -> Iterator[None]:
-        """Use another attention for packed rows within the block."""
+        """Use another attention for rows within the block."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -85,7 +85,7 @@ class Trunk:
         """Return the hidden state that predicts each trained token (N × D).
 
         Raises:
-            CannotPack: the model cannot process packed rows.
+            CannotPack: the model cannot process rows.
             SettingsError: it is no causal model.
         """
         if self.packing == "sequences":

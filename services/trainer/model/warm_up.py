@@ -1,7 +1,6 @@
-"""First uses of a GPU's libraries and kernels, in a thread while weights are loaded.
+"""Load cuBLAS and compile Triton kernels in a thread while weights are loaded.
 
-It loads cuBLAS and compiles Triton kernels at the model's sizes, before the self-test. Torch's state does not change,
-random generators included. Errors are left to the actual use.
+It leaves torch's state and random generators unchanged, and errors to the actual use.
 """
 
 import contextlib
@@ -23,13 +22,7 @@ _TOKENS = 256
 
 @contextlib.contextmanager
 def beside(config: Mapping[str, Any], kind: kernels.Kind, device: str) -> Iterator[None]:
-    """Warm up within the block; nothing on a CPU.
-
-    Args:
-        config: fields of the model's configuration.
-        kind: the run's kernels.
-        device: ``cuda`` or ``cpu``.
-    """
+    """Warm up for the model with ``config`` within the block; nothing on a CPU."""
     if device != "cuda" or kind == "torch":
         yield
         return

@@ -31,11 +31,11 @@ class Artifacts:
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
     ) -> Saved:
-        """Complete a checkpoint that all ranks wrote, or delete it if storage refused a part."""
+        """Complete a checkpoint, or delete it if storage refused a part."""
         return Saved(None)
 
     def export(self, engine: TrainingEngine) -> PolicyWritten:
-        """Write the final policy in Hugging Face form, adapters merged in, and also separately."""
+        """Write the final policy in Hugging Face form, adapters also separately."""
         engine.take_part()
         if self._settings.policy.lora.rank:
             engine.take_part(factors=True)
@@ -51,7 +51,7 @@ class Rank0Artifacts(Artifacts):
         self._signer = open_signer(settings)
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
-        """Record the version's number before it can be committed, then publish the weights."""
+        """Record the version's number before its commit, then publish the weights."""
         assert version is not None
         note_version(self._settings.run_folder, version)
         return self._publication.publish(engine, version, step)

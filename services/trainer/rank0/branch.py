@@ -1,7 +1,7 @@
 """The branch of the run's history that this trainer continues.
 
-The ledger accepts versions of one epoch only. A starting trainer takes the next epoch, and so does this one after a
-rollback, to continue from the version that the ledger went back to. An epoch that another trainer ended is final.
+The ledger accepts versions of one epoch only. A trainer takes the next epoch at its start and after a rollback; an
+epoch that another trainer ended is final.
 """
 
 import time
@@ -76,8 +76,7 @@ class Branch:
         report: StepReport | None,
         plan: StepPlan | None = None,
     ) -> bool:
-        """Commit ``record`` with its step's experience and plan in one transaction; False, without change, after a
-        rollback.
+        """Commit ``record`` with its experience and plan in one transaction; False, without change, after a rollback.
 
         Raises:
             Fenced: another trainer took over.
@@ -93,5 +92,5 @@ class Branch:
         return True
 
     def lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
-        """Return each group's lag after ``step`` steps; the same in a replay."""
+        """Return each group's lag after ``step`` steps, reproducibly."""
         return tuple(lag_steps(found.group, step, self.steps) for found in groups)

@@ -1,7 +1,6 @@
 """Commands to all ranks, which run the same loop.
 
-Rank 0 broadcasts each command as MessagePack. While it waits it sends idle commands, so that no rank's collective times
-out.
+Rank 0 broadcasts them as MessagePack, and idle ones while it waits, so that collectives do not time out.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ class CommandKind(IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """One turn; ``payloads`` are encoded experience in batch order, ``version`` and ``state`` are set on rank 0 only."""
+    """One turn; ``payloads`` are encoded experience, ``version`` and ``state`` are set on rank 0 only."""
 
     kind: CommandKind
     folder: str = ""

@@ -6,12 +6,10 @@
        ▲                                                              └ refused: a rollback
        └──────────────────────────────────────────────────────────────┘
 
-Commit order (docs/architecture.md): publish the weights, then move the batch to the journal and commit the version in
-one transaction. After a crash before it, the batch is pending on the bus; after it, replayed from the journal. After a
-rollback the commit is refused, and the ranks load the checkpoint to which the ledger went back.
-
-Non-finite batches leave as dropped:nonfinite, uncommitted; several in a row pause the run. A refused checkpoint is
-retried at the next interval, and the journal is kept until then.
+Weights are published first, then one transaction journals the batch and commits the version. After a crash before it,
+the batch is pending on the bus; after it, replayed. After a rollback the commit is refused, and the ranks load the
+ledger's checkpoint. Non-finite batches are dropped; several in a row pause the run. Refused checkpoints are retried at
+the next interval.
 """
 
 import asyncio
@@ -52,7 +50,7 @@ _LOGGED = ("reward_mean", "kl_mean", "entropy", "lag_mean", "samples_per_s")
 
 
 class Driver:
-    """Drives one trainer's ranks; on the event loop, like all it uses except the mailbox."""
+    """Drives one trainer's ranks; on the event loop, except for the mailbox."""
 
     def __init__(self, context: Context, mailbox: Mailbox) -> None:
         self._context = context
@@ -77,7 +75,7 @@ class Driver:
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
     async def run(self) -> None:
-        """Drive the ranks until shutdown and store what is unsaved; raise the error that ended training."""
+        """Drive the ranks until shutdown and store unsaved work; raise the error that ended training."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._drive()

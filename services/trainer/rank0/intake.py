@@ -1,7 +1,7 @@
 """Take experience off the bus: whole, fresh, unfenced, each group once. Rank 0 only.
 
-Groups are used in the order of admission. They stay pending on the bus until their step is committed. A group leaves
-untrained if it is
+Groups are used in the order of admission, and pending on the bus until their step's commit. One leaves untrained if it
+is
 
     stale       its lag is over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
     fenced      a token was written under a revoked version: dropped
@@ -12,8 +12,8 @@ untrained if it is
     duplicate   held already, or trained: dropped
     unreadable  malformed, of an unknown group or version, or unfit for the model: buried with the reason
 
-**Suspects.** The bus records the batch being tried. Groups in the batch at two deaths of the trainer are tried alone
-(:meth:`Intake.next_suspect`); only deaths in such attempts bury a group.
+**Suspects.** Groups in the batch at two deaths of the trainer are tried alone (:meth:`Intake.next_suspect`); only
+deaths in such attempts bury a group.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Taken:
 
 
 class Intake:
-    """Fills the batch of the next step; on the event loop. ``steps_of_versions`` is the branch's own, growing mapping."""
+    """Fills the next step's batch; on the event loop. ``steps_of_versions`` is the branch's own mapping."""
 
     def __init__(self, bus: Bus, live: Live, steps_of_versions: dict[PolicyVersion, int]) -> None:
         self._bus = bus
@@ -96,7 +96,7 @@ class Intake:
         return None
 
     async def note_tried(self, cause: str = "") -> None:
-        """Hold the suspect that was tried; with a ``cause``, record that it ends the trainer."""
+        """Hold the tried suspect; with a ``cause``, record that it ends the trainer."""
         suspect, self._tried = self._tried, None
         assert suspect is not None
         if cause:
@@ -214,7 +214,7 @@ class Intake:
         await self.release(batch)
 
     async def take_left(self) -> Counter[str]:
-        """Return the groups that left untrained since the last call, by reason."""
+        """Return the groups left untrained since the last call, by reason."""
         left, self.left = self.left, Counter()
         return left
 

@@ -5,7 +5,7 @@
     event loop (``driver``)  ──  Command  ──▶  training thread (``services.trainer.loop``)
                              ◀──  Result  ──   one for each command but STOP; notices beside them
 
-A failing side queues its error, and the other side raises it: the loop at once, training at its next command.
+A side's error is raised by the other: in the loop at once, in training at its next command.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Mailbox:
         self._commands.put(command)
 
     async def result(self) -> Result | Notice:
-        """Wait for the next result or notice; raise the error that ended training."""
+        """Wait for a result or notice; raise training's error."""
         result = await self._results.get()
         if isinstance(result, BaseException):
             raise result

@@ -2,7 +2,7 @@
 
 ::
 
-    take the epoch ──▶ find what to continue from (``resume``) ──▶ LOAD the checkpoint ──▶ REPLAY each step in the journal
+    take the epoch ──▶ find the state to continue from (``resume``) ──▶ LOAD the checkpoint ──▶ REPLAY journal steps
 """
 
 import logging
@@ -33,7 +33,7 @@ class Opening:
         """Whether a rollback's checkpoint cannot be loaded, or the run has ended."""
 
     async def find(self) -> list[Command]:
-        """Take the epoch and return the commands; may take as long as fetching a checkpoint."""
+        """Take the epoch and return the commands; may include fetching a checkpoint."""
         context = self._context
         if not self._begun:
             await self._warn()

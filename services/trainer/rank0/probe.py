@@ -1,11 +1,8 @@
-"""A few fixed sequences whose logprobs are published with a version, so that replicas can verify their weights.
+"""A few fixed sequences whose logprobs are published with a version, for replicas to verify their weights.
 
-Token ids are drawn from ``run.seed`` over the whole vocabulary; with windowed attention, one sequence exceeds a window
-by ``PAST_WINDOW`` tokens, within the context and ``MOST_TOKENS``. The trainer scores them with its own weights at
-temperature 1. Published weights may be rounded, and a GPU replica uses other kernels, so gaps of some thousandths of a
-nat are normal.
-
-:meth:`Prober.next` is collective (ZeRO stage 3).
+Token ids are random, from ``run.seed``; with windowed attention, one sequence exceeds a window by ``PAST_WINDOW``,
+up to the context and ``MOST_TOKENS``. The trainer scores them with its own weights at temperature 1; rounding and
+kernels cause gaps of some thousandths of a nat. :meth:`Prober.next` is collective.
 """
 
 import logging
@@ -27,7 +24,7 @@ MOST_TOKENS = 2048
 
 
 class Prober:
-    """Scores the probe at the first and every ``every``-th publication of this process (0: never); on the training
+    """Scores the probe at every ``every``-th publication of this process, and the first (0: never); on the training
     thread.
 
     """
@@ -54,11 +51,11 @@ class Prober:
 
 
 def long_tokens(config: Any, context_tokens: int = 0) -> int:
-    """Return the sequence length that exceeds the model's windows; 0: no windows, or none can be exceeded.
+    """Return the sequence length that exceeds the model's windows, or 0.
 
     Args:
         config: of the model.
-        context_tokens: the longest sequence of the run; 0: the model's own.
+        context_tokens: the run's longest sequence; 0: the model's.
     """
     own = int(getattr(config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS)
     most = min(MOST_TOKENS, context_tokens or own, own) - 1  # an engine may need room for one more
@@ -69,10 +66,7 @@ def long_tokens(config: Any, context_tokens: int = 0) -> int:
 
 
 def draw(vocabulary: int, seed: int, long: int = 0) -> list[Int32Array]:
-    """Return ``SEQUENCES`` arrays of ``TOKENS`` token ids (int32), and with ``long``, one of that length;
-    deterministic.
-
-    """
+    """Return ``SEQUENCES`` arrays of ``TOKENS`` token ids (int32), and one of length ``long`` if set."""
     lot = np.random.default_rng(seed)
     lengths = [TOKENS] * SEQUENCES + [long] * (long > 0)
     return [lot.integers(0, vocabulary, length, dtype=np.int32) for length in lengths]

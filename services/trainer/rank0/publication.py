@@ -5,12 +5,9 @@
     step ─▶ fill the snapshot that is not served ─▶ offer it ─▶ commit (driver) ─▶ replicas ask for exactly this version
                A ◀─── versions 0, 2, 4, …    B ◀─── versions 1, 3, 5, …
 
-Two flat snapshots on the training device alternate, without locks. While B is filled, A can be pulled; a pull of A
-during its next overwrite fails on its checksums. Adapters published alone (``Settings.publishes_adapters``) always go
-by file.
-
-A version is offered before its commit, so it is available once replicas know it; a refused commit leaves an unused
-offer.
+Two flat snapshots on the device alternate, without locks: a pull that overlaps an overwrite fails on its checksums. A
+version is offered before its commit, so replicas that know it can get it. Adapters published alone
+(``Settings.publishes_adapters``) go by file.
 """
 
 import dataclasses
@@ -69,7 +66,7 @@ class Publication:
         """Make the weights of ``step`` available as ``version``; other ranks call ``engine.take_part``.
 
         Raises:
-            WeightsError: the file transport's storage refused.
+            WeightsError: storage refused.
         """
         folder = self._settings.snapshot_folder
         if self._settings.publishes_adapters:
@@ -123,7 +120,7 @@ def outlives_the_process(settings: Settings) -> bool:
 
 
 def note_version(folder: Path, version: PolicyVersion) -> None:
-    """Write a version's number into the run's folder before its commit, so that a lost bus cannot cause its reuse.
+    """Record a version's number in the run's folder before its commit, so that a lost bus cannot cause its reuse.
 
     Waits while the disk is full.
     """
@@ -146,7 +143,7 @@ def note_version(folder: Path, version: PolicyVersion) -> None:
 
 
 def noted_version(folder: Path) -> PolicyVersion:
-    """Return the largest number that :func:`note_version` wrote, or 0."""
+    """Return the largest recorded number, or 0."""
     try:
         return PolicyVersion(int((folder / _NOTE).read_text(encoding="utf-8")))
     except (OSError, ValueError):

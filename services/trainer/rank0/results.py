@@ -1,4 +1,4 @@
-"""Answers of the training thread: one result per command except STOP, and notices."""
+"""Answers of the training thread: a result per command except STOP, and notices."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelLoaded(Result):
-    """Training can begin, with token ids below ``vocabulary`` and sequences up to ``context_tokens`` (0: any length)."""
+    """Training can begin, below ``vocabulary`` and up to ``context_tokens`` (0: any length)."""
 
     vocabulary: int
     context_tokens: int
@@ -27,7 +27,7 @@ class ModelLoaded(Result):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed(Result):
-    """A journal step was repeated; ``difference``: why its weights differ from the published ones."""
+    """A journal step was repeated; ``difference``: how its weights differ from the published ones."""
 
     difference: str
 

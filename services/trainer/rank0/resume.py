@@ -1,16 +1,15 @@
-"""Find where to continue: the newest intact checkpoint of the ledger's branch, and the journal after it. Rank 0 only.
+"""Find where to continue: the newest intact checkpoint of the branch, and the journal after it. Rank 0 only.
 
 ::
 
     bus knows the run     newest intact checkpoint ──▶ the journal holds every step after it: these are replayed
                                                   └──▶ it does not: the run is rolled back to the checkpoint's version
-    bus is empty          newest intact checkpoint ──▶ the ledger is restored from it; what was in flight is counted as lost
+    bus is empty          newest intact checkpoint ──▶ the ledger is restored from it; groups in flight count as lost
     neither               the initial policy
 
-``candidates`` chooses the checkpoint, from the run's folder if that and the journal suffice, else from object storage
-(``trainer.store``). Checkpoints of revoked versions are deleted first. Damaged ones are reported and renamed to
-``damaged-step-…``. Without an intact one the start is refused, and nothing changes. A rollback is abandoned if its
-checkpoint is damaged or killed the trainer ``MOST_LOADS`` times (:func:`may_load`).
+Checkpoints of revoked versions are deleted first; damaged ones are reported and renamed to ``damaged-step-…``. If none
+is intact, the start is refused, and nothing changes. A rollback is abandoned if its checkpoint is damaged or killed the
+trainer ``MOST_LOADS`` times.
 """
 
 import asyncio
@@ -62,11 +61,10 @@ class Resume:
 async def find_resume(
     bus: Bus, ledger: Ledger, live: Live, settings: Settings, store: CheckpointStore | None = None
 ) -> Resume:
-    """Return from where the run continues; restores the ledger if the bus was lost.
+    """Return from where the run continues; restores a lost ledger.
 
     Raises:
-        SettingsError: no checkpoint is intact and the journal does not reach back to the start, or required object storage
-            denies access.
+        SettingsError: no checkpoint is intact and the journal is incomplete, or object storage denies access.
     """
     root = settings.run_folder / "checkpoints"
     known = await ledger.is_known()
@@ -94,7 +92,7 @@ async def find_resume(
 
 
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
-    """Whether ``checkpoint`` can be tried; tries are limited if a rollback waits for it."""
+    """Whether ``checkpoint`` can be tried; a rollback's has limited tries."""
     target, state, unloadable = await _rollback(bus)
     if target != str(checkpoint.state.version) or (state != "loading" and not unloadable):
         return True

@@ -1,5 +1,4 @@
-"""The life of a checkpoint: recorded in the ledger, copied to storage; older ones and the journal before it are
-deleted.
+"""Record checkpoints in the ledger, copy them to storage, and delete older ones and the journal before them.
 
 ::
 
@@ -7,8 +6,8 @@ deleted.
     whole in the folder   ledger, journal forgotten               (it is copied)
     whole in the store    the ledger names the copy instead       ledger, journal forgotten before the last but one
 
-With "stored" the folder may vanish at any time: the journal covers everything since the second newest stored
-checkpoint. Older ones are deleted unless the ledger keeps them (pins, a rollback's tip). Rank 0 only.
+With "stored" the folder may vanish at any time: the journal reaches back to the second newest stored checkpoint. The
+ledger keeps pins and a rollback's tip. Rank 0 only.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ class Retention:
     Args:
         settings: of the run.
         bus: of the run.
-        reading: returns the checkpoint that an export reads now.
+        reading: returns the checkpoint that an export reads.
     """
 
     def __init__(self, settings: Settings, bus: Bus, reading: Callable[[], str] = lambda: "") -> None:
@@ -59,12 +58,12 @@ class Retention:
         """By version of an unrecorded checkpoint, later versions of its weights."""
 
     async def run(self) -> None:
-        """Copy checkpoints to object storage, forever; return at once without a store."""
+        """Copy checkpoints to object storage, if any, forever."""
         if self._uploader is not None:
             await self._uploader.run()
 
     async def describe(self, step: int, version: PolicyVersion, live: Live) -> CheckpointState:
-        """Return the ledger state to store in a checkpoint of ``step``, whose newest version is ``version``."""
+        """Return the ledger state for a checkpoint of ``step``, whose newest version is ``version``."""
         (status, counts), entry = await self._ledger.account(), await self._ledger.last_journal_entry()
         mark = await self._ledger.mark(version)
         revision = await live.read(live.revision)
@@ -107,7 +106,7 @@ class Retention:
         await tell(self._bus, "trainer", "checkpoint failed", detail, step=step)
 
     async def note_start(self, resume: Resume) -> None:
-        """After a start from a checkpoint, copy it if it is only in the folder."""
+        """Copy the start's checkpoint if it is only in the folder."""
         if resume.stored is not None:
             await self._ledger.set_checkpoint(resume.stored.state.version, resume.stored.uri)
         elif resume.checkpoint is not None:
@@ -130,7 +129,7 @@ class Retention:
             self._uploader.add(Upload(folder.name, folder, copy, folder.is_dir))
 
     async def make_room(self) -> None:
-        """Release the journal that the newest counting checkpoint covers: the bus is full."""
+        """Release the journal covered by the newest counting checkpoint: the bus is full."""
         if self.store is not None and not self._relies_on_folder:
             try:
                 usable = await self._usable(self.store)

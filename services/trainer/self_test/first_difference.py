@@ -1,6 +1,6 @@
-"""The first module whose output differs from the unmodified model's, for the message of a failed self-test.
+"""The first module whose output differs from the unmodified model's.
 
-Modules with one hidden state per token are compared in the order in which they finish.
+Modules with one hidden state per token are compared in finishing order.
 
 Shapes: ``T`` tokens of the row, ``D`` a module's outputs.
 """
@@ -22,7 +22,7 @@ _APART = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 def first(policy: Policy | Critic, rows: Sequence[PackedRow]) -> str:
-    """Return a sentence that names the first module whose outputs differ, and by how much."""
+    """Describe the first module whose outputs differ."""
     model, device = policy.model, next(policy.parameters()).device
     batch: MicroBatch = micro_batch(rows)
     limit = _APART.get(next(policy.parameters()).dtype, 1e-3)

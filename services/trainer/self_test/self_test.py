@@ -1,21 +1,19 @@
 """The self-test at every start: policy and critic, as trained, against their unmodified models.
 
-Two groups of random token ids go through the policy as one micro-batch, with the run's kernels, number types and
-adapters; and one sequence at a time through ``unmodified_model``. Compared are the logprobs of trained tokens (of a
-critic: hidden states, each divided by its root mean square), and the gradient of a weighted sum of them, with respect
-to token embeddings and to parameters of up to ``_SMALL`` numbers.
+Two groups of random tokens go through the policy as one micro-batch, and one sequence at a time through
+``unmodified_model``. Compared are logprobs (of a critic: normalised hidden states), and the gradient of a weighted sum
+of them, with respect to token embeddings and parameters of up to ``_SMALL`` numbers.
 
-    float32         max |Δ logprob| ≤ 1e-3 nats and ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
-    widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖; at most 0.5 of either
-    half precision  mean |Δ logprob| ≤ max(0.05 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.1, 4 × spread) ‖gradient‖; at most 0.5 of either
+    float32         max |Δ logprob| ≤ 1e-3 nats, ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
+    widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖
+    half precision  mean |Δ logprob| ≤ max(0.05 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.1, 4 × spread) ‖gradient‖
 
-``spread``: how far the unmodified model moves after one rounding of its embeddings. A model in half precision is also
-compared with weights widened to float32 (if memory allows), because rounding hides small mistakes.
+The last two are limited to 0.5. ``spread``: how far the unmodified model moves after one rounding of its embeddings.
+Half precision is also tested widened to float32, if memory allows, as rounding hides small mistakes.
 
-If packed rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is
-refused. The test runs before ranks share the weights; ranks agree on the worst result. Gradients and random generators
-are left as they were. Not covered: windows beyond ``_LONGEST_WINDOW`` tokens and gradients of large matrices (CI covers
-both for small models), and ZeRO itself.
+If rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is refused. The
+test runs before ranks share the weights, and leaves gradients and random generators unchanged. Not covered: windows
+beyond ``_LONGEST_WINDOW`` tokens, gradients of large matrices, ZeRO.
 """
 
 import contextlib
@@ -83,7 +81,7 @@ class Gap:
         return all(a <= b for a, b in zip(mine, most, strict=True))
 
     def words(self, of: str) -> str:
-        """Describe the gap; ``of`` is "logprobs" or "hidden states" (unit: their root mean square)."""
+        """Describe the gap of "logprobs" or "hidden states" (unit: their root mean square)."""
         unit = " nats" if of == _LOGPROBS else ""
         return f"{of} differ by {self.max_nats:.2g}{unit} at most and {self.mean_nats:.2g} on average, the gradient by {self.gradient:.2g} of its norm"
 
@@ -126,7 +124,7 @@ class _Numbers:
 
 
 def run(policy: Subject, packing: Packing, seed: int = 0) -> SelfTestResult:
-    """Compare a policy or critic, on its device and in training mode, with the unmodified model; choose the packing.
+    """Compare a policy or critic, in training mode, with the unmodified model; choose the packing.
 
     Raises:
         SettingsError: no allowed packing passes, or transformers cannot run the model.
@@ -277,7 +275,7 @@ def _explain(policy: Subject, trial: _Trial) -> str:
 
 
 def draw(model: Any, device: torch.device, seed: int) -> list[PackedRow]:
-    """Return two groups of random ordinary token ids; the first crosses the model's window if that is short."""
+    """Return two groups of random tokens; the first exceeds the model's window if that is short."""
     lot, ids = np.random.default_rng(seed), ordinary_ids(model.config)
     crossed = [window for window in windows(model.config) if window <= _LONGEST_WINDOW.get(device.type, 0)]
     context = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
@@ -291,7 +289,7 @@ def draw(model: Any, device: torch.device, seed: int) -> list[PackedRow]:
 
 
 def windows(config: Any) -> list[int]:
-    """Return the windows and chunk lengths in a model's configuration, in tokens; empty for full attention."""
+    """Return a configuration's windows and chunk lengths, in tokens."""
     found = (getattr(config.get_text_config(), name, None) for name in _WINDOWS)
     return [window for window in found if isinstance(window, int) and window > 0]
 

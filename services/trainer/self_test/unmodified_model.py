@@ -1,6 +1,6 @@
-"""The model as transformers runs it, without our packing, attention, token mixers or fused kernels.
+"""The model as transformers runs it, with the trainer's own weights.
 
-It uses the trainer's own weights; the trainer's changes are switched off only within :func:`unmodified`.
+The trainer's changes are switched off only within :func:`unmodified`.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def unmodified(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Switch off dropout layers within the block, including those of adapters."""
+    """Switch off dropout layers, including adapters', within the block."""
     dropouts = [
         inner for inner in module.modules() if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.training
     ]
@@ -66,13 +66,13 @@ def unit_hidden_states(hidden_ND: Tensor) -> Tensor:
 
 
 def hidden_states(trunk: Any, rows: Sequence[PackedRow], device: torch.device) -> Tensor:
-    """Return :func:`unit_hidden_states` before each token of the rows' completions, one sequence at a time."""
+    """Return :func:`unit_hidden_states` before each token of the rows' completions."""
     parts = [_hidden_states(trunk, ids[:-1], row, device) for row in rows for ids in sequences(row)]
     return unit_hidden_states(torch.cat(parts))
 
 
 def hidden_states_ahead(trunk: Any, row: PackedRow, device: torch.device) -> float:
-    """Return how much the hidden state of ``row``'s prompt depends on the completion, relative to its root mean square."""
+    """Return how much the hidden state of ``row``'s prompt depends on the completion, by its root mean square."""
     with torch.no_grad():
         longest = max(sequences(row), key=len)
         alone = longest[: len(row.prompt_token_ids)]
@@ -87,7 +87,7 @@ def _hidden_states(trunk: Any, ids: Int64Array, row: PackedRow, device: torch.de
 
 
 def sees_ahead_nats(model: Any, row: PackedRow, device: torch.device) -> float:
-    """Return how much mean logprobs after ``row``'s prompt depend on the completion: 0 in a causal model."""
+    """Return how much logprobs after ``row``'s prompt depend on the completion: 0 if causal."""
     with torch.no_grad():
         longest = max(sequences(row), key=len)
         with_completion_V = _all_logprobs(model, longest, row, device)[0]

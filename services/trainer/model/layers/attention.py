@@ -1,15 +1,13 @@
 """Attention over packed rows, without padding or a full T × T mask.
 
-Installed through transformers' attention and mask interfaces. For a packed row, layers get a :class:`PackedMask`: the
-row's layout and the layer's pattern (``attention_layout``), derived from the model's own mask function. A segment
-attends to its prompt and to itself::
+Installed through transformers' interfaces. For a packed row, layers get a :class:`PackedMask`: the row's layout and a
+pattern derived from the model's mask function. A segment attends to its prompt and to itself::
 
     varlen   torch's ``varlen_attn`` (flash attention); a prompt's keys and values are copied for each completion.
              CUDA, half precision; causal layers, windows, sinks without a window.
     mask     similar segments form one rectangle for scaled_dot_product_attention with a mask. Anywhere.
 
-``auto`` chooses per layer. Outputs equal those of separate sequences; unknown attention arguments raise
-:class:`CannotPack`.
+``auto`` chooses per layer. Outputs equal those of separate sequences.
 
 Shapes: ``B`` 1, ``H`` heads, ``T`` tokens, ``N`` trained tokens, ``D`` a head's size.
 """
@@ -68,13 +66,7 @@ class CannotPack(SettingsError):
 
 
 class PackedLayout:
-    """Visibility among the tokens of one micro-batch, shared by all layers.
-
-    Args:
-        segments: of the micro-batch.
-        kind: which attention.
-        device: where the model is.
-    """
+    """Visibility among the tokens of one micro-batch, shared by all layers."""
 
     def __init__(self, segments: Segments, kind: Kind, device: torch.device) -> None:
         self._segments = segments
@@ -94,7 +86,7 @@ class PackedLayout:
         pattern: Pattern = CAUSAL,
         extras: Extras = PLAIN,
     ) -> Tensor:
-        """Return attention's output (B × T × H × the value's size)."""
+        """Return attention's output (B × T × H × value size)."""
         self.used += 1
         query, key, value = (tensor.transpose(1, 2).squeeze(0) for tensor in (query_BHTD, key_BHTD, value_BHTD))
         if self._by_varlen(query, value, pattern, extras):
@@ -184,11 +176,7 @@ def see(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Any:
-    """Implement transformers' mask: a :class:`PackedMask` for a packed row, else that of sdpa.
-
-    Raises:
-        CannotPack: the mask is one of the model's own.
-    """
+    """Implement transformers' mask; CannotPack for a model's own mask function."""
     layout = _PACKED.get()
     if layout is None:
         from transformers.masking_utils import sdpa_mask
@@ -228,11 +216,7 @@ def attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention, for packed rows and plain sequences.
-
-    Raises:
-        CannotPack: the model passes an unknown argument.
-    """
+    """Implement transformers' attention; CannotPack for unknown arguments."""
     if isinstance(attention_mask, PackedMask):
         extras = _extras(others, scaling, dropout)
         layout, pattern = attention_mask.layout, attention_mask.pattern
@@ -308,7 +292,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def install(model: Any) -> None:
-    """Make ``model`` attend through this module; plain sequences go as with sdpa."""
+    """Make ``model`` attend through this module; plain sequences as with sdpa."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -317,11 +301,7 @@ def install(model: Any) -> None:
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the embedding and layers of a causal language model, without its output layer.
-
-    Raises:
-        CannotPack: the model has no such part.
-    """
+    """Return a causal language model without its output layer; CannotPack if that is impossible."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     for part in (model.get_decoder(), getattr(model, "base_model", None), getattr(model, "model", None)):
         parts = set(part.modules()) if isinstance(part, nn.Module) else set()
@@ -334,7 +314,7 @@ def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
     """Return the hidden state that predicts each trained token (N × hidden size).
 
     Raises:
-        CannotPack: the model does not use transformers' interfaces, or cannot be packed.
+        CannotPack: of the model's attention.
     """
     if "position_ids" not in inspect.signature(trunk.forward).parameters:
         _refuse(f"a model that takes positions, found {type(trunk).__name__}")

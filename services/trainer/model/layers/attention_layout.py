@@ -1,8 +1,7 @@
-"""Which tokens of a packed row attend to which: blocks of queries with their keys, and rectangles of similar blocks.
+"""Which tokens of a packed row attend to which: blocks of queries with keys, and rectangles of similar blocks.
 
-A segment attends to its prompt and, causally, to itself. A :class:`Pattern` restricts this by the distance between
-positions in the
-*sequence*. Masked blocks are cut into pieces with only reachable keys, so neither masks nor scores are quadratic in the row.
+A segment attends to its prompt and, causally, to itself; a :class:`Pattern` restricts this by distance in the sequence.
+Blocks are split by reachable keys, so masks and scores are not quadratic in the row.
 
 Shapes: ``G`` blocks of a rectangle, ``T`` tokens of the row, ``K`` segments or keys, ``Q`` queries.
 """
@@ -30,7 +29,7 @@ _LOWEST, _HIGHEST = 128, 2048
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which earlier tokens of its sequence a token sees.
+    """Earlier tokens of the sequence that a token sees.
 
     ``causal``: all. ``window``: itself and the ``size − 1`` before it. ``chunk``: those of equal position // ``size``.
     """
@@ -39,7 +38,7 @@ class Pattern:
     size: int = 0
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether position ``query`` sees position ``key``, elementwise with broadcasting."""
+        """Return whether ``query`` positions see ``key`` positions, with broadcasting."""
         seen = key <= query
         if self.kind == "window":
             return seen & (key > query - self.size)
@@ -48,7 +47,7 @@ class Pattern:
         return seen
 
     def first_seen(self, position: int) -> int:
-        """Return the first position that ``position`` sees."""
+        """Return the first position seen."""
         if self.kind == "window":
             return max(0, position - self.size + 1)
         return position - position % self.size if self.kind == "chunk" else 0
@@ -59,7 +58,7 @@ CAUSAL = Pattern()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive queries, and the places of the keys that at least one of them may see."""
+    """Consecutive queries, and the places of their visible keys."""
 
     start: int
     length: int
@@ -68,7 +67,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Blocks that attend together; padding repeats place 0 of the row."""
+    """Blocks that attend together; padding repeats place 0."""
 
     queries_GQ: Tensor
     keys_GK: Tensor
@@ -97,19 +96,13 @@ def keys_of(segments: Segments, k: int) -> Int64Array:
 
 
 def positions(segments: Segments, device: torch.device) -> Tensor:
-    """Return each token's position in its sequence (T); completions continue their prompt."""
+    """Return each token's position in its sequence (T)."""
     offsets_T = np.repeat(segments.prompt_lengths_K - segments.starts_K, segments.lengths_K)
     return torch.from_numpy(np.arange(len(offsets_T)) + offsets_T).to(device)
 
 
 def ragged(segments: Segments, device: torch.device, *, first_keys: int = 0) -> Ragged:
-    """Return all segments as one ragged batch.
-
-    Args:
-        segments: of the micro-batch.
-        device: where the places go.
-        first_keys: extra keys at the start of the key array, shared by all segments.
-    """
+    """Return all segments as one ragged batch, with ``first_keys`` shared extra keys at the array's start."""
     extra = np.arange(first_keys)
     keys = [np.concatenate((extra, keys_of(segments, k) + first_keys)) for k in range(len(segments.starts_K))]
     lengths_K = segments.prompt_lengths_K + segments.lengths_K + first_keys
@@ -122,12 +115,12 @@ def ragged(segments: Segments, device: torch.device, *, first_keys: int = 0) -> 
 def rectangles(
     segments: Segments, device: torch.device, pattern: Pattern = CAUSAL, *, masked: bool = False
 ) -> tuple[list[Rectangle], Tensor]:
-    """Return the rectangles, and the place of each token of the row in their concatenated outputs.
+    """Return the rectangles, and each token's place in their concatenated outputs.
 
     Args:
         segments: of the micro-batch.
-        device: where the places go.
-        pattern: what a token sees of its sequence.
+        device: of the result.
+        pattern: visible tokens.
         masked: whether causal rectangles need a mask, too.
     """
     masked = masked or pattern.kind != "causal"
@@ -149,7 +142,7 @@ def rectangles(
 
 
 def coarse(segments: Segments) -> Segments:
-    """Return ``segments``, with those of a short row joined into one."""
+    """Return ``segments``, with those of a short row joined."""
     ids_K = segments.prompt_starts_K
     tokens_K = np.bincount(ids_K, weights=segments.lengths_K)[ids_K].astype(np.int64)
     short_K = tokens_K <= SHORT_ROW_TOKENS
@@ -163,7 +156,7 @@ def coarse(segments: Segments) -> Segments:
 
 
 def similar(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Group the indices of (queries, keys) sizes, largest first, so that padding to the largest wastes little."""
+    """Group indices of (queries, keys) sizes, largest first, for little padding."""
     order = sorted(range(len(sizes)), key=lambda k: (-sizes[k][1], -sizes[k][0]))
     runs: list[list[int]] = []
     height = width = pairs = 0
@@ -222,7 +215,7 @@ class _Sees:
         self._position_T = positions(segments, device)
 
     def mask(self, queries_GQ: Tensor, keys_GK: Tensor) -> Tensor | None:
-        """Return the mask, or None if causal attention needs none; −1 is padding, which as a query sees all."""
+        """Return the mask, or None for plain causal attention; −1 is padding, which as a query sees all."""
         query, key = queries_GQ[:, :, None], keys_GK[:, None, :]
         place = queries_GQ.clamp(min=0)
         start, prompt, end = (t[place][..., None] for t in (self._start_T, self._prompt_T, self._prompt_end_T))

@@ -1,13 +1,13 @@
-"""Attention with model families' additions: sinks, capped scores, values of another size than queries.
+"""Attention with sinks, capped scores, and values of another size than queries.
 
     scores_h  = scale · q kᵀ,  or  cap · tanh(scale · q kᵀ / cap)  with a cap (Gemma 2, arXiv:2408.00118)
-    weights_h = softmax over the visible keys and, with sinks, one more of score ``sink_h`` and value 0 (gpt-oss, arXiv:2508.10925)
+    weights_h = softmax over visible keys and, with sinks, one of score ``sink_h`` and value 0 (gpt-oss, arXiv:2508.10925)
 
-A sink is a key: queries get two dimensions with ``sink_h / scale`` and its rounding rest; one more key has 1 there and
-0 elsewhere, all others 0 there. So any attention function, and its gradient, computes sinks.
+A sink is a key: queries get two dimensions with ``sink_h / scale`` and its rounding rest; its key has 1 there and 0
+elsewhere, other keys 0 there. So any attention function computes sinks.
 
-Shapes: ``G`` sequences, ``H`` heads (keys and values may have fewer), ``Q`` queries, ``K`` keys, ``D`` a head's size,
-``T`` tokens of all sequences.
+Shapes: ``G`` sequences, ``H`` heads (keys and values may have fewer), ``Q`` queries, ``K`` keys, ``D`` head size, ``T``
+tokens of all sequences.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ PLAIN = Extras()
 def attend_masked(
     query_GHQD: Tensor, key_GHKD: Tensor, value_GHKD: Tensor, mask: Tensor | None, extras: Extras
 ) -> Tensor:
-    """Return attention's outputs (G × H × Q × the value's size).
+    """Return attention's outputs (G × H × Q × value size).
 
     Args:
         query_GHQD: queries.
         key_GHKD: keys.
         value_GHKD: values.
-        mask: visible keys (bool, broadcast to G × H × Q × K); None: causal, with as many keys as queries.
+        mask: visible keys (bool, broadcast to G × H × Q × K); None: causal.
         extras: the layer's additions.
     """
     size, scale = value_GHKD.shape[-1], _scale(query_GHQD, extras)
@@ -72,14 +72,14 @@ def attend_masked(
 def attend_ragged(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, where: Ragged, extras: Extras, window: int = 0
 ) -> Tensor:
-    """Return outputs (T × H × the value's size) of torch's variable-length attention: causal, from the lower right.
+    """Return outputs (T × H × value size) of torch's variable-length attention: causal, from the lower right.
 
     Args:
         query_THD: queries.
-        key_THD: keys, with the sink's first (:func:`with_sink_key`) if there are sinks.
+        key_THD: keys, with a sink's first (:func:`with_sink_key`).
         value_THD: values, likewise.
         where: segment boundaries.
-        extras: the layer's additions; no cap.
+        extras: no cap.
         window: keys that a query sees, itself included; 0: all.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -112,7 +112,7 @@ def attend_ragged(
 
 
 def with_sink_key(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``key`` with the sink's dimensions, and a sink's key and value first (dimension −2)."""
+    """Add the sink's dimensions to ``key``, and its key and value in front (dimension −2)."""
     key = F.pad(key, (0, _SINK_SIZES))
     sink = torch.zeros_like(key[..., :1, :])
     sink[..., -_SINK_SIZES:] = 1
@@ -120,13 +120,13 @@ def with_sink_key(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_ragged_sink_key(key_THD: Tensor, value_THD: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the same for tensors whose first dimension is the token's."""
+    """Do the same if tokens are the first dimension."""
     key, value = with_sink_key(key_THD.transpose(0, 1), value_THD.transpose(0, 1))
     return key.transpose(0, 1), value.transpose(0, 1)
 
 
 def padded_size(query: Tensor, value: Tensor, *, sinks: bool) -> int:
-    """Return the kernels' head size: the larger of query and value, plus the sink's, rounded up to a multiple of 8."""
+    """Return the head size for kernels: the larger of query and value, plus the sink's, rounded up to a multiple of 8."""
     largest = max(query.shape[-1] + (_SINK_SIZES if sinks else 0), value.shape[-1])
     return -(-largest // 8) * 8
 

@@ -1,8 +1,7 @@
 """Copies of rows with a deterministic gradient, also on a GPU.
 
-A prompt's keys are copied for each completion, so their gradients are sums, which torch's ``index_select`` adds
-atomically, in any order. :class:`Copies` knows each row's copies in order; one kernel (``gather_kernel``) adds them in
-float32, in a tenth of the time of ``index_put_``. On a CPU ``index_add_`` adds them in order.
+A prompt's keys are copied for each completion. torch's ``index_select`` sums their gradients atomically, in any order;
+one kernel (``gather_kernel``) sums them in order and float32, in a tenth of the time of ``index_put_``.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from services.trainer.batch.packing import Int64Array
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copies:
-    """Which rows are copied, and where the copies of each row are."""
+    """Copied rows, and the copies of each."""
 
     places: Tensor
     order: Tensor

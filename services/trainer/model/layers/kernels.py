@@ -1,8 +1,7 @@
-"""Fused RMS norm, rotary embedding and gated MLP, one Triton kernel each; and joint products for queries, keys and
-values (``projections``).
+"""Fused RMS norm, rotary embedding and gated MLP, and joint query, key and value products (``projections``).
 
-Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989), installed into a
-loaded model on a GPU. The rotary kernel replaces that of all models of its type in this process.
+Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989), for GPUs. The
+rotary kernel affects all models of its type in this process.
 """
 
 import contextlib
@@ -25,12 +24,7 @@ _REPLACED: dict[str, dict[str, Any]] = {}
 
 
 def install(model: Any, kind: Kind, device: str) -> bool:
-    """Fuse what can be fused in ``model``; return whether anything was.
-
-    Args:
-        model: a Hugging Face model, or its trunk; not yet in an engine.
-        kind: ``auto`` fuses if possible, ``torch`` does not.
-        device: ``cuda`` or ``cpu``.
+    """Fuse what can be fused in ``model``, which is not yet in an engine; return whether anything was.
 
     Raises:
         SettingsError: ``liger`` is required but not available.
@@ -60,7 +54,7 @@ def install(model: Any, kind: Kind, device: str) -> bool:
 
 @contextlib.contextmanager
 def unfused(model: Any) -> Iterator[None]:
-    """Restore the original functions of ``model`` and its source file within the block."""
+    """Restore ``model``'s original functions within the block."""
     own = [module for module in model.modules() if _is_fused(module.__dict__.get("forward"))]
     forwards = [module.__dict__.pop("forward") for module in own]
     source = vars(sys.modules[type(model).__module__])

@@ -3,9 +3,8 @@
     logits_V = output(hidden_D), scaled or capped as the model has it     (shared/model/logits_transform.py)
     logprob and entropy of them at the token's temperature                (shared/model/logits.py)
 
-If gradients are needed and memory is short (``recomputation``), the backward pass recomputes each chunk's logits. The
-output layer is called as a module once, whatever the number of chunks: at ZeRO stage 3 ranks with different numbers of
-calls would deadlock.
+If memory is short (``recomputation``), the backward pass recomputes logits. The output layer is called once for all
+chunks: at ZeRO stage 3 different numbers of calls would deadlock.
 
 Shapes: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary. Logprobs and entropies are in nats, float32.
 """
@@ -51,13 +50,13 @@ def token_logprobs(
         hidden_ND: what predicts each target.
         output: the output layer.
         targets_N: token ids (int64).
-        temperatures_N: divisor of each token's logits, float32.
+        temperatures_N: divisors of the logits, float32.
         chunk_tokens: tokens per chunk; 0: all.
-        transform: of hidden states before, and of logits after, the output layer.
+        transform: of hidden states and logits.
         entropy_gradient: whether entropies carry a gradient.
-        fused: whether one GPU kernel may compute them.
+        fused: whether to use one GPU kernel.
         kind: number type of the logits.
-        keep: whether logits are kept for the backward pass.
+        keep: whether to keep logits for the backward pass.
     """
     logits = projection(output, kind)
 

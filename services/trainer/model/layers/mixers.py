@@ -1,14 +1,13 @@
-"""Sequence boundaries for layers that carry state along the row: recurrences (gated delta nets, Mamba) and
-convolutions.
+"""Sequence boundaries for layers that carry state along the row: recurrences (gated delta nets, Mamba), convolutions.
 
-:func:`install` changes the model's token mixers so that within :meth:`Boundaries.of` each runs on the row's sequences
-(``spans``) with transformers' own forward pass:
+Within :meth:`Boundaries.of`, installed token mixers run transformers' own forward pass on the row's sequences
+(``spans``):
 
-* a mixer that can continue from a state computes a long prompt once and forks its final, differentiable state to the completions;
+* if a mixer can continue from a state, a long prompt's final, differentiable state is forked to its completions;
 * any other mixer computes each sequence with its prompt.
 
-Each mixer's class is replaced by a subclass, so hooks (ZeRO), adapters and names stay. Recomputed layers (gradient
-checkpointing) get the boundaries with their arguments. :func:`unpackable` names unknown mixers.
+Mixers' classes are replaced by subclasses, so hooks (ZeRO), adapters and names stay. Recomputed layers (gradient
+checkpointing) get the boundaries with their arguments.
 """
 
 import contextlib
@@ -55,9 +54,9 @@ _STATES = frozenset({"cache_params", "layer_past", "past_key_value", "past_key_v
 
 
 class PromptState:
-    """The final state of prompts in one mixer, in place of transformers' ``Cache``.
+    """Final state of prompts in one mixer, in place of transformers' ``Cache``; never written in place, so gradients
+    flow.
 
-    Nothing is written in place, so gradients reach the prompts.
     """
 
     record_past = True  # disables transformers' single-token convolution
@@ -69,7 +68,7 @@ class PromptState:
 
     @property
     def layers(self) -> "_EveryLayer":
-        """Return the state by layer number, as transformers asks for it."""
+        """Return the state by layer number, for transformers."""
         return _EveryLayer(self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -79,7 +78,7 @@ class PromptState:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Return a convolution's inputs with the preceding ones (G × channels × tokens); keep a prompt's last ones."""
+        """Return a convolution's inputs with preceding ones (G × channels × tokens); keep a prompt's last."""
         if self._continues:
             return torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
         self.conv_states[state_idx] = conv_states[..., -(conv_kernel_size or conv_states.shape[-1]) :]
@@ -103,7 +102,7 @@ class _EveryLayer:
 
 
 def fork(prompts: list[PromptState], prompts_G: Tensor) -> PromptState:
-    """Return the state from which G sequences continue, each from one of ``prompts``."""
+    """Return the state from which G sequences continue."""
     forked = PromptState()
     forked._continues = True
     for name in ("conv_states", "recurrent_states"):
@@ -114,7 +113,7 @@ def fork(prompts: list[PromptState], prompts_G: Tensor) -> PromptState:
 
 
 class Boundaries:
-    """The sequences on which a model's mixers run; by default, the row is one sequence."""
+    """The row's sequences for mixers; by default, one."""
 
     def __init__(self) -> None:
         self.plans: Plans | None = None
@@ -125,12 +124,12 @@ class Boundaries:
 
     @contextlib.contextmanager
     def of(self, segments: Segments, device: torch.device, *, sharded: bool = False) -> Iterator[None]:
-        """Have the mixers respect ``segments`` within the block, also in layers that are recomputed later.
+        """Have the mixers respect ``segments`` within the block, also in layers recomputed later.
 
         Args:
             segments: of the micro-batch.
-            device: where the model is.
-            sharded: whether all ranks must make equally many calls (ZeRO stage 3); then collective.
+            device: of the model.
+            sharded: ZeRO stage 3: all ranks make equally many calls; collective.
         """
         with self.use(Plans(segments, device, sharded=sharded)):
             yield
@@ -146,7 +145,7 @@ class Boundaries:
 
 
 class Plans:
-    """The plans of one micro-batch, made on first use."""
+    """Plans of one micro-batch, made on first use."""
 
     def __init__(self, segments: Segments, device: torch.device, *, sharded: bool) -> None:
         self._segments = segments
@@ -169,7 +168,7 @@ class Plans:
 
 
 def install(model: nn.Module) -> Boundaries | None:
-    """Make the known mixers in ``model`` respect boundaries; return the boundaries, or None without such a mixer."""
+    """Make the known mixers in ``model`` respect boundaries; return these, or None without mixers."""
     if (installed := getattr(model, "_penstock_boundaries", None)) is not None:
         return installed  # type: ignore[no-any-return]
     boundaries = Boundaries()
@@ -263,10 +262,7 @@ def _bounded_layer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Mod
 
 
 def unpackable(trunk: nn.Module) -> str:
-    """Return the class of a module in ``trunk`` that mixes tokens in an unknown way; else "".
-
-    Such a module takes a cache for generation, or is a convolution.
-    """
+    """Return the class of a module that mixes tokens in an unknown way (takes a cache, or is a convolution); else ""."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     known = {id(inner) for module in trunk.modules() if _is_known(module) for inner in module.modules()}

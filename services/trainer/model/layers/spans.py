@@ -1,13 +1,13 @@
-"""Cut a packed row into its sequences, for modules that must not see a row as one sequence.
+"""Cut a packed row into its sequences.
 
 A :class:`Plan` lists the calls, one :class:`SequenceSpan` each, and where the outputs belong in the row::
 
     row        P P P P | a a | b b b | Q Q | c c c c          two prompts (P, Q) with their completions
-    alone      PPPPaa, PPPPbbb, QQcccc                        each sequence by itself, without padding
-    whole      [PPPPbbb, PPPPaa., QQcccc.]                    similar sequences side by side, right-padded (.)
-    forked     PPP → its state → [Pbbb, Paa.]; QQcccc         most of a long prompt once; completions continue from its state
+    alone      PPPPaa, PPPPbbb, QQcccc                        each sequence by itself
+    whole      [PPPPbbb, PPPPaa., QQcccc.]                    similar sequences together, right-padded (.)
+    forked     PPP → its state → [Pbbb, Paa.]; QQcccc         most of a long prompt once; completions continue
 
-Right padding changes no earlier output of a causal module. A prompt's outputs come from one of its sequences.
+Right padding changes no earlier output of a causal module.
 
 Shapes: ``T`` tokens of the row, ``G`` sequences of a span, ``W`` tokens of the longest of them.
 """
@@ -46,7 +46,7 @@ class SequenceSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """How a row goes through a module: the spans in their order."""
+    """The spans of a row, in order."""
 
     spans: list[SequenceSpan]
     places_T: Tensor
@@ -56,7 +56,7 @@ class Plan:
 
 
 def alone(segments: Segments, device: torch.device) -> Plan:
-    """Return the plan with one call for each sequence, without padding."""
+    """Return the plan with one call per sequence."""
     builder = _Builder(segments)
     for sequence in _sequences(segments):
         builder.add([_places(segments, sequence)])
@@ -64,7 +64,7 @@ def alone(segments: Segments, device: torch.device) -> Plan:
 
 
 def whole(segments: Segments, device: torch.device) -> Plan:
-    """Return the plan with similar sequences, prompts included, side by side."""
+    """Return the plan with similar sequences, prompts included, together."""
     builder = _Builder(segments)
     builder.add_similar([_places(segments, sequence) for sequence in _sequences(segments)])
     return builder.plan(device)
@@ -87,7 +87,7 @@ def forked(segments: Segments, device: torch.device) -> Plan:
 
 
 def idle_calls(calls: int, device: torch.device) -> int:
-    """Return how many calls this rank lacks compared with the largest rank; collective, before the calls."""
+    """Return how many more calls another rank makes; collective, before the calls."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
     most = torch.tensor([calls], dtype=torch.int64, device=device)
@@ -96,7 +96,7 @@ def idle_calls(calls: int, device: torch.device) -> int:
 
 
 def gather(value: Any, places_GW: Tensor, tokens: int) -> Any:
-    """Return ``value`` with each tensor of 1 × ``tokens`` × …, also within tuples, as G × W × …."""
+    """Return ``value``, perhaps a tuple, with tensors of 1 × ``tokens`` × … as G × W × …."""
     if isinstance(value, tuple):
         return tuple(gather(part, places_GW, tokens) for part in value)
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, tokens):
@@ -105,10 +105,7 @@ def gather(value: Any, places_GW: Tensor, tokens: int) -> Any:
 
 
 def scatter(outputs: Sequence[Any], plan: Plan) -> Any:
-    """Return the spans' outputs as one of the row, 1 × T × …; within tuples likewise. Anything not per token becomes
-    None.
-
-    """
+    """Return the spans' outputs, perhaps tuples, as 1 × T × …; anything not per token becomes None."""
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(scatter([output[part] for output in outputs], plan) for part in range(len(first)))
@@ -149,7 +146,7 @@ class _Builder:
     def add(
         self, sequences: Sequence[Int64Array], prompts: Sequence[int] | None = None, *, keeps_state: bool = False
     ) -> None:
-        """Add a span of ``sequences`` (places in the row), which continue ``prompts``."""
+        """Add a span of ``sequences`` (places), which continue ``prompts``."""
         # Some kernels treat a single token as a decoding step, without gradient.
         width = max(1 if prompts is None else 2, *(len(sequence) for sequence in sequences))
         places_GW = np.stack([np.pad(sequence, (0, width - len(sequence)), mode="edge") for sequence in sequences])
@@ -173,7 +170,7 @@ class _Builder:
 
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Group indices of ``lengths``, longest first, so that padding to the longest wastes little."""
+    """Group indices of ``lengths``, longest first, for little padding."""
     runs: list[list[int]] = []
     longest = tokens = 0
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
