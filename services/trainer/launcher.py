@@ -8,8 +8,7 @@
        │            └─ one ended otherwise ─▶ the others are killed ─▶ its exit code (1 after a signal)
     SIGTERM, SIGINT ─▶ forwarded to the host's first rank; rank 0 then stops all ranks in order
 
-Restarts are the supervisor's task. It listens on no port: ranks meet in a private file, or across hosts in rank 0
-(``rank_group``).
+The supervisor restarts. The launcher listens on no port (``rank_group``).
 """
 
 import contextlib
@@ -34,7 +33,7 @@ _STOP_S = 15.0
 
 
 def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> int:
-    """Run ``command`` once for each of this host's ranks; return their joint exit code.
+    """Run ``command`` for each of this host's ranks; return their exit code.
 
     Args:
         drain_s: rank 0's time to finish after a stop signal.
@@ -48,7 +47,7 @@ def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> 
 
 
 def environment(trainer: TrainerSettings, local: int, store: Path) -> dict[str, str]:
-    """Return all variables of this host's rank number ``local``."""
+    """Return the environment of this host's rank ``local``."""
     threads = {} if trainer.ranks == 1 else {"OMP_NUM_THREADS": "1"}
     return {
         **threads,

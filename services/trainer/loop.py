@@ -9,8 +9,8 @@
     CHECKPOINT: save → complete        LOAD, REPLAY: back to the ledger's step
     mailbox.send(result)
 
-The loop uses no bus. Other ranks run the same code with an empty mailbox. A resumed trainer loads a checkpoint and
-replays the journal through :meth:`Trainer.update`, without publishing; a rollback does so during the run.
+It uses no bus. A resumed trainer loads a checkpoint and replays the journal through :meth:`Trainer.update`, without
+publishing; a rollback does so during the run.
 """
 
 import logging
@@ -39,7 +39,7 @@ class Trainer:
     """One rank, on the training thread.
 
     Args:
-        stop_requested: whether this host received a stop signal; rank 0 learns of its own otherwise.
+        stop_requested: whether this host received a stop signal; not for rank 0's.
     """
 
     def __init__(
@@ -121,13 +121,9 @@ class Trainer:
         peak: float | None = None,
         repeated: StepPlan | None = None,
     ) -> dict[str, float]:
-        """Make one step from ``batch``; return its figures over all ranks.
+        """Make one step from ``batch`` with ``lags``; return its figures over all ranks.
 
-        Args:
-            batch: the groups.
-            lags: of the groups.
-            peak: peak learning rate, if changed during the run.
-            repeated: plan of a replayed step.
+        ``peak`` is a changed peak learning rate, ``repeated`` a replayed step's plan.
         """
         measured = self._learner.learn(batch, lags, self.step + 1, peak, repeated)
         self.step += 1

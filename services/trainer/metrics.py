@@ -98,7 +98,7 @@ GRAD_NORM_LIMIT = Gauge("penstock_trainer_grad_norm_limit", "Norm that gradients
 class Phases:
     """Seconds and memory of a step by phase, on the training thread.
 
-    Memory is a GPU's peak in the phase, else resident memory at its end.
+    A GPU's peak in the phase, else resident memory at its end.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -207,9 +207,9 @@ def utilisation(flops: float, seconds: float, peak_flops: float, device: torch.d
     """Return a rank's speed, and its share of the device's peak if known.
 
     Args:
-        flops: of this rank's forward and backward passes.
+        flops: of forward and backward passes.
         seconds: of these and the update.
-        peak_flops: of the device, in TFLOP/s; 0: by its name.
+        peak_flops: in TFLOP/s; 0: by the device's name.
         device: of this rank.
     """
     reached = flops / max(seconds, 1e-9) / 1e12

@@ -24,10 +24,10 @@ _MEET = timedelta(minutes=30)
 
 
 def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0.0.1") -> tuple[int, int]:
-    """Join the process group of the launcher's environment (without it, one rank); return (rank, ranks).
+    """Join the process group of the launcher's environment (default: one rank); return (rank, ranks).
 
     Args:
-        settings: those of a run whose trainer may span hosts.
+        settings: for trainers that may span hosts.
         own: this host's reachable address.
 
     Raises:

@@ -5,8 +5,8 @@
     rank 0      event loop: ``rank0/driver`` ◀── mailbox ──▶ training thread: ``loop``
     others                                                   main thread: ``loop``
 
-With RANK in its environment it is one rank; else the only rank, or the launcher of ``trainer.ranks`` (``launcher``). A
-rank that dies ends the others; the supervisor restarts all.
+Without RANK in its environment it is the only rank, or the launcher of ``trainer.ranks``. A rank that dies ends the
+others; the supervisor restarts all.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """From token losses to the loss of a batch.
 
-``N`` tokens, sample after sample, ``lengths_S`` each. The loss is a sum over micro-batches and ranks (:func:`total`)
-over the whole batch's divisor (:func:`divisor`)::
+``N`` tokens, ``lengths_S`` of each sample. The loss is a sum over micro-batches and ranks (:func:`total`) over the
+batch's divisor (:func:`divisor`)::
 
     token      Σ_t loss_t / tokens                          every token weighs the same      DAPO, arXiv:2503.14476, eq. 8
     sequence   Σ_i (1/|y_i|) Σ_t loss_t / samples           every sample weighs the same     GRPO, arXiv:2402.03300, eq. 3
@@ -17,7 +17,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def total(loss_N: Tensor, lengths_S: Tensor, aggregation: Aggregation) -> Tensor:
-    """Return a micro-batch's undivided part of the batch's loss (a scalar)."""
+    """Return a micro-batch's undivided loss (a scalar)."""
     if aggregation == "sequence":
         return sequence_means(loss_N, lengths_S).sum()
     return loss_N.sum()

@@ -1,17 +1,18 @@
-"""Off-policy corrections: weights for tokens that another policy than the anchor drew.
+"""Off-policy corrections: weights for tokens drawn by another policy than the anchor.
 
-Behavior logprobs differ from the anchor's by weight changes (lag) and between engines. With ``w_t = exp(anchor_t −
-behavior_t)`` and ``W = Π_t w_t`` of a sample::
+With ``w_t = exp(anchor_t − behavior_t)`` and ``W = Π_t w_t`` of a sample::
 
-    token_tis        min(w_t, high)                      truncated importance sampling: Yao et al. 2025, "Your efficient RL
-                                                         framework secretly brings you off-policy RL training"; decoupled PPO:
-                                                         Hilton et al. 2021, arXiv:2110.00641, and AReaL, arXiv:2505.24298
+    token_tis        min(w_t, high)                      truncated importance sampling: Yao et al. 2025, "Your efficient
+                                                         RL framework secretly brings you off-policy RL training";
+                                                         decoupled PPO: Hilton et al. 2021, arXiv:2110.00641, and
+                                                         AReaL, arXiv:2505.24298
     sequence_tis     min(W, high)                        the same for whole samples
     token_mask       w_t if low ≤ w_t ≤ high, else 0     IcePop: Ling Team 2025, Ring-1T, arXiv:2510.18855
-    sequence_mask    W if low ≤ W ≤ high, else 0         masked importance sampling: Liu et al. 2025, "When speed kills stability"
+    sequence_mask    W if low ≤ W ≤ high, else 0         masked importance sampling: Liu et al. 2025, "When speed kills
+                                                         stability"
     geometric_mask   1 if low ≤ W^(1/|y|) ≤ high, else 0         rejects whole samples
 
-Weights carry no gradient and are at most e^20 (``kl.bounded``). A weight of 0 *masks* the token.
+Weights carry no gradient and are at most e^20 (``kl.bounded``); 0 *masks* the token.
 """
 
 from typing import Literal
@@ -43,7 +44,7 @@ def weights(
 
 
 def log_linear(behavior_logprobs_N: Tensor, policy_logprobs_N: Tensor, lags_N: Tensor) -> Tensor:
-    """Return approximate proximal logprobs, between behavior's and the policy's by lag (N, no gradient).
+    """Return proximal logprobs interpolated by lag (N, no gradient).
 
     ``proximal = α behavior + (1 − α) policy`` with ``α = 1/lag``, and α = 0 at lag 0 (Li et al. 2025, A-3PO,
     arXiv:2512.06547).

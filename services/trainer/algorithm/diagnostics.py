@@ -1,14 +1,13 @@
-"""Diagnostics of a step's tokens, summed over micro-batches, optimizer steps and ranks.
+"""Diagnostics of a step's tokens, over micro-batches, updates and ranks.
 
-Figures are means over tokens (once per epoch); the ratio is policy to behavior, ``w = exp(min(policy − behavior,
-20))``::
+Figures are means over tokens (once per epoch), with ``w = exp(min(policy − behavior, 20))``::
 
     ess                       (Σ w)² / (tokens · Σ w²)      Kish 1965: 1 on policy, → 0 if few tokens carry the batch
     kl_mean, kl_max           k3 of KL(behavior ‖ policy)
     ratio_max                 the largest w
-    logprob_gap               mean |policy − behavior|, nats; at lag 0 the difference between engines
+    logprob_gap               mean |policy − behavior|, nats; at lag 0 between engines
     clip_*_fraction           tokens whose gradient was clipped (see ``losses``)
-    masked_fraction           tokens removed by a correction or rejection (see ``corrections``)
+    masked_fraction           tokens masked or rejected (see ``corrections``)
     entropy, reference_kl     of the policy; to the reference, by the run's estimator
 """
 
@@ -88,11 +87,7 @@ def effective_share(ratios: float, squared_ratios: float, tokens: float) -> floa
 
 
 def explained_variance(returns_N: Tensor, values_N: Tensor) -> float:
-    """Return ``1 − Var(returns − values) / Var(returns)`` over all ranks' tokens, or 0 for constant returns;
-    collective.
-
-    1: perfect values; 0: no better than the mean.
-    """
+    """Return ``1 − Var(returns − values) / Var(returns)`` (0 for constant returns); collective."""
     rest_mean, rest_deviation = moments(returns_N - values_N)
     _, deviation = moments(returns_N)
     return 1.0 - (rest_deviation / deviation) ** 2 if deviation > 0 and math.isfinite(rest_mean) else 0.0

@@ -32,7 +32,7 @@ def dpo(policy_S: Tensor, reference_S: Tensor, beta: float) -> PreferenceLoss:
     """Return the loss of pairs; samples alternate best, worst.
 
     Args:
-        policy_S: the policy's logprob of each whole sample, nats.
+        policy_S: logprobs of whole samples, nats.
         reference_S: the reference's.
         beta: strength of the reference.
     """

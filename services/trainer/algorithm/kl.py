@@ -30,10 +30,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def estimate(sampled_logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: Estimator) -> Tensor:
-    """Return the estimate of KL(sampled ‖ other) at each token (N, nats), for tokens that ``sampled`` drew.
-
-    k3 uses ``min(x, 20)``.
-    """
+    """Return the estimate of KL(sampled ‖ other) at each token (N, nats), drawn by ``sampled``; k3 uses ``min(x, 20)``."""
     difference_N = other_logprobs_N - sampled_logprobs_N
     if estimator == "k1":
         return -difference_N

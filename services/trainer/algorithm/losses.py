@@ -1,17 +1,17 @@
 """Policy losses of each token.
 
-``N`` trained tokens, sample after sample, ``lengths_S`` each. Logprobs are in nats, ``π`` the trained policy's. The
-ratio ``ρ_t = exp(π_t − anchor_t)`` starts from the *anchor*: behavior or proximal logprobs::
+``N`` trained tokens, ``lengths_S`` of each sample. Logprobs are in nats, ``π`` the trained policy's. The ratio
+``ρ_t = exp(π_t − anchor_t)`` starts from the *anchor*: behavior or proximal logprobs::
 
     clip             −min(ρ A, clip(ρ, 1−low, 1+high) A)           Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 7;
-                                                                    low ≠ high: Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 8
+                                                                   low ≠ high: Yu et al. 2025, arXiv:2503.14476, eq. 8
       dual clip      … and at least c A if A < 0                   Ye et al. 2020, arXiv:1912.09729
     gspo             the same with s = exp(mean_t (π_t − anchor_t)) Zheng et al. 2025, GSPO, arXiv:2507.18071
     cispo            −sg(min(ρ, 1+high)) A π                        MiniMax 2025, CISPO, arXiv:2506.13585
     policy_gradient  −A π                                           Williams 1992, REINFORCE
 
 ``sg`` stops the gradient. A token is *clipped* if the bound removed its gradient (for CISPO: limited its weight).
-Ratios are at most e^20 (``kl.bounded``), so losses are finite.
+Ratios are at most e^20 (``kl.bounded``).
 """
 
 import dataclasses
@@ -53,10 +53,7 @@ def sequence_clipped_ratio(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Return GSPO's loss, in its token form ``s_t = sg(s) · exp(π_t − sg(π_t))``; advantages may differ within a
-    sample.
-
-    """
+    """Return GSPO's loss, as ``s_t = sg(s) · exp(π_t − sg(π_t))``; advantages may differ within a sample."""
     with torch.no_grad():
         mean_N = spread(sequence_means(policy_logprobs_N - anchor_logprobs_N, lengths_S), lengths_S)
         sequence_ratio_N = torch.exp(bounded(mean_N))
@@ -67,7 +64,7 @@ def sequence_clipped_ratio(
 def clipped_weight(
     policy_logprobs_N: Tensor, anchor_logprobs_N: Tensor, advantages_N: Tensor, clip_high: float
 ) -> PolicyLoss:
-    """Return CISPO's loss per token: all keep a gradient, with a weight of at most ``1 + clip_high``."""
+    """Return CISPO's loss per token, with weights of at most ``1 + clip_high``."""
     ratio_N = torch.exp(bounded(policy_logprobs_N.detach() - anchor_logprobs_N))
     weights_N = ratio_N.clamp(max=1.0 + clip_high)
     return PolicyLoss(

@@ -19,7 +19,7 @@ from shared.settings import Settings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Minibatch:
-    """This rank's part of one optimizer update, and the totals of all ranks."""
+    """This rank's part of an optimizer update, and all ranks' totals."""
 
     inputs: list[LossInputs]
     """One per forward pass; split if memory is short."""
@@ -38,9 +38,9 @@ def lay_out(
     minibatches: int = 1,
     repeated: StepPlan | None = None,
 ) -> tuple[list[Minibatch], StepPlan]:
-    """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and the plan of all ranks' forward passes.
+    """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and all ranks' plan.
 
-    ``repeated`` is a replayed step's plan: forward passes are no larger than its.
+    A replay's forward passes are no larger than in ``repeated``.
     """
     pairs, cap = settings.algorithm.loss == "dpo", settings.trainer.micro_batch_tokens
     rows = _rows(batch, rewards, pairs=pairs, shares_prompt=policy.shares_prompts)

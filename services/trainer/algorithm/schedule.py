@@ -6,9 +6,9 @@ from shared.settings import Settings, TrainerSettings
 
 
 def learning_rate(settings: TrainerSettings, step: int, steps: int) -> float:
-    """Return the learning rate of optimizer step ``step`` (1 is the first) of ``steps``.
+    """Return the learning rate of optimizer step ``step`` (from 1) of ``steps``.
 
-    Linear warm-up from 0, then constant, linear or half-cosine decay to ``final_learning_rate``.
+    Linear warm-up, then constant, linear or half-cosine decay to ``final_learning_rate``.
     """
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps

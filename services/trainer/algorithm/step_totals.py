@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class NotFinite(Exception):
-    """A loss or gradient is not finite. ``touched``: some weights of this step were already updated."""
+    """A loss or gradient is not finite. ``touched``: some weights were already updated."""
 
     def __init__(self, message: str, *, touched: bool) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class Tally:
         self._critic_norms: list[float] = []
 
     def add(self, loss: Tensor, margins_P: Tensor | None) -> None:
-        """Add a micro-batch's part of the policy's loss."""
+        """Add a micro-batch's policy loss."""
         self._losses[0] += loss.detach().double()
         if margins_P is not None:
             self._losses[2] += margins_P.numel()
@@ -33,7 +33,7 @@ class Tally:
             self._losses[4] += margins_P.double().sum()
 
     def add_value_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's part of the critic's loss."""
+        """Add a micro-batch's critic loss."""
         self._losses[1] += loss.detach().double()
 
     def updated(self, grad_norm: float, step: int) -> None:

@@ -1,7 +1,7 @@
-"""The advantage of every token, from rewards, KL penalties and the critic's values.
+"""The advantage of every token, from rewards, KL penalties and values.
 
-Ranks hold parts of the samples but know all rewards; batch-wide quantities are summed over ranks.
-``M`` samples of the batch in its order, ``N`` tokens of a micro-batch.
+Ranks know all rewards, but hold parts of the samples; other batch-wide quantities are summed over ranks. ``M`` samples
+of the batch, ``N`` tokens of a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,10 @@ def assign(
     """Set every token's advantage (and return, with a critic); collective.
 
     Args:
-        inputs: all micro-batches of this rank.
-        rewards: of the whole batch, an array a group.
+        inputs: this rank's micro-batches.
+        rewards: of the whole batch, by group.
         algorithm: which advantages.
-        kl_coefficient: the current cost of a nat.
+        kl_coefficient: cost per nat.
     """
     cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
     if algorithm.advantage in GROUP_ADVANTAGES:

@@ -1,8 +1,8 @@
 """One step's effect on the weights. Every rank calls it with the same batch.
 
-A *step* is one batch, committed as one version: ``epochs × minibatches`` optimizer updates. It follows from the batch,
-the lags, the step's number, the weights and the *plan*: how samples were spread over forward passes, and which of these
-did not fit (``model/forward_passes``). A replay with the plan is bit-identical. Non-finite gradients reach no weight.
+A *step* is one batch, committed as one version: ``epochs × minibatches`` optimizer updates. It depends only on the
+batch, lags, step number, weights and *plan*: the layout of forward passes, and which of these did not fit
+(``model/forward_passes``); so a replay with the plan is bit-identical. Non-finite gradients reach no weight.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from shared.settings import Settings
 
 
 class Learner:
-    """This rank's policy, critic and reference, as the algorithm needs; on the training thread."""
+    """This rank's policy, critic and reference; on the training thread."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Learner:
         peak: float | None = None,
         repeated: StepPlan | None = None,
     ) -> dict[str, float]:
-        """Make step ``step`` (1 is the first) from ``batch``; return its figures over all ranks.
+        """Make step ``step`` (from 1) from ``batch``; return its figures over all ranks.
 
         Args:
             batch: the groups, the same on every rank.
-            lags: the lag of each group, in steps.
-            step: the number of this step.
-            peak: the step's peak learning rate; default: the settings'.
-            repeated: the plan of a replayed step; :attr:`plan` differs from it if ``trainer.micro_batch_tokens`` was lowered or
-                memory is shorter now.
+            lags: of the groups, in steps.
+            step: its number.
+            peak: peak learning rate; default: the settings'.
+            repeated: a replayed step's plan; :attr:`plan` differs if ``trainer.micro_batch_tokens`` was lowered or memory is
+                shorter.
 
         Raises:
             NotFinite: a loss or gradient is not finite, on every rank alike.
@@ -179,7 +179,7 @@ class Learner:
         return figures
 
     def try_out(self, batch: Sequence[Experience]) -> None:
-        """Run training on ``batch``, backward passes included, without changes; collective."""
+        """Run training on ``batch``, with backward passes, without changes; collective."""
         rewards, device = self._rewards(batch), self._policy.device
         (minibatch,), _ = lay_out(batch, rewards, [0] * len(batch), 0, self._settings, self._policy)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -1,1 +1,1 @@
-"""From groups to micro-batches: freshness, packing into rows, and cost of forward passes."""
+"""From groups to micro-batches."""

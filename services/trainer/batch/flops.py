@@ -1,12 +1,10 @@
-"""Cost of a forward pass in floating point operations.
+"""Cost of a forward pass in floating point operations (a multiply-add is 2).
 
-A multiply-add is 2 operations. Counted are matrix products: linear layers (of experts, the active ones), attention,
-output layer::
+Counted are matrix products: linear layers (of experts, the active ones), attention, output layer::
 
     forward = 2 · tokens · linear_weights + 4 · visible_pairs · attention_width + 2 · predicted · output_weights
 
-Windowed layers have pairs of their own. A backward pass costs twice that; recomputation is not counted, as usual for
-model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+A backward pass costs twice that; recomputation is not counted (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 """
 
 import dataclasses
@@ -34,7 +32,7 @@ _PEAK_TFLOPS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes that determine a model's cost; by default cost is tokens."""
+    """Sizes that determine a model's cost; by default tokens count."""
 
     linear_weights: int = 1
     """Per token, without the output layer."""
@@ -53,10 +51,10 @@ def forward_flops(
 
     Args:
         tokens: computed positions.
-        visible_pairs: pairs of a position and one that it attends to, itself included.
+        visible_pairs: (position, visible position) pairs, itself included.
         predicted: positions with logits.
         sizes: the model.
-        windowed_pairs: the pairs within each of ``sizes.windows``.
+        windowed_pairs: pairs within each of ``sizes.windows``.
     """
     attention = visible_pairs * sizes.attention_width
     attention += sum(pairs * width for pairs, (_, width) in zip(windowed_pairs, sizes.windows, strict=True))

@@ -1,4 +1,4 @@
-"""Split a micro-batch that did not fit into memory, with its per-token data; samples stay in order."""
+"""Split a micro-batch that did not fit into memory; samples stay in order."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,9 @@ def rows_by_place(rows: Sequence[PackedRow]) -> dict[int, PackedRow]:
 
 
 def halves(found: LossInputs, rows: Mapping[int, PackedRow], *, together: int = 1) -> list[LossInputs]:
-    """Split ``found`` into two parts of about equally many samples; the second may be empty.
+    """Split ``found`` into two parts of similar sample counts; the second may be empty.
 
-    Args:
-        found: what did not fit.
-        rows: of :func:`rows_by_place`.
-        together: number of neighbouring samples that stay together: 2 with preferences.
+    ``together`` neighbouring samples stay together: 2 with preferences.
     """
     samples = len(found.batch.places_S)
     middle = -(-samples // (2 * together)) * together
@@ -27,7 +24,7 @@ def halves(found: LossInputs, rows: Mapping[int, PackedRow], *, together: int = 
 
 
 def part(found: LossInputs, rows: Mapping[int, PackedRow], start: int, end: int) -> LossInputs:
-    """Return samples ``start`` … ``end − 1`` as a micro-batch; without samples, it trains nothing."""
+    """Return samples ``start`` … ``end − 1`` as a micro-batch."""
     places = [int(place) for place in found.batch.places_S[start:end]]
     batch = micro_batch(_rows(places, rows))
     assert batch.places_S.tolist() == places

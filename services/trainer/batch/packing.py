@@ -1,19 +1,18 @@
 """Pack the groups of a step into forward passes, in numpy.
 
-A group is a :class:`PackedRow`: its prompt once, then its completions, which see the prompt and themselves, and whose
-positions continue the prompt's. Logprobs equal those of separate sequences. A micro-batch concatenates rows without
-padding::
+A :class:`PackedRow` is a group's prompt, then its completions, which see the prompt and themselves; logprobs equal
+those of separate sequences. A micro-batch concatenates rows without padding::
 
     tokens      12+34=  4 6  4 7  5    98-1=  7        each prompt, then each completion without its last token (which
     segments    0       1    2    3    4      5        predicts nothing)
     positions   012345  6 7  6 7  6    01234  5
     sees also           0    0    0           4        a segment sees itself, causally, and all of its prompt
 
-For models that cannot do this (``trainer.packing``), rows repeat the prompt for each completion.
+For some models (``trainer.packing``) rows repeat the prompt for each completion.
 
-Rows over the cap are split between completions. Pieces go to ranks by cost (``flops``), costliest first to the least
-loaded; on a rank, first-fit-decreasing gives the number of micro-batches, over which costs are balanced, as ranks wait
-for each other at ZeRO stage 3. The plan is the same on every rank, with equally many (perhaps empty) micro-batches.
+Rows over the cap are split between completions. Pieces go to ranks by cost (``flops``), costliest first. On a rank,
+first-fit-decreasing gives the number of micro-batches, among which costs are balanced, as ranks wait for each other at
+ZeRO stage 3. All ranks compute the same plan, with equally many (perhaps empty) micro-batches.
 
 Shapes: ``B`` 1, ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
 """
@@ -35,7 +34,7 @@ TOKENS_ALONE = ModelSizes()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedRow:
-    """A prompt and some of its completions, with the place of each in the batch."""
+    """A prompt and some of its completions, with their places in the batch."""
 
     prompt_token_ids: Int32Array
     samples: tuple[Sample, ...]
@@ -45,21 +44,21 @@ class PackedRow:
 
     @property
     def prompts(self) -> int:
-        """Number of times that the prompt is computed."""
+        """How often the prompt is computed."""
         return 1 if self.shares_prompt else max(1, len(self.samples))
 
     @property
     def tokens(self) -> int:
-        """Length of the row."""
+        """Row length."""
         return self.prompts * len(self.prompt_token_ids) + sum(len(sample.token_ids) - 1 for sample in self.samples)
 
     @property
     def visible_pairs(self) -> int:
-        """Pairs of a position and one that it sees, itself included."""
+        """(Position, visible position) pairs, itself included."""
         return self.pairs_within(self.tokens)
 
     def pairs_within(self, window: int) -> int:
-        """Return :attr:`visible_pairs` with attention limited to ``window`` tokens, the own included."""
+        """Return :attr:`visible_pairs` with attention limited to ``window`` tokens."""
         prompt = len(self.prompt_token_ids)
         ends = [prompt + len(sample.token_ids) - 1 for sample in self.samples]
         before = _causal_pairs(prompt, window)
@@ -85,7 +84,7 @@ def _causal_pairs(tokens: int, window: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segments:
-    """Consecutive, nonempty prompts and completions that cover the row."""
+    """Consecutive prompts and completions that cover the row."""
 
     starts_K: Int64Array
     lengths_K: Int64Array
@@ -97,10 +96,7 @@ class Segments:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass on one rank. ``columns_N`` are the positions that predict the trained tokens, in the order of
-    samples.
-
-    """
+    """One forward pass on one rank. ``columns_N`` predict the trained tokens, in sample order."""
 
     input_ids_BT: Int64Array
     position_ids_BT: Int64Array
@@ -133,7 +129,7 @@ def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
 
 
 def part(row: PackedRow, start: int, end: int) -> PackedRow:
-    """Return ``row`` with its samples ``start`` … ``end − 1`` only."""
+    """Return ``row`` with samples ``start`` … ``end − 1`` only."""
     return dataclasses.replace(row, samples=row.samples[start:end], places=row.places[start:end])
 
 
@@ -146,8 +142,8 @@ def plan(
         rows: the groups.
         max_tokens: limit of a micro-batch, except for indivisible rows.
         ranks: number of ranks.
-        split: whether a row may be split between completions.
-        sizes: the model, for costs.
+        split: whether rows may be split.
+        sizes: for costs.
     """
     shares = assign_pieces(rows, max_tokens, ranks, split=split, sizes=sizes)
     return [[micro_batch(chunk, sizes) for chunk in share] for share in shares]
@@ -156,7 +152,7 @@ def plan(
 def assign_pieces(
     rows: Sequence[PackedRow], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
 ) -> list[list[list[PackedRow]]]:
-    """Return the pieces of each micro-batch of each rank in :func:`plan`."""
+    """Return :func:`plan` as pieces of each micro-batch of each rank."""
     pieces = [piece for row in rows for piece in (split_row(row, max_tokens) if split else [row])]
     shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
@@ -221,7 +217,7 @@ def _fitting(row: PackedRow, room: int) -> int:
 
 
 def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
-    """Concatenate rows; without rows, one position that trains nothing."""
+    """Concatenate rows; without rows, train nothing."""
     single = [one for row in rows for one in row.unshared()]
     input_ids, positions, columns = _lay_out(single) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
     samples = [sample for row in rows for sample in row.samples]

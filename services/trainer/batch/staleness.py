@@ -23,7 +23,7 @@ def judge(
     revoked: Set[PolicyVersion],
     max_lag: int,
 ) -> Verdict:
-    """Say whether a group is fresh, stale (lag over ``max_lag``) or fenced (a token of a revoked version)."""
+    """Say whether a group is fresh, stale or fenced (a token of a revoked version)."""
     if revoked and not revoked.isdisjoint(group.versions):
         return "fenced"
     return "stale" if lag_steps(group, step, steps_of_versions) > max_lag else "fresh"

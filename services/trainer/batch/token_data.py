@@ -1,4 +1,4 @@
-"""Per-token inputs of the loss, on the device of the training rank."""
+"""Per-token loss inputs, on the rank's device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from shared.errors import SettingsError
 
 @dataclasses.dataclass(slots=True)
 class LossInputs:
-    """Filled in field order; None if the algorithm does not need a field.
+    """Filled in field order; unneeded fields are None.
 
-    ``N`` trained tokens, sample after sample, ``lengths_S`` of them each. Logprobs are in nats.
+    ``N`` trained tokens, ``lengths_S`` of each sample. Logprobs are in nats.
     """
 
     batch: MicroBatch
@@ -34,7 +34,7 @@ class LossInputs:
 
 
 def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossInputs:
-    """Return the micro-batch's own fields; ``lags_M`` is the lag of every sample of the batch."""
+    """Return the micro-batch's own fields; ``lags_M`` are the batch's samples' lags."""
     lags_S = np.array([lags_M[place] for place in batch.places_S], dtype=np.float32)
     return LossInputs(
         batch=batch,
@@ -45,10 +45,10 @@ def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossIn
 
 
 def add_reference(everything: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
-    """Add the reference logprobs that came with each group.
+    """Add the reference logprobs of each group.
 
     Raises:
-        SettingsError: a journalled group from before the setting was changed has none.
+        SettingsError: an older, journalled group has none.
     """
     logprobs_M = [logprobs for experience in batch for logprobs in _reference_of_samples(experience)]
     for found in everything:

@@ -6,8 +6,7 @@
                      └ damaged: next older one      └ it does not: a newer one of the store, newest first
                                                             └ damaged: next older one
 
-Folder checkpoints are verified by their digests, stored ones while fetched. A required store that does not answer is
-waited for; denied access is an error. Nothing is changed or loaded.
+Digests are verified, in the store while fetching. A required store is waited for, unless it denies access.
 """
 
 import asyncio
@@ -64,7 +63,7 @@ class Choice:
 
 
 async def journal_after(ledger: Ledger, checkpoint: Checkpoint | None, status: RunStatus) -> Journal | None:
-    """Return the groups of each step from the checkpoint to the ledger's step, or None if the journal lacks one."""
+    """Return the groups of each step from the checkpoint to the ledger's step, or None if incomplete."""
     by_step: dict[int, list[JournalEntry]] = defaultdict(list)
     for entry in await ledger.journal(checkpoint.state.journal_entry if checkpoint is not None else ""):
         by_step[entry.step].append(entry)
@@ -81,9 +80,9 @@ class Candidates:
         ledger: of the run.
         store: object storage, if any.
         root: folder of the checkpoints.
-        status: the ledger's; None if the bus lost the run.
+        status: None if the bus lost the run.
         revoked: versions that a rollback left.
-        signer: verifies the folder's checkpoints.
+        signer: for the folder's checkpoints.
     """
 
     def __init__(

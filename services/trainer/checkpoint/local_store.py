@@ -8,8 +8,8 @@
         state.json      step, version, cursor, last journal entry, ranks, ZeRO stage; size and SHA-256 of every file
                         (written last)
 
-A folder without ``state.json`` is no checkpoint. Each rank computes the digests of its files; :func:`damage` verifies
-them, the signature and the pickles before loading. Ranks and ZeRO stage must not change.
+A folder without ``state.json`` is no checkpoint. :func:`damage` verifies digests, signature and pickles before loading.
+Ranks and ZeRO stage must not change.
 """
 
 import concurrent.futures
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 def beside(root: Path, step: int) -> Path:
-    """Return the folder in which the checkpoint of ``step`` is written first."""
+    """Return the folder in which a checkpoint is written first."""
     return root / f".step-{step:06d}.tmp"
 
 
@@ -63,8 +63,8 @@ def make_whole(
 
     Args:
         root: folder of the run's checkpoints.
-        state: contents besides weights and optimizer.
-        written: files with known digests, by path; others are computed.
+        state: for the marker.
+        written: files with known digests, by path.
         signer: signs the marker.
 
     Raises:
@@ -83,7 +83,7 @@ def make_whole(
 
 
 def rename(written: Path, root: Path, state: CheckpointState, files: tuple[CheckpointFile, ...]) -> Checkpoint:
-    """Rename the complete folder ``written`` to its step's under ``root``."""
+    """Move the complete folder ``written`` to its place under ``root``."""
     folder = root / f"step-{state.step:06d}"
     for path in [*written.rglob("*"), written]:
         durable.flush(path)
@@ -139,10 +139,7 @@ def _decode(folder: Path, marker: Mapping[str, Any]) -> Checkpoint | None:
 
 
 def damage(folder: Path, ending: str = "", signer: Signer = UNSIGNED) -> str:
-    """Return why the checkpoint in ``folder`` cannot be loaded, or "".
-
-    Verifies all files, or those ending with ``ending``, with several threads.
-    """
+    """Verify all files, or those ending with ``ending``; return why the checkpoint cannot be loaded, or ""."""
     if not folder.is_dir():
         return "the folder is missing"
     if not (folder / MARKER).is_file():
@@ -189,14 +186,14 @@ def step_of(folder: Path) -> int | None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint's folder so that it is ignored; return the new path. Raises OSError."""
+    """Rename a damaged checkpoint's folder; return the new path. Raises OSError."""
     aside = folder.with_name(f"{_SET_ASIDE}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
-    """Raise SettingsError if a checkpoint has another number of ranks or ZeRO stage."""
+    """Raise SettingsError for another number of ranks or ZeRO stage."""
     state = checkpoint.state
     if (state.ranks, state.zero_stage) != (ranks, zero_stage):
         raise SettingsError(
@@ -213,7 +210,7 @@ def base_of(policy: PolicySettings) -> str:
 
 
 def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
-    """Raise SettingsError if a checkpoint's adapters are not those of the settings."""
+    """Raise SettingsError unless a checkpoint's adapters match the settings."""
     found, expected = base_of(policy), checkpoint.state.adapter_of
     if found != expected:
         raise SettingsError(
@@ -228,7 +225,7 @@ def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
 
 
 def is_there(checkpoint: Checkpoint) -> bool:
-    """Whether the same checkpoint is still complete on disk."""
+    """Whether this checkpoint is still complete on disk."""
     return read(checkpoint.folder) == checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Decode and check a checkpoint's state and file table, from ``state.json`` or a stored manifest.
+"""Decode and check a checkpoint's state and file table.
 
 The bytes are untrusted: names stay inside the checkpoint's folder (one to four parts of letters, digits, ``_``, ``-``
 and ``.``, without leading dots).
@@ -23,7 +23,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """A file of a checkpoint as it was written."""
+    """A file of a checkpoint."""
 
     name: str
     """Relative to the checkpoint's folder."""
@@ -87,7 +87,7 @@ def decode_files(raw: object) -> tuple[CheckpointFile, ...]:
     """Return the file table in ``raw``.
 
     Raises:
-        ValueError: an entry is malformed, or a name leaves the folder, repeats, or is both file and folder.
+        ValueError: an entry or name is malformed, repeated, or both file and folder.
     """
     if not isinstance(raw, Sequence) or not all(isinstance(entry, Mapping) for entry in raw):
         raise ValueError("its table of files is not a list of entries")

@@ -1,7 +1,7 @@
 """Load checkpoints without running code in them.
 
 DeepSpeed uses pickle, which can call any function. :func:`restrict_loading` forces torch's weights-only unpickler for
-the whole process: tensors, plain data, and the three classes below. :func:`refusal` names anything else in a file.
+the whole process: tensors, plain data, and the three classes below.
 """
 
 import importlib
@@ -38,10 +38,7 @@ def restrict_loading() -> None:
 
 
 def refusal(path: Path) -> str:
-    """Return the forbidden globals that the file names, in words, or "".
-
-    Files that are no torch archive are left to :func:`loading`.
-    """
+    """Return the forbidden globals in a torch archive, in words, or ""."""
     if not zipfile.is_zipfile(path):
         return ""
     try:
@@ -53,11 +50,7 @@ def refusal(path: Path) -> str:
 
 
 def loading(folder: Path, load: Callable[[], T]) -> T:
-    """Return the result of ``load`` with the weights-only unpickler.
-
-    Raises:
-        WeightsError: a file holds anything but tensors, plain data and the allowed classes.
-    """
+    """Return the result of ``load`` with the weights-only unpickler; WeightsError for forbidden contents."""
     restrict_loading()
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         if reason := refusal(path):

@@ -8,9 +8,9 @@
             manifest.json                           the state, and every file with its size and SHA-256; written last
         policy/ adapter/                            the final policy, as in the run's folder
 
-The bucket is untrusted: names stay inside the folder (``manifests``), downloads are bounded by the manifest and free
-disk, and with keys unsigned manifests are refused (``signatures``). As names follow from contents, interrupted uploads
-resume, and two trainers cannot mix files. Damaged files are detected when fetched.
+The bucket is untrusted: names stay inside the folder (``manifests``), downloads are bounded, and with keys unsigned
+manifests are refused (``signatures``). By names from contents, interrupted uploads resume, and two trainers cannot mix
+files.
 """
 
 import dataclasses
@@ -65,13 +65,13 @@ class CheckpointStore:
 
     @property
     def unreadable(self) -> dict[str, str]:
-        """Reasons for refused manifests, by checkpoint name, as known so far."""
+        """Reasons for refused manifests so far, by checkpoint name."""
         with self._changing:
             return dict(self._unreadable)
 
     @property
     def damaged(self) -> frozenset[str]:
-        """Checkpoints found to have missing or damaged files so far."""
+        """Checkpoints with missing or damaged files, as far as known."""
         with self._changing:
             return frozenset(self._damaged)
 
@@ -126,10 +126,7 @@ class CheckpointStore:
         return f"{self.uri}{_FOLDER}{name}"
 
     def put(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, int]:
-        """Upload a complete checkpoint; return it and the bytes sent (0 if stored already). Resumes interrupted
-        uploads.
-
-        """
+        """Upload a checkpoint; return it and the bytes sent (0 if present). Resumes interrupted uploads."""
         files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
         if other := set(checkpoint.files) - set(files):
             names = ", ".join(sorted(one.name for one in other))
@@ -165,7 +162,7 @@ class CheckpointStore:
         return self._objects.list(f"{_FOLDER}{name}/{_MANIFEST}")[f"{_FOLDER}{name}/{_MANIFEST}"].modified_s
 
     def put_folder(self, folder: Path) -> int:
-        """Upload a folder, such as ``policy``, under its own name; return the bytes."""
+        """Upload a folder, such as ``policy``, by its name; return the bytes."""
         for path in _files(folder):
             self._objects.upload(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
         return sum(path.stat().st_size for path in _files(folder))
@@ -228,7 +225,7 @@ class CheckpointStore:
             self._objects.delete(f"{_FOLDER}{stored.name}/{one.name}")
 
     def clear_remains(self, before_step: int) -> None:
-        """Delete abandoned uploads and unreadable manifests of steps before ``before_step``."""
+        """Delete partial uploads and unreadable manifests of steps before ``before_step``."""
         listed = self._objects.list(_FOLDER)
         folders = {key.removeprefix(_FOLDER).partition("/")[0] for key in listed}
         unreadable = self.unreadable

@@ -1,7 +1,7 @@
 """S3-compatible object storage by boto3.
 
-Names are relative to ``<trainer.store.uri>/<run id>/``; writes are atomic. boto3 tries a request three times and
-uploads checksums (for servers without them: ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required``).
+Names are relative to ``<trainer.store.uri>/<run id>/``; writes are atomic. Requests are tried three times. For servers
+without checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required``.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ class ObjectStore:
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
 
     def abort_uploads(self, folder: str) -> None:
-        """Drop unfinished uploads to ``folder``: they are unlisted but use space."""
+        """Drop unfinished uploads to ``folder``, which are unlisted but use space."""
         with self._asking(f"look for unfinished uploads to {folder}"):
             found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix + folder)
             for one in found.get("Uploads", ()):

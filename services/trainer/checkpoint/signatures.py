@@ -1,7 +1,7 @@
-"""Signatures of checkpoints: HMAC-SHA256 with a secret key of the run, in markers and stored manifests.
+"""Signatures of markers and manifests: HMAC-SHA256 with a secret key of the run.
 
-Unlike a digest, a signature proves that a trainer with a key of ``trainer.signing_key_file`` wrote the manifest. It
-covers the run's id. Without keys nothing is signed or refused.
+They prove that a trainer with a key of ``trainer.signing_key_file`` wrote them, and cover the run's id. Without keys
+nothing is signed or refused.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def open_signer(settings: Settings) -> Signer:
     """Return the run's signer.
 
     Raises:
-        SettingsError: the key file is unreadable, readable by others, or without a usable key.
+        SettingsError: the key file is unreadable, readable by others, or has no usable key.
     """
     path = settings.trainer.signing_key_file
     return Signer(settings.run.id, _keys(path) if path is not None else ())

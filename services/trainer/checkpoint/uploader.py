@@ -5,8 +5,7 @@
     driver ── add ──▶ waiting: at most one of each kind; a newer one takes its place
                          └─▶ copied, again and again with growing pauses, until it is there or a newer one waits
 
-A folder must not change during its upload (:meth:`Uploader.uses`). A slow store gets fewer checkpoints; training never
-waits.
+A folder must not change during its upload (:meth:`Uploader.uses`).
 """
 
 import asyncio
@@ -30,7 +29,7 @@ _BACKOFF = Backoff(1.0, longest_s=60.0)
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Return the result of ``work`` from a daemon thread: object storage may hang."""
+    """Return the result of ``work`` from a daemon thread, as storage may hang."""
     loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
@@ -81,7 +80,7 @@ class Uploader:
         metrics.UNSTORED.set_function(self.unstored_s)
 
     def add(self, job: Upload) -> None:
-        """Queue a folder; replaces one of its kind that still waits."""
+        """Queue a folder instead of a waiting one of its kind."""
         self._waiting[job.kind] = job
         self._added_at_s = time.monotonic()
         if self._behind_since_s is None:
@@ -93,12 +92,12 @@ class Uploader:
         return self._current is not None and self._current.folder == folder
 
     def unstored_s(self) -> float:
-        """Return how long unstored data has waited, in seconds, or 0. For any thread."""
+        """Return the age of unstored data in seconds, or 0. For any thread."""
         since_s = self._behind_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     async def close(self, wait_s: float) -> bool:
-        """Wait until all is uploaded, at most ``wait_s`` and not for an absent store; return whether it is."""
+        """Wait for uploads, at most ``wait_s`` and not for an absent store; return whether all are done."""
         self._closing = True
         self._changed.set()
         return await self._until(lambda: self._current is None and not self._waiting, wait_s)

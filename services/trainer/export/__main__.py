@@ -2,8 +2,8 @@
 
     python -m services.trainer.export RUN --version N --to FOLDER [--adapter] [--checkpoint FOLDER]
 
-Prints one JSON object on stdout, or a sentence on stderr and exits 1. RUN is the run's folder, a TOML settings file, or
-``-`` for settings on stdin. The kernel ends it with its parent.
+Prints one JSON object, or a sentence on stderr and exits 1. RUN is the run's folder, a TOML settings file, or ``-``
+(settings on stdin). The process ends with its parent.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
     order ──▶ take ──▶ python -m services.trainer.export ──▶ exports/v000040, whole ──▶ answer
 
-The process only reads files, at low priority, without a GPU, and is the first victim when memory runs out; the kernel
-ends it with this one. This module imports no torch. A dead trainer's order is taken by the next, ``_ATTEMPTS`` times.
+The process has low priority and no GPU, is killed first when memory runs out, and ends with this one. This module
+imports no torch. A dead trainer's order is taken over, ``_ATTEMPTS`` times.
 """
 
 import asyncio

@@ -7,9 +7,8 @@
     stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR) that needs room for it
     version 0                  the initial policy, policy.model
 
-The first available source is used. The result has the published bits: ``policy.dtype``, adapters merged in. Only files
-and objects are read, so the run may be active, over, or without its bus. The output folder is written atomically.
-Journals are not replayed: other versions are refused, with a list of available ones.
+The first available source is used; the result has the published bits. Only files and objects are read, so the run may
+be in any state. Output is atomic. Journals are not replayed, so other versions are refused.
 """
 
 import dataclasses
@@ -75,12 +74,12 @@ def export_version(
     Args:
         settings: of the run.
         version: which one.
-        folder: must not exist yet, or be empty.
-        adapter: write the adapter alone instead of merged weights.
+        folder: must not exist, or be empty.
+        adapter: write the adapter alone.
         checkpoint: folder or URI that holds the version, perhaps under another number after a rollback.
 
     Raises:
-        PenstockError: the version is not available, the run trains no adapter, or ``folder`` is not empty.
+        PenstockError: the version is unavailable, the run has no adapter, or ``folder`` is not empty.
     """
     if adapter and not settings.policy.lora.rank:
         raise PenstockError("expected a run with policy.lora.rank > 0 for --adapter, found whole weights: leave it out")
@@ -102,7 +101,7 @@ def newest_version(settings: Settings, *, adapter: bool = False) -> PolicyVersio
     """Return the newest version that :func:`export_version` can write, except the initial policy.
 
     Raises:
-        PenstockError: there is none.
+        PenstockError: it does not exist.
     """
     known = [version for version in _sources(settings, PolicyVersion(-1), "", adapter=adapter) if version > 0]
     store = None if known else open_store(settings)

@@ -1,11 +1,8 @@
-"""The only module that uses DeepSpeed: gradients of a step over micro-batches and ranks, the optimizer, checkpoints.
+"""The only module that uses DeepSpeed: gradients over micro-batches and ranks, optimizer, checkpoints.
 
-The loss of a step is a sum over tokens divided by the tokens of the *global* batch, so all trained tokens weigh the
-same. DeepSpeed averages gradients over ranks, hence the factor ``ranks``. Nothing is compiled at run time.
-
-At ZeRO stage 3 a rank holds a part of each weight. :meth:`TrainingEngine.tensors` gathers about a bucket at a time;
-every rank iterates at the same point of its loop, and only rank 0 keeps copies. Frozen weights (see ``adapter``) are in
-no optimizer or checkpoint.
+The loss is a sum over tokens divided by the tokens of the *global* batch. DeepSpeed averages gradients over ranks,
+hence the factor ``ranks``. At ZeRO stage 3, every rank iterates :meth:`TrainingEngine.tensors`, which gathers about a
+bucket at a time, at the same point of its loop. Frozen weights (see ``adapter``) are in no optimizer or checkpoint.
 """
 
 import contextlib
@@ -40,7 +37,7 @@ _GATHER_BYTES = 256 << 20
 
 
 def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which to build a model; at ZeRO stage 3 no rank holds more than its part and a layer."""
+    """Return the context for building a model, in parts at ZeRO stage 3."""
     place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
     if zero_stage < 3:
         return place
@@ -52,18 +49,14 @@ def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextl
 
 
 def pick_device(setting: str) -> str:
-    """Return ``cuda`` or ``cpu``.
-
-    Raises:
-        SettingsError: the setting asks for a GPU, and torch sees none.
-    """
+    """Return ``cuda`` or ``cpu``; SettingsError if the required GPU is missing."""
     if setting == "cuda" and not torch.cuda.is_available():
         raise SettingsError("expected a GPU for run.device = 'cuda', found none that torch can use: change run.device")
     return "cuda" if setting == "cuda" or (setting == "auto" and torch.cuda.is_available()) else "cpu"
 
 
 def make_deterministic(device: str) -> None:
-    """Restrict torch to deterministic GPU operations (RuntimeError if there is none); call before the first operation."""
+    """Make torch deterministic on GPUs (else RuntimeError); call before the first operation."""
     if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -78,13 +71,7 @@ def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
 
 
 class TrainingEngine:
-    """A policy and its optimizer, over all ranks.
-
-    Args:
-        policy: the module to train; its forward pass takes a micro-batch.
-        settings: the run's settings.
-        device: ``cuda`` or ``cpu``.
-    """
+    """A policy and its optimizer, over all ranks."""
 
     def __init__(self, policy: nn.Module, settings: Settings, device: str) -> None:
         deepspeed = _import_deepspeed(device)
@@ -127,10 +114,7 @@ class TrainingEngine:
             self._engine.step()  # counts the micro-batch, changes nothing
 
     def step(self, learning_rate: float) -> float:
-        """Update the weights; return the global gradient norm before clipping.
-
-        If it is not finite, weights and optimizer stay unchanged on every rank.
-        """
+        """Update the weights, unless the gradient is not finite; return its global norm before clipping."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = self._step_plainly() if self._plain_optimizer else self._step()
@@ -156,9 +140,9 @@ class TrainingEngine:
 
     @contextlib.contextmanager
     def gradients_discarded(self) -> Iterator[None]:
-        """Discard the gradients of the backward passes within the block, the last of them with ``last``; collective.
+        """Discard the gradients of backward passes (the last with ``last``) within the block; collective.
 
-        Gradients are made non-finite, so :meth:`step` leaves weights and optimizer unchanged.
+        They become non-finite, so :meth:`step` changes nothing.
         """
         trained: list[Any] = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         hooks = [parameter.register_hook(lambda gradient: torch.full_like(gradient, math.nan)) for parameter in trained]
@@ -181,7 +165,7 @@ class TrainingEngine:
 
     @property
     def recovers(self) -> bool:
-        """Whether one rank's forward pass may fail: at ZeRO stage 3 other ranks would wait in the middle of it."""
+        """Whether one rank's forward pass may fail; at ZeRO stage 3 other ranks would hang."""
         return not self._sharded
 
     def on_any_rank(self, found: bool) -> bool:
@@ -203,7 +187,7 @@ class TrainingEngine:
 
     @property
     def model(self) -> Any:
-        """The Hugging Face model inside the policy, perhaps with adapters."""
+        """The Hugging Face model, perhaps with adapters."""
         return self.policy.model
 
     @property
@@ -213,19 +197,19 @@ class TrainingEngine:
 
     @property
     def sizes(self) -> ModelSizes:
-        """Sizes that determine the cost of a forward pass."""
+        """For the cost of a forward pass."""
         policy: Any = self.policy
         sizes: ModelSizes = policy.sizes
         return sizes
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the policy computes a group's prompt once for all its completions."""
+        """Whether a group's prompt is computed once for all completions."""
         policy: Any = self.policy
         return bool(policy.trunk.packing == "rows")
 
     def evaluate(self, batch: object) -> Any:
-        """Run the module on a micro-batch without gradients or dropout; collective."""
+        """Run without gradients or dropout; collective."""
         self._engine.eval()
         try:
             with torch.no_grad():
@@ -234,16 +218,16 @@ class TrainingEngine:
             self._engine.train()
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the model's whole tensors under their Hugging Face names, tied ones once, adapters merged in.
+        """Return the model's whole tensors under Hugging Face names, tied ones once, adapters merged in.
 
-        At ZeRO stage 3, and with adapters, an iterator; at stage 3 every rank must exhaust it, and a tensor is whole
-        only until the next one.
+        An iterator at ZeRO stage 3 or with adapters; at stage 3 every rank must exhaust it, and a tensor is whole until
+        the next.
         """
         whole = self._whole(published(self.model))
         return whole if self._sharded or self._frozen else list(whole)
 
     def factors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' tensors whole, under their names in a PEFT file; as :meth:`tensors`."""
+        """Yield the adapters' whole tensors under PEFT names; as :meth:`tensors`."""
         named = [(name, tensor) for name, tensor in unique(self.model) if adapter.is_factor(name)]
         return self._whole([Published(adapter.file_name(name), tensor) for name, tensor in named])
 
@@ -254,12 +238,12 @@ class TrainingEngine:
                     yield part.name, part.merged()
 
     def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Yield name, number type and whole shape of each of :meth:`tensors`, without gathering."""
+        """Yield name, number type and shape of each of :meth:`tensors`, without gathering."""
         for part in published(self.model):
             yield part.name, part.tensor.dtype, tuple(getattr(part.tensor, "ds_shape", part.tensor.shape))
 
     def take_part(self, *, factors: bool = False) -> None:
-        """Take part in gathering while rank 0 iterates :meth:`tensors` or :meth:`factors`."""
+        """Help gather while rank 0 iterates :meth:`tensors` or :meth:`factors`."""
         if self._sharded:
             for _ in self.factors() if factors else self.tensors():
                 pass
@@ -275,16 +259,13 @@ class TrainingEngine:
         return gathered
 
     def save(self, folder: Path) -> str:
-        """Write model and optimizer state, without frozen weights; return this rank's storage error, or "".
-
-        Collective; all ranks return even if one could not write.
-        """
+        """Write model and optimizer state, without frozen weights; return this rank's storage error, or "". Collective."""
         self._writer.begin()
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
         return self._writer.error
 
     def written(self) -> dict[Path, CheckpointFile]:
-        """Return the digests of the files that :meth:`save` wrote on every rank, by path; collective."""
+        """Return the digests of all ranks' files written by :meth:`save`; collective."""
         if self.ranks == 1:
             return self._writer.files
         found: list[dict[Path, CheckpointFile] | None] = [None] * self.ranks
@@ -292,11 +273,7 @@ class TrainingEngine:
         return {path: file for files in found for path, file in (files or {}).items()}
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote; collective.
-
-        Raises:
-            SettingsError: a file holds code.
-        """
+        """Read what :meth:`save` wrote; collective. SettingsError if a file holds code."""
         strict = not self._frozen
         try:
             found, _ = pickles.loading(
@@ -309,9 +286,7 @@ class TrainingEngine:
 
 
 def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
-    """Return the whole tensors that :meth:`TrainingEngine.save` wrote, on the CPU, without an engine.
-
-    Names are those of the module's parameters, without ``Policy``'s prefix.
+    """Return the whole tensors in a checkpoint, on the CPU, by ``Policy``'s parameter names without its prefix.
 
     Raises:
         WeightsError: a file holds code.
@@ -422,7 +397,8 @@ def _import_deepspeed(device: str) -> Any:
 def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
-    # DeepSpeed's linear layer saves memory only without checkpointing, where it also repeats a layer's last product.
+    # DeepSpeed's own linear layer keeps no whole weight until the backward pass. Checkpointing needs no such help, and
+    # would compute each layer's last product again.
     linear = {"memory_efficient_linear": keeps_all}
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":
