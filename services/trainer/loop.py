@@ -38,8 +38,7 @@ log = logging.getLogger(__name__)
 class Trainer:
     """One rank, on the training thread.
 
-    Args:
-        stop_requested: whether this host received a stop signal; not for rank 0's.
+    ``stop_requested``: whether this rank's host received a stop signal (not used by rank 0).
     """
 
     def __init__(

@@ -209,7 +209,7 @@ def utilisation(flops: float, seconds: float, peak_flops: float, device: torch.d
     Args:
         flops: of forward and backward passes.
         seconds: of these and the update.
-        peak_flops: in TFLOP/s; 0: by the device's name.
+        peak_flops: TFLOP/s; 0: by device name.
         device: of this rank.
     """
     reached = flops / max(seconds, 1e-9) / 1e12

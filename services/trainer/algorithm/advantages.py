@@ -10,8 +10,8 @@ Within a group (``S`` samples of one prompt; ``r_i`` a sample's reward, mean and
 Per token (``N`` tokens, ``lengths_S`` of each sample; ``r_t`` includes the sample's reward at its last token; ``V_t``
 the critic's value before token t)::
 
-    gae                    δ_t = r_t + γ V_{t+1} − V_t,  A_t = Σ_l (γλ)^l δ_{t+l}     Schulman et al. 2015, arXiv:1506.02438
-    reinforce_pp           A_t = Σ_{i≥t} r_i                                          Hu et al. 2025, arXiv:2501.03262
+    gae                    δ_t = r_t + γ V_{t+1} − V_t,  A_t = Σ_l (γλ)^l δ_{t+l}   Schulman et al. 2015, arXiv:1506.02438
+    reinforce_pp           A_t = Σ_{i≥t} r_i                                        Hu et al. 2025, arXiv:2501.03262
     reinforce_pp_baseline  the same, with the group's mean subtracted (there §3.2)
 
 The last two are ``gae`` with V = 0, γ = λ = 1. All three are normalised over the batch. std divides by S.
@@ -68,7 +68,7 @@ def has_signal(rewards_S: Float32Array) -> bool:
 def overlong_penalty(lengths_S: IntArray, max_tokens: int, buffer_tokens: int) -> Float32Array:
     """Return DAPO's soft length penalty, 0 to −1 (Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
-    For length L: 0 up to ``max − buffer``, then ``((max − buffer) − L) / buffer``, and −1 over ``max``; 0 without
+    For length L: 0 up to ``max − buffer``, ``((max − buffer) − L) / buffer`` up to ``max``, then −1; always 0 without
     buffer.
     """
     if buffer_tokens == 0:
@@ -91,8 +91,8 @@ def gae(
 
     Args:
         rewards_N: each token's own.
-        values_N: the critic's, before each token.
-        lengths_S: tokens of each sample, at least 1.
+        values_N: before each token.
+        lengths_S: tokens per sample, at least 1.
         discount: γ.
         decay: λ.
     """

@@ -3,9 +3,9 @@
 ``N`` tokens, ``lengths_S`` of each sample. The loss is a sum over micro-batches and ranks (:func:`total`) over the
 batch's divisor (:func:`divisor`)::
 
-    token      Σ_t loss_t / tokens                          every token weighs the same      DAPO, arXiv:2503.14476, eq. 8
-    sequence   Σ_i (1/|y_i|) Σ_t loss_t / samples           every sample weighs the same     GRPO, arXiv:2402.03300, eq. 3
-    constant   Σ_t loss_t / (samples × longest allowed)     nothing depends on lengths       Dr. GRPO, arXiv:2503.20783
+    token      Σ_t loss_t / tokens                      equal weight of tokens       DAPO, arXiv:2503.14476, eq. 8
+    sequence   Σ_i (1/|y_i|) Σ_t loss_t / samples       equal weight of samples      GRPO, arXiv:2402.03300, eq. 3
+    constant   Σ_t loss_t / (samples × longest)         independent of lengths       Dr. GRPO, arXiv:2503.20783
 """
 
 from typing import Literal

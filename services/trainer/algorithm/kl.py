@@ -19,8 +19,8 @@ from torch import Tensor
 Estimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
-"""Largest log ratio that is exponentiated, as in verl (``verl/trainer/ppo/core_algos.py``, on ``negative_approx_kl``).
-float32 overflows at 88.7, and infinity · 0 is not a number. No lower bound is needed.
+"""Largest exponentiated log ratio, as in verl (``verl/trainer/ppo/core_algos.py``, on ``negative_approx_kl``).
+float32 overflows at 88.7, and infinity · 0 is not a number.
 """
 
 
@@ -30,7 +30,7 @@ def bounded(log_ratio: Tensor) -> Tensor:
 
 
 def estimate(sampled_logprobs_N: Tensor, other_logprobs_N: Tensor, estimator: Estimator) -> Tensor:
-    """Return the estimate of KL(sampled ‖ other) at each token (N, nats), drawn by ``sampled``; k3 uses ``min(x, 20)``."""
+    """Return KL(sampled ‖ other) at each token drawn by ``sampled`` (N, nats); k3 uses ``min(x, 20)``."""
     difference_N = other_logprobs_N - sampled_logprobs_N
     if estimator == "k1":
         return -difference_N
@@ -45,7 +45,7 @@ HORIZON = 10_000
 
 
 def next_coefficient(coefficient: float, measured: float, target: float, samples: int, horizon: int = HORIZON) -> float:
-    """Return the next step's coefficient, to move the KL (mean per token, nats) towards ``target``.
+    """Return the next step's coefficient, to move the mean KL per token (nats) towards ``target``.
 
     ``e = clip(measured / target − 1, −0.2, 0.2)``, ``coefficient · (1 + e · samples / horizon)`` (Ziegler et al. 2019,
     arXiv:1909.08593, §2.2).

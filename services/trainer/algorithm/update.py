@@ -59,15 +59,14 @@ class Learner:
         peak: float | None = None,
         repeated: StepPlan | None = None,
     ) -> dict[str, float]:
-        """Make step ``step`` (from 1) from ``batch``; return its figures over all ranks.
+        """Make step ``step`` (from 1) from ``batch``, the same on every rank; return its figures over all ranks.
 
         Args:
-            batch: the groups, the same on every rank.
+            batch: the groups.
             lags: of the groups, in steps.
             step: its number.
             peak: peak learning rate; default: the settings'.
-            repeated: a replayed step's plan; :attr:`plan` differs if ``trainer.micro_batch_tokens`` was lowered or memory is
-                shorter.
+            repeated: a replayed step's plan; :attr:`plan` differs if it does not fit any more.
 
         Raises:
             NotFinite: a loss or gradient is not finite, on every rank alike.

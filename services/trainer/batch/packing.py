@@ -138,12 +138,7 @@ def plan(
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank, equally many for each.
 
-    Args:
-        rows: the groups.
-        max_tokens: limit of a micro-batch, except for indivisible rows.
-        ranks: number of ranks.
-        split: whether rows may be split.
-        sizes: for costs.
+    ``max_tokens`` is exceeded only by indivisible rows; ``sizes`` are for costs.
     """
     shares = assign_pieces(rows, max_tokens, ranks, split=split, sizes=sizes)
     return [[micro_batch(chunk, sizes) for chunk in share] for share in shares]

@@ -78,11 +78,11 @@ class Candidates:
     Args:
         bus: of the run.
         ledger: of the run.
-        store: object storage, if any.
-        root: folder of the checkpoints.
+        store: if any.
+        root: folder of checkpoints.
         status: None if the bus lost the run.
         revoked: versions that a rollback left.
-        signer: for the folder's checkpoints.
+        signer: for the folder.
     """
 
     def __init__(

@@ -61,11 +61,7 @@ def make_whole(
 ) -> Checkpoint:
     """Write the marker into :func:`beside`, and rename the folder into place.
 
-    Args:
-        root: folder of the run's checkpoints.
-        state: for the marker.
-        written: files with known digests, by path.
-        signer: signs the marker.
+    ``written``: files with known digests, by path.
 
     Raises:
         OSError: storage refused it.

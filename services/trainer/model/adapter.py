@@ -54,7 +54,7 @@ class Update:
         return self.factor_a, self.factor_b
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return ``W + scale · B · A`` in W's number type, computed in float32; W is unchanged."""
+        """Return ``W + scale · B · A`` in W's number type, computed in float32."""
         a, b = (factor.detach().float() for factor in self.factors)
         if weight.ndim == 3:
             a = a.reshape(self.experts, -1, a.shape[-1])  # (E, r, in)
@@ -66,11 +66,7 @@ class Update:
 def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_alone: bool = False) -> Any:
     """Return ``model`` with adapters, the only trained parameters; unchanged if ``policy.lora.rank`` is 0.
 
-    Args:
-        model: a Hugging Face causal model.
-        settings: the policy's.
-        zero_stage: of the trainer.
-        published_alone: whether replicas merge the adapter themselves.
+    ``published_alone``: replicas merge the adapter themselves.
 
     Raises:
         SettingsError: peft is missing, or the adapters cannot be trained or published with these settings.
@@ -179,7 +175,7 @@ def _configuration(settings: PolicySettings) -> Any:
 
 @contextlib.contextmanager
 def off(module: nn.Module) -> Iterator[None]:
-    """Make ``module`` the initial policy within the block, without effect on gradients and optimizer."""
+    """Make ``module`` the initial policy within the block; gradients and optimizer are unaffected."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]

@@ -12,7 +12,7 @@ from services.trainer.model.trunk import Packing, Trunk
 
 
 class Critic(nn.Module):
-    """Value of the state before each trained token, by a trunk with one output."""
+    """A trunk with one output, the value before each trained token."""
 
     def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto", packing: Packing = "auto") -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Critic(nn.Module):
 def value_loss(values_N: Tensor, earlier_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
     """Return the critic's loss per token (N): half the squared error, clipped pessimistically.
 
-    ``½ max((V − R)², (clip(V, V_earlier ± clip) − R)²)``, V_earlier before this step's updates (Engstrom et al. 2020,
-    arXiv:2005.12729). A clip of 0 does not bound.
+    ``½ max((V − R)², (clip(V, V_earlier ± clip) − R)²)``, V_earlier before this step's updates; clip 0: not clipped
+    (Engstrom et al. 2020, arXiv:2005.12729).
     """
     error_N = (values_N - returns_N).square()
     if clip:

@@ -114,7 +114,7 @@ class TrainingEngine:
             self._engine.step()  # counts the micro-batch, changes nothing
 
     def step(self, learning_rate: float) -> float:
-        """Update the weights, unless the gradient is not finite; return its global norm before clipping."""
+        """Update the weights if the gradient is finite; return its global norm before clipping."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = self._step_plainly() if self._plain_optimizer else self._step()
@@ -165,7 +165,7 @@ class TrainingEngine:
 
     @property
     def recovers(self) -> bool:
-        """Whether one rank's forward pass may fail; at ZeRO stage 3 other ranks would hang."""
+        """Whether one rank's forward pass may fail, without hanging others as at ZeRO stage 3."""
         return not self._sharded
 
     def on_any_rank(self, found: bool) -> bool:
@@ -220,8 +220,7 @@ class TrainingEngine:
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return the model's whole tensors under Hugging Face names, tied ones once, adapters merged in.
 
-        An iterator at ZeRO stage 3 or with adapters; at stage 3 every rank must exhaust it, and a tensor is whole until
-        the next.
+        May be an iterator; at ZeRO stage 3 every rank must exhaust it, and tensors are whole until the next.
         """
         whole = self._whole(published(self.model))
         return whole if self._sharded or self._frozen else list(whole)
@@ -259,7 +258,7 @@ class TrainingEngine:
         return gathered
 
     def save(self, folder: Path) -> str:
-        """Write model and optimizer state, without frozen weights; return this rank's storage error, or "". Collective."""
+        """Write model and optimizer state; return this rank's storage error, or "". Collective."""
         self._writer.begin()
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
         return self._writer.error
@@ -286,7 +285,7 @@ class TrainingEngine:
 
 
 def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
-    """Return the whole tensors in a checkpoint, on the CPU, by ``Policy``'s parameter names without its prefix.
+    """Return a checkpoint's whole tensors, on the CPU, by ``Policy``'s parameter names without its prefix.
 
     Raises:
         WeightsError: a file holds code.
@@ -397,7 +396,7 @@ def _import_deepspeed(device: str) -> Any:
 def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
-    # DeepSpeed's own linear layer keeps no whole weight until the backward pass. Checkpointing needs no such help, and
+    # DeepSpeed's own linear layer frees whole weights until the backward pass; checkpointing does so anyway, and
     # would compute each layer's last product again.
     linear = {"memory_efficient_linear": keeps_all}
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}

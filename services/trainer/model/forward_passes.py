@@ -37,7 +37,7 @@ class ForwardPasses:
 
     Args:
         engine: of the model.
-        seed: the run's seed and the step's number.
+        seed: run seed and step number.
         together: neighbouring samples that stay together: 2 with preferences.
         repeated: a replay's original misfits.
     """
@@ -92,7 +92,7 @@ class ForwardPasses:
         return {"micro_batch_splits": float(len(self.misfits)), "dropped_out_of_memory": float(left_out)}
 
     def _attempt(self, work: Callable[[], T]) -> tuple[T | None, bool]:
-        """Return the result of ``work``, or None if any rank is short of memory; and whether this rank fits."""
+        """Return the result of ``work``, None if any rank is short of memory; and whether this rank fits."""
         attempt, self._attempts = self._attempts, self._attempts + 1
         ranks = self._repeated.get(attempt, ())
         result = None

@@ -32,12 +32,12 @@ class Policy(nn.Module):
         kind: which attention.
         chunk_tokens: maximum tokens with logits at a time; 0: all.
         fused_logits: whether one GPU kernel may compute logprobs.
-        logits: number type of the logits.
+        logits: their number type.
         packing: see ``trunk``.
 
     Raises:
         CannotPack: ``packing`` is "rows", and a module cannot be packed.
-        SettingsError: the model scales its logits in an unknown way.
+        SettingsError: unknown scaling of logits.
     """
 
     def __init__(
@@ -97,12 +97,8 @@ class Policy(nn.Module):
 
 
 def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_tokens: int = 0) -> Any:
-    """Return the Hugging Face model in ``policy.model``.
-
-    Args:
-        settings: of the policy.
-        training_dtype: of its weights.
-        context_tokens: the run's longest sequence (``shared.model.rope``); 0: the model's.
+    """Return the Hugging Face model in ``policy.model``, for ``context_tokens`` (0: the model's own;
+    ``shared.model.rope``).
 
     Raises:
         SettingsError: it does not exist, or has unknown rotary embeddings.

@@ -74,9 +74,9 @@ class Recomputation:
     Args:
         policy: after :func:`enable`.
         most_tokens: of a forward pass.
-        device: whose memory it is.
-        sharded: whether a weight is whole only while its layer runs.
-        automatic: whether any layer keeps its activations.
+        device: of the memory.
+        sharded: whether weights are whole only while their layer runs.
+        automatic: whether any layer keeps activations.
     """
 
     def __init__(self, policy: Any, most_tokens: int, device: torch.device, *, sharded: bool, automatic: bool) -> None:

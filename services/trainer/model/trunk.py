@@ -30,12 +30,9 @@ Packing = Literal["auto", "rows", "sequences"]
 
 
 class Trunk:
-    """Computes hidden states.
+    """Computes hidden states of a Hugging Face causal model or trunk.
 
-    Args:
-        model: a Hugging Face causal model, or a trunk of one.
-        kind: attention of packed rows.
-        packing: ``auto``: rows if every token-mixing module is known.
+    ``packing`` "auto" chooses rows if every token-mixing module is known.
 
     Raises:
         CannotPack: rows are required, and a module is unknown.
@@ -86,7 +83,7 @@ class Trunk:
 
         Raises:
             CannotPack: the model cannot process rows.
-            SettingsError: it is no causal model.
+            SettingsError: it is not causal.
         """
         if self.packing == "sequences":
             return self._one_by_one(batch)

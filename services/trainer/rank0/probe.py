@@ -53,9 +53,7 @@ class Prober:
 def long_tokens(config: Any, context_tokens: int = 0) -> int:
     """Return the sequence length that exceeds the model's windows, or 0.
 
-    Args:
-        config: of the model.
-        context_tokens: the run's longest sequence; 0: the model's.
+    ``context_tokens``: the run's longest sequence; 0: the model's.
     """
     own = int(getattr(config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS)
     most = min(MOST_TOKENS, context_tokens or own, own) - 1  # an engine may need room for one more

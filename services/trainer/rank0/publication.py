@@ -47,10 +47,9 @@ class Whereabouts:
 
 
 class Publication:
-    """Publishes by ``weights.transport``; on the training thread. Closed after that thread ends.
+    """Publishes by ``weights.transport``, for replicas that reach ``host``; on the training thread, and closed after
+    it.
 
-    Args:
-        host: address at which replicas reach this process.
     """
 
     def __init__(self, settings: Settings, host: str, secret: Secret) -> None:

@@ -37,10 +37,7 @@ log = logging.getLogger(__name__)
 class Retention:
     """Retains checkpoints; on the event loop, with storage access in threads.
 
-    Args:
-        settings: of the run.
-        bus: of the run.
-        reading: returns the checkpoint that an export reads.
+    ``reading`` returns the checkpoint that an export reads.
     """
 
     def __init__(self, settings: Settings, bus: Bus, reading: Callable[[], str] = lambda: "") -> None:

@@ -117,11 +117,7 @@ def rectangles(
 ) -> tuple[list[Rectangle], Tensor]:
     """Return the rectangles, and each token's place in their concatenated outputs.
 
-    Args:
-        segments: of the micro-batch.
-        device: of the result.
-        pattern: visible tokens.
-        masked: whether causal rectangles need a mask, too.
+    ``masked``: causal rectangles need a mask, too.
     """
     masked = masked or pattern.kind != "causal"
     blocks = [piece for block in _blocks(segments) for piece in _cut(block, segments, pattern, masked)]

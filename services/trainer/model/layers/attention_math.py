@@ -1,7 +1,7 @@
 """Attention with sinks, capped scores, and values of another size than queries.
 
     scores_h  = scale · q kᵀ,  or  cap · tanh(scale · q kᵀ / cap)  with a cap (Gemma 2, arXiv:2408.00118)
-    weights_h = softmax over visible keys and, with sinks, one of score ``sink_h`` and value 0 (gpt-oss, arXiv:2508.10925)
+    weights_h = softmax over visible keys and a sink of score ``sink_h`` and value 0, if any (gpt-oss, arXiv:2508.10925)
 
 A sink is a key: queries get two dimensions with ``sink_h / scale`` and its rounding rest; its key has 1 there and 0
 elsewhere, other keys 0 there. So any attention function computes sinks.
@@ -45,12 +45,7 @@ def attend_masked(
 ) -> Tensor:
     """Return attention's outputs (G × H × Q × value size).
 
-    Args:
-        query_GHQD: queries.
-        key_GHKD: keys.
-        value_GHKD: values.
-        mask: visible keys (bool, broadcast to G × H × Q × K); None: causal.
-        extras: the layer's additions.
+    ``mask``: visible keys (bool, broadcast to G × H × Q × K); None: causal.
     """
     size, scale = value_GHKD.shape[-1], _scale(query_GHQD, extras)
     if mask is None and (extras.softcap is not None or extras.sinks_H is not None):
@@ -76,11 +71,11 @@ def attend_ragged(
 
     Args:
         query_THD: queries.
-        key_THD: keys, with a sink's first (:func:`with_sink_key`).
+        key_THD: keys, a sink's first (:func:`with_sink_key`).
         value_THD: values, likewise.
         where: segment boundaries.
         extras: no cap.
-        window: keys that a query sees, itself included; 0: all.
+        window: visible keys, itself included; 0: all.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -126,7 +121,7 @@ def with_ragged_sink_key(key_THD: Tensor, value_THD: Tensor) -> tuple[Tensor, Te
 
 
 def padded_size(query: Tensor, value: Tensor, *, sinks: bool) -> int:
-    """Return the head size for kernels: the larger of query and value, plus the sink's, rounded up to a multiple of 8."""
+    """Return the kernels' head size: the larger of query and value, plus the sink's, rounded up to a multiple of 8."""
     largest = max(query.shape[-1] + (_SINK_SIZES if sinks else 0), value.shape[-1])
     return -(-largest // 8) * 8
 

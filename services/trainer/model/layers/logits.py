@@ -51,12 +51,12 @@ def token_logprobs(
         output: the output layer.
         targets_N: token ids (int64).
         temperatures_N: divisors of the logits, float32.
-        chunk_tokens: tokens per chunk; 0: all.
+        chunk_tokens: 0: all.
         transform: of hidden states and logits.
         entropy_gradient: whether entropies carry a gradient.
         fused: whether to use one GPU kernel.
         kind: number type of the logits.
-        keep: whether to keep logits for the backward pass.
+        keep: logits for the backward pass.
     """
     logits = projection(output, kind)
 

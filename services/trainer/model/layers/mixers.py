@@ -124,12 +124,9 @@ class Boundaries:
 
     @contextlib.contextmanager
     def of(self, segments: Segments, device: torch.device, *, sharded: bool = False) -> Iterator[None]:
-        """Have the mixers respect ``segments`` within the block, also in layers recomputed later.
+        """Have mixers respect ``segments`` within the block, also in layers recomputed later.
 
-        Args:
-            segments: of the micro-batch.
-            device: of the model.
-            sharded: ZeRO stage 3: all ranks make equally many calls; collective.
+        ``sharded`` (ZeRO stage 3): all ranks make equally many calls; collective.
         """
         with self.use(Plans(segments, device, sharded=sharded)):
             yield
@@ -262,7 +259,7 @@ def _bounded_layer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Mod
 
 
 def unpackable(trunk: nn.Module) -> str:
-    """Return the class of a module that mixes tokens in an unknown way (takes a cache, or is a convolution); else ""."""
+    """Return the class of a module that mixes tokens unknowably (takes a cache, or is a convolution); else ""."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     known = {id(inner) for module in trunk.modules() if _is_known(module) for inner in module.modules()}
