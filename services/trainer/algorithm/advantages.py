@@ -10,8 +10,8 @@ Within a group (``S`` samples of one prompt; ``r_i`` a sample's reward, mean and
 Per token (``N`` tokens, ``lengths_S`` of each sample; ``r_t`` includes the sample's reward at its last token; ``V_t``
 the critic's value before token t)::
 
-    gae                    δ_t = r_t + γ V_{t+1} − V_t,  A_t = Σ_l (γλ)^l δ_{t+l}   Schulman et al. 2015, arXiv:1506.02438
-    reinforce_pp           A_t = Σ_{i≥t} r_i                                        Hu et al. 2025, arXiv:2501.03262
+    gae                    δ_t = r_t + γ V_{t+1} − V_t, A_t = Σ_l (γλ)^l δ_{t+l}  Schulman et al. 2015, arXiv:1506.02438
+    reinforce_pp           A_t = Σ_{i≥t} r_i                                      Hu et al. 2025, arXiv:2501.03262
     reinforce_pp_baseline  the same, with the group's mean subtracted (there §3.2)
 
 The last two are ``gae`` with V = 0, γ = λ = 1. All three are normalised over the batch. std divides by S.

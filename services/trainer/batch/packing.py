@@ -3,16 +3,16 @@
 A :class:`PackedRow` is a group's prompt, then its completions, which see the prompt and themselves; logprobs equal
 those of separate sequences. A micro-batch concatenates rows without padding::
 
-    tokens      12+34=  4 6  4 7  5    98-1=  7        each prompt, then each completion without its last token (which
-    segments    0       1    2    3    4      5        predicts nothing)
+    tokens      12+34=  4 6  4 7  5    98-1=  7        each prompt, then each completion without its last token
+    segments    0       1    2    3    4      5
     positions   012345  6 7  6 7  6    01234  5
     sees also           0    0    0           4        a segment sees itself, causally, and all of its prompt
 
 For some models (``trainer.packing``) rows repeat the prompt for each completion.
 
 Rows over the cap are split between completions. Pieces go to ranks by cost (``flops``), costliest first. On a rank,
-first-fit-decreasing gives the number of micro-batches, among which costs are balanced, as ranks wait for each other at
-ZeRO stage 3. All ranks compute the same plan, with equally many (perhaps empty) micro-batches.
+first-fit-decreasing gives the number of micro-batches; costs are balanced among them, as ranks wait for each other at
+ZeRO stage 3. All ranks compute the same plan, with equally many micro-batches.
 
 Shapes: ``B`` 1, ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
 """

@@ -155,9 +155,7 @@ def _open(settings: StoreSettings) -> tuple[Any, Any]:
         connect_timeout=_CONNECT_S,
         read_timeout=_READ_S,
         retries={"mode": "standard", "total_max_attempts": 3},
-        s3={
-            "addressing_style": "path" if settings.endpoint else "auto"
-        },  # other servers seldom support bucket host names
+        s3={"addressing_style": "path" if settings.endpoint else "auto"},  # other servers seldom have bucket hosts
     )
     try:
         client = boto3.session.Session().client("s3", endpoint_url=settings.endpoint or None, config=config)

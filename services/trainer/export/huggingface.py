@@ -2,9 +2,9 @@
 
 ::
 
-    snapshot of N on disk      weights.folder/v00000N, as replicas read it; each file's hash is checked
+    snapshot of N on disk      weights.folder/v00000N; each file's hash is checked
     checkpoint of N            <run folder>/checkpoints, of any ZeRO stage and number of ranks
-    stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR) that needs room for it
+    stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR)
     version 0                  the initial policy, policy.model
 
 The first available source is used; the result has the published bits. Only files and objects are read, so the run may

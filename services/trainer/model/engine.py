@@ -1,8 +1,8 @@
 """The only module that uses DeepSpeed: gradients over micro-batches and ranks, optimizer, checkpoints.
 
 The loss is a sum over tokens divided by the tokens of the *global* batch. DeepSpeed averages gradients over ranks,
-hence the factor ``ranks``. At ZeRO stage 3, every rank iterates :meth:`TrainingEngine.tensors`, which gathers about a
-bucket at a time, at the same point of its loop. Frozen weights (see ``adapter``) are in no optimizer or checkpoint.
+hence the factor ``ranks``. At ZeRO stage 3, every rank iterates :meth:`TrainingEngine.tensors` at the same point of its
+loop. Frozen weights (see ``adapter``) are in no optimizer or checkpoint.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Choose the layers that keep activations; others recompute them (Chen et al. 2016, arXiv:1604.06174).
 
-With ``trainer.gradient_checkpointing = "auto"``, as many of the last layers keep theirs as GPU memory allows, after the
-logits. The first step keeps the last layer's, which costs nothing; each step's peak tells how many more fit, at most
-four times as many. At ZeRO stage 3 a saved view is stored as its place in the weight, which would stay whole otherwise.
+With ``trainer.gradient_checkpointing = "auto"``, as many of the last layers keep theirs as GPU memory allows, after
+the logits. The first step keeps the last layer's, which costs nothing; each step's peak tells how many more fit, at
+most four times as many. At ZeRO stage 3 a saved view is stored as its place, so that the weight can be released.
 """
 
 import contextlib

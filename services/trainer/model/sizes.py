@@ -7,8 +7,8 @@
     attention width   = Σ layers  heads · (size of a query + size of a value) / 2      by window, if a layer has one
     output weights    = those of the output layer, tied or not
 
-Recurrences, norms, rotary embeddings, biases and activations are not counted (a few percent); chunked attention counts
-as full.
+Recurrences, norms, rotary embeddings, biases and activations (a few percent) are ignored; chunked attention counts as
+full.
 """
 
 import logging

@@ -49,7 +49,7 @@ class Branch:
         return PolicyVersion(0 if self.newest is None else self.newest + 1)
 
     def record(self, step: int, published: Published, metrics: dict[str, float]) -> PolicyRecord:
-        """Return the record of the next version, with the weights of ``step``."""
+        """Return the next version's record, with the weights of ``step``."""
         assert published.weights is not None
         return PolicyRecord(
             version=self.next_version(),
@@ -65,7 +65,7 @@ class Branch:
         )
 
     async def newest_of(self, step: int) -> PolicyRecord | None:
-        """Return the newest version's record if it has the weights of ``step``."""
+        """Return the newest version's record if its weights are those of ``step``."""
         record = None if self.newest is None else await self._ledger.policy(self.newest)
         return record if record is not None and record.step == step and self.tip == self.newest else None
 

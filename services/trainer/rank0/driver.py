@@ -7,9 +7,8 @@
        └──────────────────────────────────────────────────────────────┘
 
 Weights are published first, then one transaction journals the batch and commits the version. After a crash before it,
-the batch is pending on the bus; after it, replayed. After a rollback the commit is refused, and the ranks load the
-ledger's checkpoint. Non-finite batches are dropped; several in a row pause the run. Refused checkpoints are retried at
-the next interval.
+the batch is pending on the bus; after it, replayed. After a rollback the commit is refused. Non-finite batches are
+dropped; several in a row pause the run. Refused checkpoints are retried at the next interval.
 """
 
 import asyncio

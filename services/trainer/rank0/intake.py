@@ -1,14 +1,13 @@
 """Take experience off the bus: whole, fresh, unfenced, each group once. Rank 0 only.
 
-Groups are used in the order of admission, and pending on the bus until their step's commit. One leaves untrained if it
-is
+Groups are used in the order of admission, and pending on the bus until their step's commit. Others leave untrained::
 
-    stale       its lag is over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
-    fenced      a token was written under a revoked version: dropped
+    stale       lag over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
+    fenced      a token of a revoked version: dropped
     too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
-    no_signal   rewards are all equal and algorithm.dynamic_sampling is on: dropped, and another is generated
-                in its slot (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
-    nonfinite   its batch gave a loss or gradient that is not finite: dropped, by the driver
+    no_signal   equal rewards with algorithm.dynamic_sampling: dropped, and another is generated in its slot
+                (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
+    nonfinite   loss or gradient of its batch is not finite: dropped, by the driver
     duplicate   held already, or trained: dropped
     unreadable  malformed, of an unknown group or version, or unfit for the model: buried with the reason
 
@@ -86,7 +85,7 @@ class Intake:
                 await self._hold(delivery)
 
     async def next_suspect(self) -> Taken | None:
-        """Return a group to try alone, its attempt already counted, or None."""
+        """Return a group to try alone, its attempt counted, or None."""
         await self._retaken.wait()
         while self._suspects:
             suspect = self._suspects.pop()

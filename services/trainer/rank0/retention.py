@@ -6,8 +6,7 @@
     whole in the folder   ledger, journal forgotten               (it is copied)
     whole in the store    the ledger names the copy instead       ledger, journal forgotten before the last but one
 
-With "stored" the folder may vanish at any time: the journal reaches back to the second newest stored checkpoint. The
-ledger keeps pins and a rollback's tip. Rank 0 only.
+With "stored" the folder may vanish at any time. Pins and a rollback's tip are kept. Rank 0 only.
 """
 
 import asyncio

@@ -8,12 +8,12 @@ of them, with respect to token embeddings and parameters of up to ``_SMALL`` num
     widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖
     half precision  mean |Δ logprob| ≤ max(0.05 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.1, 4 × spread) ‖gradient‖
 
-The last two are limited to 0.5. ``spread``: how far the unmodified model moves after one rounding of its embeddings.
-Half precision is also tested widened to float32, if memory allows, as rounding hides small mistakes.
+The last two are limited to 0.5; ``spread`` is the effect of rounding the unmodified model's embeddings once. Half
+precision, which hides small mistakes, is also tested widened to float32 if memory allows.
 
-If rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is refused. The
-test runs before ranks share the weights, and leaves gradients and random generators unchanged. Not covered: windows
-beyond ``_LONGEST_WINDOW`` tokens, gradients of large matrices, ZeRO.
+If rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is refused.
+Gradients and random generators stay unchanged. Not covered: windows beyond ``_LONGEST_WINDOW``, gradients of large
+matrices, ZeRO.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Logprobs and entropies of tokens from hidden states, in chunks.
 
-    logits_V = output(hidden_D), scaled or capped as the model has it     (shared/model/logits_transform.py)
-    logprob and entropy of them at the token's temperature                (shared/model/logits.py)
+    logits_V = output(hidden_D), scaled or capped     (shared/model/logits_transform.py)
+    logprob and entropy at the token's temperature    (shared/model/logits.py)
 
 If memory is short (``recomputation``), the backward pass recomputes logits. The output layer is called once for all
 chunks: at ZeRO stage 3 different numbers of calls would deadlock.

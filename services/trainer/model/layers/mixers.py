@@ -1,10 +1,7 @@
 """Sequence boundaries for layers that carry state along the row: recurrences (gated delta nets, Mamba), convolutions.
 
-Within :meth:`Boundaries.of`, installed token mixers run transformers' own forward pass on the row's sequences
-(``spans``):
-
-* if a mixer can continue from a state, a long prompt's final, differentiable state is forked to its completions;
-* any other mixer computes each sequence with its prompt.
+Within :meth:`Boundaries.of`, token mixers run transformers' own forward pass on the row's sequences (``spans``). If a
+mixer can continue from a state, a long prompt's final, differentiable state is forked to its completions.
 
 Mixers' classes are replaced by subclasses, so hooks (ZeRO), adapters and names stay. Recomputed layers (gradient
 checkpointing) get the boundaries with their arguments.
@@ -259,7 +256,7 @@ def _bounded_layer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Mod
 
 
 def unpackable(trunk: nn.Module) -> str:
-    """Return the class of a module that mixes tokens unknowably (takes a cache, or is a convolution); else ""."""
+    """Return the class of a module that mixes tokens in an unknown way (by cache or convolution); else ""."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     known = {id(inner) for module in trunk.modules() if _is_known(module) for inner in module.modules()}
