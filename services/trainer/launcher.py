@@ -35,8 +35,7 @@ _STOP_S = 15.0
 def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> int:
     """Run ``command`` for each of this host's ranks; return their exit code.
 
-    Args:
-        drain_s: rank 0's time to finish after a stop signal.
+    ``drain_s``: rank 0's time to finish after a stop signal.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-ranks-", ignore_cleanup_errors=True) as folder:
         ranks = Ranks(drain_s + _STOP_S)

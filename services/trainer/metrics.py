@@ -98,7 +98,7 @@ GRAD_NORM_LIMIT = Gauge("penstock_trainer_grad_norm_limit", "Norm that gradients
 class Phases:
     """Seconds and memory of a step by phase, on the training thread.
 
-    A GPU's peak in the phase, else resident memory at its end.
+    Memory is a GPU's peak in the phase, else what is resident at its end.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -204,13 +204,10 @@ def memory_bytes(device: torch.device) -> float:
 
 
 def utilisation(flops: float, seconds: float, peak_flops: float, device: torch.device) -> dict[str, float]:
-    """Return a rank's speed, and its share of the device's peak if known.
+    """Return a rank's speed, and its share of the device's peak (``peak_flops`` in TFLOP/s; 0: by device name) if
+    known.
 
-    Args:
-        flops: of forward and backward passes.
-        seconds: of these and the update.
-        peak_flops: TFLOP/s; 0: by device name.
-        device: of this rank.
+    ``flops`` are of forward and backward passes; ``seconds`` include the update.
     """
     reached = flops / max(seconds, 1e-9) / 1e12
     if not peak_flops and device.type == "cuda":

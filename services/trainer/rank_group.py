@@ -26,9 +26,7 @@ _MEET = timedelta(minutes=30)
 def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0.0.1") -> tuple[int, int]:
     """Join the process group of the launcher's environment (default: one rank); return (rank, ranks).
 
-    Args:
-        settings: for trainers that may span hosts.
-        own: this host's reachable address.
+    ``settings`` are for trainers that may span hosts; ``own`` is this host's reachable address.
 
     Raises:
         SettingsError: the environment is another launcher's.

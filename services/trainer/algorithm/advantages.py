@@ -87,14 +87,9 @@ def token_rewards(rewards_S: Float64Array, penalties_N: Float64Array, lengths_S:
 def gae(
     rewards_N: Float64Array, values_N: Float64Array, lengths_S: IntArray, discount: float, decay: float
 ) -> Float64Array:
-    """Return generalised advantages (float64, N); the value after a sample's last token is 0.
+    """Return generalised advantages (float64, N), with γ ``discount`` and λ ``decay``.
 
-    Args:
-        rewards_N: each token's own.
-        values_N: before each token.
-        lengths_S: tokens per sample, at least 1.
-        discount: γ.
-        decay: λ.
+    The value after a sample's last token is 0; ``lengths_S`` are at least 1.
     """
     rewards_ST, values_ST = _by_sample(rewards_N, lengths_S), _by_sample(values_N, lengths_S)
     advantages_ST = np.zeros_like(rewards_ST)

@@ -29,13 +29,7 @@ def best_and_worst(rewards_S: Float32Array) -> tuple[int, int] | None:
 
 
 def dpo(policy_S: Tensor, reference_S: Tensor, beta: float) -> PreferenceLoss:
-    """Return the loss of pairs; samples alternate best, worst.
-
-    Args:
-        policy_S: logprobs of whole samples, nats.
-        reference_S: the reference's.
-        beta: strength of the reference.
-    """
+    """Return the loss of pairs, from logprobs of whole samples (nats) that alternate best, worst."""
     gain_S = policy_S - reference_S
     margins_P = beta * (gain_S[0::2] - gain_S[1::2])
     return PreferenceLoss(-logsigmoid(margins_P), margins_P.detach())

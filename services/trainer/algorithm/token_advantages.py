@@ -42,13 +42,9 @@ def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tok
 def assign(
     inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, kl_coefficient: float
 ) -> None:
-    """Set every token's advantage (and return, with a critic); collective.
+    """Set every token's advantage (and return, with a critic) in this rank's ``inputs``; collective.
 
-    Args:
-        inputs: this rank's micro-batches.
-        rewards: of the whole batch, by group.
-        algorithm: which advantages.
-        kl_coefficient: cost per nat.
+    ``rewards`` are the whole batch's, by group; ``kl_coefficient`` is the cost per nat.
     """
     cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
     if algorithm.advantage in GROUP_ADVANTAGES:

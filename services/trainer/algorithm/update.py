@@ -65,11 +65,11 @@ class Learner:
             batch: the groups.
             lags: of the groups, in steps.
             step: its number.
-            peak: peak learning rate; default: the settings'.
+            peak: learning rate; default: the settings'.
             repeated: a replayed step's plan; :attr:`plan` differs if it does not fit any more.
 
         Raises:
-            NotFinite: a loss or gradient is not finite, on every rank alike.
+            NotFinite: on every rank alike.
         """
         count = self._algorithm.minibatches
         rewards = self._rewards(batch)

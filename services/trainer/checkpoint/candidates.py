@@ -79,9 +79,9 @@ class Candidates:
         bus: of the run.
         ledger: of the run.
         store: if any.
-        root: folder of checkpoints.
+        root: their folder.
         status: None if the bus lost the run.
-        revoked: versions that a rollback left.
+        revoked: by rollbacks.
         signer: for the folder.
     """
 

@@ -69,14 +69,10 @@ def export_version(
     adapter: bool = False,
     checkpoint: str = "",
 ) -> Exported:
-    """Write version ``version`` of the run to ``folder``.
+    """Write version ``version`` of the run to ``folder``, which must not exist, or be empty.
 
-    Args:
-        settings: of the run.
-        version: which one.
-        folder: must not exist, or be empty.
-        adapter: write the adapter alone.
-        checkpoint: folder or URI that holds the version, perhaps under another number after a rollback.
+    With ``adapter``, write the adapter alone. ``checkpoint``: folder or URI that holds the version, perhaps under
+    another number after a rollback.
 
     Raises:
         PenstockError: the version is unavailable, the run has no adapter, or ``folder`` is not empty.

@@ -35,11 +35,7 @@ T = TypeVar("T")
 class ForwardPasses:
     """The attempts of one step, on the training thread.
 
-    Args:
-        engine: of the model.
-        seed: run seed and step number.
-        together: neighbouring samples that stay together: 2 with preferences.
-        repeated: a replay's original misfits.
+    ``together`` neighbouring samples stay together (2 with preferences); ``repeated`` are a replay's original misfits.
     """
 
     def __init__(

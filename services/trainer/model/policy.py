@@ -29,9 +29,9 @@ class Policy(nn.Module):
     Args:
         model: a Hugging Face causal model.
         entropy_gradient: for an entropy bonus.
-        kind: which attention.
+        kind: of attention.
         chunk_tokens: maximum tokens with logits at a time; 0: all.
-        fused_logits: whether one GPU kernel may compute logprobs.
+        fused_logits: by one GPU kernel.
         logits: their number type.
         packing: see ``trunk``.
 

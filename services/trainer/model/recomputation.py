@@ -75,8 +75,8 @@ class Recomputation:
         policy: after :func:`enable`.
         most_tokens: of a forward pass.
         device: of the memory.
-        sharded: whether weights are whole only while their layer runs.
-        automatic: whether any layer keeps activations.
+        sharded: weights are whole only while their layer runs.
+        automatic: layers may keep activations.
     """
 
     def __init__(self, policy: Any, most_tokens: int, device: torch.device, *, sharded: bool, automatic: bool) -> None:

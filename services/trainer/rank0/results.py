@@ -27,7 +27,7 @@ class ModelLoaded(Result):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed(Result):
-    """A journal step was repeated; ``difference``: how its weights differ from the published ones."""
+    """A journal step was repeated; ``difference``: why its weights differ from the published ones."""
 
     difference: str
 

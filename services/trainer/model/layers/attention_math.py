@@ -69,13 +69,8 @@ def attend_ragged(
 ) -> Tensor:
     """Return outputs (T × H × value size) of torch's variable-length attention: causal, from the lower right.
 
-    Args:
-        query_THD: queries.
-        key_THD: keys, a sink's first (:func:`with_sink_key`).
-        value_THD: values, likewise.
-        where: segment boundaries.
-        extras: no cap.
-        window: visible keys, itself included; 0: all.
+    A sink's key and value are first (:func:`with_sink_key`). ``extras`` has no cap; ``window`` includes the query (0:
+    all).
     """
     from torch.nn.attention.varlen import varlen_attn
 

@@ -53,8 +53,8 @@ def token_logprobs(
         temperatures_N: divisors of the logits, float32.
         chunk_tokens: 0: all.
         transform: of hidden states and logits.
-        entropy_gradient: whether entropies carry a gradient.
-        fused: whether to use one GPU kernel.
+        entropy_gradient: whether entropies carry one.
+        fused: by one GPU kernel.
         kind: number type of the logits.
         keep: logits for the backward pass.
     """
