@@ -185,7 +185,6 @@ def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
 
 
 def _lenient_shares(batch: Sequence[Experience]) -> dict[str, float]:
-    """Return each scorer's share of samples whose value depends on a lenient rule."""
     scores = [score for experience in batch for sample in experience.scores for score in sample.scores]
     shares = {
         name: float(np.mean([bool(score.lenient) for score in scores if score.scorer == name]))

@@ -63,7 +63,6 @@ def lay_out(
 def _rows(
     batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool, shares_prompt: bool
 ) -> list[PackedRow]:
-    """Return one row per group; with ``pairs``, of its best and worst sample only."""
     rows, first = [], 0
     for experience, rewards_S in zip(batch, rewards, strict=True):
         group = experience.group

@@ -68,7 +68,6 @@ def _by_group(
 
 
 def _kl_of_samples(inputs: Sequence[LossInputs], samples: int, algorithm: AlgorithmSettings) -> Float64Array:
-    """Return each sample's KL to the reference, summed over its tokens (M, nats)."""
     device = inputs[0].behavior_logprobs_N.device
     kl_M = torch.zeros(samples, dtype=torch.float64, device=device)
     for found in inputs:

@@ -186,7 +186,6 @@ def _spread(
     *,
     split: bool,
 ) -> list[list[PackedRow]]:
-    """Distribute ``rows`` over ``count`` chunks of even cost, else return ``fitted``."""
     chunks: list[list[PackedRow]] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     waiting = list(reversed(rows))

@@ -154,7 +154,6 @@ def damage(folder: Path, ending: str = "", signer: Signer = UNSIGNED) -> str:
 
 
 def _unknown_pickle(checkpoint: Checkpoint) -> str:
-    """Return an unlisted file that DeepSpeed may load, or ""."""
     names = {path.relative_to(checkpoint.folder).as_posix() for path in checkpoint.folder.rglob(f"*{pickles.SUFFIX}")}
     return min(names - {file.name for file in checkpoint.files}, default="")
 

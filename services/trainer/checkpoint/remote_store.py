@@ -152,7 +152,6 @@ class CheckpointStore:
         return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s), sent_bytes
 
     def _finish(self, name: str, files: tuple[CheckpointFile, ...], manifest: bytes) -> float:
-        """Write the manifest if all files are complete; return the time."""
         there = self._objects.list(f"{_FOLDER}{name}/")
         for one in files:
             found = there.get(f"{_FOLDER}{name}/{one.name}")

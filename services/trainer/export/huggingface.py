@@ -143,7 +143,6 @@ def _sources(
 
 
 def _stored_sources(settings: Settings, version: PolicyVersion, known: str) -> Iterator[_Source]:
-    """Yield object storage's sources, lazily."""
     if (store := open_store(settings)) is None:
         return
     for one in store.whole():

@@ -97,7 +97,6 @@ def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_
 
 
 def _reason_to_refuse(model: Any, zero_stage: int, published_alone: bool) -> str:
-    """Return why the adapters cannot be trained or published, else ""."""
     change = "change policy.lora.target_modules"
     if unpublished := _unpublished(model):
         return f"{unpublished} would be trained, but does not change any weight that is published on its own: {change}"

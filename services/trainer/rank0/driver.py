@@ -111,7 +111,6 @@ class Driver:
         storing.cancel()
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a background task whose failure ends the driver."""
         return self._tasks.create_task(work)
 
     async def _open(self, commands: Sequence[Command]) -> None:
@@ -157,7 +156,6 @@ class Driver:
             await self._ask(Command(CommandKind.WAIT if self._opening.stranded else CommandKind.IDLE), Result)
 
     async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of ``work``, or None on shutdown."""
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._context.stop.wait())
         try:
             await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +196,6 @@ class Driver:
         await self._intake.note_tried()
 
     async def _is_journal_in_the_way(self) -> bool:
-        """Whether the bus is full and only a checkpoint would release the journal."""
         return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
 
     async def _train(self, batch: list[Taken], learning_rate: float) -> None:
@@ -234,7 +231,6 @@ class Driver:
             await self._export()
 
     async def _commit(self, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
-        """Commit the batch and its version in one transaction; False after a rollback."""
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= self._timing(made, figures, started_s - self._committed_s)

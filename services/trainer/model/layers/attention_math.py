@@ -158,7 +158,6 @@ def _of_equal_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, extras: Extras) -> Tensor:
-    """Return attention with capped scores, recomputed in the backward pass."""
     assert extras.softcap is not None
     compute = functools.partial(_softmax_of_capped, scale=scale, cap=extras.softcap)
     tensors = (query, key, value, mask, extras.sinks_H)
