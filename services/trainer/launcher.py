@@ -1,4 +1,4 @@
-"""Starts this host's ranks of a trainer and ends them together.
+"""Start this host's ranks of a trainer and end them together.
 
 ::
 
@@ -6,10 +6,9 @@
        ▲            │
        │            ├─ all ended with 0 ─▶ 0
        │            └─ one ended otherwise ─▶ the others are killed ─▶ its exit code (1 after a signal)
-    SIGTERM, SIGINT ─▶ forwarded to the host's first rank; rank 0 hears of it from any host, and stops all in order
+    SIGTERM, SIGINT ─▶ forwarded to the host's first rank; rank 0 then stops all ranks in order
 
-It restarts nothing: the supervisor starts the launcher again, and the ranks resume. It listens on no port. Ranks of one host meet
-in a file that only their user may open; those of several hosts meet in rank 0 (``rank_group``).
+The supervisor restarts. The launcher listens on no port (``rank_group``).
 """
 
 import contextlib
@@ -27,19 +26,16 @@ from shared.settings import TrainerSettings
 log = logging.getLogger(__name__)
 
 LAUNCHER = "PENSTOCK_LAUNCHER_PID"
-"""The launcher's process, with which its ranks end."""
 RANKS_STORE = "PENSTOCK_RANKS_STORE"
-"""The file in which ranks of one host meet."""
 _POLL_S, _KILLED_S = 0.1, 10.0
 _STOP_S = 15.0
-"""Ranks that were told to stop are killed this long after ``bus.drain_s``; rank 0 ends itself before."""
+"""After ``bus.drain_s``, ranks are killed."""
 
 
 def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> int:
-    """Run ``command`` once for each of this host's ranks; return the exit code for all of them.
+    """Run ``command`` for each of this host's ranks; return their exit code.
 
-    Args:
-        drain_s: how long rank 0 may take to finish what it holds when it is told to stop.
+    ``drain_s``: rank 0's time to finish after a stop signal.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-ranks-", ignore_cleanup_errors=True) as folder:
         ranks = Ranks(drain_s + _STOP_S)
@@ -50,7 +46,7 @@ def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> 
 
 
 def environment(trainer: TrainerSettings, local: int, store: Path) -> dict[str, str]:
-    """Return all variables of this host's rank number ``local``."""
+    """Return the environment of this host's rank ``local``."""
     threads = {} if trainer.ranks == 1 else {"OMP_NUM_THREADS": "1"}
     return {
         **threads,
@@ -65,7 +61,7 @@ def environment(trainer: TrainerSettings, local: int, store: Path) -> dict[str, 
 
 
 class Ranks:
-    """Processes that live and die together; those that were told to stop have ``stop_s`` left."""
+    """Processes that live and die together; after a stop signal they have ``stop_s`` left."""
 
     def __init__(self, stop_s: float) -> None:
         self._stop_s = stop_s
@@ -74,12 +70,12 @@ class Ranks:
         self._ends_at_s = float("inf")
 
     def start(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Start one more, unless all of them were told to stop already."""
+        """Start another process, unless stopping."""
         if not self._told:
             self._processes.append(start_process(words, variables))
 
     def wait(self) -> int:
-        """Return the exit code of the first that did not end with 0, after the end of all; 0 where there is none."""
+        """Wait for all; return the first nonzero exit code, or 0."""
         try:
             while (running := [rank for rank in self._processes if rank.poll() is None]) and not self._failed():
                 if time.monotonic() > self._ends_at_s:
@@ -96,7 +92,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Forward SIGTERM and SIGINT to the first process while the block runs; it has rank 0 stop all ranks."""
+        """Forward SIGTERM and SIGINT to the first process within the block."""
         before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -112,7 +108,6 @@ class Ranks:
                 process.send_signal(signal.SIGTERM)
 
     def _failed(self) -> int:
-        """Return the exit code of the first process that ended badly, negative for a signal; 0 where none has."""
         return next((rank.returncode for rank in self._processes if rank.poll()), 0)
 
     def _kill(self) -> None:
@@ -120,10 +115,10 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver is its supervisor's
+            with contextlib.suppress(subprocess.TimeoutExpired):  # left to the supervisor
                 process.wait(_KILLED_S)
 
 
 def start_process(words: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a rank, in the launcher's own process group."""
+    """Start a rank in the launcher's process group."""
     return subprocess.Popen(words, env=dict(variables))

@@ -1,4 +1,4 @@
-"""The training loop: every rank executes the commands of rank 0's driver (``rank0/driver``), one after the other.
+"""The training loop: every rank executes the commands of ``rank0/driver`` in order.
 
 ::
 
@@ -9,9 +9,8 @@
     CHECKPOINT: save → complete        LOAD, REPLAY: back to the ledger's step
     mailbox.send(result)
 
-The loop uses no bus. Ranks other than 0 run the same code: their mailbox is empty, and their artifacts take part in gathering weights.
-A resumed trainer loads the newest intact checkpoint and replays the journal through the same :meth:`Trainer.update`, without
-publishing; a rollback is such a LOAD in the middle of the run.
+It uses no bus. A resumed trainer loads a checkpoint and replays the journal through :meth:`Trainer.update`, without
+publishing; a rollback does so during the run.
 """
 
 import logging
@@ -37,10 +36,9 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One rank. It lives on the training thread.
+    """One rank, on the training thread.
 
-    Args:
-        stop_requested: whether this rank's host was told to stop; rank 0 hears of its own host otherwise.
+    ``stop_requested``: whether this rank's host received a stop signal (not used by rank 0).
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Trainer:
             self._mailbox.send(result)
 
     def execute(self, command: Command) -> Result:
-        """Execute one command; every rank calls it."""
+        """Execute one command; collective."""
         match command.kind:
             case CommandKind.TRAIN:
                 return self._train(command)
@@ -91,7 +89,7 @@ class Trainer:
                 return self._artifacts.export(self._engine)
             case CommandKind.LOAD | CommandKind.REPLAY | CommandKind.PUBLISH | CommandKind.WAIT:
                 result = self._open(command)
-                self._phases.take()  # these seconds are no step's
+                self._phases.take()
                 return result
         return Result()
 
@@ -104,8 +102,6 @@ class Trainer:
             case CommandKind.PUBLISH:
                 return self._publish(command)
         return Result()
-
-    # ---------------------------------------------------------------- a step
 
     def _train(self, command: Command) -> StepMade | StepSkipped:
         try:
@@ -124,9 +120,9 @@ class Trainer:
         peak: float | None = None,
         repeated: StepPlan | None = None,
     ) -> dict[str, float]:
-        """Make one step from ``batch``, whose groups have ``lags``; return what it measured, over all ranks.
+        """Make one step from ``batch`` with ``lags``; return its figures over all ranks.
 
-        ``peak`` is the peak learning rate if it was changed during the run, ``repeated`` the plan of a replayed step.
+        ``peak`` is a changed peak learning rate, ``repeated`` a replayed step's plan.
         """
         measured = self._learner.learn(batch, lags, self.step + 1, peak, repeated)
         self.step += 1
@@ -138,8 +134,6 @@ class Trainer:
         with self._phases.measure("snapshot"):
             weights = self._artifacts.publish(self._engine, command.version, self.step)
         return Published(weights, probe)
-
-    # ---------------------------------------------------------------- resume
 
     def _load(self, folder: Path) -> None:
         (checkpoint,) = [checkpoint for checkpoint in local_store.find(self._root) if checkpoint.folder == folder]
@@ -159,7 +153,7 @@ class Trainer:
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
     def _replay(self, command: Command) -> Replayed:
-        """Repeat a step of the journal, to the bit where its plan is known and can be followed."""
+        """Repeat a journalled step, bit-identically with its plan."""
         self.update(command.groups, command.lags, command.learning_rate, command.plan)
         made, known = self._learner.plan, command.plan
         if made is None or made == known or (known is None and not made.misfits):
@@ -168,8 +162,6 @@ class Trainer:
             f"step {self.step} was replayed in other forward passes than it was made in ({_words(made)}; in the journal: "
             f"{'not known' if known is None else _words(known)}), so its weights are published again as a new version"
         )
-
-    # ---------------------------------------------------------------- checkpoints
 
     def _checkpoint(self, command: Command) -> Saved:
         with self._phases.measure("checkpoint"):

@@ -1,4 +1,4 @@
-"""What a batch tells without a model, and the Prometheus metrics of the trainer. What tokens tell is in ``diagnostics``."""
+"""Batch figures that need no model, and the trainer's Prometheus metrics."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ SAMPLES = PrometheusCounter("penstock_trainer_samples_total", "Samples trained o
 TOKENS = PrometheusCounter("penstock_trainer_tokens_total", "Generated tokens trained on.")
 LEFT = PrometheusCounter("penstock_trainer_groups_untrained_total", "Groups that left untrained.", ["reason"])
 for _reason in ("stale", "fenced", "no_signal", "nonfinite", "requeued", "buried"):
-    LEFT.labels(_reason)  # a line that is there at 0 shows the first increase
+    LEFT.labels(_reason)  # export 0, so that the first increase shows
 CHECKPOINTS_FAILED = PrometheusCounter(
     "penstock_trainer_checkpoint_failures_total", "Checkpoints that storage refused; the one before stays."
 )
@@ -96,10 +96,9 @@ GRAD_NORM_LIMIT = Gauge("penstock_trainer_grad_norm_limit", "Norm that gradients
 
 
 class Phases:
-    """Seconds and memory of a step by phase. It lives on the training thread.
+    """Seconds and memory of a step by phase, on the training thread.
 
-    Args:
-        device: whose memory is measured: a GPU's at its peak in the phase, otherwise what is resident at its end.
+    Memory is a GPU's peak in the phase, else what is resident at its end.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -110,7 +109,7 @@ class Phases:
 
     @contextlib.contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Add the body's wall time to ``phase``, and note its memory. Phases do not lie in one another."""
+        """Add the body's wall time to ``phase``, and its memory; phases do not nest."""
         self._note()
         started_s = time.perf_counter()
         try:
@@ -130,7 +129,7 @@ class Phases:
         return dict(seconds)
 
     def take_memory(self) -> dict[str, float]:
-        """Return bytes: ``memory_bytes`` since the last call, and ``memory_<phase>_bytes``; start again."""
+        """Return bytes since the last call: ``memory_bytes``, and ``memory_<phase>_bytes``."""
         self._note()
         found = {"memory_bytes": self._peak_bytes if self._device.type == "cuda" else memory_bytes(self._device)}
         found |= {f"memory_{phase}_bytes": nbytes for phase, nbytes in self._memory.items()}
@@ -140,7 +139,7 @@ class Phases:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """What the batch itself tells: no model needed."""
+    """Figures of a batch that need no model."""
 
     metrics: dict[str, float]
     lag_counts: Counter[int]
@@ -151,7 +150,7 @@ class BatchFigures:
 def batch_figures(
     batch: Sequence[Experience], step: int, steps_of_versions: Mapping[PolicyVersion, int]
 ) -> BatchFigures:
-    """Return the figures of a batch that is trained at ``step`` committed steps."""
+    """Return the figures of a batch trained after ``step`` steps."""
     rewards = np.concatenate([experience.rewards for experience in batch])
     samples = [sample for experience in batch for sample in experience.group.samples]
     lags: Counter[int] = Counter()
@@ -177,7 +176,6 @@ def batch_figures(
 
 
 def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
-    """Return ``scorer_mean_<name>`` for each scorer: its mean value over the samples that it applied to."""
     values: dict[str, list[float]] = {}
     for sample in (sample for experience in batch for sample in experience.scores):
         for score in sample.scores:
@@ -187,7 +185,6 @@ def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
 
 
 def _lenient_shares(batch: Sequence[Experience]) -> dict[str, float]:
-    """Return ``lenient_share_<name>`` for each scorer that was lenient: the share of samples whose value depends on a lenient rule."""
     scores = [score for experience in batch for sample in experience.scores for score in sample.scores]
     shares = {
         name: float(np.mean([bool(score.lenient) for score in scores if score.scorer == name]))
@@ -197,7 +194,7 @@ def _lenient_shares(batch: Sequence[Experience]) -> dict[str, float]:
 
 
 def memory_bytes(device: torch.device) -> float:
-    """Return the peak of this rank's GPU memory since the last call, or its resident memory on CPU."""
+    """Return this rank's peak GPU memory since the last call, or resident memory on CPU."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -206,13 +203,10 @@ def memory_bytes(device: torch.device) -> float:
 
 
 def utilisation(flops: float, seconds: float, peak_flops: float, device: torch.device) -> dict[str, float]:
-    """Return how fast a rank computed, and as a share of what its device can do, where that is known.
+    """Return a rank's speed, and its share of the device's peak (``peak_flops`` in TFLOP/s; 0: by device name) if
+    known.
 
-    Args:
-        flops: of forward and backward passes (``flops``), of this rank.
-        seconds: that they and the update took.
-        peak_flops: what the device can do, in TFLOP/s; 0: by its name.
-        device: of this rank.
+    ``flops`` are of forward and backward passes; ``seconds`` include the update.
     """
     reached = flops / max(seconds, 1e-9) / 1e12
     if not peak_flops and device.type == "cuda":

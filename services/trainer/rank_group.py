@@ -1,4 +1,4 @@
-"""The process group of a trainer's ranks, and where they meet to form it: never on a port that others than they can reach.
+"""The ranks' process group, without a port that others can reach.
 
 ::
 
@@ -24,11 +24,9 @@ _MEET = timedelta(minutes=30)
 
 
 def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0.0.1") -> tuple[int, int]:
-    """Join the process group that the launcher's environment describes (one rank without it); return (rank, ranks).
+    """Join the process group of the launcher's environment (default: one rank); return (rank, ranks).
 
-    Args:
-        settings: those of a run whose trainer may span hosts.
-        own: the address at which others reach this host.
+    ``settings`` are for trainers that may span hosts; ``own`` is this host's reachable address.
 
     Raises:
         SettingsError: the environment is another launcher's.

@@ -1,13 +1,12 @@
-"""One rank of the trainer: rank 0 also drives all of them from the bus.
+"""One rank of the trainer; rank 0 also drives all ranks from the bus.
 
 ::
 
     rank 0      event loop: ``rank0/driver`` ◀── mailbox ──▶ training thread: ``loop``
     others                                                   main thread: ``loop``
 
-Started alone it is the only rank, or the launcher of ``trainer.ranks`` of itself (``launcher``), which join those of other hosts where
-``trainer.nodes`` says so. With RANK in its environment it is one rank. A rank that dies takes the others down with it: the
-supervisor starts all of them again, and they resume.
+Without RANK in its environment it is the only rank, or the launcher of ``trainer.ranks``. A rank that dies ends the
+others; the supervisor restarts all.
 """
 
 import asyncio
@@ -32,10 +31,10 @@ async def run(settings: Settings, replica: str) -> int:
         return await _run_rank_0(settings, replica)
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())  # rank 0 hears of it, and says when to stop
+        signal.signal(number, lambda *_: stopping.set())  # rank 0 is notified, and decides when to stop
         signal.siginterrupt(number, False)
     log.set_up(settings.telemetry.log_level, f"{replica}.{os.environ['RANK']}")
-    if os.environ["LOCAL_RANK"] == "0":  # of another host, whose pod is looked at too
+    if os.environ["LOCAL_RANK"] == "0":  # for this host's pod's probes
         Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: {"ready": True})
     with importing():
         from services.trainer.rank0.artifacts import Artifacts
@@ -47,7 +46,6 @@ async def run(settings: Settings, replica: str) -> int:
 
 
 async def _run_rank_0(settings: Settings, replica: str) -> int:
-    """Drive all ranks on the event loop, and train in a thread."""
     async with serve(settings, "trainer", replica) as context:
         with importing():
             from services.trainer.rank0.artifacts import Rank0Artifacts
@@ -62,7 +60,7 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
             training = asyncio.to_thread(train, settings, mailbox, artifacts)
             for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
                 if error is not None:
-                    raise error  # the other side's is the same one
+                    raise error
             stopped = settings.internal.stopped_exit_status
             return stopped if stopped and not await driver.is_over() else 0
         finally:

@@ -1,4 +1,4 @@
-"""What the training thread does: load the models, join the other ranks, and train until STOP."""
+"""The training thread: load the models, join the other ranks, and train until STOP."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def train(
     artifacts: Artifacts,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train until STOP; the mailbox gets what ended it otherwise."""
+    """Train until STOP; other endings go to the mailbox."""
     try:
         device = _begin(settings)
         loading = _Loading(settings, device, mailbox)
@@ -46,7 +46,6 @@ def train(
 
 
 def _begin(settings: Settings) -> str:
-    """Set torch up, and join the other ranks; return the device."""
     if settings.run.threads:
         torch.set_num_threads(settings.run.threads)
     torch.manual_seed(settings.run.seed)
@@ -58,8 +57,6 @@ def _begin(settings: Settings) -> str:
 
 
 class _Loading:
-    """Loads the models of this rank, and tests them."""
-
     def __init__(self, settings: Settings, device: str, mailbox: Mailbox | NoMailbox) -> None:
         self._settings = settings
         self._device = device
@@ -89,7 +86,7 @@ class _Loading:
         return self._engine("policy", policy)
 
     def reference(self, policy: TrainingEngine) -> Reference | None:
-        """Return the reference policy, where the algorithm needs one that does not come with the groups."""
+        """Return the reference policy, if the algorithm needs one beyond the groups' logprobs."""
         settings, trainer, algorithm = self._settings, self._settings.trainer, self._settings.algorithm
         if not algorithm.needs_reference or algorithm.reference_travels:
             return None

@@ -1,4 +1,4 @@
-"""The update rule. ``update`` is one step in the order of the algorithm; the other modules are its formulas.
+"""The update rule: ``update`` is one step; other modules are formulas.
 
 rewards ──▶ advantages ──▶ token_advantages ──▶ objective ──▶ step
                                                    ▲

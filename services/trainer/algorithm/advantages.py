@@ -1,21 +1,20 @@
-"""Advantages from rewards: how much better than expected a sample, or a token, was. Pure numpy; no model, no settings.
+"""Advantages from rewards, in numpy.
 
-Within a group (``S`` samples of one prompt; ``r_i`` the reward of sample i, mean and std over the group)::
+Within a group (``S`` samples of one prompt; ``r_i`` a sample's reward, mean and std over the group)::
 
     grpo      A_i = (r_i − mean) / (std + ε)          Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, eq. 4
     dr_grpo   A_i = r_i − mean                        Liu et al. 2025, arXiv:2503.20783, §3.2
     rloo      A_i = r_i − mean of the others          Ahmadian et al. 2024, arXiv:2402.14740
     maxrl     A_i = (r_i − mean) / mean               Tajwar et al. 2026, arXiv:2602.02710 (rewards ≥ 0)
 
-Of each token (``N`` tokens, sample after sample, ``lengths_S`` of them each; ``r_t`` is a token's own reward, with the
-sample's at its last token; ``V_t`` what the critic expected before token t)::
+Per token (``N`` tokens, ``lengths_S`` of each sample; ``r_t`` includes the sample's reward at its last token; ``V_t``
+the critic's value before token t)::
 
-    gae                    δ_t = r_t + γ V_{t+1} − V_t,  A_t = Σ_l (γλ)^l δ_{t+l}     Schulman et al. 2015, arXiv:1506.02438
-    reinforce_pp           A_t = Σ_{i≥t} r_i                                          Hu et al. 2025, arXiv:2501.03262
-    reinforce_pp_baseline  the same, after the group's mean was taken off its rewards (there §3.2)
+    gae                    δ_t = r_t + γ V_{t+1} − V_t, A_t = Σ_l (γλ)^l δ_{t+l}  Schulman et al. 2015, arXiv:1506.02438
+    reinforce_pp           A_t = Σ_{i≥t} r_i                                      Hu et al. 2025, arXiv:2501.03262
+    reinforce_pp_baseline  the same, with the group's mean subtracted (there §3.2)
 
-The last two are ``gae`` with V = 0 and γ = λ = 1. All three are then normalised over the tokens of the whole batch
-(:func:`normalise`). std is that of the S samples themselves (divided by S, not S − 1).
+The last two are ``gae`` with V = 0, γ = λ = 1. All three are normalised over the batch. std divides by S.
 """
 
 from typing import Literal, get_args
@@ -30,15 +29,12 @@ IntArray = npt.NDArray[np.int64]
 
 GroupAdvantage = Literal["grpo", "dr_grpo", "rloo", "maxrl"]
 GROUP_ADVANTAGES: frozenset[str] = frozenset(get_args(GroupAdvantage))
-"""Those that are one number a sample, from the rewards of its group alone."""
 
-_EPSILON = 1e-4  # as in the reference implementations; keeps the division defined where rewards do not vary
+_EPSILON = 1e-4  # as in the reference implementations
 
 
 def group_advantages(rewards_S: Float32Array, kind: GroupAdvantage) -> Float32Array:
-    """Return one advantage per sample of one group (float32, S); the formulas are the module's.
-
-    Equal rewards give advantages of exactly 0, whatever their value.
+    """Return one advantage per sample of one group (float32, S); exactly 0 for equal rewards.
 
     >>> group_advantages(np.array([1, 0, 0, 1], dtype=np.float32), "dr_grpo").tolist()
     [0.5, -0.5, -0.5, 0.5]
@@ -55,10 +51,9 @@ def group_advantages(rewards_S: Float32Array, kind: GroupAdvantage) -> Float32Ar
 
 
 def centred(rewards_S: Float32Array) -> Float64Array:
-    """Return the rewards minus their mean (float64, S); exactly 0 where all of them are equal.
+    """Return the rewards minus their mean (float64, S); exactly 0 if all are equal.
 
-    ``r − mean(r) = (r − r_0) − mean(r − r_0)``: differences of equal numbers are 0, and so is the mean of zeros, while a
-    rounded mean of equal rewards is not always that reward.
+    Subtracting r_0 first avoids rounding.
     """
     shifted_S = rewards_S.astype(np.float64) - np.float64(rewards_S[0])
     result_S: Float64Array = shifted_S - shifted_S.mean()
@@ -66,15 +61,15 @@ def centred(rewards_S: Float32Array) -> Float64Array:
 
 
 def has_signal(rewards_S: Float32Array) -> bool:
-    """Say whether a group teaches anything: without two different rewards, every advantage within it is 0."""
+    """Say whether any two rewards of a group differ."""
     return bool((rewards_S != rewards_S[0]).any())
 
 
 def overlong_penalty(lengths_S: IntArray, max_tokens: int, buffer_tokens: int) -> Float32Array:
-    """Return DAPO's soft punishment of long samples, 0 to −1 (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+    """Return DAPO's soft length penalty, 0 to −1 (Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
-    With L the length: 0 up to ``max − buffer``, then ``((max − buffer) − L) / buffer``, and −1 over ``max``. A buffer of 0
-    punishes nothing.
+    For length L: 0 up to ``max − buffer``, ``((max − buffer) − L) / buffer`` up to ``max``, then −1; always 0 without
+    buffer.
     """
     if buffer_tokens == 0:
         return np.zeros(len(lengths_S), dtype=np.float32)
@@ -83,7 +78,7 @@ def overlong_penalty(lengths_S: IntArray, max_tokens: int, buffer_tokens: int) -
 
 
 def token_rewards(rewards_S: Float64Array, penalties_N: Float64Array, lengths_S: IntArray) -> Float64Array:
-    """Return the reward of each token: minus its penalty, plus the sample's reward at its last token (float64, N)."""
+    """Return per-token rewards (float64, N): minus the penalty, plus the sample's at its last token."""
     rewards_N = -penalties_N
     rewards_N[np.cumsum(lengths_S) - 1] += rewards_S
     return rewards_N
@@ -92,14 +87,9 @@ def token_rewards(rewards_S: Float64Array, penalties_N: Float64Array, lengths_S:
 def gae(
     rewards_N: Float64Array, values_N: Float64Array, lengths_S: IntArray, discount: float, decay: float
 ) -> Float64Array:
-    """Return generalised advantages of each token (float64, N); the value after a sample's last token is 0.
+    """Return generalised advantages (float64, N), with γ ``discount`` and λ ``decay``.
 
-    Args:
-        rewards_N: each token's own reward.
-        values_N: the critic's value of the state before each token.
-        lengths_S: tokens of each sample, at least 1.
-        discount: γ.
-        decay: λ.
+    The value after a sample's last token is 0; ``lengths_S`` are at least 1.
     """
     rewards_ST, values_ST = _by_sample(rewards_N, lengths_S), _by_sample(values_N, lengths_S)
     advantages_ST = np.zeros_like(rewards_ST)
@@ -114,7 +104,7 @@ def gae(
 
 
 def normalise(values_N: Float64Array, mean: float, deviation: float) -> Float32Array:
-    """Return ``(x − mean) / (deviation + ε)`` in float32; mean and deviation are those of the whole batch's tokens."""
+    """Return ``(x − mean) / (deviation + ε)`` in float32, with the batch's moments."""
     return ((values_N - mean) / (deviation + _EPSILON)).astype(np.float32)
 
 

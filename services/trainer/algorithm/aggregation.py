@@ -1,11 +1,11 @@
-"""From the losses of tokens to the loss of a batch, and between tokens and their samples. Pure functions of tensors.
+"""From token losses to the loss of a batch.
 
-``N`` tokens lie sample after sample, ``lengths_S`` of them each. A batch is spread over micro-batches and ranks, so its
-loss is a sum (:func:`total`, of each micro-batch) over a divisor that is that of the whole batch (:func:`divisor`)::
+``N`` tokens, ``lengths_S`` of each sample. The loss is a sum over micro-batches and ranks (:func:`total`) over the
+batch's divisor (:func:`divisor`)::
 
-    token      Σ_t loss_t / tokens                          every token weighs the same      DAPO, arXiv:2503.14476, eq. 8
-    sequence   Σ_i (1/|y_i|) Σ_t loss_t / samples           every sample weighs the same     GRPO, arXiv:2402.03300, eq. 3
-    constant   Σ_t loss_t / (samples × longest allowed)     nothing depends on lengths       Dr. GRPO, arXiv:2503.20783
+    token      Σ_t loss_t / tokens                      equal weight of tokens       DAPO, arXiv:2503.14476, eq. 8
+    sequence   Σ_i (1/|y_i|) Σ_t loss_t / samples       equal weight of samples      GRPO, arXiv:2402.03300, eq. 3
+    constant   Σ_t loss_t / (samples × longest)         independent of lengths       Dr. GRPO, arXiv:2503.20783
 """
 
 from typing import Literal
@@ -17,20 +17,20 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def total(loss_N: Tensor, lengths_S: Tensor, aggregation: Aggregation) -> Tensor:
-    """Return a micro-batch's part of the batch's loss, before the division (a scalar)."""
+    """Return a micro-batch's undivided loss (a scalar)."""
     if aggregation == "sequence":
         return sequence_means(loss_N, lengths_S).sum()
     return loss_N.sum()
 
 
 def divisor(aggregation: Aggregation, tokens: int, samples: int, max_tokens: int) -> float:
-    """Return what the batch's sum is divided by; at least 1, so that an empty batch has a loss of 0."""
+    """Return the divisor of the batch's sum, at least 1."""
     found = {"token": tokens, "sequence": samples, "constant": samples * max_tokens}[aggregation]
     return float(max(1, found))
 
 
 def sequence_sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """Return the sum over each sample's tokens (S); the same on every run, also on a GPU."""
+    """Return the sum over each sample's tokens (S); deterministic, also on a GPU."""
     if lengths_S.numel() == 0:
         return values_N
     return torch.segment_reduce(values_N, "sum", lengths=lengths_S, axis=0)

@@ -1,17 +1,14 @@
-"""What the tokens of a step tell about the update, summed over micro-batches, optimizer steps and ranks.
+"""Diagnostics of a step's tokens, over micro-batches, updates and ranks.
 
-Every figure is a mean over the tokens that were looked at (a token counts once per epoch), the ratio that of the policy to
-behavior, ``w = exp(min(policy − behavior, 20))``::
+Figures are means over tokens (once per epoch), with ``w = exp(min(policy − behavior, 20))``::
 
-    ess                       (Σ w)² / (tokens · Σ w²)      Kish 1965: 1 on policy, → 0 where few tokens carry the batch
+    ess                       (Σ w)² / (tokens · Σ w²)      Kish 1965: 1 on policy, → 0 if few tokens carry the batch
     kl_mean, kl_max           k3 of KL(behavior ‖ policy)
     ratio_max                 the largest w
-    logprob_gap               mean |policy − behavior|, nats; at lag 0 what two engines differ by
-    clip_*_fraction           tokens whose gradient the clip took away (see ``losses``)
-    masked_fraction           tokens that a correction or a rejection took out (see ``corrections``)
+    logprob_gap               mean |policy − behavior|, nats; at lag 0 between engines
+    clip_*_fraction           tokens whose gradient was clipped (see ``losses``)
+    masked_fraction           tokens masked or rejected (see ``corrections``)
     entropy, reference_kl     of the policy; to the reference, by the run's estimator
-
-It decides nothing.
 """
 
 import dataclasses
@@ -30,7 +27,7 @@ _SUMS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenFigures:
-    """Of the trained tokens of one forward pass, without gradients."""
+    """Per trained token of one forward pass, without gradients."""
 
     policy_logprobs_N: Tensor
     behavior_logprobs_N: Tensor
@@ -42,7 +39,7 @@ class TokenFigures:
 
 
 class StepSums:
-    """Adds up on this rank; :meth:`over_ranks` gives the step's figures."""
+    """Sums on this rank; :meth:`over_ranks` returns the step's figures."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
@@ -63,7 +60,7 @@ class StepSums:
         self._largest = torch.maximum(self._largest, torch.stack([kl_N.double().max(), ratio_N.max()]))
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the step's figures; every rank calls it."""
+        """Return the step's figures; collective."""
         dist.all_reduce(self._sums)
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
         sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
@@ -85,22 +82,19 @@ class StepSums:
 
 
 def effective_share(ratios: float, squared_ratios: float, tokens: float) -> float:
-    """Return the effective sample size as a share of the tokens, from the sums of ratios and of their squares."""
+    """Return the effective sample size as a share of the tokens."""
     return ratios**2 / (tokens * squared_ratios) if tokens and squared_ratios else 0.0
 
 
 def explained_variance(returns_N: Tensor, values_N: Tensor) -> float:
-    """Return ``1 − Var(returns − values) / Var(returns)`` over the tokens of all ranks; 0 where returns do not vary.
-
-    1: the critic knows them. 0: no better than their mean. Below 0: worse. Every rank calls it.
-    """
+    """Return ``1 − Var(returns − values) / Var(returns)`` (0 for constant returns); collective."""
     rest_mean, rest_deviation = moments(returns_N - values_N)
     _, deviation = moments(returns_N)
     return 1.0 - (rest_deviation / deviation) ** 2 if deviation > 0 and math.isfinite(rest_mean) else 0.0
 
 
 def moments(values_N: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation (over n) of the values of all ranks together; every rank calls it."""
+    """Return mean and standard deviation (over n) over all ranks; collective."""
     sums = torch.stack([values_N.double().sum(), values_N.new_tensor(values_N.numel(), dtype=torch.float64)])
     dist.all_reduce(sums)
     total, count = sums.tolist()

@@ -1,18 +1,17 @@
-"""Policy losses of each token. Pure functions of tensors; no model, no batch, no settings.
+"""Policy losses of each token.
 
-``N`` trained tokens of one micro-batch, sample after sample, ``lengths_S`` of them each. Logprobs are in nats, ``π`` those
-of the weights that train. The *anchor* is the policy that the ratio ``ρ_t = exp(π_t − anchor_t)`` starts from: behavior
-logprobs, or proximal ones (see ``proximal``)::
+``N`` trained tokens, ``lengths_S`` of each sample. Logprobs are in nats, ``π`` the trained policy's. The ratio
+``ρ_t = exp(π_t − anchor_t)`` starts from the *anchor*: behavior or proximal logprobs::
 
     clip             −min(ρ A, clip(ρ, 1−low, 1+high) A)           Schulman et al. 2017, PPO, arXiv:1707.06347, eq. 7;
-                                                                    low ≠ high: Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 8
-      dual clip      … and at least c A where A < 0                Ye et al. 2020, arXiv:1912.09729
+                                                                   low ≠ high: Yu et al. 2025, arXiv:2503.14476, eq. 8
+      dual clip      … and at least c A if A < 0                   Ye et al. 2020, arXiv:1912.09729
     gspo             the same with s = exp(mean_t (π_t − anchor_t)) Zheng et al. 2025, GSPO, arXiv:2507.18071
     cispo            −sg(min(ρ, 1+high)) A π                        MiniMax 2025, CISPO, arXiv:2506.13585
     policy_gradient  −A π                                           Williams 1992, REINFORCE
 
-``sg`` stops the gradient. A token's gradient was *clipped* where the bound took it away (for CISPO: bounded its weight).
-Every ratio is at most e^20 (``kl.bounded``), so a loss is finite for any finite logprobs, and 0 with a zero gradient where A is 0.
+``sg`` stops the gradient. A token is *clipped* if the bound removed its gradient (for CISPO: limited its weight).
+Ratios are at most e^20 (``kl.bounded``).
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from services.trainer.algorithm.kl import bounded
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss of each token, and which of them were clipped: a ratio too small for A < 0, or too large."""
+    """Loss of each token, and whether its ratio was clipped below or above."""
 
     loss_N: Tensor
     clipped_low_N: Tensor
@@ -41,7 +40,7 @@ def clipped_ratio(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> PolicyLoss:
-    """Return PPO's clipped surrogate per token; ``dual_clip`` c > 1 bounds ρ where A < 0, 0 does not."""
+    """Return PPO's clipped surrogate per token; ``dual_clip`` c > 1 bounds ρ if A < 0, 0 does not."""
     ratio_N = torch.exp(bounded(policy_logprobs_N - anchor_logprobs_N))
     return _clip(ratio_N, advantages_N, clip_low, clip_high, dual_clip)
 
@@ -54,10 +53,7 @@ def sequence_clipped_ratio(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Return GSPO's loss, in its token form ``s_t = sg(s) · exp(π_t − sg(π_t))``.
-
-    Value and gradient are those of the sequence form where a sample's tokens share one advantage; they need not.
-    """
+    """Return GSPO's loss, as ``s_t = sg(s) · exp(π_t − sg(π_t))``; advantages may differ within a sample."""
     with torch.no_grad():
         mean_N = spread(sequence_means(policy_logprobs_N - anchor_logprobs_N, lengths_S), lengths_S)
         sequence_ratio_N = torch.exp(bounded(mean_N))
@@ -68,7 +64,7 @@ def sequence_clipped_ratio(
 def clipped_weight(
     policy_logprobs_N: Tensor, anchor_logprobs_N: Tensor, advantages_N: Tensor, clip_high: float
 ) -> PolicyLoss:
-    """Return CISPO's loss per token: every token keeps a gradient, with a weight of at most ``1 + clip_high``."""
+    """Return CISPO's loss per token, with weights of at most ``1 + clip_high``."""
     ratio_N = torch.exp(bounded(policy_logprobs_N.detach() - anchor_logprobs_N))
     weights_N = ratio_N.clamp(max=1.0 + clip_high)
     return PolicyLoss(
@@ -79,7 +75,7 @@ def clipped_weight(
 
 
 def policy_gradient(policy_logprobs_N: Tensor, advantages_N: Tensor) -> PolicyLoss:
-    """Return REINFORCE's loss per token; whatever corrects it for other behavior is a weight on top."""
+    """Return REINFORCE's loss per token, before off-policy corrections."""
     never_N = torch.zeros_like(policy_logprobs_N, dtype=torch.bool)
     return PolicyLoss(-advantages_N * policy_logprobs_N, never_N, never_N)
 

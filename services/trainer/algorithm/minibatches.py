@@ -1,4 +1,4 @@
-"""A step's minibatches: which samples each rank trains on together, and in which forward passes."""
+"""A step's minibatches and their forward passes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,11 @@ from shared.settings import Settings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Minibatch:
-    """This rank's part of one optimizer update, and the totals of all ranks."""
+    """This rank's part of an optimizer update, and all ranks' totals."""
 
     inputs: list[LossInputs]
-    """One entry per forward pass; replaced by smaller ones where memory was short."""
+    """One per forward pass; split if memory is short."""
     rows: Mapping[int, PackedRow]
-    """The row of each sample, by its place in the batch."""
     tokens: int
     samples: int
 
@@ -39,9 +38,9 @@ def lay_out(
     minibatches: int = 1,
     repeated: StepPlan | None = None,
 ) -> tuple[list[Minibatch], StepPlan]:
-    """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and the plan of all ranks' forward passes.
+    """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and all ranks' plan.
 
-    With ``repeated``, the plan of a step that is replayed, forward passes are no larger than they were.
+    A replay's forward passes are no larger than in ``repeated``.
     """
     pairs, cap = settings.algorithm.loss == "dpo", settings.trainer.micro_batch_tokens
     rows = _rows(batch, rewards, pairs=pairs, shares_prompt=policy.shares_prompts)
@@ -64,7 +63,6 @@ def lay_out(
 def _rows(
     batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool, shares_prompt: bool
 ) -> list[PackedRow]:
-    """Return one row per group; with ``pairs`` it has the group's best and worst sample only (none if all are equal)."""
     rows, first = [], 0
     for experience, rewards_S in zip(batch, rewards, strict=True):
         group = experience.group

@@ -1,8 +1,4 @@
-"""What one forward pass is to minimise, as the run's ``[algorithm]`` says: loss × correction + KL − entropy.
-
-Puts the pure parts together (``losses``, ``corrections``, ``kl``, ``dpo``, ``aggregation``); it computes no formula of
-its own, and knows neither engine nor optimizer.
-"""
+"""The objective of a forward pass by ``[algorithm]``: loss × correction + KL − entropy."""
 
 import dataclasses
 
@@ -21,12 +17,11 @@ from shared.settings.algorithm import AlgorithmSettings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objective:
-    """A micro-batch's part of the loss (before the division by the batch's divisor), and what its tokens tell."""
+    """A micro-batch's undivided part of the loss, and its diagnostics."""
 
     sum: Tensor
     figures: TokenFigures
     margins_P: Tensor | None = None
-    """With preferences: the reward margin of each pair."""
 
 
 def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float) -> Objective:
@@ -54,7 +49,7 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
 
 
 def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmSettings) -> Tensor:
-    """Return what the ratio starts from; for a policy gradient the policy itself, whose distance is corrected for."""
+    """Return the ratio's anchor; for a policy gradient the policy itself."""
     if algorithm.loss == "policy_gradient":
         return policy_logprobs_N.detach()
     if algorithm.proximal == "log_linear":

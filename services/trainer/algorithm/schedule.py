@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run has the same one."""
+"""The learning rate as a function of the step alone."""
 
 import math
 
@@ -6,9 +6,9 @@ from shared.settings import Settings, TrainerSettings
 
 
 def learning_rate(settings: TrainerSettings, step: int, steps: int) -> float:
-    """Return the learning rate of optimizer step ``step`` (1 is the first) of ``steps``.
+    """Return the learning rate of optimizer step ``step`` (from 1) of ``steps``.
 
-    Linear from 0 over the warm-up, then constant, linear or half a cosine down to ``final_learning_rate``.
+    Linear warm-up, then constant, linear or half-cosine decay to ``final_learning_rate``.
     """
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
@@ -22,7 +22,7 @@ def learning_rate(settings: TrainerSettings, step: int, steps: int) -> float:
 
 
 def critic_learning_rate(settings: Settings, step: int) -> float:
-    """Return the critic's learning rate of step ``step``: linear over the policy's warm-up, then constant."""
+    """Return the critic's learning rate: the policy's linear warm-up, then constant."""
     rate = settings.algorithm.critic.learning_rate
     warmup = settings.trainer.warmup_steps
     return rate * step / warmup if step <= warmup else rate

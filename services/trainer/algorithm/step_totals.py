@@ -1,4 +1,4 @@
-"""Losses and gradient norms of a step's updates; a loss or gradient that is not finite ends the step."""
+"""Losses and gradient norms of a step's updates."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class NotFinite(Exception):
-    """A loss or a gradient is not finite. ``touched``: some weights of this step were updated before it showed."""
+    """A loss or gradient is not finite. ``touched``: some weights were already updated."""
 
     def __init__(self, message: str, *, touched: bool) -> None:
         super().__init__(message)
@@ -17,7 +17,7 @@ class NotFinite(Exception):
 
 
 class Tally:
-    """Losses and gradient norms of a step's updates: means over the updates, sums over ranks."""
+    """Means over a step's updates, sums over ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._losses = torch.zeros(5, dtype=torch.float64, device=device)  # policy, value, pairs, agreed, margin
@@ -25,7 +25,7 @@ class Tally:
         self._critic_norms: list[float] = []
 
     def add(self, loss: Tensor, margins_P: Tensor | None) -> None:
-        """Add a micro-batch's part of the policy's loss."""
+        """Add a micro-batch's policy loss."""
         self._losses[0] += loss.detach().double()
         if margins_P is not None:
             self._losses[2] += margins_P.numel()
@@ -33,21 +33,21 @@ class Tally:
             self._losses[4] += margins_P.double().sum()
 
     def add_value_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's part of the critic's loss."""
+        """Add a micro-batch's critic loss."""
         self._losses[1] += loss.detach().double()
 
     def updated(self, grad_norm: float, step: int) -> None:
-        """Note an update of the policy. Raises NotFinite."""
+        """Record an update of the policy. Raises NotFinite."""
         _check_norm("policy", grad_norm, step, touched=bool(self._norms))
         self._norms.append(grad_norm)
 
     def critic_updated(self, grad_norm: float, step: int) -> None:
-        """Note an update of the critic. Raises NotFinite."""
+        """Record an update of the critic. Raises NotFinite."""
         _check_norm("critic", grad_norm, step, touched=True)
         self._critic_norms.append(grad_norm)
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the step's figures; every rank calls it."""
+        """Return the step's figures; collective."""
         dist.all_reduce(self._losses)
         loss, value, pairs, agreed, margin = self._losses.tolist()
         updates = len(self._norms)
@@ -65,7 +65,7 @@ def _check_norm(whose: str, grad_norm: float, step: int, *, touched: bool) -> No
 
 
 def check_finite(measured: Mapping[str, float], step: int) -> None:
-    """Raise NotFinite where a loss of the step is not."""
+    """Raise NotFinite unless all losses of the step are finite."""
     watched = {name: measured[name] for name in ("loss", "value_loss") if name in measured}
     if not all(math.isfinite(value) for value in watched.values()):
         raise NotFinite(f"expected a finite loss at step {step}, found {watched}", touched=True)

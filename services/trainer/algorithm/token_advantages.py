@@ -1,8 +1,7 @@
-"""Who gets the credit: the advantage of every token of a batch, from its rewards, its KL penalties and the critic's values.
+"""The advantage of every token, from rewards, KL penalties and values.
 
-Each rank holds some of the batch's samples; all of them know all rewards. What concerns the whole batch (the penalties of a
-group's samples, the moments of its tokens) is summed over ranks, so that the result does not depend on how many there are.
-``M`` samples of the batch in its order, ``N`` tokens of a micro-batch.
+Ranks know all rewards, but hold parts of the samples; other batch-wide quantities are summed over ranks. ``M`` samples
+of the batch, ``N`` tokens of a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from shared.settings.algorithm import AlgorithmSettings
 
 
 def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tokens: int) -> Float32Array:
-    """Return the group's rewards with what its length costs taken off (float32, S)."""
+    """Return the group's rewards minus length penalties (float32, S)."""
     share, penalty = algorithm.overlong
     if not share:
         return experience.rewards
@@ -43,13 +42,9 @@ def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tok
 def assign(
     inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, kl_coefficient: float
 ) -> None:
-    """Give every token its advantage (and its return, where there is a critic); every rank calls it.
+    """Set every token's advantage (and return, with a critic) in this rank's ``inputs``; collective.
 
-    Args:
-        inputs: all micro-batches of this rank.
-        rewards: of the whole batch, an array a group.
-        algorithm: which advantages.
-        kl_coefficient: what a nat costs now.
+    ``rewards`` are the whole batch's, by group; ``kl_coefficient`` is the cost per nat.
     """
     cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
     if algorithm.advantage in GROUP_ADVANTAGES:
@@ -73,7 +68,6 @@ def _by_group(
 
 
 def _kl_of_samples(inputs: Sequence[LossInputs], samples: int, algorithm: AlgorithmSettings) -> Float64Array:
-    """Return the KL to the reference of every sample of the batch, summed over its tokens (M, nats)."""
     device = inputs[0].behavior_logprobs_N.device
     kl_M = torch.zeros(samples, dtype=torch.float64, device=device)
     for found in inputs:
@@ -104,7 +98,7 @@ def _by_token(
 def _returns_to_go(
     found: LossInputs, rewards_M: Float64Array, algorithm: AlgorithmSettings, cost: float
 ) -> Float64Array:
-    """Return generalised advantages before normalisation; without a critic, γ and λ are 1 and values 0."""
+    """Return unnormalised generalised advantages; without a critic, γ and λ are 1 and values 0."""
     lengths_S = found.batch.lengths_S
     penalties_N = np.zeros(int(lengths_S.sum()))
     if cost:

@@ -1,9 +1,8 @@
-"""What one step does to the weights, in the order of the algorithm. Every rank calls it with the same batch.
+"""One step's effect on the weights. Every rank calls it with the same batch.
 
-A *step* is what is made of one batch and committed as one version: ``epochs × minibatches`` updates of the optimizer, one by
-default. All of it follows from the batch, the lags, the step's number, the weights and the step's *plan*: how its samples were spread
-over forward passes, and which of these did not fit into memory (``model/forward_passes``). A replay that is given the plan
-repeats the step to the bit. A gradient that is not finite reaches no weight.
+A *step* is one batch, committed as one version: ``epochs × minibatches`` optimizer updates. It depends only on the
+batch, lags, step number, weights and *plan*: the layout of forward passes, and which of these did not fit
+(``model/forward_passes``); so a replay with the plan is bit-identical. Non-finite gradients reach no weight.
 """
 
 import dataclasses
@@ -32,10 +31,7 @@ from shared.settings import Settings
 
 
 class Learner:
-    """This rank's weights: the policy's, and the critic's and the reference's if the algorithm needs them.
-
-    It lives on the training thread.
-    """
+    """This rank's policy, critic and reference; on the training thread."""
 
     def __init__(
         self,
@@ -52,9 +48,8 @@ class Learner:
         self._algorithm = settings.algorithm
         self._phases = phases
         self.kl_coefficient = settings.algorithm.kl.coefficient
-        """Cost of a nat away from the reference in the next step; part of a checkpoint."""
+        """Per nat, for the next step; checkpointed."""
         self.plan: StepPlan | None = None
-        """How the newest step was laid out, and what of it did not fit into memory."""
 
     def learn(
         self,
@@ -64,25 +59,24 @@ class Learner:
         peak: float | None = None,
         repeated: StepPlan | None = None,
     ) -> dict[str, float]:
-        """Make step ``step`` (1 is the first) from ``batch``; return what it measured, over all ranks.
+        """Make step ``step`` (from 1) from ``batch``, the same on every rank; return its figures over all ranks.
 
         Args:
-            batch: the groups, the same on every rank.
-            lags: the lag of each group, in steps.
-            step: the number of this step.
-            peak: the peak learning rate of this step; default: the settings'.
-            repeated: the plan of a step that is replayed. It is followed unless ``trainer.micro_batch_tokens`` was lowered since
-                or memory is shorter now; then :attr:`plan` differs from it.
+            batch: the groups.
+            lags: of the groups, in steps.
+            step: its number.
+            peak: learning rate; default: the settings'.
+            repeated: a replayed step's plan; :attr:`plan` differs if it does not fit any more.
 
         Raises:
-            NotFinite: a loss or gradient is not, on every rank alike.
+            NotFinite: on every rank alike.
         """
         count = self._algorithm.minibatches
         rewards = self._rewards(batch)
         minibatches, plan = lay_out(batch, rewards, lags, step, self._settings, self._policy, count, repeated)
         inputs = [micro_batch for minibatch in minibatches for micro_batch in minibatch.inputs]
         self._evaluate(inputs, batch)
-        assign(inputs, rewards, self._algorithm, self.kl_coefficient)  # the advantages
+        assign(inputs, rewards, self._algorithm, self.kl_coefficient)
 
         rate = self._rate(step, self._settings.trainer.learning_rate if peak is None else peak)
         misfits = repeated.misfits if repeated is not None and repeated.layout == plan.layout else ()
@@ -107,7 +101,6 @@ class Learner:
         return measured | self._look_back(inputs, measured["reference_kl"], sum(len(r) for r in rewards))
 
     def _backward(self, minibatch: Minibatch, update: "_Update") -> None:
-        """Add the policy's gradients: of the objective, divided by the minibatch's total over all ranks."""
         total = self._divisor(minibatch)
         for part, last in update.passes.results(minibatch.inputs, minibatch.rows, self._objective):
             loss = part.sum / total
@@ -120,7 +113,6 @@ class Learner:
         return objective(inputs, self._policy.forward(inputs.batch), self._algorithm, self.kl_coefficient)
 
     def _backward_critic(self, critic: TrainingEngine, minibatch: Minibatch, tally: Tally) -> None:
-        """Add the critic's gradients."""
         for number, inputs in enumerate(minibatch.inputs, start=1):
             assert inputs.values_N is not None
             assert inputs.returns_N is not None
@@ -130,13 +122,10 @@ class Learner:
             critic.backward(loss * critic.ranks, last=number == len(minibatch.inputs))
             tally.add_value_loss(loss)
 
-    # ---------------------------------------------------------------- parts
-
     def _rewards(self, batch: Sequence[Experience]) -> list[Float32Array]:
         return [shaped_rewards(e, self._algorithm, self._settings.sampling.max_new_tokens) for e in batch]
 
     def _evaluate(self, inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
-        """Compute proximal logprobs, reference logprobs and values, where the algorithm needs them, without gradients."""
         if self._algorithm.proximal == "recomputed":
             with self._phases.measure("proximal"):
                 for micro_batch in inputs:
@@ -172,12 +161,10 @@ class Learner:
         return self._phases.seconds["forward_backward"] + self._phases.seconds["optimizer"]
 
     def _utilisation(self, inputs: Sequence[LossInputs], seconds: float) -> dict[str, float]:
-        """Return how fast this rank made the step's forward passes, backward passes and updates."""
         flops = sum(micro_batch.batch.flops for micro_batch in inputs) * (1 + BACKWARD) * self._algorithm.epochs
         return utilisation(flops, seconds, self._settings.internal.peak_tflops, self._policy.device)
 
     def _look_back(self, inputs: Sequence[LossInputs], reference_kl: float, samples: int) -> dict[str, float]:
-        """Return figures of the whole step, and move the KL coefficient on."""
         figures: dict[str, float] = {}
         if self._algorithm.needs_reference:
             figures["kl_coefficient"] = self.kl_coefficient
@@ -190,10 +177,8 @@ class Learner:
             self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples)
         return figures
 
-    # ---------------------------------------------------------------- a trial
-
     def try_out(self, batch: Sequence[Experience]) -> None:
-        """Run what training on ``batch`` runs, backward passes included, and change nothing; every rank calls it."""
+        """Run training on ``batch``, with backward passes, without changes; collective."""
         rewards, device = self._rewards(batch), self._policy.device
         (minibatch,), _ = lay_out(batch, rewards, [0] * len(batch), 0, self._settings, self._policy)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -209,8 +194,6 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Update:
-    """The forward passes of a step, and the sums over them."""
-
     passes: ForwardPasses
     sums: StepSums
     tally: Tally

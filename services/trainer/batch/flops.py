@@ -1,21 +1,17 @@
-"""What a forward pass costs in floating point operations, from plain numbers. Knows no model and no tensor.
+"""Cost of a forward pass in floating point operations (a multiply-add is 2).
 
-A multiplication and its addition are 2 operations. Counted are the matrix products: linear layers for every token (of experts, those that
-a token goes through), attention for every pair of a token and one that it sees (scores and their use), the output layer where a token is predicted::
+Counted are matrix products: linear layers (of experts, the active ones), attention, output layer::
 
     forward = 2 · tokens · linear_weights + 4 · visible_pairs · attention_width + 2 · predicted · output_weights
 
-Layers that see only a window of tokens have pairs of their own.
-
-A backward pass costs twice that. What is computed again (gradient checkpointing) is not counted, as is usual for model FLOPs
-utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+A backward pass costs twice that; recomputation is not counted (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 """
 
 import dataclasses
 from collections.abc import Sequence
 
 BACKWARD = 2
-"""Backward passes cost so many forward passes."""
+"""In forward passes."""
 
 _PEAK_TFLOPS = {
     "B200": 2250.0,
@@ -31,21 +27,21 @@ _PEAK_TFLOPS = {
     "A10G": 70.0,
     "A10": 125.0,
 }
-"""Dense bfloat16 by the makers' data sheets; the first name found in a device's name counts."""
+"""Dense bfloat16, from data sheets; the first match in the device's name counts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What of a model a cost depends on. The defaults weigh tokens alone."""
+    """Sizes that determine a model's cost; by default tokens count."""
 
     linear_weights: int = 1
-    """Weights of the linear layers that every token goes through, without the output layer."""
+    """Per token, without the output layer."""
     attention_width: int = 0
     """Layers × heads × size of a head, of layers without a window."""
     output_weights: int = 0
     """Vocabulary × hidden size."""
     windows: tuple[tuple[int, int], ...] = ()
-    """(Window in tokens, attention width of the layers that have it)."""
+    """(Window in tokens, attention width of its layers)."""
 
 
 def forward_flops(
@@ -55,10 +51,10 @@ def forward_flops(
 
     Args:
         tokens: computed positions.
-        visible_pairs: pairs of a position and one that it attends to, itself included.
-        predicted: positions whose logits are computed.
+        visible_pairs: (position, visible position) pairs, itself included.
+        predicted: positions with logits.
         sizes: the model.
-        windowed_pairs: the pairs within each of ``sizes.windows``.
+        windowed_pairs: pairs within each of ``sizes.windows``.
     """
     attention = visible_pairs * sizes.attention_width
     attention += sum(pairs * width for pairs, (_, width) in zip(windowed_pairs, sizes.windows, strict=True))
@@ -66,7 +62,7 @@ def forward_flops(
 
 
 def peak_tflops(device_name: str) -> float:
-    """Return the dense bfloat16 peak of a GPU in TFLOP/s by its name; 0 where it is not known."""
+    """Return a GPU's dense bfloat16 peak in TFLOP/s, or 0 if unknown."""
     for name, peak in _PEAK_TFLOPS.items():
         if name in device_name:
             return peak

@@ -1,7 +1,4 @@
-"""Cut a micro-batch that did not fit into memory in two, with all that is known of its tokens. Pure; no model, no engine.
-
-Samples stay in their order, so the parts' figures are slices of the whole's. A pair of samples (preferences) stays together.
-"""
+"""Split a micro-batch that did not fit into memory; samples stay in order."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,17 +9,14 @@ from services.trainer.batch.token_data import LossInputs
 
 
 def rows_by_place(rows: Sequence[PackedRow]) -> dict[int, PackedRow]:
-    """Return the row in which each sample of the batch stands."""
+    """Return each sample's row."""
     return {place: row for row in rows for place in row.places}
 
 
 def halves(found: LossInputs, rows: Mapping[int, PackedRow], *, together: int = 1) -> list[LossInputs]:
-    """Return ``found`` in two parts of about equally many samples, the second perhaps empty.
+    """Split ``found`` into two parts of similar sample counts; the second may be empty.
 
-    Args:
-        found: what did not fit.
-        rows: of :func:`rows_by_place`.
-        together: so many neighbouring samples are not parted: 2 with preferences.
+    ``together`` neighbouring samples stay together: 2 with preferences.
     """
     samples = len(found.batch.places_S)
     middle = -(-samples // (2 * together)) * together
@@ -30,7 +24,7 @@ def halves(found: LossInputs, rows: Mapping[int, PackedRow], *, together: int = 
 
 
 def part(found: LossInputs, rows: Mapping[int, PackedRow], start: int, end: int) -> LossInputs:
-    """Return the samples ``start`` … ``end − 1`` of ``found`` as a micro-batch of their own; none: one that trains nothing."""
+    """Return samples ``start`` … ``end − 1`` as a micro-batch."""
     places = [int(place) for place in found.batch.places_S[start:end]]
     batch = micro_batch(_rows(places, rows))
     assert batch.places_S.tolist() == places
@@ -44,7 +38,6 @@ def part(found: LossInputs, rows: Mapping[int, PackedRow], start: int, end: int)
 
 
 def _rows(places: Sequence[int], rows: Mapping[int, PackedRow]) -> list[PackedRow]:
-    """Return rows with the samples at ``places`` only, neighbours of one prompt side by side."""
     runs: list[list[int]] = []
     for place in places:
         if runs and rows[runs[-1][0]] is rows[place]:

@@ -1,23 +1,20 @@
-"""Put the groups of a step into forward passes. Pure numpy; no model, no settings object.
+"""Pack the groups of a step into forward passes, in numpy.
 
-A group is a :class:`PackedRow`: its prompt once, then its completions side by side. Completions see the prompt and themselves, not
-one another, and their positions start where the prompt ends, so the logprobs are those of separate sequences while the prompt
-is computed once. The rows of a micro-batch lie end to end; nothing is padded::
+A :class:`PackedRow` is a group's prompt, then its completions, which see the prompt and themselves; logprobs equal
+those of separate sequences. A micro-batch concatenates rows without padding::
 
-    tokens      12+34=  4 6  4 7  5    98-1=  7        each prompt, then each completion without its last token (which
-    segments    0       1    2    3    4      5        predicts nothing)
+    tokens      12+34=  4 6  4 7  5    98-1=  7        each prompt, then each completion without its last token
+    segments    0       1    2    3    4      5
     positions   012345  6 7  6 7  6    01234  5
     sees also           0    0    0           4        a segment sees itself, causally, and all of its prompt
 
-A model that cannot do that computes each sequence by itself (``trainer.packing``). Its rows repeat the prompt for each completion, so
-that tokens and costs are what is computed, and everything else stays the same.
+For some models (``trainer.packing``) rows repeat the prompt for each completion.
 
-A row that would exceed the cap is split between completions. Pieces go to ranks by their cost (``flops``), costliest first to
-the rank that has least; on a rank, first-fit-decreasing says how few micro-batches hold them, and costs are spread evenly over
-so many, costliest first: at ZeRO stage 3 ranks go through layers together, so equal ones should meet. Every rank computes the same
-plan and has the same number of micro-batches (some may be empty).
+Rows over the cap are split between completions. Pieces go to ranks by cost (``flops``), costliest first. On a rank,
+first-fit-decreasing gives the number of micro-batches; costs are balanced among them, as ranks wait for each other at
+ZeRO stage 3. All ranks compute the same plan, with equally many micro-batches.
 
-Shapes: ``B`` 1 (models want it), ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
+Shapes: ``B`` 1, ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
 """
 
 import dataclasses
@@ -33,20 +30,17 @@ from shared.bus.messages import Float32Array, Int32Array, Sample
 Int64Array = npt.NDArray[np.int64]
 
 TOKENS_ALONE = ModelSizes()
-"""Costs are tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedRow:
-    """A prompt and some of its completions, with the place of each in the batch."""
+    """A prompt and some of its completions, with their places in the batch."""
 
     prompt_token_ids: Int32Array
     samples: tuple[Sample, ...]
     places: tuple[int, ...]
     temperature: float = 1.0
-    """At which the completions were sampled."""
     shares_prompt: bool = True
-    """Whether the prompt is computed once, not once for each completion."""
 
     @property
     def prompts(self) -> int:
@@ -55,23 +49,23 @@ class PackedRow:
 
     @property
     def tokens(self) -> int:
-        """How long the row is."""
+        """Row length."""
         return self.prompts * len(self.prompt_token_ids) + sum(len(sample.token_ids) - 1 for sample in self.samples)
 
     @property
     def visible_pairs(self) -> int:
-        """How many pairs of a position and one that it sees, itself included."""
+        """(Position, visible position) pairs, itself included."""
         return self.pairs_within(self.tokens)
 
     def pairs_within(self, window: int) -> int:
-        """Return :attr:`visible_pairs` of a layer whose positions see ``window`` tokens at most, themselves included."""
+        """Return :attr:`visible_pairs` with attention limited to ``window`` tokens."""
         prompt = len(self.prompt_token_ids)
         ends = [prompt + len(sample.token_ids) - 1 for sample in self.samples]
         before = _causal_pairs(prompt, window)
         return self.prompts * before + sum(_causal_pairs(end, window) - before for end in ends)
 
     def unshared(self) -> list["PackedRow"]:
-        """Return the row as rows that each compute their prompt once: itself, or one for each completion."""
+        """Return rows that each compute their prompt once."""
         if self.shares_prompt or len(self.samples) < 2:
             return [self]
         return [part(self, index, index + 1) for index in range(len(self.samples))]
@@ -84,29 +78,25 @@ class PackedRow:
 
 
 def _causal_pairs(tokens: int, window: int) -> int:
-    """Return how many pairs a sequence has, when each position sees itself and those before it, ``window`` at most."""
     inside = min(tokens, window)
     return inside * (inside + 1) // 2 + (tokens - inside) * window
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segments:
-    """Where prompts and completions lie in the row, in its order; together they are all of it, and none is empty."""
+    """Consecutive prompts and completions that cover the row."""
 
     starts_K: Int64Array
     lengths_K: Int64Array
     prompt_starts_K: Int64Array
-    """Where the tokens lie that a segment sees beside itself."""
+    """Start of the prompt that a segment sees besides itself."""
     prompt_lengths_K: Int64Array
-    """How many these are; 0 for a prompt."""
+    """Its length; 0 for a prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass on one rank. ``columns_N`` say which position predicts each trained token.
-
-    Trained tokens lie sample after sample: the first ``lengths_S[0]`` belong to the first, and so on.
-    """
+    """One forward pass on one rank. ``columns_N`` predict the trained tokens, in sample order."""
 
     input_ids_BT: Int64Array
     position_ids_BT: Int64Array
@@ -115,13 +105,10 @@ class MicroBatch:
     targets_N: Int64Array
     behavior_logprobs_N: Float32Array
     temperatures_N: Float32Array
-    """At which each trained token was sampled."""
     lengths_S: Int64Array
-    """Trained tokens of each sample."""
     places_S: Int64Array
     """The place of each sample in the batch."""
     flops: float = 0.0
-    """Operations of the forward pass, as the plan's model sizes have it."""
 
     @property
     def tokens(self) -> int:
@@ -130,7 +117,7 @@ class MicroBatch:
 
 
 def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
-    """Return ``row`` in pieces of at most ``max_tokens``; a single completion that is longer stands alone."""
+    """Return pieces of at most ``max_tokens``, except for single longer completions."""
     pieces: list[PackedRow] = []
     start = 0
     for index in range(1, len(row.samples)):
@@ -142,7 +129,7 @@ def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
 
 
 def part(row: PackedRow, start: int, end: int) -> PackedRow:
-    """Return ``row`` with its samples ``start`` … ``end − 1`` only."""
+    """Return ``row`` with samples ``start`` … ``end − 1`` only."""
     return dataclasses.replace(row, samples=row.samples[start:end], places=row.places[start:end])
 
 
@@ -151,12 +138,7 @@ def plan(
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of each rank, equally many for each.
 
-    Args:
-        rows: the groups.
-        max_tokens: most tokens of a micro-batch; only a row that cannot be split is longer.
-        ranks: how many there are.
-        split: whether a row may be split between completions.
-        sizes: the model, whose costs are balanced over ranks and micro-batches.
+    ``max_tokens`` is exceeded only by indivisible rows; ``sizes`` are for costs.
     """
     shares = assign_pieces(rows, max_tokens, ranks, split=split, sizes=sizes)
     return [[micro_batch(chunk, sizes) for chunk in share] for share in shares]
@@ -165,11 +147,11 @@ def plan(
 def assign_pieces(
     rows: Sequence[PackedRow], max_tokens: int, ranks: int, *, split: bool = True, sizes: ModelSizes = TOKENS_ALONE
 ) -> list[list[list[PackedRow]]]:
-    """Return what :func:`plan` lays out: of each rank, of each micro-batch, the pieces."""
+    """Return :func:`plan` as pieces of each micro-batch of each rank."""
     pieces = [piece for row in rows for piece in (split_row(row, max_tokens) if split else [row])]
     shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
-    for piece in sorted(pieces, key=lambda piece: -piece.flops(sizes)):  # stable: the order of the batch breaks ties
+    for piece in sorted(pieces, key=lambda piece: -piece.flops(sizes)):  # stable: batch order breaks ties
         lightest = loads.index(min(loads))
         shares[lightest].append(piece)
         loads[lightest] += piece.flops(sizes)
@@ -183,7 +165,6 @@ def assign_pieces(
 
 
 def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
-    """Put each row, longest first, into the first chunk that has room."""
     chunks: list[list[PackedRow]] = []
     rooms: list[int] = []
     for row in sorted(rows, key=lambda row: -row.tokens):
@@ -205,10 +186,6 @@ def _spread(
     *,
     split: bool,
 ) -> list[list[PackedRow]]:
-    """Put ``rows``, costliest first, into ``count`` chunks of even cost; as ``fitted`` where the cap does not let them.
-
-    A row that fits no chunk any more is split between completions, if it may be.
-    """
     chunks: list[list[PackedRow]] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     waiting = list(reversed(rows))
@@ -230,12 +207,11 @@ def _spread(
 
 
 def _fitting(row: PackedRow, room: int) -> int:
-    """Return how many of a row's first completions fit into ``room``, with its prompt."""
     return sum(part(row, 0, count + 1).tokens <= room for count in range(len(row.samples)))
 
 
 def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
-    """Lay rows end to end; without rows, one position that trains nothing."""
+    """Concatenate rows; without rows, train nothing."""
     single = [one for row in rows for one in row.unshared()]
     input_ids, positions, columns = _lay_out(single) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
     samples = [sample for row in rows for sample in row.samples]

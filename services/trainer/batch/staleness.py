@@ -1,4 +1,4 @@
-"""How old a group is, and whether it may be trained on. Pure functions; no bus, no settings object."""
+"""Lag and staleness of groups."""
 
 from collections.abc import Mapping, Set
 from typing import Literal
@@ -9,9 +9,9 @@ Verdict = Literal["fresh", "stale", "fenced"]
 
 
 def lag_steps(group: RolloutGroup, step: int, steps_of_versions: Mapping[PolicyVersion, int]) -> int:
-    """Return the group's lag: committed steps now − steps behind the oldest version that wrote one of its tokens.
+    """Return the committed steps since the oldest version that wrote one of the group's tokens.
 
-    A version that the ledger does not know counts as the initial policy.
+    Unknown versions count as the initial policy.
     """
     return step - steps_of_versions.get(group.oldest_version, 0)
 
@@ -23,7 +23,7 @@ def judge(
     revoked: Set[PolicyVersion],
     max_lag: int,
 ) -> Verdict:
-    """Say whether a group is fresh, stale (lag over ``max_lag``) or fenced (a token of a revoked version)."""
+    """Say whether a group is fresh, stale or fenced (a token of a revoked version)."""
     if revoked and not revoked.isdisjoint(group.versions):
         return "fenced"
     return "stale" if lag_steps(group, step, steps_of_versions) > max_lag else "fresh"

@@ -1,4 +1,4 @@
-"""What is known of the tokens of a micro-batch before they are trained on, on the device of the rank that trains them."""
+"""Per-token loss inputs, on the rank's device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from shared.errors import SettingsError
 
 @dataclasses.dataclass(slots=True)
 class LossInputs:
-    """Filled in the order of the fields; None where the run's algorithm does not need it.
+    """Filled in field order; unneeded fields are None.
 
-    ``N`` trained tokens, sample after sample, ``lengths_S`` of them each. Logprobs are in nats.
+    ``N`` trained tokens, ``lengths_S`` of each sample. Logprobs are in nats.
     """
 
     batch: MicroBatch
     lengths_S: Tensor
     behavior_logprobs_N: Tensor
     lags_N: Tensor
-    """Steps between the head and the oldest token of the token's group."""
+    """Steps from the group's oldest token to the newest version."""
     proximal_logprobs_N: Tensor | None = None
     """Under the weights before this step."""
     reference_logprobs_N: Tensor | None = None
@@ -34,7 +34,7 @@ class LossInputs:
 
 
 def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossInputs:
-    """Return what the micro-batch itself tells; ``lags_M`` is the lag of every sample of the batch."""
+    """Return the micro-batch's own fields; ``lags_M`` are the batch's samples' lags."""
     lags_S = np.array([lags_M[place] for place in batch.places_S], dtype=np.float32)
     return LossInputs(
         batch=batch,
@@ -45,10 +45,10 @@ def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossIn
 
 
 def add_reference(everything: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
-    """Give every token the reference logprob that came with its group.
+    """Add the reference logprobs of each group.
 
     Raises:
-        SettingsError: a group of the journal, from before the setting was changed, came without.
+        SettingsError: an older, journalled group has none.
     """
     logprobs_M = [logprobs for experience in batch for logprobs in _reference_of_samples(experience)]
     for found in everything:

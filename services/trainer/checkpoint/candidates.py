@@ -3,13 +3,10 @@
 ::
 
     run folder, newest first ──▶ intact? ──▶ the journal continues it ──────────────────────▶ this one
-                     └ damaged: noted, the next older one      └ it does not: the store, newest first, where it has a newer one
-                                                                     └ damaged: noted, the next older one
+                     └ damaged: next older one      └ it does not: a newer one of the store, newest first
+                                                            └ damaged: next older one
 
-A checkpoint of the folder is verified by the digests that were written with it, one of the store while it is fetched. Steps that the journal
-holds after a checkpoint it also holds after a newer one, so the newest intact checkpoint is always the one that loses least.
-
-While the store does not answer and is needed, the search waits; where it denies access, it is refused. Nothing is changed or loaded here.
+Digests are verified, in the store while fetching. A required store is waited for, unless it denies access.
 """
 
 import asyncio
@@ -36,7 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Journal = tuple[tuple[JournalEntry, ...], ...]
-"""The groups of each step after a checkpoint, up to the ledger's step."""
+"""Groups of each step after a checkpoint."""
 _BACKOFF = Backoff(1.0, longest_s=30.0)
 
 
@@ -45,12 +42,10 @@ class Damage:
     """A checkpoint that cannot be loaded."""
 
     place: str
-    """Its folder or URI."""
     step: int
     reason: str
 
     def __str__(self) -> str:
-        """Say what is damaged, and how."""
         return f"the checkpoint of step {self.step} is damaged ({self.reason}; it is {self.place})"
 
 
@@ -59,17 +54,16 @@ class Choice:
     """The newest intact checkpoint."""
 
     checkpoint: Checkpoint | None
-    """None: there is none."""
     stored: StoredCheckpoint | None
-    """Where it was fetched from; None: it was in the folder."""
+    """None: it was in the folder."""
     journal: Journal | None
-    """None: steps between the checkpoint and the ledger are in no journal."""
+    """None if incomplete."""
     damages: tuple[Damage, ...]
-    """Newer checkpoints that are damaged, newest first."""
+    """Newer checkpoints, newest first."""
 
 
 async def journal_after(ledger: Ledger, checkpoint: Checkpoint | None, status: RunStatus) -> Journal | None:
-    """Return the groups of each step from the checkpoint to the ledger's step; None where the journal lacks one."""
+    """Return the groups of each step from the checkpoint to the ledger's step, or None if incomplete."""
     by_step: dict[int, list[JournalEntry]] = defaultdict(list)
     for entry in await ledger.journal(checkpoint.state.journal_entry if checkpoint is not None else ""):
         by_step[entry.step].append(entry)
@@ -84,11 +78,11 @@ class Candidates:
     Args:
         bus: of the run.
         ledger: of the run.
-        store: its object storage, where it has one.
-        root: the folder of its checkpoints.
-        status: where the ledger is; None where the bus lost the run.
-        revoked: versions that a rollback left.
-        signer: verifies the checkpoints of the folder.
+        store: if any.
+        root: their folder.
+        status: None if the bus lost the run.
+        revoked: by rollbacks.
+        signer: for the folder.
     """
 
     def __init__(
@@ -132,8 +126,6 @@ class Candidates:
     async def _journal(self, checkpoint: Checkpoint | None) -> Journal | None:
         return () if self._status is None else await journal_after(self._ledger, checkpoint, self._status)
 
-    # ---------------------------------------------------------------- the folder
-
     async def _newest_of_folder(self) -> Checkpoint | None:
         named = {where for v, where in (await self._ledger.checkpoints()).items() if v not in self._revoked}
         folders = {Path(where) for where in named if Path(where).parent == self._root}
@@ -152,15 +144,12 @@ class Candidates:
         return None
 
     def _is_ahead(self, step: int) -> bool:
-        """Whether a step is after the ledger's: the bus came back with older data."""
+        """Whether a step is after the ledger's: the bus has older data."""
         return self._status is not None and step > self._status.step
-
-    # ---------------------------------------------------------------- the store
 
     async def _newest_of_store(
         self, store: CheckpointStore, local: Checkpoint | None
     ) -> tuple[Checkpoint, StoredCheckpoint] | None:
-        """Return the newest intact stored checkpoint that is newer than ``local``, fetched."""
         stored = [one for one in await self._ask(store.whole) if one.state.version not in self._revoked]
         for name, why in sorted(store.unreadable.items()):
             reason = f"the manifest of {name} in {store.uri} is refused: {why}"
@@ -182,7 +171,6 @@ class Candidates:
         await tell(self._bus, "trainer", "stored checkpoint damaged", f"{detail}: the next older one is tried")
 
     async def _ask(self, work: Callable[[], T]) -> T:
-        """Return what the store answers, as soon as it does."""
         failures = 0
         while True:
             try:
@@ -201,6 +189,5 @@ class Candidates:
 
 
 def _step_in(name: str) -> int:
-    """Return the step in the name of a stored checkpoint; 0 where it says none."""
     words = name.split("-")
     return int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0

@@ -1,16 +1,15 @@
-"""Checkpoints on disk: written beside, made whole by one rename, newest kept.
+"""Checkpoints on disk, completed by one rename.
 
 ::
 
     <run folder>/checkpoints/step-000020/
         engine/         DeepSpeed: model and optimizer, one file a rank; with adapters, theirs only
-        critic/         the same of the critic, where there is one
+        critic/         the same of the critic, if any
         state.json      step, version, cursor, last journal entry, ranks, ZeRO stage; size and SHA-256 of every file
                         (written last)
 
-A folder without ``state.json`` is no checkpoint. Each rank computes the digests of the files that it wrote; :func:`damage`
-compares them before a checkpoint is loaded, and looks at the signature (``signatures``) and into the pickles (``pickles``). Ranks and ZeRO stage may not change between save and load;
-the message says what to do instead. (Weights alone are read whatever the ranks, see ``export/huggingface``.)
+A folder without ``state.json`` is no checkpoint. :func:`damage` verifies digests, signature and pickles before loading.
+Ranks and ZeRO stage must not change.
 """
 
 import concurrent.futures
@@ -33,25 +32,24 @@ from shared.files import durable
 from shared.settings import PolicySettings
 
 MARKER = "state.json"
-"""The file that makes a folder a checkpoint."""
 _DIGEST = "sha256"
-"""In the marker: the SHA-256 of everything else in it but the signature."""
+"""SHA-256 of the marker's other fields, except the signature."""
 _MOST_READERS = 8
 _SET_ASIDE = "damaged-"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     folder: Path
     state: CheckpointState
     files: tuple[CheckpointFile, ...] = ()
-    """Every file but ``state.json``; empty for a checkpoint of a Penstock that wrote no digests, which cannot be verified."""
+    """All but ``state.json``; empty in old, unverifiable checkpoints."""
 
 
 def beside(root: Path, step: int) -> Path:
-    """Return the folder in which the checkpoint of ``step`` is written before it is made whole."""
+    """Return the folder in which a checkpoint is written first."""
     return root / f".step-{step:06d}.tmp"
 
 
@@ -63,11 +61,7 @@ def make_whole(
 ) -> Checkpoint:
     """Write the marker into :func:`beside`, and rename the folder into place.
 
-    Args:
-        root: the folder of the run's checkpoints.
-        state: what the checkpoint knows beside weights and optimizer.
-        written: the files whose digests are known, by path; those of the others are computed here.
-        signer: signs the marker.
+    ``written``: files with known digests, by path.
 
     Raises:
         OSError: storage refused it.
@@ -85,7 +79,7 @@ def make_whole(
 
 
 def rename(written: Path, root: Path, state: CheckpointState, files: tuple[CheckpointFile, ...]) -> Checkpoint:
-    """Make the folder ``written``, which holds all of a checkpoint, the one of its step under ``root``."""
+    """Move the complete folder ``written`` to its place under ``root``."""
     folder = root / f"step-{state.step:06d}"
     for path in [*written.rglob("*"), written]:
         durable.flush(path)
@@ -94,27 +88,20 @@ def rename(written: Path, root: Path, state: CheckpointState, files: tuple[Check
 
 
 def clear_unfinished(root: Path) -> None:
-    """Delete what a trainer that was killed while it wrote a checkpoint left."""
+    """Delete partial checkpoints of a killed trainer."""
     for folder in root.glob(".step-*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def digest(path: Path) -> CheckpointFile:
-    """Return the size and the SHA-256 of a file, under its own name.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return a file's name, size and SHA-256; raises OSError."""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return CheckpointFile(path.name, os.fstat(file.fileno()).st_size, sha256)
 
 
-# ---------------------------------------------------------------- find and verify
-
-
 def find(root: Path) -> list[Checkpoint]:
-    """Return the whole checkpoints under ``root``, oldest first. Their files are not read, see :func:`damage`."""
+    """Return the complete checkpoints under ``root``, oldest first, unverified."""
     found = []
     for folder in sorted(root.glob("step-*")) if root.is_dir() else ():
         if (checkpoint := read(folder)) is not None:
@@ -123,7 +110,7 @@ def find(root: Path) -> list[Checkpoint]:
 
 
 def read(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in ``folder``; None where its marker is missing or not what was written."""
+    """Return the checkpoint in ``folder``, or None if its marker is missing or damaged."""
     raw = _marker(folder)
     return None if raw is None else _decode(folder, raw)
 
@@ -148,10 +135,7 @@ def _decode(folder: Path, marker: Mapping[str, Any]) -> Checkpoint | None:
 
 
 def damage(folder: Path, ending: str = "", signer: Signer = UNSIGNED) -> str:
-    """Return why the checkpoint in ``folder`` cannot be loaded, in words; "" where every byte is what was written.
-
-    Reads all of it, or only the files whose names end with ``ending``, with several threads.
-    """
+    """Verify all files, or those ending with ``ending``; return why the checkpoint cannot be loaded, or ""."""
     if not folder.is_dir():
         return "the folder is missing"
     if not (folder / MARKER).is_file():
@@ -170,7 +154,6 @@ def damage(folder: Path, ending: str = "", signer: Signer = UNSIGNED) -> str:
 
 
 def _unknown_pickle(checkpoint: Checkpoint) -> str:
-    """Return a file that DeepSpeed may load although the marker does not list it; "" where there is none."""
     names = {path.relative_to(checkpoint.folder).as_posix() for path in checkpoint.folder.rglob(f"*{pickles.SUFFIX}")}
     return min(names - {file.name for file in checkpoint.files}, default="")
 
@@ -192,24 +175,20 @@ def _damage_of(folder: Path, file: CheckpointFile) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step that the name of a checkpoint's folder says; None where it is no such name."""
+    """Return the step in a checkpoint folder's name, if any."""
     prefix, _, number = folder.name.partition("-")
     return int(number) if prefix == "step" and number.isdecimal() else None
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename the folder of a damaged checkpoint, so that it is none any more; return where it is now.
-
-    Raises:
-        OSError: it cannot be renamed, or is missing.
-    """
+    """Rename a damaged checkpoint's folder; return the new path. Raises OSError."""
     aside = folder.with_name(f"{_SET_ASIDE}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
-    """Raise SettingsError where a checkpoint was written by another number of ranks or ZeRO stage."""
+    """Raise SettingsError for another number of ranks or ZeRO stage."""
     state = checkpoint.state
     if (state.ranks, state.zero_stage) != (ranks, zero_stage):
         raise SettingsError(
@@ -220,13 +199,13 @@ def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
 
 
 def base_of(policy: PolicySettings) -> str:
-    """Return what adapters belong to, in words; "" without any."""
+    """Describe the base of adapters; "" without any."""
     lora = policy.lora
     return f"{policy.model} (rank {lora.rank}, alpha {lora.alpha:g}, {lora.target_modules})" if lora.rank else ""
 
 
 def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
-    """Raise SettingsError where a checkpoint's adapters are not those of the settings."""
+    """Raise SettingsError unless a checkpoint's adapters match the settings."""
     found, expected = base_of(policy), checkpoint.state.adapter_of
     if found != expected:
         raise SettingsError(
@@ -241,11 +220,11 @@ def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
 
 
 def is_there(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is still whole on disk, and its folder not another's by now."""
+    """Whether this checkpoint is still complete on disk."""
     return read(checkpoint.folder) == checkpoint
 
 
 def delete(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint: first its marker, so that half of one is none."""
+    """Delete a checkpoint, its marker first."""
     (checkpoint.folder / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint.folder, ignore_errors=True)

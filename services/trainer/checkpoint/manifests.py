@@ -1,7 +1,7 @@
-"""Decode and check the tables of a checkpoint: its state and its files, as ``state.json`` and a stored manifest hold them.
+"""Decode and check a checkpoint's state and file table.
 
-Whoever can write to the run's folder or its object storage chooses these bytes, so names may only lead to files inside
-the checkpoint's own folder: one to four parts of letters, digits, ``_``, ``-`` and ``.``, none of which begins with a dot.
+The bytes are untrusted: names stay inside the checkpoint's folder (one to four parts of letters, digits, ``_``, ``-``
+and ``.``, without leading dots).
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from shared.bus.messages import PolicyVersion
 
 MOST_BYTES = 16 << 20
-"""Largest marker or manifest that is read."""
 _NAME = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,3}", re.ASCII)
 _MOST = 10**12
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -24,7 +23,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """One file of a checkpoint as it was written."""
+    """A file of a checkpoint."""
 
     name: str
     """Relative to the checkpoint's folder."""
@@ -34,40 +33,33 @@ class CheckpointFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What a checkpoint knows beside weights and optimizer."""
+    """Contents of a checkpoint besides weights and optimizer."""
 
     step: int
     version: PolicyVersion
     cursor: int
-    """Prompts admitted when it was written: where the dataset goes on if the bus is lost."""
+    """Prompts admitted; the dataset continues here if the bus is lost."""
     journal_entry: str
-    """The last journal entry that the weights contain; empty before the first."""
+    """Last one in the weights; "" before the first."""
     ranks: int
     zero_stage: int
     random_state: str = ""
-    """Not used; checkpoints of older versions have it."""
+    """Unused; in old checkpoints."""
     position: int | None = None
-    """Place in the dataset of the first prompt that was not trained; None (older checkpoints): ``cursor``."""
+    """First untrained prompt in the dataset; None (old checkpoints): ``cursor``."""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    """How the groups of the run had ended."""
     kl_coefficient: float | None = None
-    """What a nat away from the reference costs, where it is steered."""
     adapter_of: str = ""
-    """With adapters: the base that they belong to, and their rank and scale; the base itself is not in the checkpoint."""
+    """The adapters' base, rank and scale."""
     settings_revision: int = 0
     live_values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The revision of the live settings when it was written, and what differs there from the run's file."""
 
 
 _STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``data``.
-
-    Raises:
-        ValueError: it is none, or too large.
-    """
+    """Return the JSON object in ``data``; ValueError if it is none, or too large."""
     if len(data) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
     try:
@@ -80,13 +72,9 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def decode_state(raw: Mapping[str, Any]) -> CheckpointState:
-    """Return the state in ``raw``.
-
-    Raises:
-        ValueError: a field is missing, unknown, of another type or out of range.
-    """
+    """Return the state in ``raw``; ValueError for missing, unknown or invalid fields."""
     try:
-        CheckpointState(**raw)  # TypeError for an unknown field, which pydantic would ignore
+        CheckpointState(**raw)  # TypeError for unknown fields, which pydantic would ignore
         state = _STATE.validate_json(json.dumps(raw), strict=True)
     except (TypeError, ValidationError) as error:
         raise ValueError(f"its state is not one of a checkpoint: {error}") from error
@@ -96,10 +84,10 @@ def decode_state(raw: Mapping[str, Any]) -> CheckpointState:
 
 
 def decode_files(raw: object) -> tuple[CheckpointFile, ...]:
-    """Return the table of files in ``raw``.
+    """Return the file table in ``raw``.
 
     Raises:
-        ValueError: an entry is malformed, or a name leaves the folder, comes twice, or is a file and a folder.
+        ValueError: an entry or name is malformed, repeated, or both file and folder.
     """
     if not isinstance(raw, Sequence) or not all(isinstance(entry, Mapping) for entry in raw):
         raise ValueError("its table of files is not a list of entries")
@@ -128,5 +116,5 @@ def _check(file: CheckpointFile) -> None:
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of ``content``, whatever the order of its fields."""
+    """Return the SHA-256 of ``content``, independent of field order."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

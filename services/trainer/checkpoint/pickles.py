@@ -1,8 +1,7 @@
-"""Load checkpoints without running code that is in them.
+"""Load checkpoints without running code in them.
 
-DeepSpeed writes its state by pickle, and a pickle may name any function to be called. :func:`restrict_loading` has torch read
-all pickles of this process with its weights-only unpickler, also where DeepSpeed asks for the other: tensors, plain data, and the three
-classes below. :func:`refusal` names what a file holds beyond these, before anything reads it.
+DeepSpeed uses pickle, which can call any function. :func:`restrict_loading` forces torch's weights-only unpickler for
+the whole process: tensors, plain data, and the three classes below.
 """
 
 import importlib
@@ -27,7 +26,7 @@ _ALLOWED = (
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
 )
-"""What DeepSpeed's optimizer state holds beside tensors and plain data: a scale, an enumeration, a pair of numbers."""
+"""DeepSpeed's optimizer state: a scale, an enumeration, a pair of numbers."""
 
 
 @cache
@@ -39,10 +38,7 @@ def restrict_loading() -> None:
 
 
 def refusal(path: Path) -> str:
-    """Return which globals the file names beyond those that are allowed, in words; "" where it names none.
-
-    What is no archive of torch is left to :func:`loading`, which refuses it.
-    """
+    """Return the forbidden globals in a torch archive, in words, or ""."""
     if not zipfile.is_zipfile(path):
         return ""
     try:
@@ -54,11 +50,7 @@ def refusal(path: Path) -> str:
 
 
 def loading(folder: Path, load: Callable[[], T]) -> T:
-    """Return what ``load`` reads of ``folder``, by the weights-only unpickler.
-
-    Raises:
-        WeightsError: a file holds more than tensors, plain data and the allowed classes.
-    """
+    """Return the result of ``load`` with the weights-only unpickler; WeightsError for forbidden contents."""
     restrict_loading()
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         if reason := refusal(path):
@@ -70,6 +62,6 @@ def loading(folder: Path, load: Callable[[], T]) -> T:
 
 
 def reason_of(error: pickle.UnpicklingError) -> str:
-    """Return what torch refused to load, without its advice to load it nevertheless."""
+    """Return what torch refused, without its advice to load it anyway."""
     named = _GLOBAL.search(str(error))
     return f"a pickle there would call {named[1]}" if named else "a pickle there holds more than tensors and plain data"

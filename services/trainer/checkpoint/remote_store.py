@@ -1,18 +1,16 @@
-"""Checkpoints in object storage: files first, the manifest last, and by its digest nothing is ever written over.
+"""Checkpoints in object storage: the manifest is written last, and names contain its digest.
 
 ::
 
     <trainer.store.uri>/<run id>/
-        checkpoints/step-000020-v000025-0f3a…/      the last part is the SHA-256 of the manifest (its beginning)
+        checkpoints/step-000020-v000025-0f3a…/      the last part begins the SHA-256 of the manifest
             engine/… critic/… state.json            as in the run's folder
             manifest.json                           the state, and every file with its size and SHA-256; written last
         policy/ adapter/                            the final policy, as in the run's folder
 
-What has no manifest is no checkpoint. Whoever can write to the bucket chooses what is read here: names stay inside the checkpoint's folder
-(``manifests``), no more bytes are fetched than the manifest says and the disk has room for, and with keys an unsigned manifest is
-refused (``signatures``). The name follows from the content, so an upload that was killed goes on where it was,
-and two trainers, one of them presumed dead, cannot mix their files. A file that is missing or differs is
-found when it is fetched. Which ones are kept and when to fetch is not decided here.
+The bucket is untrusted: names stay inside the folder (``manifests``), downloads are bounded, and with keys unsigned
+manifests are refused (``signatures``). By names from contents, interrupted uploads resume, and two trainers cannot mix
+files.
 """
 
 import dataclasses
@@ -45,7 +43,7 @@ _NAME = re.compile(r"step-[0-9]{6,12}-v[0-9]{6,12}-[0-9a-f]{16}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint whose manifest is there."""
+    """A checkpoint with its manifest."""
 
     name: str
     uri: str
@@ -55,37 +53,35 @@ class StoredCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run in ``objects``, for any thread. Every method may raise StoreError."""
+    """One run's checkpoints in ``objects``, for any thread; methods may raise StoreError."""
 
     def __init__(self, objects: ObjectStore, signer: Signer = UNSIGNED) -> None:
         self._objects = objects
         self._signer = signer
-        self._changing = (
-            threading.Lock()
-        )  # held while a field below changes or is copied, never while the store is asked
+        self._changing = threading.Lock()  # guards the fields below; not held during requests
         self._known: dict[str, StoredCheckpoint] = {}
         self._unreadable: dict[str, str] = {}
         self._damaged: set[str] = set()
 
     @property
     def unreadable(self) -> dict[str, str]:
-        """Why a manifest is refused, by the name of its checkpoint, as far as is known now."""
+        """Reasons for refused manifests so far, by checkpoint name."""
         with self._changing:
             return dict(self._unreadable)
 
     @property
     def damaged(self) -> frozenset[str]:
-        """Checkpoints of which a file turned out to be missing or damaged, as far as is known now."""
+        """Checkpoints with missing or damaged files, as far as known."""
         with self._changing:
             return frozenset(self._damaged)
 
     @property
     def uri(self) -> str:
-        """Where the run lies."""
+        """The run's location."""
         return self._objects.uri
 
     def whole(self) -> list[StoredCheckpoint]:
-        """Return the checkpoints whose manifest is there, oldest version first."""
+        """Return the checkpoints with manifests, oldest version first."""
         listed = self._objects.list(_FOLDER)
         with self._changing:
             known = dict(self._known)
@@ -129,13 +125,8 @@ class CheckpointStore:
     def _uri(self, name: str) -> str:
         return f"{self.uri}{_FOLDER}{name}"
 
-    # ---------------------------------------------------------------- write
-
     def put(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, int]:
-        """Copy a whole checkpoint from disk; return it and the bytes sent, 0 where it was there.
-
-        What an upload that was broken off left is not sent again.
-        """
+        """Upload a checkpoint; return it and the bytes sent (0 if present). Resumes interrupted uploads."""
         files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
         if other := set(checkpoint.files) - set(files):
             names = ", ".join(sorted(one.name for one in other))
@@ -161,7 +152,6 @@ class CheckpointStore:
         return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s), sent_bytes
 
     def _finish(self, name: str, files: tuple[CheckpointFile, ...], manifest: bytes) -> float:
-        """Write the manifest where every file is there in full length; return when."""
         there = self._objects.list(f"{_FOLDER}{name}/")
         for one in files:
             found = there.get(f"{_FOLDER}{name}/{one.name}")
@@ -171,20 +161,16 @@ class CheckpointStore:
         return self._objects.list(f"{_FOLDER}{name}/{_MANIFEST}")[f"{_FOLDER}{name}/{_MANIFEST}"].modified_s
 
     def put_folder(self, folder: Path) -> int:
-        """Copy a folder, such as ``policy``, under its own name; return the bytes."""
+        """Upload a folder, such as ``policy``, by its name; return the bytes."""
         for path in _files(folder):
             self._objects.upload(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
         return sum(path.stat().st_size for path in _files(folder))
 
-    # ---------------------------------------------------------------- fetch
-
     def fetch(self, stored: StoredCheckpoint, root: Path) -> Checkpoint:
-        """Bring a checkpoint to ``root``, whole by one rename, as one that was written there.
-
-        Files that a fetch before it brought are not fetched again. Needs room for the whole checkpoint.
+        """Download a checkpoint to ``root``, completed by one rename; resumes earlier fetches.
 
         Raises:
-            WeightsError: a file is missing or not what was written.
+            WeightsError: a file is missing or damaged.
         """
         beside = root / f".fetch-{stored.name}.tmp"
         for left in root.glob(".fetch-*.tmp"):
@@ -231,16 +217,14 @@ class CheckpointStore:
             path.unlink()
             raise WeightsError(f"expected SHA-256 {file.sha256} of {file.name} in {stored.uri}, found {sha256}")
 
-    # ---------------------------------------------------------------- delete
-
     def delete(self, stored: StoredCheckpoint) -> None:
-        """Delete a checkpoint: first its manifest, so that half of one is none."""
+        """Delete a checkpoint, its manifest first."""
         self._objects.delete(f"{_FOLDER}{stored.name}/{_MANIFEST}")
         for one in stored.files:
             self._objects.delete(f"{_FOLDER}{stored.name}/{one.name}")
 
     def clear_remains(self, before_step: int) -> None:
-        """Delete what is no checkpoint of steps before ``before_step``: uploads that nobody goes on with, unreadable manifests."""
+        """Delete partial uploads and unreadable manifests of steps before ``before_step``."""
         listed = self._objects.list(_FOLDER)
         folders = {key.removeprefix(_FOLDER).partition("/")[0] for key in listed}
         unreadable = self.unreadable
@@ -254,10 +238,10 @@ class CheckpointStore:
 
 
 def open_store(settings: Settings) -> CheckpointStore | None:
-    """Return the run's object storage; None where it has none.
+    """Return the run's object storage, if any.
 
     Raises:
-        SettingsError: boto3 is not installed, or makes no client of the settings.
+        SettingsError: boto3 is not installed, or refuses the settings.
     """
     store = settings.trainer.store
     return CheckpointStore(ObjectStore(store, settings.run.id), open_signer(settings)) if store.uri else None
@@ -287,7 +271,6 @@ def _check_size(file: CheckpointFile, stored: StoredCheckpoint, listed: Mapping[
 
 
 def _is_there(path: Path, file: CheckpointFile) -> bool:
-    """Whether an earlier fetch brought a file already."""
     return path.is_file() and path.stat().st_size == file.nbytes and digest(path).sha256 == file.sha256
 
 

@@ -1,8 +1,7 @@
-"""Object storage behind one file: S3, or what speaks its protocol, by boto3.
+"""S3-compatible object storage by boto3.
 
-Names are relative to ``<trainer.store.uri>/<run id>/``. An object appears whole or not at all, whatever becomes of its writer;
-folders do not exist, only names with slashes. boto3 tries a request three times and sends a checksum with what it uploads (servers that
-know none: ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required``, of AWS's own variables). It knows no checkpoint.
+Names are relative to ``<trainer.store.uri>/<run id>/``; writes are atomic. Requests are tried three times. For servers
+without checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required``.
 """
 
 import contextlib
@@ -22,13 +21,13 @@ _DENIED = {
     "AccessDenied", "AllAccessDisabled", "ExpiredToken", "Forbidden", "InvalidAccessKeyId", "InvalidToken", "NoSuchBucket",
     "PermanentRedirect", "SignatureDoesNotMatch", "401", "403",
 }  # fmt: skip
-"""Codes of answers that stay the same until a person changes something."""
+"""Error codes that only a person can resolve."""
 _MISSING = {"NoSuchKey", "404"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Object:
-    """What a listing tells of an object."""
+    """A listed object."""
 
     nbytes: int
     modified_s: float
@@ -38,7 +37,7 @@ class ObjectStore:
     """One run's part of a bucket.
 
     Raises:
-        SettingsError: boto3 is not installed, or makes no client of the settings.
+        SettingsError: boto3 is not installed, or refuses the settings.
     """
 
     def __init__(self, settings: StoreSettings, run_id: str) -> None:
@@ -46,11 +45,11 @@ class ObjectStore:
         self._bucket = bucket
         self._prefix = "/".join(part for part in (prefix.strip("/"), run_id) if part) + "/"
         self.uri = f"s3://{bucket}/{self._prefix}"
-        """Where names begin; ends with a slash."""
+        """Prefix of all names, with a final slash."""
         self._client, self._transfer = _open(settings)
 
     def list(self, folder: str) -> dict[str, Object]:
-        """Return the objects whose names begin with ``folder``, by name."""
+        """Return the objects under ``folder``, by name."""
         found = {}
         with self._asking(f"list {folder}"):
             pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -63,7 +62,7 @@ class ObjectStore:
         return found
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
-        """Return the first ``most_bytes`` of a small object; None where it is not there."""
+        """Return the first ``most_bytes`` of a small object, or None."""
         with self._asking(f"read {name}"):
             try:
                 answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)
@@ -78,12 +77,12 @@ class ObjectStore:
             self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
 
     def upload(self, path: Path, name: str) -> None:
-        """Write the file at ``path`` as an object, in parts where it is large."""
+        """Upload the file at ``path``, in parts if large."""
         with self._asking(f"upload {path}"):
             self._client.upload_file(str(path), self._bucket, self._prefix + name, Config=self._transfer)
 
     def download(self, name: str, path: Path, most_bytes: int) -> bool:
-        """Write an object to ``path``; False where it is not there, or has more than ``most_bytes``."""
+        """Download an object; False if it is missing or larger than ``most_bytes``."""
         room = _Room(most_bytes)
         with self._asking(f"download {name}"):
             try:
@@ -99,12 +98,12 @@ class ObjectStore:
         return True
 
     def delete(self, name: str) -> None:
-        """Delete an object; it need not be there."""
+        """Delete an object, if it exists."""
         with self._asking(f"delete {name}"):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
 
     def abort_uploads(self, folder: str) -> None:
-        """Drop the parts of uploads to ``folder`` that nobody finished: they are in no listing and cost room."""
+        """Drop unfinished uploads to ``folder``, which are unlisted but use space."""
         with self._asking(f"look for unfinished uploads to {folder}"):
             found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix + folder)
             for one in found.get("Uploads", ()):
@@ -112,7 +111,6 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Turn whatever goes wrong into a StoreError."""
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
@@ -126,11 +124,11 @@ class ObjectStore:
 
 
 class _TooLarge(Exception):
-    """An object has more bytes than it may."""
+    """An object is larger than allowed."""
 
 
 class _Room:
-    """Ends a download that brings more than ``nbytes``; for boto3, which reports progress from several threads."""
+    """Aborts a download beyond ``nbytes``; boto3 calls it from several threads."""
 
     def __init__(self, nbytes: int) -> None:
         self._left_bytes = nbytes
@@ -157,7 +155,7 @@ def _open(settings: StoreSettings) -> tuple[Any, Any]:
         connect_timeout=_CONNECT_S,
         read_timeout=_READ_S,
         retries={"mode": "standard", "total_max_attempts": 3},
-        s3={"addressing_style": "path" if settings.endpoint else "auto"},  # other servers seldom have a name a bucket
+        s3={"addressing_style": "path" if settings.endpoint else "auto"},  # other servers seldom have bucket hosts
     )
     try:
         client = boto3.session.Session().client("s3", endpoint_url=settings.endpoint or None, config=config)

@@ -1,8 +1,7 @@
-"""Signatures of checkpoints: HMAC-SHA256 with a secret key of the run, in the local marker and in the stored manifest.
+"""Signatures of markers and manifests: HMAC-SHA256 with a secret key of the run.
 
-A digest proves that a file is the one that a manifest names; anyone who can write to the store can write both. A signature proves
-that the manifest was written by a trainer that knows a key of ``trainer.signing_key_file``. The run's id is signed too, so
-a checkpoint of another run with the same key is refused. Without keys nothing is signed or refused.
+They prove that a trainer with a key of ``trainer.signing_key_file`` wrote them, and cover the run's id. Without keys
+nothing is signed or refused.
 """
 
 import dataclasses
@@ -18,13 +17,12 @@ from shared.files.secret_file import read_private
 from shared.settings import Settings
 
 FIELD = "signature"
-"""The field of a marker or manifest that holds its signature."""
 _SHORTEST = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signer:
-    """Signs with the first of its keys and accepts each of them."""
+    """Signs with its first key and accepts each of them."""
 
     run_id: str = ""
     keys: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
@@ -34,7 +32,7 @@ class Signer:
         return {**content, FIELD: self._sign(self.keys[0], content)} if self.keys else dict(content)
 
     def refusal(self, content: Mapping[str, Any]) -> str:
-        """Return why ``content`` is not accepted; "" where it is."""
+        """Return why ``content`` is refused, or ""."""
         if not self.keys:
             return ""
         signature = content.get(FIELD)
@@ -57,7 +55,7 @@ def open_signer(settings: Settings) -> Signer:
     """Return the run's signer.
 
     Raises:
-        SettingsError: the key file cannot be read, can be read by others, or holds no usable key.
+        SettingsError: the key file is unreadable, readable by others, or has no usable key.
     """
     path = settings.trainer.signing_key_file
     return Signer(settings.run.id, _keys(path) if path is not None else ())

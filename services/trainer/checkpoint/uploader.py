@@ -1,12 +1,11 @@
-"""Copies folders to object storage beside training: one at a time, the newest of its kind first.
+"""Upload folders beside training, one at a time.
 
 ::
 
     driver ── add ──▶ waiting: at most one of each kind; a newer one takes its place
                          └─▶ copied, again and again with growing pauses, until it is there or a newer one waits
 
-The folder that is being copied must stay as it is (:meth:`Uploader.uses`). Training never waits: a store that is slower than the
-checkpoints gets fewer of them, and one that is away for hours costs the newest copy alone.
+A folder must not change during its upload (:meth:`Uploader.uses`).
 """
 
 import asyncio
@@ -30,12 +29,12 @@ _BACKOFF = Backoff(1.0, longest_s=60.0)
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Return what ``work`` returns, in a thread of its own that keeps no process alive: object storage may hang."""
+    """Return the result of ``work`` from a daemon thread, as storage may hang."""
     loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
         if future.done():
-            return  # cancelled
+            return
         if error is None:
             future.set_result(result)
         else:
@@ -47,7 +46,7 @@ async def in_thread(work: Callable[[], T]) -> T:
             result = work()
         except BaseException as raised:  # noqa: BLE001 (the outermost edge of this thread; the caller raises it)
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="object storage", daemon=True).start()
@@ -57,18 +56,17 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Upload:
-    """A folder to be copied."""
+    """A folder to upload."""
 
     kind: str
     folder: Path
     copy: Callable[[], Awaitable[int]]
-    """Copies it, continuing an attempt that was broken off; returns the bytes sent. May raise StoreError."""
+    """Resumable; returns the bytes sent. May raise StoreError."""
     is_there: Callable[[], bool]
-    """Whether there is still something to copy."""
 
 
 class Uploader:
-    """Copies jobs; ``failed`` is called with the first failure in a row. It lives on the event loop."""
+    """Uploads jobs, on the event loop; ``failed`` is called with the first failure in a row."""
 
     def __init__(self, failed: Callable[[Upload, StoreError], Awaitable[None]]) -> None:
         self._failed = failed
@@ -76,13 +74,13 @@ class Uploader:
         self._waiting: dict[str, Upload] = {}
         self._current: Upload | None = None
         self._behind_since_s: float | None = None
-        self._added_at_s = 0.0  # the newest
+        self._added_at_s = 0.0
         self._failures = 0  # in a row
         self._closing = False
         metrics.UNSTORED.set_function(self.unstored_s)
 
     def add(self, job: Upload) -> None:
-        """Have a folder copied; one of its kind that still waits is not copied any more."""
+        """Queue a folder instead of a waiting one of its kind."""
         self._waiting[job.kind] = job
         self._added_at_s = time.monotonic()
         if self._behind_since_s is None:
@@ -90,25 +88,25 @@ class Uploader:
         self._changed.set()
 
     def uses(self, folder: Path) -> bool:
-        """Whether ``folder`` is being copied, and must stay."""
+        """Whether ``folder`` is being uploaded, and must stay."""
         return self._current is not None and self._current.folder == folder
 
     def unstored_s(self) -> float:
-        """Return for how long what is newer than the last copy has waited, in seconds; 0 where nothing waits. For any thread."""
+        """Return the age of unstored data in seconds, or 0. For any thread."""
         since_s = self._behind_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     async def close(self, wait_s: float) -> bool:
-        """Wait until everything is copied, for at most ``wait_s`` and for no store that is away; return whether it is."""
+        """Wait for uploads, at most ``wait_s`` and not for an absent store; return whether all are done."""
         self._closing = True
         self._changed.set()
         return await self._until(lambda: self._current is None and not self._waiting, wait_s)
 
     async def run(self) -> None:
-        """Copy what is added, for ever."""
+        """Upload queued folders, forever."""
         while True:
             await self._until(lambda: bool(self._waiting))
-            job = self._current = self._waiting.pop(min(self._waiting))  # a checkpoint before a policy
+            job = self._current = self._waiting.pop(min(self._waiting))  # checkpoints before policies
             copied = await self._copy(job)
             self._current = None
             if not self._waiting:
@@ -118,7 +116,7 @@ class Uploader:
             self._changed.set()
 
     async def _copy(self, job: Upload) -> bool:
-        """Return whether nothing of the job is left to do; else it was given up for a newer one, or as the process ends."""
+        """Return whether the job is done, not replaced or cancelled."""
         while job.is_there():
             started_s = time.perf_counter()
             try:
@@ -144,7 +142,6 @@ class Uploader:
             await self._failed(job, error)
 
     async def _until(self, holds: Callable[[], bool], wait_s: float | None = None) -> bool:
-        """Wait until something holds, for at most ``wait_s``; return whether it does."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not holds():

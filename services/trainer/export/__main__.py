@@ -1,9 +1,9 @@
-"""An export as a process of its own, which a trainer starts beside its steps (``exporter``), and anybody may::
+"""Export in a process of its own, started by a trainer (``exporter``) or a user::
 
     python -m services.trainer.export RUN --version N --to FOLDER [--adapter] [--checkpoint FOLDER]
 
-prints one JSON object on stdout, or one sentence on stderr and exits 1. RUN is the run's folder, a TOML file with its settings where no
-``penstock up`` noted them, or ``-``: these come by stdin. Before it loads anything it asks the kernel to end it with its parent.
+Prints one JSON object, or a sentence on stderr and exits 1. RUN is the run's folder, a TOML settings file, or ``-``
+(settings on stdin). The process ends with its parent.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from shared.settings import load_run, loads
 
 
 def main() -> int:
-    """Export as the command line says; return the exit code."""
+    """Export by the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Write a version of a run's policy in Hugging Face form.")
     parser.add_argument("run")
     parser.add_argument("--version", type=int, required=True)

@@ -1,12 +1,11 @@
-"""Makes the exports that were ordered over HTTP, beside training: one at a time, each in a process of its own.
+"""Make the exports ordered over HTTP beside training, one process at a time. Rank 0 only.
 
 ::
 
     order ──▶ take ──▶ python -m services.trainer.export ──▶ exports/v000040, whole ──▶ answer
 
-The process reads files only, at a low priority and without a GPU, and the kernel ends it with this one; where memory runs out, it goes
-first. So training waits for nothing (this module imports no torch), and the cleanup of checkpoints leaves the one that is read. An order whose trainer died is taken
-by the next, ``_ATTEMPTS`` times. Rank 0 only; it runs in the event loop of the main thread.
+The process has low priority and no GPU, is killed first when memory runs out, and ends with this one. This module
+imports no torch. A dead trainer's order is taken over, ``_ATTEMPTS`` times.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class Exporter:
-    """The trainer's side of :class:`shared.bus.stores.exports.Exports`; ``run`` for ever. It lives on the event loop."""
+    """The trainer's side of :class:`shared.bus.stores.exports.Exports`; on the main thread's event loop."""
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
         self._bus = bus
@@ -48,12 +47,11 @@ class Exporter:
         self._settings = settings
         self._me = uuid.uuid4().hex
         self._lost: set[int] = set()
-        """Orders that another trainer took from this one."""
         self.reading = ""
-        """Folder, or URI in object storage, of the checkpoint that is read now; cleanup leaves the folder."""
+        """Checkpoint being read, a folder (spared by cleanup) or URI."""
 
     async def run(self) -> None:
-        """Make what is ordered, in the order of numbers, for ever."""
+        """Make exports in the order of their numbers, forever."""
         while True:
             for order in await self._exports.orders():
                 if order.answer is None and order.number not in self._lost:
@@ -76,7 +74,6 @@ class Exporter:
         await tell(self._bus, "trainer", name, f"version {order.version}: {answer.folder or answer.detail}")
 
     async def _make(self, order: ExportRequest) -> ExportResult | None:
-        """Return what became of it; None where nobody wants it from us any more."""
         folder = export_folder(self._settings, order.version, adapter=order.adapter).absolute()
         record = await self._ledger.policy(order.version)
         step = 0 if record is None else record.step
@@ -132,7 +129,7 @@ class Exporter:
 
 
 async def _reap(process: Process) -> None:
-    """Wait for a process that was killed, also when cancelled meanwhile: nothing of it is left behind."""
+    """Wait for a killed process, even if cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     while process.returncode is None:
         try:
@@ -144,7 +141,6 @@ async def _reap(process: Process) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a process that is no rank, sees no GPU and is told no secret of the run."""
     kept = {
         name: value for name, value in os.environ.items() if name not in _OF_A_RANK and not name.startswith("PENSTOCK_")
     }
@@ -152,7 +148,7 @@ def _environment() -> dict[str, str]:
 
 
 def _lower(pid: int) -> None:
-    with contextlib.suppress(OSError):  # it may have ended; no Linux: no /proc
+    with contextlib.suppress(OSError):  # it may have ended; only Linux has /proc
         os.setpriority(os.PRIO_PROCESS, pid, _PRIORITY)
         Path(f"/proc/{pid}/oom_score_adj").write_text(_FIRST_TO_DIE, encoding="ascii")
 
@@ -169,7 +165,6 @@ def _ending(code: int, said: str, wrong: str) -> ExportResult:
 
 
 def _clear_unfinished(exports: Path) -> None:
-    """Make the folder of exports, without what processes that were killed left in it."""
     exports.mkdir(parents=True, exist_ok=True)
     for unfinished in exports.glob(".*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)

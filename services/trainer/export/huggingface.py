@@ -1,18 +1,14 @@
-"""Write one version of a run's policy in Hugging Face form: config, safetensors, tokenizer; or its adapter alone, for PEFT.
+"""Write one version of a run's policy in Hugging Face form, or its adapter alone for PEFT.
 
 ::
 
-    snapshot of N on disk      weights.folder/v00000N, as replicas read it; each file's hash is checked
+    snapshot of N on disk      weights.folder/v00000N; each file's hash is checked
     checkpoint of N            <run folder>/checkpoints, of any ZeRO stage and number of ranks
-    stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR) that needs room for it
+    stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR)
     version 0                  the initial policy, policy.model
 
-A version is found where the first of these has it, and comes out as it was published: the same bits, in ``policy.dtype``,
-adapters merged in. Reads files and objects only, so a run may go on meanwhile, be over, or have lost its bus; what is deleted while it is
-read is not used. Writes the folder whole or not at all. It replays no journal: other versions are refused, with a list of
-those that are there.
-
-The CLI calls it (``penstock export``); for the trainer it is a process of its own (``__main__``).
+The first available source is used; the result has the published bits. Only files and objects are read, so the run may
+be in any state. Output is atomic. Journals are not replayed, so other versions are refused.
 """
 
 import dataclasses
@@ -50,18 +46,18 @@ class Exported:
     version: int
     step: int
     source: str
-    """What it was made from: a snapshot's or a checkpoint's folder, or ``policy.model``."""
+    """Snapshot, checkpoint, or ``policy.model``."""
     folder: str
     adapter: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """Weights of a version: whole ones by Hugging Face name, or the factors of an adapter by PEFT name."""
+    """A version's weights by Hugging Face name, or adapter factors by PEFT name."""
 
     step: int
     tensors: dict[str, Tensor]
-    """None of them: the initial policy."""
+    """Empty: the initial policy."""
     adapter: bool = False
 
 
@@ -73,17 +69,13 @@ def export_version(
     adapter: bool = False,
     checkpoint: str = "",
 ) -> Exported:
-    """Write version ``version`` of the run to ``folder``.
+    """Write version ``version`` of the run to ``folder``, which must not exist, or be empty.
 
-    Args:
-        settings: of the run.
-        version: which one.
-        folder: must not exist yet, or be empty.
-        adapter: write the adapter alone instead of whole weights with it merged in.
-        checkpoint: folder or URI of what holds the version, perhaps under another number: a rollback published its weights again.
+    With ``adapter``, write the adapter alone. ``checkpoint``: folder or URI that holds the version, perhaps under
+    another number after a rollback.
 
     Raises:
-        PenstockError: the version cannot be made (any more), the run trains no adapter, or ``folder`` holds something.
+        PenstockError: the version is unavailable, the run has no adapter, or ``folder`` is not empty.
     """
     if adapter and not settings.policy.lora.rank:
         raise PenstockError("expected a run with policy.lora.rank > 0 for --adapter, found whole weights: leave it out")
@@ -102,10 +94,10 @@ def export_version(
 
 
 def newest_version(settings: Settings, *, adapter: bool = False) -> PolicyVersion:
-    """Return the newest version that :func:`export_version` can write from files or objects; never the initial policy.
+    """Return the newest version that :func:`export_version` can write, except the initial policy.
 
     Raises:
-        PenstockError: there is none.
+        PenstockError: it does not exist.
     """
     known = [version for version in _sources(settings, PolicyVersion(-1), "", adapter=adapter) if version > 0]
     store = None if known else open_store(settings)
@@ -127,9 +119,6 @@ def _refusal(settings: Settings, version: PolicyVersion, known: Collection[Polic
     )
 
 
-# -------------------------------------------------------------------- where versions are
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
     name: str
@@ -139,7 +128,7 @@ class _Source:
 def _sources(
     settings: Settings, wanted: PolicyVersion, known: str, *, adapter: bool
 ) -> dict[PolicyVersion, list[_Source]]:
-    """Return what each version can be read from, best first; the checkpoint ``known`` holds ``wanted``, too. Reads no weights."""
+    """Return each version's sources, best first; the checkpoint ``known`` also holds ``wanted``."""
     found: dict[PolicyVersion, list[_Source]] = defaultdict(list)
     for version, folder in committed(settings.snapshot_folder):
         if not adapter or (folder / _ADAPTER).is_file():
@@ -154,7 +143,6 @@ def _sources(
 
 
 def _stored_sources(settings: Settings, version: PolicyVersion, known: str) -> Iterator[_Source]:
-    """Yield what object storage has of a version, perhaps ``known`` by its URI; asks it only when it is come to."""
     if (store := open_store(settings)) is None:
         return
     for one in store.whole():
@@ -183,9 +171,6 @@ def _of_checkpoint(found: local_store.Checkpoint, settings: Settings) -> Found:
         return Found(found.state.step, tensors)
     factors = {adapters.file_name(name): tensor for name, tensor in tensors.items() if adapters.is_factor(name)}
     return Found(found.state.step, factors, adapter=True)
-
-
-# -------------------------------------------------------------------- writing
 
 
 def _write(found: Found, settings: Settings, folder: Path, *, adapter: bool) -> None:

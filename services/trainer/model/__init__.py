@@ -1,4 +1,4 @@
-"""The models that are trained, and DeepSpeed.
+"""The trained models, and DeepSpeed.
 
 engine (DeepSpeed) ──▶ policy, critic ──▶ trunk ──▶ layers
      │                     │

@@ -1,24 +1,19 @@
-"""Low-rank adapters behind one file: the only one that knows peft.
+"""Low-rank adapters; the only module that uses peft.
 
-An adapter of rank r beside a weight W (out × in) makes it ``W + scale · B · A``, with A (r × in) drawn at random, B (out × r)
-zero at first and ``scale = alpha / r`` (Hu et al. 2021, arXiv:2106.09685). Only A and B are trained. The model keeps its class; peft
-puts its layers inside, so names change, and :func:`plain_name` changes them back::
+An adapter of rank r makes a weight W (out × in) ``W + scale · B · A``: A (r × in) random, B (out × r) zero at first,
+``scale = alpha / r`` (Hu et al. 2021, arXiv:2106.09685). peft changes names; :func:`plain_name` restores them::
 
     model.layers.0.self_attn.q_proj.base_layer.weight        →  model.layers.0.self_attn.q_proj.weight       (W)
-    model.layers.0.self_attn.q_proj.lora_A.default.weight    →  base_model.model.⟨…⟩.q_proj.lora_A.weight    (a PEFT file's)
+    model.layers.0.self_attn.q_proj.lora_A.default.weight    →  base_model.model.⟨…⟩.q_proj.lora_A.weight    (PEFT file)
 
-Mixtures of experts keep the weights of all E experts of a layer in one tensor (E × out × in, in some models E × in × out). There peft
-wraps the module once for each such parameter, the wrappers nested, and keeps the factors of all experts in two matrices, A
-(E·r × in; rows ordered by expert) and B (out × r·E; columns ordered by rank, then expert)::
+Mixtures of experts keep E experts in one tensor (E × out × in, or E × in × out). peft nests one wrapper per such
+parameter, with A (E·r × in; rows by expert) and B (out × r·E; columns by rank, then expert)::
 
     ⟨…⟩.experts.base_layer.base_layer.gate_up_proj           →  ⟨…⟩.experts.gate_up_proj                     (W)
     ⟨…⟩.experts.base_layer.lora_A.default.weight                its A
     ⟨…⟩.experts.lora_A.default.weight                           A of down_proj, which the outer wrapper is for
 
-Which factors belong to which weight is therefore read off the modules (:func:`updates`), never guessed from names. What :func:`add` returns is
-trained and published completely: an adapter whose change could not be merged into a published weight is refused.
-
-It knows no ZeRO: callers that merge or copy pass whole tensors.
+:func:`updates` therefore matches factors to weights by modules. Callers gather ZeRO-partitioned tensors.
 """
 
 import contextlib
@@ -50,17 +45,16 @@ class Update:
     scale: float
     """alpha / r."""
     experts: int = 1
-    """How many experts a three-dimensional weight holds."""
     transposed: bool = False
-    """Whether the weight is stored as (…, in, out)."""
+    """Stored as (…, in, out)."""
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B."""
+        """Return A and B."""
         return self.factor_a, self.factor_b
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return ``W + scale · B · A``, computed in float32, in W's number type; W is not changed."""
+        """Return ``W + scale · B · A`` in W's number type, computed in float32."""
         a, b = (factor.detach().float() for factor in self.factors)
         if weight.ndim == 3:
             a = a.reshape(self.experts, -1, a.shape[-1])  # (E, r, in)
@@ -70,31 +64,25 @@ class Update:
 
 
 def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_alone: bool = False) -> Any:
-    """Return ``model`` with adapters in it, which alone are trained; with ``policy.lora.rank = 0``, as it is.
+    """Return ``model`` with adapters, the only trained parameters; unchanged if ``policy.lora.rank`` is 0.
 
-    Args:
-        model: a Hugging Face causal model.
-        settings: the policy's.
-        zero_stage: how weights are partitioned over ranks.
-        published_alone: whether replicas get the adapter and merge it themselves.
+    ``published_alone``: replicas merge the adapter themselves.
 
     Raises:
-        SettingsError: peft is not installed, or these adapters cannot be trained or published with these settings.
+        SettingsError: peft is missing, or the adapters cannot be trained or published with these settings.
     """
     lora = settings.lora
     if not lora.rank:
         return model
     try:
-        with uncompiled():  # it imports bitsandbytes where that is installed
+        with uncompiled():  # it imports bitsandbytes if installed
             from peft import get_peft_model
     except ImportError as error:
         raise SettingsError(
             "expected peft for policy.lora.rank > 0, found none: install penstock[trainer] or set it to 0"
         ) from error
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # peft looks for its own pattern of experts' ranks among modules only, and does use it
+        with warnings.catch_warnings():  # peft misses its own pattern of experts' ranks, but does use it
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             adapted = get_peft_model(model, _configuration(settings)).base_model.model
     except ValueError as error:
@@ -109,7 +97,6 @@ def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_
 
 
 def _reason_to_refuse(model: Any, zero_stage: int, published_alone: bool) -> str:
-    """Return why the adapters of ``model`` cannot be trained or published, with the setting to change; "" where they can."""
     change = "change policy.lora.target_modules"
     if unpublished := _unpublished(model):
         return f"{unpublished} would be trained, but does not change any weight that is published on its own: {change}"
@@ -128,10 +115,7 @@ def _reason_to_refuse(model: Any, zero_stage: int, published_alone: bool) -> str
 
 
 def _unpublished(model: Any) -> str:
-    """Return the name of a trained parameter that changes no weight which :func:`updates` could merge it into; "" without any.
-
-    A weight that is tied to another would change that one, too.
-    """
+    """Return a trained parameter that :func:`updates` cannot merge into exactly one weight, else ""."""
     owners = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     own = {name for name, parameter in model.named_parameters() if owners.count(id(parameter)) == 1}
     covered = {id(factor) for name, update in updates(model).items() if name in own for factor in update.factors}
@@ -146,10 +130,7 @@ def _wraps_a_parameter(module: nn.Module) -> bool:
 
 
 def updates(module: nn.Module) -> dict[str, Update]:
-    """Return the changes that the adapters in ``module`` make, by the names of the parameters which they change.
-
-    Adapters of another kind than a matrix product beside a weight (an embedding's, a convolution's) are not among them.
-    """
+    """Return the adapters' changes by parameter names, except those of embeddings and convolutions."""
     if not any(is_factor(name) for name, _ in module.named_parameters()):
         return {}
     from peft.tuners.lora.layer import Linear, ParamWrapper
@@ -166,7 +147,6 @@ def updates(module: nn.Module) -> dict[str, Update]:
 
 
 def _base_path(path: str, layer: Any) -> str:
-    """Return where the module is that the wrappers at ``path``, perhaps nested, are around."""
     while hasattr(layer, "base_layer"):
         path, layer = f"{path}.base_layer", layer.base_layer
     return path
@@ -194,12 +174,12 @@ def _configuration(settings: PolicySettings) -> Any:
 
 @contextlib.contextmanager
 def off(module: nn.Module) -> Iterator[None]:
-    """Make ``module`` the initial policy for the length of the body; its gradients and optimizer see nothing of it."""
+    """Make ``module`` the initial policy within the block; gradients and optimizer are unaffected."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
     for layer in layers:
-        layer._disable_adapters = True  # peft's own enable_adapters would also switch requires_grad, under DeepSpeed
+        layer._disable_adapters = True  # peft's enable_adapters would also switch requires_grad, under DeepSpeed
     try:
         yield
     finally:
@@ -213,20 +193,20 @@ def is_factor(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter of the base has without adapters."""
+    """Return a base parameter's name without adapters."""
     return _WRAPPED.sub(".", name)
 
 
 def file_name(name: str) -> str:
-    """Return what a PEFT file calls the factor ``name``."""
+    """Return the name of factor ``name`` in a PEFT file."""
     return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
 
 
 def take(model: nn.Module, factors: Mapping[str, Tensor]) -> None:
-    """Copy ``factors`` (names of a PEFT file) into the adapters of ``model``.
+    """Copy ``factors`` (PEFT names) into the adapters of ``model``.
 
     Raises:
-        PenstockError: they are not of the same names and shapes.
+        PenstockError: names or shapes differ.
     """
     own = {file_name(name): factor for name, factor in model.named_parameters() if is_factor(name)}
     expected, given = ({name: tuple(tensor.shape) for name, tensor in those.items()} for those in (own, factors))
@@ -242,7 +222,7 @@ def take(model: nn.Module, factors: Mapping[str, Tensor]) -> None:
 
 
 def file_configuration(model: Any) -> bytes:
-    """Return ``adapter_config.json`` for the adapters in ``model``, with layers by their names, as inference engines want them."""
+    """Return ``adapter_config.json`` for inference engines."""
     from peft.tuners.lora.layer import Linear
 
     found = model.peft_config[_NAME].to_dict()

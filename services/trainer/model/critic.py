@@ -1,8 +1,4 @@
-"""The critic: what reward is still to come, before each token. A language model's trunk with one output, and its loss.
-
-The head starts at 0, so a fresh critic expects nothing and GAE starts as plain returns. It knows no policy and no
-advantages; ``policy.load_trunk`` opens its model.
-"""
+"""The critic: expected remaining reward before each token. Its head starts at 0."""
 
 from typing import Any
 
@@ -16,14 +12,7 @@ from services.trainer.model.trunk import Packing, Trunk
 
 
 class Critic(nn.Module):
-    """A value of the state before each trained token.
-
-    Args:
-        trunk: a Hugging Face model without its output layer.
-        width: size of its hidden states.
-        kind: which attention.
-        packing: how sequences go through the model (``trunk``).
-    """
+    """A trunk with one output, the value before each trained token."""
 
     def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto", packing: Packing = "auto") -> None:
         super().__init__()
@@ -34,7 +23,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def train(self, mode: bool = True) -> "Critic":
-        """Prepare to train, without dropout and the like (``stochastic_layers``), or not to."""
+        """Switch training mode."""
         super().train(mode)
         train_without_noise(self.model, mode)
         return self
@@ -47,10 +36,10 @@ class Critic(nn.Module):
 
 
 def value_loss(values_N: Tensor, earlier_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
-    """Return the critic's loss per token (N): half the squared error, pessimistic about large moves.
+    """Return the critic's loss per token (N): half the squared error, clipped pessimistically.
 
-    ``½ max((V − R)², (clip(V, V_earlier ± clip) − R)²)``, V_earlier before this step's updates (Schulman et al. 2017's
-    implementation; Engstrom et al. 2020, arXiv:2005.12729). A clip of 0 does not bound.
+    ``½ max((V − R)², (clip(V, V_earlier ± clip) − R)²)``, V_earlier before this step's updates; clip 0: not clipped
+    (Engstrom et al. 2020, arXiv:2005.12729).
     """
     error_N = (values_N - returns_N).square()
     if clip:

@@ -1,15 +1,8 @@
-"""DeepSpeed behind one file: gradients of a step over micro-batches and ranks, the optimizer, and its checkpoints.
+"""The only module that uses DeepSpeed: gradients over micro-batches and ranks, optimizer, checkpoints.
 
-The loss of a step is a sum over tokens divided by the tokens of the *global* batch, so every trained token weighs the
-same whatever rank or micro-batch it lies in. DeepSpeed averages gradients over ranks, hence the factor ``ranks``.
-Nothing is compiled at run time: the optimizer is torch's or bitsandbytes' (``optimizer``), gloo or NCCL as torch brings them.
-
-At ZeRO stage 3 a rank holds a part of each weight. Whoever looks at whole ones goes through :meth:`TrainingEngine.tensors`,
-which gathers about a bucket at a time; every rank walks through it at the same point of its loop, and rank 0 alone keeps
-copies.
-
-With adapters (see ``adapter``) the frozen weights are in no optimizer and no checkpoint; :meth:`TrainingEngine.tensors` gives
-them merged, one at a time, and changes nothing in the model.
+The loss is a sum over tokens divided by the tokens of the *global* batch. DeepSpeed averages gradients over ranks,
+hence the factor ``ranks``. At ZeRO stage 3, every rank iterates :meth:`TrainingEngine.tensors` at the same point of its
+loop. Frozen weights (see ``adapter``) are in no optimizer or checkpoint.
 """
 
 import contextlib
@@ -40,37 +33,30 @@ from shared.settings import Settings
 _TAG = "engine"
 _READ_FROM_OUTSIDE = frozenset({"dt_proj"})
 _GATHER_BYTES = 256 << 20
-"""About so much of the weights is whole on every rank at a time, at ZeRO stage 3."""
+"""Bytes of weights gathered at a time at ZeRO stage 3."""
 
 
 def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Return what a model is built under on ``device``; at ZeRO stage 3 no rank ever holds more than its part and a layer."""
+    """Return the context for building a model, in parts at ZeRO stage 3."""
     place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
     if zero_stage < 3:
         return place
     found: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(
         dtype=dtype,
-        mem_efficient_linear=False,  # the engine decides that
+        mem_efficient_linear=False,
     )
     return found
 
 
 def pick_device(setting: str) -> str:
-    """Return ``cuda`` or ``cpu``.
-
-    Raises:
-        SettingsError: torch sees no GPU, and the setting asks for one.
-    """
+    """Return ``cuda`` or ``cpu``; SettingsError if the required GPU is missing."""
     if setting == "cuda" and not torch.cuda.is_available():
         raise SettingsError("expected a GPU for run.device = 'cuda', found none that torch can use: change run.device")
     return "cuda" if setting == "cuda" or (setting == "auto" and torch.cuda.is_available()) else "cpu"
 
 
 def make_deterministic(device: str) -> None:
-    """Have torch use operations on GPUs that repeat to the bit; it raises RuntimeError where it has none. To be called before the first of them.
-
-    On a CPU they do anyway.
-    """
+    """Make torch deterministic on GPUs (else RuntimeError); call before the first operation."""
     if device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -78,29 +64,23 @@ def make_deterministic(device: str) -> None:
 
 
 def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
-    """Return ``policy`` on ``device``, computing layers again in the backward pass where the settings say so; once more changes nothing."""
+    """Return ``policy`` on ``device``, with activation checkpointing as set; idempotent."""
     placed = policy.to(torch.device(device))
     recomputation.enable(placed.model, settings.trainer.gradient_checkpointing, device)
     return placed
 
 
 class TrainingEngine:
-    """A policy and its optimizer, over all ranks.
-
-    Args:
-        policy: the module to train; its forward pass takes a micro-batch.
-        settings: the run's settings.
-        device: ``cuda`` or ``cpu``.
-    """
+    """A policy and its optimizer, over all ranks."""
 
     def __init__(self, policy: nn.Module, settings: Settings, device: str) -> None:
         deepspeed = _import_deepspeed(device)
         self.ranks = dist.get_world_size()
         self.device = torch.device(device)
         self.policy = place(policy, settings, device)
-        self.policy.train()  # which modules that concerns depends on checkpointing (``stochastic_layers``)
+        self.policy.train()  # the modules concerned depend on checkpointing (``stochastic_layers``)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        with uncompiled():  # DeepSpeed imports an optimizer that asks for torch's compiler, and so does bitsandbytes
+        with uncompiled():  # DeepSpeed and bitsandbytes import an optimizer that calls torch's compiler
             engine, _, _, _ = deepspeed.initialize(
                 model=self.policy,
                 model_parameters=parameters,
@@ -134,10 +114,7 @@ class TrainingEngine:
             self._engine.step()  # counts the micro-batch, changes nothing
 
     def step(self, learning_rate: float) -> float:
-        """Update the weights; return the global gradient norm before clipping.
-
-        Where that is not finite, on every rank alike, weights and optimizer stay as they are.
-        """
+        """Update the weights if the gradient is finite; return its global norm before clipping."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = self._step_plainly() if self._plain_optimizer else self._step()
@@ -152,7 +129,7 @@ class TrainingEngine:
         return float(norm) if norm is not None else 0.0
 
     def _step_plainly(self) -> float:
-        """Without ZeRO in float32, DeepSpeed neither tells the norm nor looks at it; gradients are whole on every rank."""
+        """Step in float32 without ZeRO: gradients are whole, and DeepSpeed does not check the norm."""
         gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
         norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm()) if gradients else 0.0
         if not math.isfinite(norm):
@@ -163,15 +140,15 @@ class TrainingEngine:
 
     @contextlib.contextmanager
     def gradients_discarded(self) -> Iterator[None]:
-        """Run backward passes, the last of them with ``last``, and discard their gradients; every rank calls it.
+        """Discard the gradients of backward passes (the last with ``last``) within the block; collective.
 
-        Each gradient is replaced by one that is not finite, so that :meth:`step` leaves weights and optimizer as they are.
+        They become non-finite, so :meth:`step` changes nothing.
         """
         trained: list[Any] = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         hooks = [parameter.register_hook(lambda gradient: torch.full_like(gradient, math.nan)) for parameter in trained]
         try:
             yield
-            with _without_warnings():  # DeepSpeed warns of each step that it leaves out
+            with _without_warnings():  # DeepSpeed warns of each skipped step
                 norm = self.step(self._engine.optimizer.param_groups[0]["lr"])
         finally:
             for hook in hooks:
@@ -183,16 +160,16 @@ class TrainingEngine:
 
     @property
     def kept(self) -> Kept:
-        """What the backward pass does not compute again."""
+        """Activations that the backward pass does not compute again."""
         return self._recomputation.kept
 
     @property
     def recovers(self) -> bool:
-        """Whether a forward pass may fail on one rank: at ZeRO stage 3 other ranks would wait in the middle of it."""
+        """Whether one rank's forward pass may fail, without hanging others as at ZeRO stage 3."""
         return not self._sharded
 
     def on_any_rank(self, found: bool) -> bool:
-        """Return whether ``found`` on any rank; every rank calls it."""
+        """Return whether ``found`` on any rank; collective."""
         if self.ranks == 1:
             return found
         flag = torch.tensor([int(found)], dtype=torch.int64, device=self.device)
@@ -200,7 +177,7 @@ class TrainingEngine:
         return bool(flag.item())
 
     def ranks_where(self, found: bool) -> tuple[int, ...]:
-        """Return the ranks on which ``found``, ascending; every rank calls it."""
+        """Return the ranks on which ``found``, ascending; collective."""
         if self.ranks == 1:
             return (0,) if found else ()
         flags = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
@@ -210,29 +187,29 @@ class TrainingEngine:
 
     @property
     def model(self) -> Any:
-        """The Hugging Face model inside the policy, perhaps with adapters."""
+        """The Hugging Face model, perhaps with adapters."""
         return self.policy.model
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def sizes(self) -> ModelSizes:
-        """What a forward pass of the policy costs depends on."""
+        """For the cost of a forward pass."""
         policy: Any = self.policy
         sizes: ModelSizes = policy.sizes
         return sizes
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the policy computes a group's prompt once for all its completions."""
+        """Whether a group's prompt is computed once for all completions."""
         policy: Any = self.policy
         return bool(policy.trunk.packing == "rows")
 
     def evaluate(self, batch: object) -> Any:
-        """Run the module on a micro-batch without gradients or dropout; every rank calls it."""
+        """Run without gradients or dropout; collective."""
         self._engine.eval()
         try:
             with torch.no_grad():
@@ -241,16 +218,15 @@ class TrainingEngine:
             self._engine.train()
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the model's tensors whole, under their Hugging Face names, tied ones once, adapters merged in.
+        """Return the model's whole tensors under Hugging Face names, tied ones once, adapters merged in.
 
-        A list; at ZeRO stage 3 an iterator that every rank must go through to its end, where a tensor is whole only until
-        the next is asked for; with adapters an iterator as well.
+        May be an iterator; at ZeRO stage 3 every rank must exhaust it, and tensors are whole until the next.
         """
         whole = self._whole(published(self.model))
         return whole if self._sharded or self._frozen else list(whole)
 
     def factors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' tensors whole, under their names in a PEFT file; as :meth:`tensors`."""
+        """Yield the adapters' whole tensors under PEFT names; as :meth:`tensors`."""
         named = [(name, tensor) for name, tensor in unique(self.model) if adapter.is_factor(name)]
         return self._whole([Published(adapter.file_name(name), tensor) for name, tensor in named])
 
@@ -261,12 +237,12 @@ class TrainingEngine:
                     yield part.name, part.merged()
 
     def shapes(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Yield name, number type and whole shape of each of :meth:`tensors`, in their order; gathers nothing."""
+        """Yield name, number type and shape of each of :meth:`tensors`, without gathering."""
         for part in published(self.model):
             yield part.name, part.tensor.dtype, tuple(getattr(part.tensor, "ds_shape", part.tensor.shape))
 
     def take_part(self, *, factors: bool = False) -> None:
-        """Do a rank's share while rank 0 goes through :meth:`tensors`, or through :meth:`factors`."""
+        """Help gather while rank 0 iterates :meth:`tensors` or :meth:`factors`."""
         if self._sharded:
             for _ in self.factors() if factors else self.tensors():
                 pass
@@ -282,16 +258,13 @@ class TrainingEngine:
         return gathered
 
     def save(self, folder: Path) -> str:
-        """Write model and optimizer state, without what is frozen; return what storage refused on this rank, or "".
-
-        Every rank calls it, and all of them come back even where one could not write.
-        """
+        """Write model and optimizer state; return this rank's storage error, or "". Collective."""
         self._writer.begin()
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
         return self._writer.error
 
     def written(self) -> dict[Path, CheckpointFile]:
-        """Return the digests of the files that :meth:`save` wrote on every rank, by path; every rank calls it."""
+        """Return the digests of all ranks' files written by :meth:`save`; collective."""
         if self.ranks == 1:
             return self._writer.files
         found: list[dict[Path, CheckpointFile] | None] = [None] * self.ranks
@@ -299,11 +272,7 @@ class TrainingEngine:
         return {path: file for files in found for path, file in (files or {}).items()}
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote; every rank calls it.
-
-        Raises:
-            SettingsError: a file holds code.
-        """
+        """Read what :meth:`save` wrote; collective. SettingsError if a file holds code."""
         strict = not self._frozen
         try:
             found, _ = pickles.loading(
@@ -316,9 +285,7 @@ class TrainingEngine:
 
 
 def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
-    """Return the tensors that :meth:`TrainingEngine.save` wrote at ``zero_stage``, whole, on the CPU, without an engine.
-
-    Names are those of the module's parameters, without ``Policy``'s own prefix.
+    """Return a checkpoint's whole tensors, on the CPU, by ``Policy``'s parameter names without its prefix.
 
     Raises:
         WeightsError: a file holds code.
@@ -332,7 +299,7 @@ def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
 def _merged_parts(folder: Path) -> dict[str, Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with contextlib.redirect_stdout(sys.stderr):  # it prints
+    with contextlib.redirect_stdout(sys.stderr):
         merged: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=_TAG)
     return merged
 
@@ -344,9 +311,9 @@ def _whole_weights(folder: Path) -> dict[str, Tensor]:
 
 
 class _Writer:
-    """Keeps what storage refused from interrupting DeepSpeed between two barriers, where other ranks would wait for ever.
+    """Records storage errors: raising between DeepSpeed's barriers would hang other ranks.
 
-    It also computes the digest of each file as soon as that is written, while it is still in the page cache.
+    Also computes each file's digest while it is in the page cache.
     """
 
     def __init__(self, checkpoint_engine: Any) -> None:
@@ -360,18 +327,17 @@ class _Writer:
         self.files: dict[Path, CheckpointFile] = {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write, unless a file before was refused."""
+        """Write, unless an earlier file failed."""
         if self.error:
             return
         try:
             self._write(state_dict, path)
             self.files[Path(path)] = digest(Path(path))
-        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
+        except (OSError, RuntimeError) as error:
             self.error = f"{path}: {error}".splitlines()[0]
 
 
 def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
-    """Cut into runs of about ``_GATHER_BYTES``."""
     group: list[Published] = []
     held_bytes = 0
     for part in parts:
@@ -386,7 +352,7 @@ def _groups(parts: Iterable[Published]) -> Iterator[list[Published]]:
 
 
 def _gather_with_parents(policy: nn.Module) -> None:
-    """Have DeepSpeed gather weights that a recurrent layer reads from a module inside it, which it never calls, with the layer's own."""
+    """Gather with a recurrent layer the weights that it reads from submodules without calling them."""
     import deepspeed
 
     for layer in policy.modules():
@@ -397,7 +363,7 @@ def _gather_with_parents(policy: nn.Module) -> None:
 
 
 def _check_the_norm_alone(optimizer: Any) -> None:
-    """Leave to the norm of all gradients whether they are finite: DeepSpeed asks each of them before, in seven kernels each."""
+    """Skip DeepSpeed's finiteness check of each gradient (seven kernels each); the norm suffices."""
     optimizer.check_overflow = lambda **_: None
 
 
@@ -420,7 +386,7 @@ def _import_deepspeed(device: str) -> Any:
         from deepspeed import ops
 
     if device == "cpu":
-        # An all-reduce through shared memory that would be compiled here, with a compiler that may not be there.
+        # would be compiled at run time
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
     pickles.restrict_loading()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -430,8 +396,8 @@ def _import_deepspeed(device: str) -> Any:
 def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
-    # DeepSpeed's own linear layer keeps no whole weight until the backward pass; but it computes its product before it says what it keeps, so a
-    # checkpointed layer's last product, which nobody needs, would be computed again. Checkpointed layers keep no weight anyway.
+    # DeepSpeed's own linear layer frees whole weights until the backward pass; checkpointing does so anyway, and
+    # would compute each layer's last product again.
     linear = {"memory_efficient_linear": keeps_all}
     pinned = {"device": "cpu", "pin_memory": pick_device(settings.run.device) == "cuda"}
     if trainer.offload != "none":
@@ -446,6 +412,6 @@ def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
         "bf16": {"enabled": settings.policy.dtype == "bfloat16"},
         "zero_optimization": {**linear, **trainer.deepspeed.get("zero_optimization", {}), **zero},
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own for the host is compiled at run time
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own is compiled at run time
         "steps_per_print": 2**31 - 1,
     }

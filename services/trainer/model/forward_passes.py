@@ -1,14 +1,12 @@
-"""The forward passes of one step's updates: each is tried on all ranks, and cut in two where memory is short on one of them.
+"""Forward passes of one step, cut in two on all ranks if memory is short on one.
 
 ::
 
-    attempt      0      1      2      3      4          memory was short on rank 1 in attempt 1, which was cut into 2 and 3
+    attempt      0      1      2      3      4          memory short on rank 1 in attempt 1, which was cut into 2 and 3
     ranks        ·     (1,)    ·      ·      ·          plan.misfits = (Misfit(1, (1,)),)
 
-A micro-batch that does not fit on one rank is cut on all of them; a single sample that does not fit is left out. Which passes fit
-depends on the memory of the moment, so a step's plan notes them, and the journal holds the plan. A replay takes the passes in
-``repeated`` for misfits without trying them. Random numbers (LoRA's dropout) are seeded for each attempt by run, step,
-rank and attempt, so neither what ran before nor a failed attempt changes them, and no generator is part of a checkpoint.
+Single samples that do not fit are left out. The journalled plan records misfits, which depend on free memory, for
+replays. Random numbers (LoRA's dropout) are seeded by run, step, rank and attempt.
 """
 
 import functools
@@ -35,13 +33,9 @@ T = TypeVar("T")
 
 
 class ForwardPasses:
-    """The attempts of one step. It lives on the training thread.
+    """The attempts of one step, on the training thread.
 
-    Args:
-        engine: tells whether memory may be short, and asks the other ranks.
-        seed: distinguishes this step's random numbers: the run's seed and the step's number.
-        together: number of neighbouring samples that are not parted: 2 with preferences.
-        repeated: of a replay: what did not fit when the step was made.
+    ``together`` neighbouring samples stay together (2 with preferences); ``repeated`` are a replay's original misfits.
     """
 
     def __init__(
@@ -53,17 +47,12 @@ class ForwardPasses:
         self._repeated = {misfit.attempt: misfit.ranks for misfit in repeated}
         self._attempts = 0
         self.misfits: list[Misfit] = []
-        """What did not fit so far."""
         self.left_out = 0
-        """How many samples of this rank did not fit alone."""
 
     def results(
         self, inputs: list[LossInputs], rows: Mapping[int, PackedRow], work: Callable[[LossInputs], T]
     ) -> Iterator[tuple[T, bool]]:
-        """Yield ``work`` of each micro-batch, and whether it is the last; ``inputs`` holds them as cut afterwards.
-
-        Every rank calls it at the same point.
-        """
+        """Yield ``work`` of each micro-batch, and whether it is the last; splits ``inputs`` in place. Collective."""
         waiting, done = deque(inputs), []
         while waiting:
             micro_batch = waiting.popleft()
@@ -76,7 +65,6 @@ class ForwardPasses:
         inputs[:] = done
 
     def _cut(self, micro_batch: LossInputs, rows: Mapping[int, PackedRow], *, fits: bool) -> list[LossInputs]:
-        """Return two micro-batches for one, as every rank must; a sample that does not fit alone is left out."""
         samples = len(micro_batch.batch.places_S)
         if samples == 0 and not fits:
             raise torch.OutOfMemoryError(
@@ -94,13 +82,13 @@ class ForwardPasses:
         return oom_split.halves(micro_batch, rows, together=self._together)
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the step's figures; every rank calls it."""
+        """Return the step's figures; collective."""
         left_out = torch.tensor([self.left_out], dtype=torch.int64, device=self._engine.device)
         dist.all_reduce(left_out)
         return {"micro_batch_splits": float(len(self.misfits)), "dropped_out_of_memory": float(left_out)}
 
     def _attempt(self, work: Callable[[], T]) -> tuple[T | None, bool]:
-        """Return what ``work`` does on this rank, or None where a rank has no memory for it; and whether this rank has."""
+        """Return the result of ``work``, None if any rank is short of memory; and whether this rank fits."""
         attempt, self._attempts = self._attempts, self._attempts + 1
         ranks = self._repeated.get(attempt, ())
         result = None
@@ -123,11 +111,10 @@ class ForwardPasses:
 
 
 def _seed(*words: int) -> None:
-    """Seed the CPU's generator and those of all GPUs."""
     torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]))
 
 
 def digest(shares: Sequence[Sequence[Sequence[MicroBatch]]]) -> str:
-    """Return a digest of which samples are in which micro-batch of which rank, of each minibatch."""
+    """Return a digest of the samples in each micro-batch."""
     places = [[[one.places_S.tolist() for one in rank] for rank in ranks] for ranks in shares]
     return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()

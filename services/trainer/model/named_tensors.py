@@ -1,11 +1,9 @@
-"""The tensors of a policy by the names that a Hugging Face checkpoint of the model class gives them.
+"""The tensors of a policy by their names in a Hugging Face checkpoint.
 
 ::
 
     module's parameters ─▶ unique()     each once, tied ones too, with the persistent buffers
                         ─▶ published()  without the adapters' factors, each weight with the update to merge into it
-
-Shared by the engine, which gathers partitioned weights first, and by exports from files.
 """
 
 import dataclasses
@@ -18,7 +16,7 @@ from services.trainer.model import adapter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Published:
-    """A tensor that is published."""
+    """A published tensor."""
 
     name: str
     tensor: Tensor
@@ -26,16 +24,16 @@ class Published:
 
     @property
     def needed(self) -> tuple[Tensor, ...]:
-        """Return the tensors that must be whole for :meth:`merged`."""
+        """Return the tensors that :meth:`merged` needs whole."""
         return (self.tensor,) if self.update is None else (self.tensor, *self.update.factors)
 
     def merged(self) -> Tensor:
-        """Return the tensor with its adapter merged in; without an adapter, the tensor itself."""
+        """Return the tensor with any adapter merged in."""
         return self.tensor.detach() if self.update is None else self.update.merged(self.tensor)
 
 
 def published(model: nn.Module) -> Iterator[Published]:
-    """Yield what is published of ``model``, a Hugging Face causal model perhaps with adapters, in the order of its parameters."""
+    """Yield the published tensors of a model, perhaps with adapters, in order."""
     updates = adapter.updates(model)
     for name, tensor in unique(model):
         if not adapter.is_factor(name):
@@ -43,7 +41,7 @@ def published(model: nn.Module) -> Iterator[Published]:
 
 
 def unique(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Named parameters and persistent buffers of ``module``; ``named_parameters`` gives a tied one once."""
+    """Yield named parameters, tied ones once, and persistent buffers."""
     yield from module.named_parameters()
     persistent = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)

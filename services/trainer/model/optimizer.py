@@ -1,8 +1,7 @@
-"""The optimizer of a rank's weights: torch's AdamW, or bitsandbytes' with moments of 8 bits. Nothing is compiled at run time.
+"""The optimizer: torch's AdamW, or bitsandbytes' with 8-bit moments, without run-time compilation.
 
-The 8 bits are blockwise quantized (Dettmers et al. 2022, arXiv:2110.02861): a moment costs a byte a weight instead of four, and
-tensors of fewer than 4,096 numbers keep 32 bits. With ZeRO the optimizer sees flat parts of the weights in float32. It knows
-no DeepSpeed; ``engine`` hands it over.
+8 bits are blockwise quantized (Dettmers et al. 2022, arXiv:2110.02861); tensors below 4,096 numbers keep 32. With ZeRO
+the optimizer sees flat parts of the weights in float32.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str)
     """Return ``trainer.optimizer`` over ``parameters`` (Loshchilov and Hutter 2019, arXiv:1711.05101).
 
     Raises:
-        SettingsError: what ``adamw_8bit`` needs is not installed.
+        SettingsError: ``adamw_8bit`` is not installed.
     """
     options: dict[str, Any] = {
         "lr": trainer.learning_rate,
@@ -34,7 +33,7 @@ def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str)
 def _import_bitsandbytes() -> Any:
     try:
         import bitsandbytes
-    except (ImportError, OSError, RuntimeError) as error:  # its library may miss one of CUDA's
+    except (ImportError, OSError, RuntimeError) as error:  # a CUDA library may be missing
         raise SettingsError(
             f'expected bitsandbytes for trainer.optimizer = "adamw_8bit", found none that loads ({error}): install '
             'penstock[adam-8bit], or set it to "adamw"'

@@ -1,8 +1,4 @@
-"""The policy as the trainer sees it: a Hugging Face causal model that gives the logprobs of given tokens.
-
-It computes logits only where a trained token is predicted, and not all of them at once (``logits``). Only this file and
-``attention`` know transformers.
-"""
+"""The policy: a Hugging Face causal model that returns logprobs of given tokens."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,20 +24,20 @@ from shared.settings import PolicySettings
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward pass takes a micro-batch; logits are divided by each token's temperature.
+    """A causal language model over micro-batches; logits are divided by each token's temperature.
 
     Args:
         model: a Hugging Face causal model.
-        entropy_gradient: whether entropies carry a gradient, for an entropy bonus.
-        kind: which attention.
-        chunk_tokens: logits of so many tokens are there at a time; 0: of all.
-        fused_logits: whether one kernel may make logprobs of logits, on a GPU.
-        logits: in which type the logits are.
-        packing: how sequences go through the model (``trunk``).
+        entropy_gradient: for an entropy bonus.
+        kind: of attention.
+        chunk_tokens: maximum tokens with logits at a time; 0: all.
+        fused_logits: by one GPU kernel.
+        logits: their number type.
+        packing: see ``trunk``.
 
     Raises:
-        CannotPack: ``packing`` is "rows", and the model has a module that cannot be packed.
-        SettingsError: the model scales its logits in a way that is not known here.
+        CannotPack: ``packing`` is "rows", and a module cannot be packed.
+        SettingsError: unknown scaling of logits.
     """
 
     def __init__(
@@ -58,25 +54,23 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.sizes = measure(model)
-        """What its forward pass costs depends on."""
         self.trunk = Trunk(model, kind, packing)
         self._entropy_gradient = entropy_gradient
         self._chunk_tokens = chunk_tokens
         self._fused_logits = fused_logits
         self._logits: LogitsType = logits
         self.keeps_logits = False
-        """Whether the backward pass finds the logits of all chunks, or computes them again."""
-        projection(model.get_output_embeddings(), logits)  # refuses now what it would refuse at the first batch
+        projection(model.get_output_embeddings(), logits)  # fails now rather than at the first batch
         self._transform = logits_transform(model)
 
     def train(self, mode: bool = True) -> "Policy":
-        """Prepare to train, without dropout and the like (``stochastic_layers``), or not to."""
+        """Switch training mode (``stochastic_layers``)."""
         super().train(mode)
         train_without_noise(self.model, mode)
         return self
 
     def forward(self, batch: MicroBatch) -> TokenLogprobs:
-        """Return the logprobs of ``batch``'s trained tokens under the current weights."""
+        """Return the logprobs of ``batch``'s trained tokens."""
         hidden_ND = self.trunk.hidden_states(batch)
         return token_logprobs(
             hidden_ND,
@@ -93,7 +87,7 @@ class Policy(nn.Module):
 
     @property
     def logits_bytes(self) -> int:
-        """What a token's logits take where they are kept; 0 where they are not worth it: torch's operations keep several copies."""
+        """Bytes of a token's kept logits; 0 with torch's operations, which keep several copies."""
         output = self.model.get_output_embeddings().weight
         if not (self._fused_logits and self._chunk_tokens and output.is_cuda):
             return 0
@@ -103,15 +97,11 @@ class Policy(nn.Module):
 
 
 def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_tokens: int = 0) -> Any:
-    """Return the Hugging Face model in ``policy.model``.
-
-    Args:
-        settings: of the policy.
-        training_dtype: number type of its weights.
-        context_tokens: the run's longest sequence (``shared.model.rope``); 0: the model's own.
+    """Return the Hugging Face model in ``policy.model``, for ``context_tokens`` (0: the model's own;
+    ``shared.model.rope``).
 
     Raises:
-        SettingsError: there is none, or its rotary embeddings are of a kind that is not known.
+        SettingsError: it does not exist, or has unknown rotary embeddings.
     """
     check_model("policy.model", settings.model)
     with importing():
@@ -134,7 +124,7 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
         TypeError,
         AttributeError,
         RuntimeError,
-    ) as error:  # of any model's code
+    ) as error:
         raise SettingsError(
             f"expected a Hugging Face causal model in {settings.model!r}, found: {str(error).strip()}: change policy.model"
         ) from error
@@ -144,11 +134,7 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
 
 
 def check_numbers(model: nn.Module, source: str) -> None:
-    """Refuse weights that cannot be trained: quantised ones.
-
-    Raises:
-        SettingsError: there are some.
-    """
+    """Raise SettingsError for quantised weights, which cannot be trained."""
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.itemsize < 2:
             raise SettingsError(
@@ -158,7 +144,7 @@ def check_numbers(model: nn.Module, source: str) -> None:
 
 
 def outline(settings: PolicySettings) -> Any:
-    """Return the model in ``policy.model`` without weights: its modules, with parameters on the meta device."""
+    """Return the model in ``policy.model`` on the meta device."""
     check_model("policy.model", settings.model)
     with importing():
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -181,7 +167,7 @@ def load_reference(
     packing: Packing = "auto",
     context_tokens: int = 0,
 ) -> Policy:
-    """Return the initial policy, frozen, on this rank's device: whole on every rank, whatever the ZeRO stage."""
+    """Return the initial policy, frozen and whole on this rank's device."""
     model = load_model(settings, dtype, context_tokens)
     kernels.install(model, fused, device)
     fuses = kernels.fuses_logits(fused)
@@ -190,14 +176,14 @@ def load_reference(
 
 
 def load_trunk(settings: PolicySettings, model: str, dtype: torch.dtype, context_tokens: int = 0) -> tuple[Any, int]:
-    """Return ``model`` (empty: the policy's) without its output layer, for a critic, and its hidden states' width."""
+    """Return ``model`` (empty: the policy's) without output layer, and its hidden width."""
     chosen = settings.model_copy(update={"model": model or settings.model})
     whole = load_model(chosen, dtype, context_tokens)
     return attention.decoder_of(whole), int(whole.config.get_text_config().hidden_size)
 
 
 def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySettings, folder: Path) -> None:
-    """Write ``model`` with ``tensors`` (copied one by one) and the tokenizer in Hugging Face form, whole or not at all."""
+    """Write ``model`` with ``tensors`` and the tokenizer in Hugging Face form, atomically."""
     from transformers import AutoTokenizer
 
     with whole_folder(folder) as beside:
@@ -208,7 +194,7 @@ def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySe
 
 
 def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: Path) -> None:
-    """Write an adapter's ``factors`` (names of a PEFT file) with its ``adapter_config.json`` in PEFT form, whole or not at all."""
+    """Write an adapter's ``factors`` (PEFT names) and configuration in PEFT form, atomically."""
     from safetensors.torch import save_file
 
     with whole_folder(folder) as beside:

@@ -1,12 +1,8 @@
-"""Which layers keep their activations for the backward pass, and which compute them again (Chen et al. 2016, arXiv:1604.06174).
+"""Choose the layers that keep activations; others recompute them (Chen et al. 2016, arXiv:1604.06174).
 
-With ``trainer.gradient_checkpointing = "auto"`` as many of the last layers keep theirs as a GPU's memory has room for, after the logits. The
-first step keeps those of the last layer, which costs nothing: its backward pass comes first and needs them at once. What they take is
-measured there, and the peak of each step says how many more would fit a forward pass of ``trainer.micro_batch_tokens``. Layers may
-differ, so the number at most quadruples from step to step. It changes no result: the same operations run on the same numbers.
-
-At ZeRO stage 3 a saved view of a weight would keep the whole weight. It is noted as a place in the weight instead, which is
-whole again when the layer's backward pass runs.
+With ``trainer.gradient_checkpointing = "auto"``, as many of the last layers keep theirs as GPU memory allows, after
+the logits. The first step keeps the last layer's, which costs nothing; each step's peak tells how many more fit, at
+most four times as many. At ZeRO stage 3 a saved view is stored as its place, so that the weight can be released.
 """
 
 import contextlib
@@ -20,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _USED = 0.85
-"""Share of the memory that is not other processes' which a step may need, by the forecast."""
+"""Usable share of the available memory."""
 _GROWTH = 4
 _RESERVE = 1.1
-"""What a layer takes is forecast with so much more, as its attention copies keys."""
+"""As attention copies keys."""
 
 
 def enable(model: Any, setting: bool | str, device: str) -> None:
-    """Let the layers of ``model`` compute their activations again where ``setting`` says so; ``auto``: on a GPU, where they can."""
+    """Enable checkpointing as ``setting`` says; ``auto``: on GPUs, if supported."""
     if setting is True or (
         setting == "auto" and device == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
     ):
@@ -35,23 +31,22 @@ def enable(model: Any, setting: bool | str, device: str) -> None:
 
 
 def is_enabled(policy: nn.Module) -> bool:
-    """Return whether layers of ``policy`` compute their activations again."""
+    """Return whether layers of ``policy`` recompute activations."""
     return bool(_checkpointed(policy))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """What steps so far needed of a rank's memory, in bytes, and how many tokens their largest forward pass had."""
+    """Peak memory of a rank, in bytes, and tokens of the largest forward pass."""
 
     lasting: int
-    """What remains between steps: weights, optimizer, reference."""
     peak: int
     tokens: int
     available: int
-    """To this process, what it has included."""
+    """Including what this process holds."""
 
     def free(self, most_tokens: int) -> int:
-        """Return how many bytes a forward pass of ``most_tokens`` would leave; less than 0: how many it lacks."""
+        """Return the bytes that a forward pass of ``most_tokens`` would leave, perhaps negative."""
         grown = self.lasting + (self.peak - self.lasting) * max(1.0, most_tokens / max(1, self.tokens))
         return int(_USED * self.available - grown)
 
@@ -64,10 +59,7 @@ class Kept:
     logits: bool = False
 
     def next(self, free: int, layers: int, layer_bytes: float, logits_bytes: float) -> "Kept":
-        """Return what is to be kept where so many bytes are ``free``, of ``layers`` layers of ``layer_bytes`` each.
-
-        Logits come first, of which a byte saves more than one of a layer.
-        """
+        """Return what to keep in ``free`` bytes; logits first, as they save more per byte."""
         if not layer_bytes:
             return self
         logits = self.logits or 0 < logits_bytes <= free
@@ -77,14 +69,14 @@ class Kept:
 
 
 class Recomputation:
-    """Decides before each step which layers of ``policy`` keep their activations, and whether it keeps its logits.
+    """Decides before each step which layers keep activations, and whether logits are kept.
 
     Args:
-        policy: whose layers :func:`enable` was called on.
+        policy: after :func:`enable`.
         most_tokens: of a forward pass.
-        device: whose memory it is.
-        sharded: whether a weight is whole only while its layer runs.
-        automatic: whether any layer keeps its activations.
+        device: of the memory.
+        sharded: weights are whole only while their layer runs.
+        automatic: layers may keep activations.
     """
 
     def __init__(self, policy: Any, most_tokens: int, device: torch.device, *, sharded: bool, automatic: bool) -> None:
@@ -93,11 +85,11 @@ class Recomputation:
         self._measures = bool(self._layers) and device.type == "cuda"
         self._tokens = self._peak = self._now = 0
         self._layer_bytes = 0.0
-        """Of a token, in the layer that keeps most."""
+        """Per token, in the layer that keeps most."""
         self.keep(Kept(min(1, len(self._layers))))
 
     def keep(self, kept: Kept) -> None:
-        """Let the last layers keep their activations: their backward passes come first and make room."""
+        """Let the last layers keep activations: their backward passes come first."""
         self.kept = kept
         self._policy.keeps_logits = kept.logits
         again = len(self._layers) - kept.layers
@@ -108,7 +100,7 @@ class Recomputation:
 
     @contextlib.contextmanager
     def watching(self, tokens: int = 0) -> Iterator[None]:
-        """Note how much memory a forward pass of ``tokens``, or a backward pass, needs at most."""
+        """Record the peak memory of a forward or backward pass."""
         self._now = tokens or self._now
         self._tokens = max(self._tokens, tokens)
         yield
@@ -116,7 +108,7 @@ class Recomputation:
             self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
 
     def adapt(self) -> None:
-        """Decide for the next step; every rank calls it between steps."""
+        """Decide for the next step; collective, between steps."""
         if not self._measures:
             return
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -134,7 +126,7 @@ class Recomputation:
 
 
 def _agreed(kept: Kept, device: torch.device) -> Kept:
-    """Return the least of all ranks: at ZeRO stage 3 they gather weights in the same order."""
+    """Return the minimum over ranks, which must gather alike at ZeRO stage 3."""
     if dist.get_world_size() == 1:
         return kept
     least = torch.tensor([kept.layers, int(kept.logits)], dtype=torch.int64, device=device)
@@ -155,7 +147,7 @@ def _computed_again(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Keeping:
-    """Runs a layer, in the place of torch's checkpointing; counts what it keeps when it first does."""
+    """Replaces torch's checkpointing of a layer; measures what it keeps."""
 
     def __init__(self, layer: nn.Module, sharded: bool, note: Callable[[int], None]) -> None:
         self._weights: Sequence[nn.Parameter] = list(layer.parameters())
@@ -189,8 +181,6 @@ class _Keeping:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PartOfWeight:
-    """A view of a weight, wherever that is when it is needed."""
-
     weight: nn.Parameter
     shape: torch.Size
     stride: tuple[int, ...]

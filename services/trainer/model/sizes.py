@@ -1,14 +1,14 @@
-"""Measure what the cost of a model's forward pass depends on, from its modules; works on the meta device and with partitioned weights.
+"""Measure the sizes that determine the cost of a forward pass; also on the meta device or partitioned.
 
 ::
 
     weights per token = matrices of the decoder, embeddings apart
                       + experts · (experts per token / experts)            3-D parameters, or a list of modules
-    attention width   = Σ layers  heads · (size of a query + size of a value) / 2      by window, where a layer has one
+    attention width   = Σ layers  heads · (size of a query + size of a value) / 2      by window, if a layer has one
     output weights    = those of the output layer, tied or not
 
-Not counted: what a recurrent layer does besides its projections and convolutions, norms, rotary embeddings, biases, activations: a few percent
-at most. A layer that attends in chunks (Llama 4) counts as if it saw all. An adapter beside a weight counts as a matrix.
+Recurrences, norms, rotary embeddings, biases and activations (a few percent) are ignored; chunked attention counts as
+full.
 """
 
 import logging
@@ -27,11 +27,10 @@ _EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k",
 )  # fmt: skip
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "linear_out")
-"""What attention modules call their last linear layer."""
 
 
 def measure(model: Any) -> ModelSizes:
-    """Return the sizes of ``model``, a Hugging Face causal model, perhaps with adapters."""
+    """Return the sizes of a Hugging Face causal model, perhaps with adapters."""
     config, output = model.config.get_text_config(), model.get_output_embeddings()
     decoder = model.get_decoder()
     counted = model if isinstance(decoder, nn.Linear) else decoder  # some models' decoder is their head
@@ -45,7 +44,6 @@ def measure(model: Any) -> ModelSizes:
 
 
 def _matrices(decoder: nn.Module, output: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Yield name, shape and number of weights of each matrix, as often as layers use it."""
     for path, module in decoder.named_modules(remove_duplicate=False):
         if module is output or isinstance(module, nn.Embedding):
             continue
@@ -55,7 +53,7 @@ def _matrices(decoder: nn.Module, output: nn.Module) -> Iterator[tuple[str, tupl
 
 
 def _active_share(name: str, shape: tuple[int, ...], config: Any) -> float:
-    """Return which share of a matrix a token is multiplied with: less than 1 for those of experts."""
+    """Return the share of a matrix used per token: below 1 for experts."""
     experts = _setting(config, _EXPERTS)
     of_experts = any(part.endswith("experts") and "shared" not in part for part in name.split("."))
     stacked = len(shape) == 3 and shape[0] == experts and "conv" not in name
@@ -70,7 +68,7 @@ def _active_share(name: str, shape: tuple[int, ...], config: Any) -> float:
 
 
 def _setting(config: Any, names: tuple[str, ...]) -> float:
-    """Return the first of ``names`` that a model's configuration has; 0 without any. A list, one for each layer, is averaged."""
+    """Return the first configured of ``names``, averaged over layers, else 0."""
     for holder in (config, getattr(config, "ffn_config", None)):
         for name in names:
             if value := getattr(holder, name, None):
@@ -79,7 +77,6 @@ def _setting(config: Any, names: tuple[str, ...]) -> float:
 
 
 def _attention_width(module: Any, config: Any) -> int:
-    """Return heads · (size of a query + size of a value) / 2 of a module that attends; 0 for others."""
     output = next((getattr(module, name) for name in _OUTPUTS if hasattr(getattr(module, name, None), "weight")), None)
     if not hasattr(module, "is_causal") and (output is None or not hasattr(module, "num_key_value_groups")):
         return 0
@@ -88,19 +85,19 @@ def _attention_width(module: Any, config: Any) -> int:
     heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", 1)
     values = heads * (value or config.hidden_size // heads) if output is None else _shape(output.weight)[-1]
     if value:
-        heads = values // value  # layers may differ from one another
+        heads = values // value
     query = getattr(module, "qk_head_dim", None) or head
     return int((heads * query if query else values) + values) // 2
 
 
 def _window(module: Any, config: Any) -> int:
-    """Return how many tokens a module that attends sees at most, itself included; 0 without a limit."""
+    """Return an attention window in tokens, or 0."""
     by_layer = hasattr(module, "sliding_window") or getattr(config, "layer_types", None)
     return int(getattr(module if by_layer else config, "sliding_window", None) or 0)
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # whole, where a rank has a part of it
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _numel(parameter: Any) -> int:

@@ -1,8 +1,7 @@
-"""Train a model as the function that generated: without dropout, layer drop or random routing.
+"""Train without dropout, layer drop or random routing.
 
-A policy's logprobs are compared with those of its replicas, which run in eval mode. So the modules of a model stay in eval mode while it
-trains, with two exceptions: the dropout of LoRA adapters, which a setting asks for, and layers under gradient checkpointing,
-which transformers computes again only where they are in training mode. Those leave it while their own forward pass runs.
+The policy trains in eval mode, in which replicas generate, except for LoRA's dropout and the outside of checkpointed
+layers, which transformers recomputes only in training mode.
 """
 
 from typing import Any
@@ -14,12 +13,7 @@ _HOOKED = "_penstock_without_noise"
 
 
 def train_without_noise(model: nn.Module, mode: bool) -> None:
-    """Put ``model`` into eval mode; with ``mode``, all but LoRA's dropout and the outside of checkpointed layers.
-
-    Args:
-        model: a Hugging Face model or its trunk, wrapped by LoRA or not.
-        mode: whether it is about to train.
-    """
+    """Put ``model`` into eval mode; with ``mode``, except for the above."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.eval()
@@ -34,7 +28,7 @@ def train_without_noise(model: nn.Module, mode: bool) -> None:
 
 
 def _leave_training_inside(layer: nn.Module) -> None:
-    """Let ``layer`` be in eval mode from the start of its forward pass to its end, the repeated one included."""
+    """Keep ``layer`` in eval mode during its forward pass, also when repeated."""
     if getattr(layer, _HOOKED, False):
         return
     setattr(layer, _HOOKED, True)

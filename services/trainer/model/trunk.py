@@ -1,13 +1,11 @@
-"""A model without its output layer, run on micro-batches: packed in rows, or sequence by sequence.
+"""A model without its output layer, on micro-batches packed in rows or sequence by sequence.
 
 ::
 
-    rows        a group's prompt once, completions beside it; attention (``attention``) and recurrent layers (``mixers``) know where
-                sequences are. For models in which both are known.
-    sequences   each prompt + completion by itself through the model as transformers runs it, with its own attention. Exact for every causal
-                model, and slower: a prompt is computed once for each of its completions, and short sequences fill a GPU badly.
+    rows        a group's prompt once, completions beside it; needs known ``attention`` and ``mixers``
+    sequences   each prompt + completion by itself, with transformers' own attention; any causal model, slower
 
-Both take any micro-batch and return the same hidden states. It knows no logits, no loss and no settings object.
+Both return the same hidden states.
 
 Shapes: ``B`` 1, ``T`` tokens of a micro-batch, ``N`` trained tokens, ``D`` hidden size.
 """
@@ -32,15 +30,12 @@ Packing = Literal["auto", "rows", "sequences"]
 
 
 class Trunk:
-    """Gives hidden states; the model stays its owner's.
+    """Computes hidden states of a Hugging Face causal model or trunk.
 
-    Args:
-        model: a Hugging Face causal model, or a trunk of one.
-        kind: which attention packed rows take.
-        packing: how sequences go through it; ``auto``: in rows where every module that mixes tokens is known, else sequence by sequence.
+    ``packing`` "auto" chooses rows if every token-mixing module is known.
 
     Raises:
-        CannotPack: rows are asked for, and a module is not known.
+        CannotPack: rows are required, and a module is unknown.
     """
 
     def __init__(self, model: Any, kind: attention.Kind, packing: Packing) -> None:
@@ -50,7 +45,7 @@ class Trunk:
         self._own_attention = str(model.config._attn_implementation)
         self._boundaries: mixers.Boundaries | None = None
         self.reason = ""
-        """Why ``auto`` did not choose rows; "" where it did, or did not choose."""
+        """Why ``auto`` did not choose rows; else ""."""
         unknown = "" if packing == "sequences" else mixers.unpackable(self._module)
         if unknown and packing == "rows":
             raise CannotPack(f'{_explain(unknown)}: change trainer.packing to "auto" or "sequences"')
@@ -60,7 +55,7 @@ class Trunk:
             self.use("sequences" if packing == "sequences" else "rows")
 
     def use(self, packing: Literal["rows", "sequences"]) -> None:
-        """Run the model in this way from now on; its weights stay as they are."""
+        """Choose the packing."""
         self.packing: Literal["rows", "sequences"] = packing
         if packing == "rows":
             self._boundaries = mixers.install(self._module)
@@ -69,14 +64,14 @@ class Trunk:
             self._model.set_attn_implementation(self._own_attention)
 
     def fall_back(self, reason: str) -> None:
-        """Run the model sequence by sequence from now on, as rows cannot be used for ``reason``."""
+        """Use sequences from now on, for ``reason``."""
         self.use("sequences")
         self.reason = f"{reason}; {_COST}"
         log.warning("sequences are not packed", extra={"detail": self.reason})
 
     @contextlib.contextmanager
     def attending_by(self, kind: attention.Kind) -> Iterator[None]:
-        """Let packed rows take another attention within the block."""
+        """Use another attention for rows within the block."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -84,11 +79,11 @@ class Trunk:
             self._kind = before
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Return the hidden state that predicts each trained token of ``batch`` (N × D).
+        """Return the hidden state that predicts each trained token (N × D).
 
         Raises:
-            CannotPack: the model has what packed rows cannot do.
-            SettingsError: it is no causal model.
+            CannotPack: the model cannot process rows.
+            SettingsError: it is not causal.
         """
         if self.packing == "sequences":
             return self._one_by_one(batch)
@@ -125,7 +120,6 @@ class Trunk:
 
     @property
     def _sharded(self) -> bool:
-        """Whether ranks have parts of the weights (ZeRO stage 3), which every call of a module gathers."""
         return any(hasattr(parameter, "ds_id") for parameter in self._module.parameters())
 
 

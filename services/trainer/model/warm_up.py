@@ -1,9 +1,6 @@
-"""First uses of a GPU's libraries and kernels, in a thread beside the loading of weights.
+"""Load cuBLAS and compile Triton kernels in a thread while weights are loaded.
 
-A process's first matrix product loads cuBLAS, and the first call of a Triton kernel compiles it or reads it from Triton's cache. At the sizes
-of the model this is done while weights are read from a disk, so that the self-test and the first step do not wait for it. It
-changes no state of torch: tensors have their types and devices said, and no random number is drawn. What fails here fails
-again where it is needed, and is told there.
+It leaves torch's state and random generators unchanged, and errors to the actual use.
 """
 
 import contextlib
@@ -25,13 +22,7 @@ _TOKENS = 256
 
 @contextlib.contextmanager
 def beside(config: Mapping[str, Any], kind: kernels.Kind, device: str) -> Iterator[None]:
-    """Warm up within the block, and be done with it at its end; nothing on a CPU.
-
-    Args:
-        config: the fields of the model's configuration.
-        kind: which kernels the run uses.
-        device: ``cuda`` or ``cpu``.
-    """
+    """Warm up for the model with ``config`` within the block; nothing on a CPU."""
     if device != "cuda" or kind == "torch":
         yield
         return
@@ -72,7 +63,7 @@ def _product(text: Mapping[str, Any], where: dict[str, Any]) -> None:
 
 
 def _logits(text: Mapping[str, Any], where: dict[str, Any]) -> None:
-    width = 512 + int(text["vocab_size"]) % 16  # Triton has a kernel of its own for multiples of 16
+    width = 512 + int(text["vocab_size"]) % 16  # Triton specializes kernels for multiples of 16
     targets = torch.zeros(_TOKENS, dtype=torch.int64, device=where["device"])
     temperatures = torch.ones(_TOKENS, dtype=torch.float32, device=where["device"])
     logits = _ones(_TOKENS, width, **where)

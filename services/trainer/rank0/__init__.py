@@ -1,4 +1,4 @@
-"""Rank 0's duties: everything on the bus and around checkpoints, on the event loop, beside the training thread.
+"""Rank 0's duties on the bus and around checkpoints, on the event loop beside the training thread.
 
 ::
 

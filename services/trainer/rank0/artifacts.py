@@ -1,4 +1,4 @@
-"""What leaves the trainer: published weights, checkpoints, the final policy. Rank 0 writes them, other ranks take part in gathering."""
+"""Published weights, checkpoints and the final policy: rank 0 writes, other ranks help gather."""
 
 import dataclasses
 import shutil
@@ -18,24 +18,24 @@ from shared.settings import Settings
 
 
 class Artifacts:
-    """A rank other than 0: it gathers its part of the weights where they are sharded. It lives on the training thread."""
+    """A rank other than 0, on the training thread."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
-        """Make the weights of ``step`` available to replicas as ``version``."""
+        """Publish the weights of ``step`` as ``version``."""
         engine.take_part(factors=self._settings.publishes_adapters)
         return None
 
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
     ) -> Saved:
-        """Make what all ranks wrote a checkpoint, or delete it where storage refused a part of it."""
+        """Complete a checkpoint, or delete it if storage refused a part."""
         return Saved(None)
 
     def export(self, engine: TrainingEngine) -> PolicyWritten:
-        """Write the final policy in Hugging Face form, adapters merged in, and these beside it."""
+        """Write the final policy in Hugging Face form, adapters also separately."""
         engine.take_part()
         if self._settings.policy.lora.rank:
             engine.take_part(factors=True)
@@ -43,7 +43,7 @@ class Artifacts:
 
 
 class Rank0Artifacts(Artifacts):
-    """Rank 0: it writes. It lives on the training thread."""
+    """Rank 0, on the training thread."""
 
     def __init__(self, settings: Settings, publication: Publication) -> None:
         super().__init__(settings)
@@ -51,7 +51,7 @@ class Rank0Artifacts(Artifacts):
         self._signer = open_signer(settings)
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
-        """Write the version's number down before it can be committed, then make the weights available."""
+        """Record the version's number before its commit, then publish the weights."""
         assert version is not None
         note_version(self._settings.run_folder, version)
         return self._publication.publish(engine, version, step)
@@ -72,7 +72,7 @@ class Rank0Artifacts(Artifacts):
         return Saved(None, refusal)
 
     def export(self, engine: TrainingEngine) -> PolicyWritten:
-        """Write them to the run's folder."""
+        """Write the final policy to the run's folder."""
         policy, adapters = self._settings.run_folder / "policy", self._settings.run_folder / "adapter"
         export(engine.model, engine.tensors(), self._settings.policy, policy)
         if not self._settings.policy.lora.rank:

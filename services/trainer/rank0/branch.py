@@ -1,9 +1,7 @@
-"""The branch of the run's history that this trainer continues: its epoch, the newest version, and what each version's step was.
+"""The branch of the run's history that this trainer continues.
 
-The ledger takes versions of one epoch alone. Starting a trainer takes the next one, and so do the ranks when a rollback ended
-theirs: they go on from the version that the ledger went back to. What another trainer's epoch ended is over for this one.
-
-Rank 0 only. It knows no commands.
+The ledger accepts versions of one epoch only. A trainer takes the next epoch at its start and after a rollback; an
+epoch that another trainer ended is final.
 """
 
 import time
@@ -18,26 +16,24 @@ from shared.errors import Fenced
 
 
 class Branch:
-    """The end of the history, to which this trainer adds. It lives on the event loop."""
+    """End of the history, to which this trainer adds; on the event loop."""
 
     def __init__(self, bus: Bus) -> None:
         self._ledger = Ledger(bus)
         self._epoch = 0
         self.newest: PolicyVersion | None = None
-        """The newest version of the run, of any branch; the next one has the next number."""
+        """Of any branch; determines the next number."""
         self.tip: PolicyVersion | None = None
-        """The parent of the next version: the newest one, or the one that a rollback went back to."""
+        """Parent of the next version: the newest one, or the target of a rollback."""
         self.revision = 0
-        """Under which revision of the live settings the newest step was made."""
         self.steps: dict[PolicyVersion, int] = {}
-        """How many steps were committed with each version."""
 
     async def take_epoch(self) -> None:
-        """Shut out every trainer before this one, and itself from before a rollback."""
+        """Fence off earlier trainers, and this one's state from before a rollback."""
         self._epoch = await self._ledger.take_epoch()
 
     async def follow(self, status: RunStatus) -> None:
-        """Learn where ``status`` stands."""
+        """Take the branch's state from ``status``."""
         records = await self._ledger.policies()
         self.steps.update((record.version, record.step) for record in records)
         self.newest, self.tip = status.newest_version, status.tip
@@ -49,11 +45,11 @@ class Branch:
         return epoch != self._epoch and epoch == rollback_epoch
 
     def next_version(self) -> PolicyVersion:
-        """Return the number that the next version has."""
+        """Return the next version's number."""
         return PolicyVersion(0 if self.newest is None else self.newest + 1)
 
     def record(self, step: int, published: Published, metrics: dict[str, float]) -> PolicyRecord:
-        """Return the record of the next version, whose weights are those of ``step``."""
+        """Return the next version's record, with the weights of ``step``."""
         assert published.weights is not None
         return PolicyRecord(
             version=self.next_version(),
@@ -69,7 +65,7 @@ class Branch:
         )
 
     async def newest_of(self, step: int) -> PolicyRecord | None:
-        """Return the newest version's record if its weights are those of ``step``; after a rollback an older version's are."""
+        """Return the newest version's record if its weights are those of ``step``."""
         record = None if self.newest is None else await self._ledger.policy(self.newest)
         return record if record is not None and record.step == step and self.tip == self.newest else None
 
@@ -80,7 +76,7 @@ class Branch:
         report: StepReport | None,
         plan: StepPlan | None = None,
     ) -> bool:
-        """Add ``record``, and what its step was made of and how, in one transaction; False, and nothing, when the branch was left.
+        """Commit ``record`` with its experience and plan in one transaction; False, without change, after a rollback.
 
         Raises:
             Fenced: another trainer took over.
@@ -96,5 +92,5 @@ class Branch:
         return True
 
     def lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
-        """Return each group's lag when ``step`` steps are committed: the same in a replay, as versions keep their steps."""
+        """Return each group's lag after ``step`` steps, reproducibly."""
         return tuple(lag_steps(found.group, step, self.steps) for found in groups)

@@ -1,7 +1,6 @@
 """Commands to all ranks, which run the same loop.
 
-Rank 0 alone uses the bus. Each command is broadcast as bytes: MessagePack, no pickle. A command with nothing to do is sent every
-few seconds while rank 0 waits, so that no rank's collective times out during a long pause.
+Rank 0 broadcasts them as MessagePack, and idle ones while it waits, so that collectives do not time out.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from shared.bus import wire
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
 
 TURN_S = 2.0
-"""Rank 0 waits no longer for anything (a batch, a checkpoint that is fetched) before it sends a command: IDLE, or WAIT."""
+"""Rank 0's maximum wait before it sends IDLE or WAIT."""
 
 
 class CommandKind(IntEnum):
@@ -27,39 +26,29 @@ class CommandKind(IntEnum):
     LOAD = 1
     REPLAY = 2
     TRAIN = 3
-    """Make a step and publish its weights, as a version that is committed afterwards."""
     STOP = 4
     CHECKPOINT = 5
     WAIT = 6
-    """Nothing yet: rank 0 looks for the checkpoint to continue from."""
     TRY = 7
-    """Run one group that may have ended the trainer, and train nothing."""
     PUBLISH = 8
-    """Publish the weights as a version."""
     EXPORT = 9
-    """Write the final policy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """One turn. ``payloads`` are encoded experience, in the order of the batch. Rank 0 alone has ``version`` and ``state``."""
+    """One turn; ``payloads`` are encoded experience, ``version`` and ``state`` are set on rank 0 only."""
 
     kind: CommandKind
     folder: str = ""
-    """The checkpoint to load."""
     payloads: tuple[bytes, ...] = ()
     groups: tuple[Experience, ...] = ()
-    """The decoded payloads; other ranks decode for themselves."""
     lags: tuple[int, ...] = ()
-    """The lag of each group, in steps."""
+    """In steps."""
     learning_rate: float = 0.0
-    """The peak learning rate under which this step is made: settings may change while the run goes on."""
+    """Peak of this step."""
     plan: StepPlan | None = None
-    """Of a REPLAY: how the step was laid out when it was committed; None: not known."""
     version: PolicyVersion | None = None
-    """The number under which weights are published."""
     state: CheckpointState | None = None
-    """What a checkpoint knows beside weights and optimizer."""
 
 
 def share(command: Command | None, device: torch.device) -> Command:

@@ -1,4 +1,4 @@
-"""Rank 0's driver: it decides what every rank does next, commands it through the mailbox, and does on the bus what follows.
+"""Rank 0's driver: it commands all ranks through the mailbox and does the work on the bus.
 
 ::
 
@@ -6,13 +6,9 @@
        ▲                                                              └ refused: a rollback
        └──────────────────────────────────────────────────────────────┘
 
-Order of a commit (see docs/architecture.md): the training thread makes the weights available to replicas, then one transaction moves
-the batch to the journal and publishes the version. A trainer that dies before it leaves its batch pending on the bus; one that dies after
-it is replayed from the journal. A rollback ends the epoch under which this trainer commits: what it was about to commit is
-refused, and the ranks load the checkpoint that the ledger went back to, as after a start (``opening``).
-
-A batch whose loss or gradient is not finite leaves the bus as dropped:nonfinite and nothing is committed, and several in a row pause
-the run. A checkpoint that storage refuses is tried again at the next interval, and the journal is kept until one is complete.
+Weights are published first, then one transaction journals the batch and commits the version. After a crash before it,
+the batch is pending on the bus; after it, replayed. After a rollback the commit is refused. Non-finite batches are
+dropped; several in a row pause the run. Refused checkpoints are retried at the next interval.
 """
 
 import asyncio
@@ -49,12 +45,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CLOSE_S = 10.0
-"""Time left for the rest of an orderly end when uploads are given up."""
 _LOGGED = ("reward_mean", "kl_mean", "entropy", "lag_mean", "samples_per_s")
 
 
 class Driver:
-    """Drives the ranks of one trainer. It lives on the event loop, with all that it uses but the mailbox."""
+    """Drives one trainer's ranks; on the event loop, except for the mailbox."""
 
     def __init__(self, context: Context, mailbox: Mailbox) -> None:
         self._context = context
@@ -70,16 +65,16 @@ class Driver:
         self._opening = Opening(context, self._branch, self._retention)
         self._step = 0
         self._is_open = self._is_ready = False
-        """Whether the ranks are at the ledger's step, and whether their version is published."""
+        """Whether the ranks have the ledger's step, and have published it."""
         self._is_new = self._differs = False
-        """Whether no checkpoint holds the ranks' step, and whether a replay could not repeat it to the bit."""
+        """Whether the step is in no checkpoint, and whether a replay differed."""
         self._filling: asyncio.Task[None] | None = None
-        self._skipped = 0  # batches in a row
+        self._skipped = 0  # consecutive batches
         self._committed_s, self._commit_s = time.perf_counter(), 0.0
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
     async def run(self) -> None:
-        """Drive the ranks until the process is told to stop, and store what is left to store; raise what ended it."""
+        """Drive the ranks until shutdown and store unsaved work; raise the error that ended training."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 await self._drive()
@@ -90,12 +85,12 @@ class Driver:
             raise error from None
 
     async def is_over(self) -> bool:
-        """Whether nothing is left to train: the run reached its last step, or was stopped for good."""
+        """Whether the run is finished or stopped for good."""
         return (await self._ledger.status()).state in ENDED
 
     async def _drive(self) -> None:
         storing, exporting = self._task(self._retention.run()), self._task(self._exporter.run())
-        finding = self._task(self._opening.find())  # beside the loading of the model: damage is reported at once
+        finding = self._task(self._opening.find())  # while the model loads, to report damage early
         model = await self._result(results.ModelLoaded)
         self._intake.vocabulary, self._intake.context_tokens = model.vocabulary, model.context_tokens
         while not self._context.stop.is_set():
@@ -116,11 +111,9 @@ class Driver:
         storing.cancel()
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run something beside, whose failure ends the driver."""
         return self._tasks.create_task(work)
 
     async def _open(self, commands: Sequence[Command]) -> None:
-        """Bring the ranks to the ledger's step."""
         loaded = self._opening.loaded
         self._step, self._differs = 0 if loaded is None else loaded.state.step, False
         for command in commands:
@@ -134,13 +127,9 @@ class Driver:
         self._is_open = True
 
     def _leave(self) -> None:
-        """Open the run again, as a rollback left the branch that the ranks are on."""
         self._is_open = self._is_ready = self._is_new = False
 
-    # ---------------------------------------------------------------- a turn
-
     async def _turn(self) -> None:
-        """Command one thing that is due."""
         can_train = not self._opening.stranded and self._step < self._settings.run.steps
         if can_train and self._filling is None:
             self._filling = self._task(self._intake.fill())  # not before the epoch is taken
@@ -152,7 +141,6 @@ class Driver:
             await self._next_step(can_train)
 
     async def _next_step(self, can_train: bool) -> None:
-        """Command a step, or something to pass the time where no batch is ready."""
         waiting = self._intake.next_batch(self._step, TURN_S) if can_train else asyncio.sleep(TURN_S)
         batch: list[Taken] | None = await self._or_stop(waiting)
         left, settings = await asyncio.gather(self._branch.was_left(), self._live.refresh())
@@ -168,7 +156,6 @@ class Driver:
             await self._ask(Command(CommandKind.WAIT if self._opening.stranded else CommandKind.IDLE), Result)
 
     async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return what ``work`` returns; None where the process is told to stop before."""
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._context.stop.wait())
         try:
             await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -196,10 +183,10 @@ class Driver:
                 detail = f"{notice.part}: {notice.reason}"
                 await tell(self._bus, "trainer", "sequences are not packed", detail)
         elif not self._context.stop.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)  # as if this host had been told
+            os.kill(os.getpid(), signal.SIGTERM)  # like a signal to this host
 
     async def _try(self, suspect: Taken) -> None:
-        """Run a group alone that was in the batch when the trainer died; it may die again, which the bus has counted."""
+        """Run a suspect group alone; the bus has counted the attempt."""
         data, experience = suspect.delivery.data, suspect.experience
         try:
             await self._ask(Command(CommandKind.TRY, payloads=(data,), groups=(experience,)), Result)
@@ -209,15 +196,12 @@ class Driver:
         await self._intake.note_tried()
 
     async def _is_journal_in_the_way(self) -> bool:
-        """Whether the bus is full and a checkpoint would let the journal go: no step comes that would lead to one."""
         return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
-
-    # ---------------------------------------------------------------- a step
 
     async def _train(self, batch: list[Taken], learning_rate: float) -> None:
         groups = [taken.experience for taken in batch]
         self._context.status.state = "working"
-        self._branch.revision = self._live.revision  # what holds now holds for this step, and the journal says so
+        self._branch.revision = self._live.revision  # for the journal
         await self._intake.note_batch(batch)
         self._mailbox.command(
             Command(
@@ -247,7 +231,6 @@ class Driver:
             await self._export()
 
     async def _commit(self, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
-        """Move the batch to the journal and publish its version, in one transaction; False, and nothing, after a rollback."""
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= self._timing(made, figures, started_s - self._committed_s)
@@ -269,7 +252,7 @@ class Driver:
         return True
 
     def _timing(self, made: StepMade, figures: BatchFigures, step_s: float) -> dict[str, float]:
-        """Return seconds and rates; what the training thread waited for the commit before is no wait for experience."""
+        """Return seconds and rates, without the wait for the previous commit."""
         phases = {**made.seconds, "commit": self._commit_s}
         phases["wait"] = max(0.0, phases.get("wait", 0.0) - self._commit_s)
         rates = {"tokens_per_s": figures.tokens / step_s, "samples_per_s": figures.samples / step_s}
@@ -280,7 +263,6 @@ class Driver:
         return {f"dropped_{reason}": float(left[reason]) for reason in ("stale", "fenced", "no_signal", "nonfinite")}
 
     async def _skip(self, batch: list[Taken], skipped: StepSkipped) -> None:
-        """Leave a batch out of the run; pause it, or stop, where that is no way on."""
         await self._intake.discard(batch, "nonfinite", skipped.reason)
         await tell(self._bus, "trainer", "batch skipped", skipped.reason, groups=len(batch))
         if skipped.touched:
@@ -304,10 +286,7 @@ class Driver:
             log.error("run paused", extra={"reason": reason})
             await tell(self._bus, "trainer", "guard nonfinite", reason, guard="nonfinite", action="pause")
 
-    # ---------------------------------------------------------------- published weights
-
     async def _get_ready(self) -> None:
-        """Publish the ranks' weights as a new version, unless replicas can get them already."""
         if self._differs or not await self._is_published():
             command = Command(CommandKind.PUBLISH, version=self._branch.next_version())
             published = await self._ask(command, results.Published)
@@ -324,7 +303,6 @@ class Driver:
             await self._export()
 
     async def _is_published(self) -> bool:
-        """Whether the ranks' weights are the ledger's newest version already, readable."""
         record = await self._branch.newest_of(self._step)
         if record is None or not outlives_the_process(self._settings):
             return False
@@ -340,10 +318,7 @@ class Driver:
         self._context.status.version = record.version
         await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
 
-    # ---------------------------------------------------------------- checkpoints and the end
-
     async def _checkpoint_new(self) -> None:
-        """Write a checkpoint of steps that none has yet."""
         if not self._is_new:
             return
         assert self._branch.newest is not None
@@ -357,7 +332,6 @@ class Driver:
         await self._retention.note(saved.checkpoint, await asyncio.to_thread(local_store.superfluous, root, keep_last))
 
     async def _export(self) -> None:
-        """Have the final policy written, and copied."""
         written = await self._ask(Command(CommandKind.EXPORT), results.PolicyWritten)
         for folder in written.folders:
             self._retention.note_policy(folder)

@@ -1,21 +1,18 @@
 """Take experience off the bus: whole, fresh, unfenced, each group once. Rank 0 only.
 
-Groups are held until a step has enough, and those admitted first are used first: one that was overtaken on its way does
-not wait until it is stale. They stay pending on the bus until the step is committed, so a trainer that dies loses none of
-them. A group leaves here without being trained when it is
+Groups are used in the order of admission, and pending on the bus until their step's commit. Others leave untrained::
 
-    stale       its lag is over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
-    fenced      a token was written under a revoked version: dropped
+    stale       lag over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
+    fenced      a token of a revoked version: dropped
     too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
-    no_signal   its rewards are all equal and algorithm.dynamic_sampling is on: dropped, and admission has another
-                generated in its slot (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
-    nonfinite   its batch gave a loss or gradient that is not finite: dropped, by the driver
-    duplicate   the group is held already, or was trained: dropped
-    unreadable  or of no group or version that exists, of token ids or lengths that the model does not have: buried with the reason
+    no_signal   equal rewards with algorithm.dynamic_sampling: dropped, and another is generated in its slot
+                (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
+    nonfinite   loss or gradient of its batch is not finite: dropped, by the driver
+    duplicate   held already, or trained: dropped
+    unreadable  malformed, of an unknown group or version, or unfit for the model: buried with the reason
 
-**Suspects.** A trainer that dies names its batch by ``trying``. Groups that were in the batch at two deaths are tried alone before they are
-trained (:meth:`Intake.next_suspect`); only such an attempt counts when the trainer dies of it, so a group that ends the trainer is
-buried and takes no other with it.
+**Suspects.** Groups in the batch at two deaths of the trainer are tried alone (:meth:`Intake.next_suspect`); only
+deaths in such attempts bury a group.
 """
 
 import asyncio
@@ -38,28 +35,23 @@ from shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
-CONSUMER = "trainer"  # one name for every trainer of a run: what a dead one left is taken up at once
+CONSUMER = "trainer"  # shared by successive trainers, so that pending entries are taken up at once
 DYNAMIC_SAMPLING_ROUNDS = 10
-"""After this many batches of groups without signal for one step, such groups are used: the run goes on instead of generating
-for ever."""
+"""Batches without signal for one step after which such groups are used."""
 _PROMPT_READ_S = 0.2
 _ALONE_FROM = 2
-"""A group that was in the batch at this many deaths is tried alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Taken:
-    """A group in the trainer's hands."""
+    """A group held by the trainer."""
 
     delivery: Delivery[Experience]
     experience: Experience
 
 
 class Intake:
-    """Fills the batch of the next step. It lives on the event loop.
-
-    ``steps_of_versions`` is the branch's: it grows with every version.
-    """
+    """Fills the next step's batch; on the event loop. ``steps_of_versions`` is the branch's own mapping."""
 
     def __init__(self, bus: Bus, live: Live, steps_of_versions: dict[PolicyVersion, int]) -> None:
         self._bus = bus
@@ -69,23 +61,20 @@ class Intake:
         self._held: dict[GroupId, Taken] = {}
         self._arrived = asyncio.Event()
         self.left: Counter[str] = Counter()
-        """Numbers of groups that left untrained since :meth:`take_left`, by reason."""
         self.vocabulary: int | None = None
-        """How many token ids the model has; None: not known."""
         self.context_tokens = 0
-        """Longest sequence that the model reads; 0: any."""
+        """Longest sequence of the model; 0: any."""
         self._suspects: list[Taken] = []
         self._tried: Taken | None = None
         self._retaken = asyncio.Event()
-        self._useless = 0  # groups without signal that were dropped since the last batch
+        self._useless = 0  # groups dropped without signal since the last batch
 
     @property
     def _settings(self) -> Settings:
-        """As they are now: ``max_lag`` may change while the run goes on."""
         return self._live.settings
 
     async def fill(self) -> None:
-        """Hold whatever arrives, for ever; run it in the background."""
+        """Hold arriving groups, forever, in the background."""
         suspects = await self._ledger.noted_batch()
         async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
             await self._hold(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
@@ -96,7 +85,7 @@ class Intake:
                 await self._hold(delivery)
 
     async def next_suspect(self) -> Taken | None:
-        """Return a group to try alone, whose attempt is counted already; None where there is none left."""
+        """Return a group to try alone, its attempt counted, or None."""
         await self._retaken.wait()
         while self._suspects:
             suspect = self._suspects.pop()
@@ -106,7 +95,7 @@ class Intake:
         return None
 
     async def note_tried(self, cause: str = "") -> None:
-        """Hold the suspect that was tried; with a ``cause``, note that the trainer ends by it."""
+        """Hold the tried suspect; with a ``cause``, record that it ends the trainer."""
         suspect, self._tried = self._tried, None
         assert suspect is not None
         if cause:
@@ -116,7 +105,7 @@ class Intake:
         self._take(suspect)
 
     async def note_batch(self, batch: list[Taken]) -> None:
-        """Name the batch that is about to be trained, for the trainer after this one."""
+        """Record the batch about to be trained, for a successor."""
         await self._ledger.note_batch([taken.delivery.entry_id for taken in batch])
 
     def _take(self, taken: Taken) -> None:
@@ -162,7 +151,6 @@ class Intake:
         return {*self._held, *(taken.experience.group_id for taken in waiting)}
 
     def _check(self, experience: Experience) -> None:
-        """Raise MessageError where a group is not one that this trainer's model and settings can have."""
         group = experience.group
         if group.prompt.purpose is not Purpose.TRAIN or len(group.prompt_token_ids) == 0:
             raise MessageError(
@@ -183,7 +171,7 @@ class Intake:
             )
 
     def _is_useless(self, experience: Experience) -> bool:
-        """Whether the group teaches nothing and is left out; after so many for one step, none is, so that a run ends."""
+        """Whether to drop the group for lack of signal; bounded per step."""
         algorithm = self._settings.algorithm
         if not algorithm.dynamic_sampling:
             return False
@@ -192,13 +180,12 @@ class Intake:
         return not has_signal(shaped_rewards(experience, algorithm, self._settings.sampling.max_new_tokens))
 
     def _longest_tokens(self, experience: Experience) -> int:
-        """Return the longest row that cannot be split: the prompt with its longest sample, or with its longest pair."""
         together = 2 if self._settings.algorithm.loss == "dpo" else 1
         lengths = sorted(len(sample.token_ids) for sample in experience.group.samples)
         return len(experience.group.prompt_token_ids) + sum(lengths[-together:])
 
     async def next_batch(self, step: int, wait_s: float) -> list[Taken] | None:
-        """Return the groups of the step after ``step``, or None when there were not enough within ``wait_s``."""
+        """Return the groups of the step after ``step``, or None if too few arrive within ``wait_s``."""
         deadline_s = time.monotonic() + wait_s
         while True:
             self._arrived.clear()
@@ -213,25 +200,24 @@ class Intake:
                 return None
 
     async def release(self, batch: list[Taken]) -> None:
-        """Forget a batch that was committed."""
+        """Forget a committed batch."""
         for taken in batch:
             del self._held[taken.experience.group_id]
             await self._forget(taken.delivery)
         self._useless = 0
 
     async def discard(self, batch: list[Taken], reason: str, detail: str) -> None:
-        """Let a batch leave untrained: each of its groups by itself, so a crash in the middle loses none of the others."""
+        """Drop a batch untrained, group by group, so that a crash loses none."""
         for taken in batch:
             await self._drop(taken.delivery, reason, detail)
         await self.release(batch)
 
     async def take_left(self) -> Counter[str]:
-        """Return the numbers of groups that left untrained since the last call, by reason."""
+        """Return the groups left untrained since the last call, by reason."""
         left, self.left = self.left, Counter()
         return left
 
     async def _sort_out(self, step: int) -> list[GroupId]:
-        """Let go what is stale or fenced; return what is fresh. What arrives meanwhile is not looked at, so it is neither."""
         revoked = await self._ledger.revoked()
         max_lag = self._settings.algorithm.max_lag
         fresh: list[GroupId] = []
@@ -277,7 +263,6 @@ class Intake:
 
 
 def _check_standing(experience: Experience, standing: Standing) -> None:
-    """Raise MessageError where the bus knows no such group, or no such version."""
     if not standing.admitted:
         raise MessageError(f"expected a group that was admitted, found one of the id {experience.group_id}")
     newest = experience.group.newest_version

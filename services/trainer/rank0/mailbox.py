@@ -1,12 +1,11 @@
-"""The two queues between rank 0's event loop and its training thread, and what goes through them.
+"""The two queues between rank 0's event loop and its training thread.
 
 ::
 
     event loop (``driver``)  ──  Command  ──▶  training thread (``services.trainer.loop``)
                              ◀──  Result  ──   one for each command but STOP; notices beside them
 
-A side that fails puts its error into its queue, and the other side raises it: a driver that failed ends the training at the next
-command, and training that failed ends the driver at once.
+A side's error is raised by the other: in the loop at once, in training at its next command.
 """
 
 import asyncio
@@ -17,46 +16,42 @@ from services.trainer.rank0.results import Notice, Result
 
 
 class Mailbox:
-    """The only object that both threads use. It is made on the event loop."""
+    """The only object that both threads use; made on the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command | Exception] = queue.SimpleQueue()
         self._results: asyncio.Queue[Result | Notice | BaseException] = asyncio.Queue()
 
-    # ---------------------------------------------------------------- training thread
-
     def receive(self) -> Command | None:
-        """Wait for the next command; raise what ended the driver."""
+        """Wait for the next command; raise the driver's error."""
         command = self._commands.get()
         if isinstance(command, Exception):
             raise command
         return command
 
     def send(self, result: Result | Notice | BaseException) -> None:
-        """Hand over a result, or what ended the training."""
+        """Send a result, or the error that ended training."""
         self._loop.call_soon_threadsafe(self._results.put_nowait, result)
-
-    # ---------------------------------------------------------------- event loop
 
     def command(self, command: Command) -> None:
         """Have every rank execute ``command``."""
         self._commands.put(command)
 
     async def result(self) -> Result | Notice:
-        """Wait for the next result or notice; raise what ended the training."""
+        """Wait for a result or notice; raise training's error."""
         result = await self._results.get()
         if isinstance(result, BaseException):
             raise result
         return result
 
     def close(self, error: BaseException) -> None:
-        """Have the training thread raise what ended the driver."""
+        """Have the training thread raise the driver's error."""
         self._commands.put(error if isinstance(error, Exception) else RuntimeError("rank 0's driver was cancelled"))
 
 
 class NoMailbox:
-    """The mailbox of a rank other than 0, which receives commands by broadcast."""
+    """Mailbox of ranks other than 0, which receive commands by broadcast."""
 
     def receive(self) -> None:
         """Return at once: rank 0 has the command."""

@@ -1,10 +1,8 @@
-"""The commands that bring every rank to the ledger's step: at the start, and again after each rollback.
+"""Commands that bring every rank to the ledger's step, at the start and after each rollback.
 
 ::
 
-    take the epoch ──▶ find what to continue from (``resume``) ──▶ LOAD the checkpoint ──▶ REPLAY each step in the journal
-
-If the checkpoint of a rollback cannot be loaded there is nothing to continue from until another rollback. Rank 0 only.
+    take the epoch ──▶ find the state to continue from (``resume``) ──▶ LOAD the checkpoint ──▶ REPLAY journal steps
 """
 
 import logging
@@ -23,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Opening:
-    """Opens the run for the ranks, and opens it again. It lives on the event loop."""
+    """Opens and reopens the run for the ranks; on the event loop."""
 
     def __init__(self, context: Context, branch: Branch, retention: Retention) -> None:
         self._context = context
@@ -31,12 +29,11 @@ class Opening:
         self._retention = retention
         self._begun = False
         self.loaded: Checkpoint | None = None
-        """The checkpoint that the ranks continue from; None: the initial policy."""
         self.stranded = False
-        """Whether there is nothing to continue from: the checkpoint of a rollback cannot be loaded, or the run has ended."""
+        """Whether a rollback's checkpoint cannot be loaded, or the run has ended."""
 
     async def find(self) -> list[Command]:
-        """Take the epoch, and return the commands; it takes seconds, or as long as a checkpoint takes to be fetched."""
+        """Take the epoch and return the commands; may include fetching a checkpoint."""
         context = self._context
         if not self._begun:
             await self._warn()
@@ -46,7 +43,7 @@ class Opening:
             context.bus, Ledger(context.bus), context.live, context.settings, self._retention.store
         )
         if resume.went_back:
-            await self._branch.take_epoch()  # the rollback ended the one that was taken above
+            await self._branch.take_epoch()  # the rollback ended the epoch taken above
         await self._branch.follow(resume.status)
         replay = [await self._replayed(entries) for entries in resume.journal]
         self.loaded = resume.checkpoint

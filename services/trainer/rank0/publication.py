@@ -1,20 +1,13 @@
-"""Make the weights of a step a version that replicas can get, and say how: by pull from this process, or by file.
+"""Publish the weights of a step, by pull from this process or by file. Rank 0 only.
 
 ::
 
     step ─▶ fill the snapshot that is not served ─▶ offer it ─▶ commit (driver) ─▶ replicas ask for exactly this version
                A ◀─── versions 0, 2, 4, …    B ◀─── versions 1, 3, 5, …
 
-Two flat snapshots on the training device take turns. While B is filled and offered, whoever still pulls A has until the
-next step is done; then A is written over, and a pull that reads it then fails on its checksums. No puller ever holds
-a lock that training wants.
-
-With adapters that are published alone (``Settings.publishes_adapters``) a version is their folder, by file whatever the transport.
-
-A version is offered before it is committed. Nobody knows of it until then, as replicas ask for the version and digest of
-a committed record; and once they know, it is there. A commit that is refused leaves an offer that nobody asks for.
-
-Rank 0 only. It knows no bus and no ledger.
+Two flat snapshots on the device alternate, without locks: a pull that overlaps an overwrite fails on its checksums. A
+version is offered before its commit, when replicas learn of it. Adapters alone (``Settings.publishes_adapters``) go by
+file.
 """
 
 import dataclasses
@@ -39,15 +32,14 @@ log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
 _AGAIN_S = 1.0
-"""How long pulls in progress may take when the trainer stops."""
 _BUCKET_BYTES = 512 << 20
-"""Weights move in buckets of this size, unless a tensor is larger: few enough to be fast, small enough to stage on a GPU."""
+"""Few transfers, small enough to stage on a GPU."""
 _NOTE = "newest_version"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What a record says of where its weights are; see :class:`shared.bus.messages.PolicyRecord`."""
+    """Where a version's weights are; see :class:`shared.bus.messages.PolicyRecord`."""
 
     digest: str
     location: str
@@ -55,10 +47,9 @@ class Whereabouts:
 
 
 class Publication:
-    """Publishes by ``weights.transport``. It lives on the training thread, and is closed when that has ended.
+    """Publishes by ``weights.transport``, for replicas that reach ``host``; on the training thread, and closed after
+    it.
 
-    Args:
-        host: the address at which replicas reach this process.
     """
 
     def __init__(self, settings: Settings, host: str, secret: Secret) -> None:
@@ -71,10 +62,10 @@ class Publication:
         self._offered: FlatSnapshot | None = None
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
-        """Make the weights of ``step`` there for replicas as ``version``; other ranks call ``engine.take_part``.
+        """Make the weights of ``step`` available as ``version``; other ranks call ``engine.take_part``.
 
         Raises:
-            WeightsError: the storage of the file transport refused.
+            WeightsError: storage refused.
         """
         folder = self._settings.snapshot_folder
         if self._settings.publishes_adapters:
@@ -98,7 +89,7 @@ class Publication:
         weights = self._settings.weights
         self._source = WeightSource(
             self._host,
-            0,  # any free port: it travels with each version
+            0,  # any free port, sent with each version
             self._secret,
             deadline_s=weights.deadline_s,
             file_folder=self._settings.snapshot_folder,
@@ -115,7 +106,7 @@ class Publication:
         return self._dtype if dtype.is_floating_point else dtype
 
     def close(self) -> None:
-        """Let pulls in progress finish for a moment, then serve no more."""
+        """Let pulls finish briefly, then stop serving."""
         source, self._source = self._source, None
         if source is not None:
             source.withdraw(_LEAVE_S)
@@ -123,17 +114,17 @@ class Publication:
 
 
 def outlives_the_process(settings: Settings) -> bool:
-    """Whether a later trainer finds what this one published."""
+    """Whether published weights outlive this process."""
     return settings.weights.transport == "file" or settings.publishes_adapters
 
 
 def note_version(folder: Path, version: PolicyVersion) -> None:
-    """Write a version's number into the run's folder before it is committed, so that a bus that is lost loses no number.
+    """Record a version's number in the run's folder before its commit, so that a lost bus cannot cause its reuse.
 
-    While the disk has no room it waits: a number that is not noted might be given to other weights later.
+    Waits while the disk is full.
     """
     if version < noted_version(folder):
-        return  # written by a trainer that took our place
+        return  # written by a trainer that replaced us
     said = False
     while True:
         try:
@@ -151,7 +142,7 @@ def note_version(folder: Path, version: PolicyVersion) -> None:
 
 
 def noted_version(folder: Path) -> PolicyVersion:
-    """Return the largest number that :func:`note_version` wrote; 0 where there is none."""
+    """Return the largest recorded number, or 0."""
     try:
         return PolicyVersion(int((folder / _NOTE).read_text(encoding="utf-8")))
     except (OSError, ValueError):

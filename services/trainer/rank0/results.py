@@ -1,4 +1,4 @@
-"""What the training thread answers: one result for each command but STOP, and notices beside them."""
+"""Answers of the training thread: a result per command except STOP, and notices."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ R = TypeVar("R", bound="Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """The end of a command: it is done, and there is nothing more to say."""
+    """Completion of a command."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelLoaded(Result):
-    """Training can begin; it takes token ids below ``vocabulary``, and sequences within ``context_tokens`` (0: of any length)."""
+    """Training can begin, below ``vocabulary`` and up to ``context_tokens`` (0: any length)."""
 
     vocabulary: int
     context_tokens: int
@@ -27,7 +27,7 @@ class ModelLoaded(Result):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed(Result):
-    """A step of the journal was repeated; ``difference`` says why its weights differ from what was published, if they do."""
+    """A journal step was repeated; ``difference``: why its weights differ from the published ones."""
 
     difference: str
 
@@ -43,19 +43,19 @@ class Published(Result):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMade(Result):
-    """A step was made and its weights published; it is not committed yet."""
+    """A step was made and published, but not committed."""
 
     published: Published
     measured: Mapping[str, float]
     plan: StepPlan
     seconds: Mapping[str, float]
-    """By phase, since the step before."""
+    """By phase, since the previous step."""
     memory: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepSkipped(Result):
-    """A batch gave a loss or gradient that is not finite. ``touched``: some weights were updated before it showed."""
+    """The batch's loss or gradient is not finite. ``touched``: some weights were already updated."""
 
     reason: str
     touched: bool
@@ -78,18 +78,17 @@ class PolicyWritten(Result):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SelfTested:
-    """Notice: how the self-test of a part of the model went."""
+    """Notice: self-test result of a part of the model."""
 
     part: str
     outcome: str
     figures: Mapping[str, float]
     reason: str
-    """Why sequences are not packed; "" if they are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Notice: another host of this trainer was told to stop."""
+    """Notice: another host of this trainer received a stop signal."""
 
 
 Notice = SelfTested | StopRequested

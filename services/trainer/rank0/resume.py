@@ -1,21 +1,15 @@
-"""Find out from where a trainer continues: the newest intact checkpoint of the ledger's branch, and the journal after it.
+"""Find where to continue: the newest intact checkpoint of the branch, and the journal after it. Rank 0 only.
 
 ::
 
     bus knows the run     newest intact checkpoint ──▶ the journal holds every step after it: these are replayed
                                                   └──▶ it does not: the run is rolled back to the checkpoint's version
-    bus is empty          newest intact checkpoint ──▶ the ledger is restored from it; what was in flight is counted as lost
+    bus is empty          newest intact checkpoint ──▶ the ledger is restored from it; groups in flight count as lost
     neither               the initial policy
 
-``candidates`` says which checkpoint that is. With object storage (``trainer.store``) it is taken from the run's folder where that and the
-journal are enough, so a start does not need the store; on a new machine it is fetched.
-
-A damaged checkpoint is reported as an event, with the steps that are trained again, and its folder is renamed to ``damaged-step-…``.
-Where no checkpoint is intact the start is refused in a sentence, and nothing is changed: a copy may be put back.
-
-Checkpoints of revoked versions are deleted first: a rollback left their branch. Where a rollback waits for a checkpoint that is damaged, or
-that the trainer died of ``MOST_LOADS`` times, it is given up (:func:`may_load`): the coordinator ends it, and people choose another
-version. Nothing is loaded here; rank 0 only.
+Checkpoints of revoked versions are deleted; damaged ones are renamed to ``damaged-step-…``. If none is intact, the
+start is refused without changes. A rollback is abandoned if its checkpoint is damaged or killed the trainer
+``MOST_LOADS`` times.
 """
 
 import asyncio
@@ -42,12 +36,11 @@ from shared.settings import Settings
 log = logging.getLogger(__name__)
 
 MOST_LOADS = 3
-"""How often the trainer begins to load the checkpoint of one rollback: less than ``up`` lets a process die in a row."""
+"""Per rollback; less than the consecutive deaths that ``up`` allows."""
 _UNKNOWN_VERSIONS = 100_000
-"""How many version numbers are skipped where bus and folder were lost together, and with them the newest one."""
+"""Skipped if bus and folder were lost together."""
 _LOOK_S = 0.2
 _CANNOT_CONTINUE = "the run cannot continue: "
-"""How the reason begins for which a run is paused that has nothing to continue from."""
 _PAUSED_BEFORE = "; the run was paused before: "
 
 
@@ -57,24 +50,21 @@ class Resume:
 
     checkpoint: Checkpoint | None
     journal: Journal
-    """The groups of each step after the checkpoint."""
     status: RunStatus
     stored: StoredCheckpoint | None = None
-    """Where the checkpoint was fetched from, if it was."""
     went_back: bool = False
-    """Whether the run was rolled back to the checkpoint, which ended the trainer's epoch."""
+    """Whether the run was rolled back, which ended the trainer's epoch."""
     stranded: bool = False
-    """Whether there is nothing to load: the checkpoint of a rollback is damaged, or the run has ended."""
+    """Whether a rollback's checkpoint is damaged, or the run has ended."""
 
 
 async def find_resume(
     bus: Bus, ledger: Ledger, live: Live, settings: Settings, store: CheckpointStore | None = None
 ) -> Resume:
-    """Return from where the run continues; restores the ledger of a run whose bus was lost.
+    """Return from where the run continues; restores a lost ledger.
 
     Raises:
-        SettingsError: no checkpoint is intact and the journal does not reach back to the start, or object storage is needed
-            and denies access.
+        SettingsError: no checkpoint is intact and the journal is incomplete, or object storage denies access.
     """
     root = settings.run_folder / "checkpoints"
     known = await ledger.is_known()
@@ -102,7 +92,7 @@ async def find_resume(
 
 
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
-    """Whether ``checkpoint`` can be tried. Where a rollback waits for it, each try is counted, and after the last it is given up."""
+    """Whether ``checkpoint`` can be tried; a rollback's has limited tries."""
     target, state, unloadable = await _rollback(bus)
     if target != str(checkpoint.state.version) or (state != "loading" and not unloadable):
         return True
@@ -118,27 +108,18 @@ async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
 
 
 async def _rollback(bus: Bus) -> tuple[str, str, str]:
-    """Return target, state and why it cannot be loaded of the rollback under way, or of the last; empty where there was none."""
     rollback = await current_rollback(bus)
     return ("", "", "") if rollback is None else (str(rollback.target), rollback.stage, rollback.unloadable)
 
 
 async def _give_up(bus: Bus, sentence: str) -> None:
-    """Say of the rollback under way that its checkpoint cannot be loaded: the coordinator ends it."""
+    """Have the coordinator end the rollback, as its checkpoint cannot be loaded."""
     log.error("checkpoint given up", extra={"detail": sentence})
     if (rollback := await current_rollback(bus)) is not None:
         await steer_rollback(bus, rollback.id, unloadable=sentence)
 
 
-# ---------------------------------------------------------------- go back
-
-
 async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice) -> Resume:
-    """Roll the run back to the chosen checkpoint, as the journal does not continue it.
-
-    Raises:
-        SettingsError: there is no checkpoint to go back to.
-    """
     while True:
         _, state, unloadable = await _rollback(bus)
         status = await ledger.status()
@@ -162,11 +143,10 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice)
         if answer == "ok":
             await _report_damage(bus, ledger, choice, lost)
             return Resume(choice.checkpoint, (), await ledger.status(), choice.stored, went_back=True)
-        await asyncio.sleep(_LOOK_S)  # moved, or a finished run of which steps are left: the coordinator opens it again
+        await asyncio.sleep(_LOOK_S)  # moved, or to be reopened by the coordinator
 
 
 async def _target(ledger: Ledger, choice: Choice, records: Sequence[PolicyRecord]) -> PolicyRecord | None:
-    """Return the newest version that has the weights of the chosen checkpoint; the ledger knows its checkpoint afterwards."""
     if choice.checkpoint is None:
         return None
     known, revoked = await ledger.checkpoints(), await ledger.revoked()
@@ -182,22 +162,17 @@ async def _target(ledger: Ledger, choice: Choice, records: Sequence[PolicyRecord
     return target
 
 
-# ---------------------------------------------------------------- say what was lost
-
-
 def _why(choice: Choice) -> str:
     return "; ".join(map(str, choice.damages)) or "the journal does not hold the steps after its checkpoint"
 
 
 def _lost(choice: Choice, step: int | None = None) -> str:
-    """Say which steps have to be trained again, up to ``step``; without one, up to the newest damaged checkpoint."""
     start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
     end = max((one.step for one in choice.damages), default=start) if step is None else step
     return f"steps {start + 1} to {end} are trained again" if end > start else "nothing is lost"
 
 
 async def _report_damage(bus: Bus, ledger: Ledger, choice: Choice, lost: str) -> None:
-    """Report each damaged checkpoint, and let nothing find it any more."""
     start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
     for one in choice.damages:
         if choice.checkpoint is not None and one.place == str(choice.checkpoint.folder):
@@ -221,7 +196,7 @@ def _set_aside(damage: Damage) -> str:
 
 
 async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
-    """Pause the run with ``sentence`` as its reason until a trainer can continue it; return the sentence."""
+    """Pause the run until a trainer can continue it; return the reason."""
     status = await ledger.status()
     if not status.reason.startswith(sentence):
         _, mark, before = status.reason.partition(_PAUSED_BEFORE)
@@ -233,7 +208,7 @@ async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
 
 
 async def _unpause(ledger: Ledger, status: RunStatus) -> RunStatus:
-    """Undo :func:`_pause`: the run goes on, or is paused for the reason of before."""
+    """Undo :func:`_pause`."""
     if status.state is RunState.PAUSED and status.reason.startswith(_CANNOT_CONTINUE):
         _, mark, before = status.reason.partition(_PAUSED_BEFORE)
         state, reason = (RunState.PAUSED, before) if mark else (RunState.RUNNING, "its checkpoints were put back")

@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint: the ledger learns of it, older ones go, the journal before it is forgotten, a copy is stored.
+"""Record checkpoints in the ledger, copy them to storage, and delete older ones and the journal before them.
 
 ::
 
@@ -6,10 +6,7 @@
     whole in the folder   ledger, journal forgotten               (it is copied)
     whole in the store    the ledger names the copy instead       ledger, journal forgotten before the last but one
 
-With "stored" nobody relies on the folder: it may vanish with its machine at any moment, and everything since the checkpoint before
-the newest stored one is in the journal. Older ones go, here and there, unless the ledger keeps them (pins, the tip of a rollback).
-
-Rank 0 only.
+With "stored" the folder may vanish at any time. Pins and a rollback's tip are kept. Rank 0 only.
 """
 
 import asyncio
@@ -37,12 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Keeps checkpoints. It lives on the event loop; folders and object storage are read and written in threads.
+    """Retains checkpoints; on the event loop, with storage access in threads.
 
-    Args:
-        settings: of the run.
-        bus: of the run.
-        reading: says which checkpoint an export reads now.
+    ``reading`` returns the checkpoint that an export reads.
     """
 
     def __init__(self, settings: Settings, bus: Bus, reading: Callable[[], str] = lambda: "") -> None:
@@ -55,19 +49,17 @@ class Retention:
         self._uploader = Uploader(self._tell_failure) if self.store is not None else None
         self._relies_on_folder = self.store is None or self._options.counts == "written"
         self._naming = asyncio.Lock()
-        """Held from reading to writing what the ledger knows of a checkpoint, which two tasks do; see ``_same``."""
+        """Guards read-modify-write of ledger entries by two tasks."""
         self._same: dict[PolicyVersion, list[PolicyVersion]] = {}
-        """By the version of a checkpoint that the ledger does not know yet: later versions of the same weights."""
+        """By version of an unrecorded checkpoint, later versions of its weights."""
 
     async def run(self) -> None:
-        """Copy checkpoints to object storage, for ever; return at once where there is none."""
+        """Copy checkpoints to object storage, if any, forever."""
         if self._uploader is not None:
             await self._uploader.run()
 
-    # ---------------------------------------------------------------- written
-
     async def describe(self, step: int, version: PolicyVersion, live: Live) -> CheckpointState:
-        """Return what a checkpoint of ``step``, whose newest version is ``version``, knows of the ledger."""
+        """Return the ledger state for a checkpoint of ``step``, whose newest version is ``version``."""
         (status, counts), entry = await self._ledger.account(), await self._ledger.last_journal_entry()
         mark = await self._ledger.mark(version)
         revision = await live.read(live.revision)
@@ -85,13 +77,13 @@ class Retention:
         )
 
     async def note(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
-        """Do what follows from a checkpoint that is whole in the run's folder."""
+        """Handle a checkpoint that is complete in the run's folder."""
         state = checkpoint.state
         if self._relies_on_folder:
             await self._ledger.set_checkpoint(state.version, str(checkpoint.folder))
         for old in superfluous:
             if self._is_used(old.folder):
-                continue  # goes with the next one
+                continue
             if await self._ledger.forget_checkpoint(str(old.folder)):
                 await asyncio.to_thread(local_store.delete, old)
         if self._relies_on_folder and state.journal_entry:
@@ -100,25 +92,24 @@ class Retention:
         self._copy(checkpoint)
 
     def _is_used(self, folder: Path) -> bool:
-        """Whether somebody reads a checkpoint: the uploader, or an export."""
         return str(folder) == self._reading() or (self._uploader is not None and self._uploader.uses(folder))
 
     async def note_failed(self, step: int, error: str) -> None:
-        """Tell that the checkpoint of ``step`` could not be written; the one before stays, and so does the journal."""
+        """Report that the checkpoint of ``step`` failed; the previous one and the journal are kept."""
         metrics.CHECKPOINTS_FAILED.inc()
         detail = f"the checkpoint of step {step} was refused, the one before stays: {error}: make room in run.folder"
         log.warning("checkpoint failed", extra={"detail": detail})
         await tell(self._bus, "trainer", "checkpoint failed", detail, step=step)
 
     async def note_start(self, resume: Resume) -> None:
-        """Do what follows from going on from a checkpoint: one that is in the folder alone is copied."""
+        """Copy the start's checkpoint if it is only in the folder."""
         if resume.stored is not None:
             await self._ledger.set_checkpoint(resume.stored.state.version, resume.stored.uri)
         elif resume.checkpoint is not None:
             self._copy(resume.checkpoint)
 
     async def note_version(self, version: PolicyVersion, checkpoint: Checkpoint) -> None:
-        """Tell the ledger that ``version`` has the weights of ``checkpoint``, from which the trainer went on."""
+        """Record in the ledger that ``version`` has the weights of ``checkpoint``."""
         async with self._naming:
             known = (await self._ledger.checkpoints()).get(checkpoint.state.version)
             if self._relies_on_folder or known is not None:
@@ -134,7 +125,7 @@ class Retention:
             self._uploader.add(Upload(folder.name, folder, copy, folder.is_dir))
 
     async def make_room(self) -> None:
-        """Forget all of the journal that the newest checkpoint that counts covers: the bus is full."""
+        """Release the journal covered by the newest counting checkpoint: the bus is full."""
         if self.store is not None and not self._relies_on_folder:
             try:
                 usable = await self._usable(self.store)
@@ -145,11 +136,9 @@ class Retention:
                 await self._ledger.trim_journal(entry)
 
     async def close(self, wait_s: float) -> None:
-        """Let what is being copied be finished, for at most ``wait_s``."""
+        """Finish copying, for at most ``wait_s``."""
         if self._uploader is not None and not await self._uploader.close(wait_s):
             log.warning("left before everything was stored", extra={"uri": self._options.uri})
-
-    # ---------------------------------------------------------------- stored
 
     def _copy(self, checkpoint: Checkpoint) -> None:
         store = self.store
@@ -177,7 +166,7 @@ class Retention:
             usable = await self._usable(store)
             await self._trim_journal(usable)
             await self._clean(store, usable)
-        except StoreError as error:  # the next one does it
+        except StoreError as error:
             log.warning("object storage was not tidied", extra={"error": str(error)})
 
     async def _usable(self, store: CheckpointStore) -> list[StoredCheckpoint]:

@@ -1,1 +1,1 @@
-"""Self-test at the start: the policy, as training runs it, against transformers' unmodified model."""
+"""Self-test: the policy, as trained, against transformers' unmodified model."""

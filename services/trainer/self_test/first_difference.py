@@ -1,7 +1,6 @@
-"""Where a policy's forward pass first differs from the unmodified model's: for the message of a self-test that failed.
+"""The first module whose output differs from the unmodified model's.
 
-Modules that return a hidden state for every token of a packed row, and one for every token of a sequence, are compared in the order in which they
-finish. The first that differs is where a difference begins: what runs inside it is among the modules that agree.
+Modules with one hidden state per token are compared in finishing order.
 
 Shapes: ``T`` tokens of the row, ``D`` a module's outputs.
 """
@@ -19,11 +18,11 @@ from services.trainer.model.policy import Policy
 from services.trainer.self_test.unmodified_model import sequences, unmodified
 
 _APART = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Of a module's outputs: the norm of the difference by the norm, above which they differ."""
+"""Relative tolerance by norm."""
 
 
 def first(policy: Policy | Critic, rows: Sequence[PackedRow]) -> str:
-    """Return a sentence that names the first module whose outputs differ, and by how much."""
+    """Describe the first module whose outputs differ."""
     model, device = policy.model, next(policy.parameters()).device
     batch: MicroBatch = micro_batch(rows)
     limit = _APART.get(next(policy.parameters()).dtype, 1e-3)
@@ -45,7 +44,6 @@ def _kind(model: Any, name: str) -> str:
 
 
 def _places(rows: Sequence[PackedRow]) -> list[Any]:
-    """Return where in the packed row the tokens of each sequence are, its last one left out."""
     found, start = [], 0
     for row in rows:
         prompt = np.arange(start, start + len(row.prompt_token_ids))
@@ -57,7 +55,7 @@ def _places(rows: Sequence[PackedRow]) -> list[Any]:
 
 
 def _outputs(model: Any, compute: Callable[[], Any], tokens: int) -> dict[str, Tensor]:
-    """Return what each module gave that runs once and returns 1 × ``tokens`` × D, in the order in which they finished."""
+    """Return the outputs (1 × ``tokens`` × D) of modules that run once, in finishing order."""
     found, twice = dict[str, Tensor](), set[str]()
 
     def keep(name: str) -> Callable[..., None]:
@@ -82,5 +80,5 @@ def _outputs(model: Any, compute: Callable[[], Any], tokens: int) -> dict[str, T
 
 def _relative(found_TD: Tensor, reference_TD: Tensor) -> float:
     if found_TD.shape != reference_TD.shape:
-        return 0.0  # not the same thing
+        return 0.0
     return float((found_TD - reference_TD).norm() / reference_TD.norm().clamp(min=1e-30))

@@ -1,27 +1,19 @@
-"""The self-test at every start: the policy and the critic, as training runs them, against their unmodified models.
+"""The self-test at every start: policy and critic, as trained, against their unmodified models.
 
-Two groups of random token ids go through the policy in training mode, in one micro-batch, with the kernels, number types and adapters of the
-run; and one sequence at a time through the model as transformers has it (``unmodified_model``). Compared are the logprobs of all trained
-tokens, and the gradient of a weighted sum of them: with respect to the embedding of each token, which every layer's backward
-pass reaches, and to every trained parameter of up to ``_SMALL`` numbers (norms, biases, sinks, decays, convolutions, adapters).
+Two groups of random tokens go through the policy as one micro-batch, and one sequence at a time through
+``unmodified_model``. Compared are logprobs (of a critic: normalised hidden states), and the gradient of a weighted sum
+of them, with respect to token embeddings and parameters of up to ``_SMALL`` numbers.
 
-    float32         max |Δ logprob| ≤ 1e-3 nats and ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
-    widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖; at most 0.5 of either
-    half precision  mean |Δ logprob| ≤ max(0.05 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.1, 4 × spread) ‖gradient‖; at most 0.5 of either
+    float32         max |Δ logprob| ≤ 1e-3 nats, ‖Δ gradient‖ ≤ 1e-3 ‖gradient‖
+    widened         mean |Δ logprob| ≤ max(0.005 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.02, 4 × spread) ‖gradient‖
+    half precision  mean |Δ logprob| ≤ max(0.05 nats, 4 × spread), ‖Δ gradient‖ ≤ max(0.1, 4 × spread) ‖gradient‖
 
-Of a critic, which has no logits, the hidden states before each trained token are compared in the place of logprobs, each divided by its root
-mean square.
+The last two are limited to 0.5; ``spread`` is the effect of rounding the unmodified model's embeddings once. Half
+precision, which hides small mistakes, is also tested widened to float32 if memory allows.
 
-In half precision two right ways differ by roundings, which hide small mistakes. So a model in half precision is compared twice: with its weights
-widened to float32 for a moment, which shows whether the mathematics are the same, where memory has room for that (kernels may still
-multiply with the 10 bits of TF32); and as it is trained, which shows whether the kernels work. ``spread`` is how far the unmodified model
-differs from itself after one rounding of its embeddings. Families whose packed rows used to be wrong were off by 0.09 nats and by 8 % of the
-gradient or more in float32.
-
-Where packed rows differ, and ``trainer.packing`` leaves the choice, the sequences go one by one instead; what differs even so is refused, with the
-numbers and the first module whose output differs. It runs before ranks share the weights, alike on every rank; they agree on the worst. It
-leaves no gradient, and no random generator moves. Not covered: windows beyond ``_LONGEST_WINDOW`` tokens, the gradients of large
-matrices, and ZeRO itself. CI covers the first two for small models (docs/models.md).
+If rows differ and ``trainer.packing`` is automatic, sequences go one by one; a model that still differs is refused.
+Gradients and random generators stay unchanged. Not covered: windows beyond ``_LONGEST_WINDOW``, gradients of large
+matrices, ZeRO.
 """
 
 import contextlib
@@ -65,33 +57,31 @@ _HALF_NATS, _HALF_GRADIENT = 0.05, 0.1
 _SPREADS, _MOST = 4.0, 0.5
 _HALF = (torch.bfloat16, torch.float16)
 _ROOM_BYTES = 4 << 30
-"""Left for activations and logits while weights are widened."""
 _SMALL = 1 << 16
 _DRAWS = 3
 _LONGEST_WINDOW = {"cpu": 160, "cuda": 1024}
-"""Windows up to here are crossed, by the type of the device."""
+"""Longest window that is tested, by device type."""
 _PROMPT_TOKENS = 140
 _COMPLETIONS = ((40, 1, 23), (12, 3))
-"""Tokens of each completion, by group."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size", "local_attention")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
-    """How far two ways of computing the same are apart."""
+    """Distance between two computations of the same numbers."""
 
     max_nats: float
     mean_nats: float
     gradient: float
-    """Norm of the difference, divided by the norm: the larger one of embeddings and parameters."""
+    """Relative norm, the larger one of embeddings and parameters."""
 
     def within(self, limit: "Gap") -> bool:
-        """Whether no number is above that of ``limit``, or is no number."""
+        """Whether every number is at most that of ``limit``; NaN is not."""
         mine, most = dataclasses.astuple(self), dataclasses.astuple(limit)
         return all(a <= b for a, b in zip(mine, most, strict=True))
 
     def words(self, of: str) -> str:
-        """Return the numbers in words; ``of`` what was compared: logprobs, or hidden states, whose unit is their root mean square."""
+        """Describe the gap of "logprobs" or "hidden states" (unit: their root mean square)."""
         unit = " nats" if of == _LOGPROBS else ""
         return f"{of} differ by {self.max_nats:.2g}{unit} at most and {self.mean_nats:.2g} on average, the gradient by {self.gradient:.2g} of its norm"
 
@@ -102,18 +92,14 @@ _BROKEN = Gap(math.inf, math.inf, math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """What the self-test found of a policy or critic that passed it."""
+    """Result of a passed self-test."""
 
     of: str
-    """What was compared."""
     packing: str
-    """How sequences go through the model from now on."""
     reason: str
-    """Why not in rows, where ``auto`` would have taken them; else ""."""
     gap: Gap
     limit: Gap
     widened: Gap | None
-    """The gap with weights in float32, of a model in half precision; None where it was not or could not be compared."""
     seconds: float
 
     @property
@@ -130,7 +116,7 @@ class SelfTestResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Logprobs (N; of a critic, hidden states in a row), and the gradients with respect to embeddings, by distinct token (K × D), and to small parameters."""
+    """Logprobs or hidden states (N), and gradients of embeddings (K × D) and small parameters."""
 
     logprobs_N: Tensor
     embeddings_KD: Tensor
@@ -138,10 +124,10 @@ class _Numbers:
 
 
 def run(policy: Subject, packing: Packing, seed: int = 0) -> SelfTestResult:
-    """Compare a policy or critic, on its device and in training mode, with the unmodified model; choose how sequences are packed.
+    """Compare a policy or critic, in training mode, with the unmodified model; choose the packing.
 
     Raises:
-        SettingsError: it computes something else in every way that ``packing`` allows, or transformers cannot run it.
+        SettingsError: no allowed packing passes, or transformers cannot run the model.
     """
     began = time.perf_counter()
     with _undisturbed(policy):
@@ -160,7 +146,6 @@ def _setting(policy: Subject) -> str:
 
 
 def _packed(policy: Subject, rows: Sequence[PackedRow]) -> Tensor:
-    """Return what training computes of ``rows`` (N)."""
     batch: MicroBatch = micro_batch(rows)
     if isinstance(policy, Critic):
         return unit_hidden_states(policy.trunk.hidden_states(batch))
@@ -169,7 +154,6 @@ def _packed(policy: Subject, rows: Sequence[PackedRow]) -> Tensor:
 
 
 def _plain(policy: Subject, rows: Sequence[PackedRow]) -> Tensor:
-    """Return the same, computed one sequence at a time by the model itself (N)."""
     device = next(policy.parameters()).device
     if isinstance(policy, Critic):
         return hidden_states(policy.model, rows, device)
@@ -177,11 +161,6 @@ def _plain(policy: Subject, rows: Sequence[PackedRow]) -> Tensor:
 
 
 def _chosen(policy: Subject, packing: Packing, seed: int, trial: "_Trial") -> "_Trial":
-    """Return ``trial`` where it passed, or one of sequences where ``packing`` allows them.
-
-    Raises:
-        SettingsError: none passes.
-    """
     if not trial.passed and packing == "auto" and policy.trunk.packing == "rows":
         policy.trunk.fall_back(_explain(policy, trial))
         trial = _best(policy, seed)
@@ -194,10 +173,7 @@ def _chosen(policy: Subject, packing: Packing, seed: int, trial: "_Trial") -> "_
 
 
 def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None:
-    """Return the gap with weights in float32, of a model in half precision; choose how sequences are packed by it.
-
-    None where memory has no room, or where something does not run in float32: half precision shows then whether it runs at all.
-    """
+    """Compare a half-precision model in float32, and choose the packing; None if that is not possible."""
     narrow = [tensor for tensor in (*policy.parameters(), *policy.buffers()) if tensor.dtype in _HALF]
     if not narrow or not _has_room(narrow):
         return None
@@ -214,7 +190,6 @@ def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None
 
 
 def _has_room(narrow: Sequence[Tensor]) -> bool:
-    """Return whether every rank has memory for ``narrow`` in float32."""
     more = sum(tensor.numel() * (4 - tensor.element_size()) for tensor in narrow)
     largest = max(tensor.numel() for tensor in narrow) * 4
     on_gpu = narrow[0].is_cuda
@@ -227,7 +202,7 @@ def _has_room(narrow: Sequence[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def _widened(narrow: Sequence[Tensor]) -> Iterator[None]:
-    """Hold ``narrow`` in float32 within the block; to widen and to narrow again changes no number."""
+    """Hold ``narrow`` in float32 within the block, exactly."""
     dtypes = [tensor.dtype for tensor in narrow]
     try:
         for tensor in narrow:
@@ -242,13 +217,10 @@ def _widened(narrow: Sequence[Tensor]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Trial:
-    """What one draw of tokens showed."""
-
     rows: Sequence[PackedRow]
     gap: Gap
     limit: Gap
     failure: str
-    """What the policy raised; else ""."""
 
     @property
     def passed(self) -> bool:
@@ -256,10 +228,9 @@ class _Trial:
 
 
 def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = False) -> _Trial:
-    """Return the first trial that passes, else the last of ``_DRAWS``; on every rank the same. ``causal``: the model is known to be.
+    """Return the first trial that passes, else the last of ``_DRAWS``; the same on every rank.
 
-    Where two experts score alike, a rounding decides which of them a router takes, so a right policy may miss one draw. What is wrong with the way
-    that sequences are packed misses all.
+    Rounding may change the routing of two equal experts in one draw; wrong packing fails all.
     """
     for number in range(_DRAWS):
         rows = draw(policy.model, next(policy.parameters()).device, seed + number)
@@ -274,7 +245,6 @@ def _best(policy: Subject, seed: int, *, widened: bool = False, causal: bool = F
 
 
 def _least(policy: Subject, *, widened: bool) -> Gap:
-    """Return how far two right ways may always be apart."""
     if widened:
         return Gap(math.inf, _WIDENED_NATS, _WIDENED_GRADIENT)
     half = any(parameter.dtype in _HALF for parameter in policy.parameters())
@@ -282,7 +252,7 @@ def _least(policy: Subject, *, widened: bool) -> Gap:
 
 
 def _limit(policy: Subject, trial: _Trial, reference: _Numbers) -> Gap:
-    """Return how far two right ways may be apart where a rounding of the embeddings moves the unmodified model itself."""
+    """Return the allowed gap, given the effect of rounding the embeddings."""
     if trial.limit.max_nats < math.inf:
         return trial.limit
     with unmodified(policy.model):
@@ -305,7 +275,7 @@ def _explain(policy: Subject, trial: _Trial) -> str:
 
 
 def draw(model: Any, device: torch.device, seed: int) -> list[PackedRow]:
-    """Return two groups of random token ids, none of them special, whose first crosses the model's window where that is short."""
+    """Return two groups of random tokens; the first exceeds the model's window if that is short."""
     lot, ids = np.random.default_rng(seed), ordinary_ids(model.config)
     crossed = [window for window in windows(model.config) if window <= _LONGEST_WINDOW.get(device.type, 0)]
     context = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
@@ -319,7 +289,7 @@ def draw(model: Any, device: torch.device, seed: int) -> list[PackedRow]:
 
 
 def windows(config: Any) -> list[int]:
-    """Return how many tokens the windows and chunks of a model have, by its configuration; none where attention is full."""
+    """Return a configuration's windows and chunk lengths, in tokens."""
     found = (getattr(config.get_text_config(), name, None) for name in _WINDOWS)
     return [window for window in found if isinstance(window, int) and window > 0]
 
@@ -340,14 +310,13 @@ def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int
 
 @contextlib.contextmanager
 def _undisturbed(policy: Subject) -> Iterator[None]:
-    """Leave random generators and gradients as they were, and no dropout in adapters."""
     devices = [torch.cuda.current_device()] if next(policy.parameters()).is_cuda else []
     with torch.random.fork_rng(devices), without_dropout(policy):
         yield
 
 
 def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> _Numbers:
-    """Return what the unmodified model computes; it is refused unless it is, or is known to be, ``causal``."""
+    """Return the unmodified model's numbers; refuse it if not ``causal``."""
     device, model = next(policy.parameters()).device, policy.model
     half = any(parameter.dtype in _HALF for parameter in policy.parameters())
     try:
@@ -370,7 +339,6 @@ def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> _
 
 
 def _attempt(policy: Subject, rows: Sequence[PackedRow], reference: _Numbers) -> tuple[Gap, str]:
-    """Return how far the policy is from the reference, on the rank where it is farthest; and what failed, if something did."""
     gap, failure = _BROKEN, ""
     try:
         gap = _gap(_numbers(policy, rows, lambda: _packed(policy, rows)), reference)
@@ -382,7 +350,7 @@ def _attempt(policy: Subject, rows: Sequence[PackedRow], reference: _Numbers) ->
 
 
 def _worst(gap: Gap, device: torch.device) -> Gap:
-    """Return the largest gaps over all ranks; what is no number counts as infinite."""
+    """Return the maximum over ranks; NaN counts as infinite."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return gap
     numbers = torch.tensor(dataclasses.astuple(gap), dtype=torch.float32, device=device).nan_to_num(
@@ -393,7 +361,7 @@ def _worst(gap: Gap, device: torch.device) -> Gap:
 
 
 def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounded: bool = False) -> _Numbers:
-    """Return what ``compute`` gives, and its gradients; ``rounded``: after embeddings have been moved by a rounding."""
+    """Return the result of ``compute`` and its gradients; ``rounded``: for rounded embeddings."""
     model = policy.model
     small = {
         name: parameter
@@ -424,7 +392,7 @@ def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounde
 
 
 def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence[PackedRow]) -> Tensor:
-    """Return the sum of the gradients of each distinct token of ``rows`` (K × D, float32)."""
+    """Return the summed gradient of each distinct token (K × D, float32)."""
     distinct = np.unique(
         np.concatenate([np.r_[row.prompt_token_ids, *[one.token_ids for one in row.samples]] for row in rows])
     )

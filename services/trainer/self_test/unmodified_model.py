@@ -1,7 +1,6 @@
-"""The model as transformers runs it: without packing, our attention, our token mixers, or fused kernels.
+"""The model as transformers runs it, with the trainer's own weights.
 
-It is the reference of the self-test (``self_test``). The weights are the trainer's own, so nothing is loaded twice; what the trainer put into
-the model is switched off for as long as :func:`unmodified` lasts, and is back afterwards.
+The trainer's changes are switched off only within :func:`unmodified`.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ def unmodified(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Switch off dropout layers within the block, those of adapters included, which would make any two runs differ."""
+    """Switch off dropout layers, including adapters', within the block."""
     dropouts = [
         inner for inner in module.modules() if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.training
     ]
@@ -51,7 +50,7 @@ def sequences(row: PackedRow) -> list[Int64Array]:
 
 
 def logprobs(model: Any, rows: Sequence[PackedRow], device: torch.device) -> Tensor:
-    """Return the logprobs of the rows' completions under ``model``, one sequence at a time (N, float32, nats)."""
+    """Return the logprobs of the rows' completions, one sequence at a time (N, float32, nats)."""
     parts = list[Tensor]()
     for row in rows:
         for ids in sequences(row):
@@ -62,18 +61,18 @@ def logprobs(model: Any, rows: Sequence[PackedRow], device: torch.device) -> Ten
 
 
 def unit_hidden_states(hidden_ND: Tensor) -> Tensor:
-    """Return hidden states in one row, each divided by its root mean square, so that gaps need no scale (N·D, float32)."""
+    """Return hidden states, each divided by its root mean square (N·D, float32)."""
     return torch.nn.functional.rms_norm(hidden_ND.float(), hidden_ND.shape[-1:]).flatten()
 
 
 def hidden_states(trunk: Any, rows: Sequence[PackedRow], device: torch.device) -> Tensor:
-    """Return :func:`unit_hidden_states` before each token of the rows' completions, one sequence at a time."""
+    """Return :func:`unit_hidden_states` before each token of the rows' completions."""
     parts = [_hidden_states(trunk, ids[:-1], row, device) for row in rows for ids in sequences(row)]
     return unit_hidden_states(torch.cat(parts))
 
 
 def hidden_states_ahead(trunk: Any, row: PackedRow, device: torch.device) -> float:
-    """Return how much the hidden state of ``row``'s prompt depends on the completion that follows, in its root mean square."""
+    """Return how much the hidden state of ``row``'s prompt depends on the completion, by its root mean square."""
     with torch.no_grad():
         longest = max(sequences(row), key=len)
         alone = longest[: len(row.prompt_token_ids)]
@@ -88,7 +87,7 @@ def _hidden_states(trunk: Any, ids: Int64Array, row: PackedRow, device: torch.de
 
 
 def sees_ahead_nats(model: Any, row: PackedRow, device: torch.device) -> float:
-    """Return how much the mean logprob of words after ``row``'s prompt depends on the completion that follows: 0 in a causal model."""
+    """Return how much logprobs after ``row``'s prompt depend on the completion: 0 if causal."""
     with torch.no_grad():
         longest = max(sequences(row), key=len)
         with_completion_V = _all_logprobs(model, longest, row, device)[0]
@@ -97,7 +96,7 @@ def sees_ahead_nats(model: Any, row: PackedRow, device: torch.device) -> float:
 
 
 def _all_logprobs(model: Any, ids: Int64Array, row: PackedRow, device: torch.device) -> Tensor:
-    """Return the logprob of every word at every place from the prompt's last one on (T × vocabulary, float32)."""
+    """Return logprobs from the last prompt token on (T × vocabulary, float32)."""
     output = model(input_ids=torch.from_numpy(ids[None]).to(device), use_cache=False)
     logits_TV: Tensor = output.logits[0, len(row.prompt_token_ids) - 1 :].float()
     return torch.log_softmax(logits_TV / row.temperature, dim=-1)

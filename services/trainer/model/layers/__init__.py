@@ -1,1 +1,1 @@
-"""Layers of packed rows: attention, recurrences, convolutions and logits that respect the boundaries of sequences."""
+"""Layers that respect sequence boundaries in packed rows."""

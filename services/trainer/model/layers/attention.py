@@ -1,17 +1,13 @@
-"""Attention over rows that lie end to end, without padding and without a mask of all tokens by all tokens.
+"""Attention over packed rows, without padding or a full T × T mask.
 
-Installed as a model's attention and as its masks, through transformers' two interfaces. While a packed row goes through the model,
-the mask that its layers are given is a :class:`PackedMask`: the row's layout and the layer's pattern (``attention_layout``), which is read off the
-mask function that transformers would have evaluated. So a window or chunk is where the unmodified model has one. A segment then attends
-to its prompt and to itself::
+Installed through transformers' interfaces. For a packed row, layers get a :class:`PackedMask`: the row's layout and a
+pattern derived from the model's mask function. A segment attends to its prompt and to itself::
 
-    varlen   torch's ``varlen_attn`` (flash attention) over segments of different lengths; keys and values of a prompt are
-             copied for each of its completions. CUDA, half precision; causal layers, windows, sinks without a window.
-    mask     segments of about the same size are gathered into one rectangle and go through scaled_dot_product_attention
-             with a mask; a short row goes as a whole. Anywhere, and everything that ``attention_math`` knows.
+    varlen   torch's ``varlen_attn`` (flash attention); a prompt's keys and values are copied for each completion.
+             CUDA, half precision; causal layers, windows, sinks without a window.
+    mask     similar segments form one rectangle for scaled_dot_product_attention with a mask. Anywhere.
 
-``auto`` takes ``varlen`` where it runs, layer by layer. Both give the outputs of separate sequences. What a model passes to its attention
-and this module does not know is refused (:class:`CannotPack`), never ignored.
+``auto`` chooses per layer. Outputs equal those of separate sequences.
 
 Shapes: ``B`` 1, ``H`` heads, ``T`` tokens, ``N`` trained tokens, ``D`` a head's size.
 """
@@ -61,23 +57,16 @@ _HARMLESS = frozenset(
         "logits_to_keep",
     ]
 )
-"""Arguments that say nothing about what attention computes."""
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "deterministic": (True, False)}
-"""Values of other arguments, besides None, that ask for what is done anyway."""
+"""Allowed values of other arguments, besides None."""
 
 
 class CannotPack(SettingsError):
-    """The model cannot go through packed rows exactly; its sequences, one by one, still may."""
+    """The model cannot process packed rows exactly."""
 
 
 class PackedLayout:
-    """How the tokens of one micro-batch see one another; made once and used by every layer.
-
-    Args:
-        segments: of the micro-batch.
-        kind: which attention.
-        device: where the model is.
-    """
+    """Visibility among the tokens of one micro-batch, shared by all layers."""
 
     def __init__(self, segments: Segments, kind: Kind, device: torch.device) -> None:
         self._segments = segments
@@ -86,9 +75,7 @@ class PackedLayout:
         self._rectangles: dict[tuple[Pattern, bool], tuple[list[Rectangle], Tensor]] = {}
         self._ragged: dict[bool, Ragged] = {}
         self.used = 0
-        """How many layers have attended through it."""
         self.longest = int((segments.prompt_lengths_K + segments.lengths_K).max())
-        """Tokens of the longest sequence."""
         self.positions_T = positions(segments, device)
 
     def attend(
@@ -99,7 +86,7 @@ class PackedLayout:
         pattern: Pattern = CAUSAL,
         extras: Extras = PLAIN,
     ) -> Tensor:
-        """Return what attention gives, B × T × H × the value's size."""
+        """Return attention's output (B × T × H × value size)."""
         self.used += 1
         query, key, value = (tensor.transpose(1, 2).squeeze(0) for tensor in (query_BHTD, key_BHTD, value_BHTD))
         if self._by_varlen(query, value, pattern, extras):
@@ -144,7 +131,7 @@ def _gather(tensor_THD: Tensor, places_GQ: Tensor) -> Tensor:
 
 
 def runs_varlen(query: Tensor, size: int) -> bool:
-    """Whether torch (2.11 and later) has variable-length causal attention for such a query, of heads of ``size``."""
+    """Whether torch (2.11 and later) has variable-length causal attention for this query and head size."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or size > 256:
         return False
     try:
@@ -154,16 +141,13 @@ def runs_varlen(query: Tensor, size: int) -> bool:
     return "window_size" in parameters_of(varlen_attn)
 
 
-# ---------------------------------------------------------------- transformers' interfaces
-
-
 class PackedMask:
-    """What a layer is given for a mask while a packed row goes through the model; a model that computes with it cannot be packed."""
+    """A layer's mask for a packed row; a model that computes with it cannot be packed."""
 
     __slots__ = ("layout", "pattern")
     layout: PackedLayout
     pattern: Pattern | None
-    """None: another than is known here, which matters to a layer that uses it (Qwen2-MoE makes a window of 0 tokens that none does)."""
+    """None: unknown, an error only if used (Qwen2-MoE has an unused window of 0 tokens)."""
 
     def __init__(self, layout: PackedLayout, pattern: Pattern | None) -> None:
         self.layout, self.pattern = layout, pattern
@@ -182,7 +166,6 @@ class PackedMask:
 
 
 _PACKED: contextvars.ContextVar[PackedLayout | None] = contextvars.ContextVar("packed", default=None)
-"""The layout of the row that is going through the model."""
 
 
 def see(
@@ -193,11 +176,7 @@ def see(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Any:
-    """Be transformers' mask: a :class:`PackedMask` while a packed row goes through the model, otherwise the mask of sdpa.
-
-    Raises:
-        CannotPack: the mask is one of the model's own.
-    """
+    """Implement transformers' mask; CannotPack for a model's own mask function."""
     layout = _PACKED.get()
     if layout is None:
         from transformers.masking_utils import sdpa_mask
@@ -213,7 +192,7 @@ def see(
 def _read(
     mask_function: Callable[..., Any], local_size: int | None, longest: int, device: torch.device
 ) -> Pattern | None:
-    """Return the pattern that agrees with ``mask_function`` around its edges, or at positions of all magnitudes; None: none does."""
+    """Return the pattern that agrees with ``mask_function`` at edges and all magnitudes, or None."""
     size = local_size or 0
     edges = {multiple * size for multiple in range(4)} if size else {longest - 1, *(1 << i for i in range(20))}
     around = {edge + shift for edge in (0, *edges) for shift in (-1, 0, 1)}
@@ -237,11 +216,7 @@ def attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Be transformers' attention, for a packed row where the mask is a :class:`PackedMask`, otherwise for sequences as they are.
-
-    Raises:
-        CannotPack: the model asks for something that is not known here.
-    """
+    """Implement transformers' attention; CannotPack for unknown arguments."""
     if isinstance(attention_mask, PackedMask):
         extras = _extras(others, scaling, dropout)
         layout, pattern = attention_mask.layout, attention_mask.pattern
@@ -284,11 +259,6 @@ def _attend_unpacked(
 
 
 def _extras(others: Mapping[str, Any], scaling: float | None, dropout: float) -> Extras:
-    """Return what is asked for beside plain attention.
-
-    Raises:
-        CannotPack: it is nothing that is known here.
-    """
     if dropout:
         _refuse(f"attention without dropout, found {dropout}")
     for name, value in others.items():
@@ -299,7 +269,7 @@ def _extras(others: Mapping[str, Any], scaling: float | None, dropout: float) ->
 
 
 def _at_positions(module: nn.Module, query_BHTD: Tensor, positions_T: Tensor) -> Tensor:
-    """Return queries with Llama 4's temperature of their positions: its layers without rope scale them by their place in the row."""
+    """Apply Llama 4's temperature by positions in the sequence; transformers uses the row's."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query_BHTD
     floor, strength = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]  # numbers of its config
@@ -312,7 +282,6 @@ def _at_positions(module: nn.Module, query_BHTD: Tensor, positions_T: Tensor) ->
 
 
 def _check_window(window: int | None, pattern: Pattern, longest: int) -> None:
-    """Refuse a layer whose window is not its mask's: transformers' own functions would disagree about it."""
     own = pattern.size if pattern.kind == "window" else longest
     if window is not None and min(window, longest) != own:
         _refuse(f"a layer whose mask has its sliding window of {window}, found one of {own}")
@@ -323,7 +292,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def install(model: Any) -> None:
-    """Make ``model`` attend through this file; without a packed row it attends as transformers' sdpa does."""
+    """Make ``model`` attend through this module; plain sequences as with sdpa."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -331,15 +300,8 @@ def install(model: Any) -> None:
     model.set_attn_implementation(NAME)
 
 
-# ---------------------------------------------------------------- rows through a model
-
-
 def decoder_of(model: Any) -> Any:
-    """Return the part of a causal language model that gives hidden states: its embedding and layers, without the output layer.
-
-    Raises:
-        CannotPack: there is no such part.
-    """
+    """Return a causal language model without its output layer; CannotPack if that is impossible."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     for part in (model.get_decoder(), getattr(model, "base_model", None), getattr(model, "model", None)):
         parts = set(part.modules()) if isinstance(part, nn.Module) else set()
@@ -349,10 +311,10 @@ def decoder_of(model: Any) -> Any:
 
 
 def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
-    """Return the hidden state that predicts each trained token of ``batch`` (N × hidden size).
+    """Return the hidden state that predicts each trained token (N × hidden size).
 
     Raises:
-        CannotPack: the model does not attend through transformers' interfaces, or has what packed rows cannot do.
+        CannotPack: of the model's attention.
     """
     if "position_ids" not in inspect.signature(trunk.forward).parameters:
         _refuse(f"a model that takes positions, found {type(trunk).__name__}")
@@ -363,7 +325,7 @@ def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
     try:
         hidden_BTD: Tensor = trunk(
             input_ids=input_ids_BT,
-            attention_mask=torch.ones_like(input_ids_BT),  # else transformers guesses sequences from positions
+            attention_mask=torch.ones_like(input_ids_BT),  # else transformers infers sequences from positions
             position_ids=torch.from_numpy(batch.position_ids_BT).to(device),
             use_cache=False,
         ).last_hidden_state

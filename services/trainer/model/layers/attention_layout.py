@@ -1,11 +1,7 @@
-"""Which tokens of a packed row attend to which: blocks of queries with their keys, and rectangles of similar blocks.
+"""Which tokens of a packed row attend to which: blocks of queries with keys, and rectangles of similar blocks.
 
-A segment attends to its prompt and, causally, to itself (``packing``). A :class:`Pattern` restricts that further by the distance
-between positions in the *sequence*, prompt and completion together, wherever the two are in the row. Knows no model, no attention
-function and no settings object.
-
-A block that needs a mask is cut into pieces of queries, each with only those keys that it can reach, so that neither masks nor
-scores ever have the row's size squared.
+A segment attends to its prompt and, causally, to itself; a :class:`Pattern` restricts this by distance in the sequence.
+Blocks are split by reachable keys, so masks and scores are not quadratic in the row.
 
 Shapes: ``G`` blocks of a rectangle, ``T`` tokens of the row, ``K`` segments or keys, ``Q`` queries.
 """
@@ -22,28 +18,27 @@ from services.trainer.batch.packing import Int64Array, Segments
 from services.trainer.model.layers.gather import Copies, copies
 
 SHORT_ROW_TOKENS = 128
-"""Rows up to this length attend as a whole: many tiny segments cost more than the pairs they need not compute."""
+"""Shorter rows attend as a whole, which is cheaper than many segments."""
 SLACK_PAIRS = 1 << 16
-"""Pairs of a query and a key that a rectangle may waste on padding, besides ``_PADDED`` times what it needs."""
+"""Tolerated padding of a rectangle, besides ``_PADDED``."""
 MASKED_PAIRS = 1 << 22
-"""Most pairs of a rectangle with a mask; a block of ``_LOWEST`` queries may have more."""
+"""Maximum of a masked rectangle."""
 _PADDED = 1.3
 _LOWEST, _HIGHEST = 128, 2048
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a token sees of the earlier tokens of its sequence.
+    """Earlier tokens of the sequence that a token sees.
 
-    ``causal``: all of them. ``window``: itself and the ``size − 1`` before it. ``chunk``: those whose position divided by ``size``
-    is the same.
+    ``causal``: all. ``window``: itself and the ``size − 1`` before it. ``chunk``: those of equal position // ``size``.
     """
 
     kind: Literal["causal", "window", "chunk"] = "causal"
     size: int = 0
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether a token at position ``query`` sees one at position ``key``, elementwise with broadcasting."""
+        """Return whether ``query`` positions see ``key`` positions, with broadcasting."""
         seen = key <= query
         if self.kind == "window":
             return seen & (key > query - self.size)
@@ -52,7 +47,7 @@ class Pattern:
         return seen
 
     def first_seen(self, position: int) -> int:
-        """Return the first position that a token at ``position`` sees."""
+        """Return the first position seen."""
         if self.kind == "window":
             return max(0, position - self.size + 1)
         return position - position % self.size if self.kind == "chunk" else 0
@@ -63,7 +58,7 @@ CAUSAL = Pattern()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """Queries side by side in the row, and the places of the keys that at least one of them may see."""
+    """Consecutive queries, and the places of their visible keys."""
 
     start: int
     length: int
@@ -72,20 +67,20 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Blocks that attend together. Places are those of the row; what pads a block repeats place 0."""
+    """Blocks that attend together; padding repeats place 0."""
 
     queries_GQ: Tensor
     keys_GK: Tensor
     mask_GQK: Tensor | None
-    """What a query sees; None: keys are the queries, and attention is causal."""
+    """None: causal, and keys are the queries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ragged:
-    """Segments one after another, of different lengths."""
+    """Consecutive segments of different lengths."""
 
     keys: Copies
-    """Places of all keys, segment after segment: its prompt's, then its own."""
+    """Per segment, the prompt's keys, then its own."""
     query_ends: Tensor
     key_ends: Tensor
     longest_query: int
@@ -101,19 +96,13 @@ def keys_of(segments: Segments, k: int) -> Int64Array:
 
 
 def positions(segments: Segments, device: torch.device) -> Tensor:
-    """Return each token's position in its sequence (T): a completion's continue its prompt's."""
+    """Return each token's position in its sequence (T)."""
     offsets_T = np.repeat(segments.prompt_lengths_K - segments.starts_K, segments.lengths_K)
     return torch.from_numpy(np.arange(len(offsets_T)) + offsets_T).to(device)
 
 
 def ragged(segments: Segments, device: torch.device, *, first_keys: int = 0) -> Ragged:
-    """Return all segments as one ragged batch.
-
-    Args:
-        segments: of the micro-batch.
-        device: where the places go.
-        first_keys: extra keys, at the start of the keys' array, that every segment has before its own.
-    """
+    """Return all segments as one ragged batch, with ``first_keys`` shared extra keys at the array's start."""
     extra = np.arange(first_keys)
     keys = [np.concatenate((extra, keys_of(segments, k) + first_keys)) for k in range(len(segments.starts_K))]
     lengths_K = segments.prompt_lengths_K + segments.lengths_K + first_keys
@@ -126,13 +115,9 @@ def ragged(segments: Segments, device: torch.device, *, first_keys: int = 0) -> 
 def rectangles(
     segments: Segments, device: torch.device, pattern: Pattern = CAUSAL, *, masked: bool = False
 ) -> tuple[list[Rectangle], Tensor]:
-    """Return the rectangles, and the place of each token of the row in their outputs laid end to end.
+    """Return the rectangles, and each token's place in their concatenated outputs.
 
-    Args:
-        segments: of the micro-batch.
-        device: where the places go.
-        pattern: what a token sees of its sequence.
-        masked: whether every rectangle needs a mask, causal ones included.
+    ``masked``: causal rectangles need a mask, too.
     """
     masked = masked or pattern.kind != "causal"
     blocks = [piece for block in _blocks(segments) for piece in _cut(block, segments, pattern, masked)]
@@ -153,7 +138,7 @@ def rectangles(
 
 
 def coarse(segments: Segments) -> Segments:
-    """Return ``segments`` with those of a short row as one, which sees nothing beside itself."""
+    """Return ``segments``, with those of a short row joined."""
     ids_K = segments.prompt_starts_K
     tokens_K = np.bincount(ids_K, weights=segments.lengths_K)[ids_K].astype(np.int64)
     short_K = tokens_K <= SHORT_ROW_TOKENS
@@ -167,7 +152,7 @@ def coarse(segments: Segments) -> Segments:
 
 
 def similar(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the numbers of blocks of these (queries, keys), largest first, in runs that waste little when padded to their largest."""
+    """Group indices of (queries, keys) sizes, largest first, for little padding."""
     order = sorted(range(len(sizes)), key=lambda k: (-sizes[k][1], -sizes[k][0]))
     runs: list[list[int]] = []
     height = width = pairs = 0
@@ -193,7 +178,7 @@ def _blocks(segments: Segments) -> list[Block]:
 
 
 def _cut(block: Block, segments: Segments, pattern: Pattern, masked: bool) -> list[Block]:
-    """Return ``block`` in pieces small enough for a mask; each with only the keys that ``pattern`` lets it reach."""
+    """Split ``block`` to fit a mask, each piece with its reachable keys."""
     earlier = len(block.keys_K) - block.length
     if not (masked or earlier) or block.length * len(block.keys_K) <= SHORT_ROW_TOKENS**2:
         return [block]
@@ -207,7 +192,6 @@ def _cut(block: Block, segments: Segments, pattern: Pattern, masked: bool) -> li
 
 
 def _height(keys: int, pattern: Pattern) -> int:
-    """Return how many queries a piece has: about as many as its pattern reaches, and no more than its mask may have pairs for."""
     if pattern.kind != "causal":
         keys = min(keys, 2 * max(pattern.size, _LOWEST))
         return int(np.clip(min(pattern.size, MASKED_PAIRS // keys), _LOWEST, _HIGHEST))
@@ -215,8 +199,6 @@ def _height(keys: int, pattern: Pattern) -> int:
 
 
 class _Sees:
-    """What each place of the row sees: its prompt, and its segment up to itself, as far as the pattern reaches."""
-
     def __init__(self, segments: Segments, pattern: Pattern, device: torch.device, *, masked: bool) -> None:
         ends_K = segments.prompt_starts_K + segments.prompt_lengths_K
         per_token = [
@@ -229,7 +211,7 @@ class _Sees:
         self._position_T = positions(segments, device)
 
     def mask(self, queries_GQ: Tensor, keys_GK: Tensor) -> Tensor | None:
-        """Return what is seen; −1 is padding, which as a query sees all. None where attention is causal and needs no mask."""
+        """Return the mask, or None for plain causal attention; −1 is padding, which as a query sees all."""
         query, key = queries_GQ[:, :, None], keys_GK[:, None, :]
         place = queries_GQ.clamp(min=0)
         start, prompt, end = (t[place][..., None] for t in (self._start_T, self._prompt_T, self._prompt_end_T))

@@ -1,15 +1,13 @@
-"""Attention itself, with what model families add to it: sinks, capped scores, values of another size than queries.
+"""Attention with sinks, capped scores, and values of another size than queries.
 
     scores_h  = scale · q kᵀ,  or  cap · tanh(scale · q kᵀ / cap)  with a cap (Gemma 2, arXiv:2408.00118)
-    weights_h = softmax over the visible keys and, with sinks, over one more of score ``sink_h`` and value 0 (gpt-oss,
-                arXiv:2508.10925)
+    weights_h = softmax over visible keys and a sink of score ``sink_h`` and value 0, if any (gpt-oss, arXiv:2508.10925)
 
-A sink is a key: queries get two more dimensions that hold ``sink_h / scale``, as a number of the query's type and the rest that
-this leaves, keys get 0 there, and one more key has 1 there and 0 elsewhere. So every function that computes attention, and its
-gradient, computes sinks. Sizes are padded with zeros, which change no score and no output. Knows no model and no row.
+A sink is a key: queries get two dimensions with ``sink_h / scale`` and its rounding rest; its key has 1 there and 0
+elsewhere, other keys 0 there. So any attention function computes sinks.
 
-Shapes: ``G`` sequences, ``H`` heads (keys and values may have fewer, each shared by as many), ``Q`` queries, ``K`` keys, ``D`` a
-head's size, ``T`` tokens of all sequences together.
+Shapes: ``G`` sequences, ``H`` heads (keys and values may have fewer), ``Q`` queries, ``K`` keys, ``D`` head size, ``T``
+tokens of all sequences.
 """
 
 import dataclasses
@@ -31,10 +29,10 @@ _SINK_SIZES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extras:
-    """What a layer's attention has besides queries, keys and values."""
+    """A layer's additions to plain attention."""
 
     scale: float | None = None
-    """None: the inverse root of the query's size."""
+    """None: 1 / √(query size)."""
     softcap: float | None = None
     sinks_H: Tensor | None = None
 
@@ -45,14 +43,9 @@ PLAIN = Extras()
 def attend_masked(
     query_GHQD: Tensor, key_GHKD: Tensor, value_GHKD: Tensor, mask: Tensor | None, extras: Extras
 ) -> Tensor:
-    """Return attention's outputs (G × H × Q × the value's size).
+    """Return attention's outputs (G × H × Q × value size).
 
-    Args:
-        query_GHQD: queries.
-        key_GHKD: keys.
-        value_GHKD: values.
-        mask: what is seen (bool, broadcast to G × H × Q × K); None: causal, with as many keys as queries.
-        extras: what the layer adds.
+    ``mask``: visible keys (bool, broadcast to G × H × Q × K); None: causal.
     """
     size, scale = value_GHKD.shape[-1], _scale(query_GHQD, extras)
     if mask is None and (extras.softcap is not None or extras.sinks_H is not None):
@@ -74,15 +67,10 @@ def attend_masked(
 def attend_ragged(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, where: Ragged, extras: Extras, window: int = 0
 ) -> Tensor:
-    """Return attention's outputs (T × H × the value's size) by torch's variable-length attention: causal, from the lower right.
+    """Return outputs (T × H × value size) of torch's variable-length attention: causal, from the lower right.
 
-    Args:
-        query_THD: queries.
-        key_THD: keys, with the sink's before all others (:func:`with_sink_key`) where there are sinks.
-        value_THD: values, likewise.
-        where: which of them belong together.
-        extras: what the layer adds; no cap.
-        window: how many keys a query sees, itself included; 0: all.
+    A sink's key and value are first (:func:`with_sink_key`). ``extras`` has no cap; ``window`` includes the query (0:
+    all).
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -93,7 +81,7 @@ def attend_ragged(
         query_THD = torch.cat((query_THD, _sink_query(query_THD, extras.sinks_H, scale)), -1)
     key, value = gather_rows(key_THD, where.keys), gather_rows(value_THD, where.keys)
     query, key, value = _of_equal_sizes(query_THD, key, value)
-    # Queries that share keys are the kernel's own business; torch 2.11 does not ask whether that is meant.
+    # The kernel supports shared keys; torch 2.11 has no flag for it.
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters_of(varlen_attn) else {}
     out: Tensor = varlen_attn(
         query.contiguous(),
@@ -107,17 +95,14 @@ def attend_ragged(
         window_size=(
             window - 1 if window else -1,
             0,
-        ),  # earlier keys and later ones; a completion's queries are its last keys
+        ),  # keys before and after; a completion's queries are its last keys
         **options,
     )  # type: ignore[assignment]  # a tuple only where more is asked for
     return out[..., :size]
 
 
 def with_sink_key(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``key`` with the sizes that meet a sink's query, and a key and value of the sink before all others (dimension −2).
-
-    A ragged batch has its tokens in the first dimension: see :func:`with_ragged_sink_key`.
-    """
+    """Add the sink's dimensions to ``key``, and its key and value in front (dimension −2)."""
     key = F.pad(key, (0, _SINK_SIZES))
     sink = torch.zeros_like(key[..., :1, :])
     sink[..., -_SINK_SIZES:] = 1
@@ -125,13 +110,13 @@ def with_sink_key(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_ragged_sink_key(key_THD: Tensor, value_THD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same of keys and values whose first dimension is the token's."""
+    """Do the same if tokens are the first dimension."""
     key, value = with_sink_key(key_THD.transpose(0, 1), value_THD.transpose(0, 1))
     return key.transpose(0, 1), value.transpose(0, 1)
 
 
 def padded_size(query: Tensor, value: Tensor, *, sinks: bool) -> int:
-    """Return the head size that kernels are given: the larger of query and value, with the sinks' sizes, to a multiple of 8."""
+    """Return the kernels' head size: the larger of query and value, plus the sink's, rounded up to a multiple of 8."""
     largest = max(query.shape[-1] + (_SINK_SIZES if sinks else 0), value.shape[-1])
     return -(-largest // 8) * 8
 
@@ -147,15 +132,15 @@ def _scale(query: Tensor, extras: Extras) -> float:
 
 
 def _sink_query(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
-    """Return what a query has in the sizes of the sink (… × 2): their scaled sum is the sink's score."""
+    """Return the two sink dimensions; their scaled sum is the sink's score."""
     exact = sinks.float() / scale
     rounded = exact.to(query.dtype)
-    rest = (exact - rounded.float()).detach().to(query.dtype)  # the gradient goes through the first alone
+    rest = (exact - rounded.float()).detach().to(query.dtype)  # the gradient goes only through the first
     return torch.stack((rounded, rest), -1).expand(*query.shape[:-1], _SINK_SIZES)
 
 
 def _of_equal_sizes(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad queries, keys and values with zeros to one size, a multiple of 8 on GPUs, whose fast kernels want that."""
+    """Pad with zeros to one size; on GPUs a multiple of 8."""
     sizes = {tensor.shape[-1] for tensor in tensors}
     largest = max(sizes)
     if tensors[0].is_cuda:
@@ -166,7 +151,6 @@ def _of_equal_sizes(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _of_equal_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Repeat keys and values for the queries that share them; heads are dimension 1."""
     return tuple(
         tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
         for tensor in tensors
@@ -174,7 +158,6 @@ def _of_equal_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, extras: Extras) -> Tensor:
-    """Return attention with capped scores; those are computed again in the backward pass instead of kept."""
     assert extras.softcap is not None
     compute = functools.partial(_softmax_of_capped, scale=scale, cap=extras.softcap)
     tensors = (query, key, value, mask, extras.sinks_H)

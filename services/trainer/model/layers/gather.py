@@ -1,9 +1,7 @@
-"""Copies of rows whose gradient is the same on every run, also on a GPU.
+"""Copies of rows with a deterministic gradient, also on a GPU.
 
-A prompt's keys are copied for each of its completions, so their gradients are sums. torch's ``index_select`` makes these sums on a GPU by
-atomic additions, in the order in which threads arrive (``torch.use_deterministic_algorithms`` lists it). :class:`Copies` knows each row's
-copies in order, so that one kernel adds them up in float32 (:mod:`services.trainer.model.layers.gather_kernel`), in a tenth of the time that sorting the places takes
-``index_put_``, which does it for places that are used once. On a CPU ``index_add_`` goes through the copies in order.
+A prompt's keys are copied for each completion. torch's ``index_select`` sums their gradients atomically, in any order;
+one kernel (``gather_kernel``) sums them in order and float32, in a tenth of the time of ``index_put_``.
 """
 
 import dataclasses
@@ -19,30 +17,24 @@ from services.trainer.batch.packing import Int64Array
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copies:
-    """Which rows are copied, and where the copies of each row are."""
+    """Copied rows, and the copies of each."""
 
     places: Tensor
-    """The row of each copy."""
     order: Tensor
-    """All copies, those of the first row first."""
+    """All copies, by row."""
     ends: Tensor
-    """Where each row's copies begin in ``order``, and where the last row's end."""
+    """Bounds of each row in ``order``."""
 
 
 def copies(places: Int64Array, rows: int, device: torch.device) -> Copies:
-    """Return the copies of ``places``, among ``rows`` rows."""
+    """Return the copies of ``places`` among ``rows`` rows."""
     order = np.argsort(places, kind="stable")
     ends = np.searchsorted(places[order], np.arange(rows + 1))
     return Copies(*(torch.from_numpy(numbers).to(device) for numbers in (places, order, ends)))
 
 
 def gather_rows(tensor: Tensor, places: Tensor | Copies) -> Tensor:
-    """Return ``tensor[places]`` along the first dimension.
-
-    Args:
-        tensor: of any shape.
-        places: int64, one dimension; a place may come several times.
-    """
+    """Return ``tensor[places]`` along the first dimension; places (int64) may repeat."""
     known = places if isinstance(places, Copies) else None
     rows: Tensor = _Gather.apply(tensor, places if known is None else known.places, known)  # type: ignore[no-untyped-call]
     return rows

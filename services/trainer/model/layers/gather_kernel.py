@@ -1,4 +1,4 @@
-"""Sums of the copies of rows, as a Triton kernel. Imported by :mod:`services.trainer.model.layers.gather` alone."""
+"""Triton kernel that sums the copies of rows."""
 
 import torch
 import triton
@@ -6,11 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 _MOST_BLOCK = 1024
-"""Numbers of a row that a program has in hand."""
 
 
 def sum_copies(copies: Tensor, order: Tensor, ends: Tensor, shape: torch.Size) -> Tensor:
-    """Return, of each row of ``shape``, the sum of its copies, added up in float32 in their order."""
+    """Return, for each row of ``shape``, the sum of its copies, added in float32 in order."""
     total = torch.empty(shape, dtype=copies.dtype, device=copies.device)
     if total.numel() == 0:
         return total

@@ -1,9 +1,7 @@
-"""Fused kernels for what lies between a model's matrix products: RMS norm, rotary embedding and gated MLP, one Triton kernel each; and one
-product for queries, keys and values (``projections``).
+"""Fused RMS norm, rotary embedding and gated MLP, and joint query, key and value products (``projections``).
 
-All but the plain RMS norm (``norms``) are Liger's (Hsu et al. 2024, arXiv:2410.10989; extra ``fused-kernels``), put into a model that was loaded, on a GPU. The rotary one
-is put into transformers' module of that model type, so all its models in this process use it. Attention (``attention``) and the way from
-logits to logprobs (``shared.model.logits``) are ours.
+Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989), for GPUs. The
+rotary kernel affects all models of its type in this process.
 """
 
 import contextlib
@@ -21,21 +19,15 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["auto", "torch", "liger"]
 _UNWANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-"""The logits' own kernels: see ``logits``."""
+"""``logits`` has its own kernels."""
 _REPLACED: dict[str, dict[str, Any]] = {}
-"""What fusing replaced in transformers' modules, by module and name."""
 
 
 def install(model: Any, kind: Kind, device: str) -> bool:
-    """Fuse what can be fused in ``model``; return whether anything was.
-
-    Args:
-        model: a Hugging Face model, or its trunk; not yet in an engine.
-        kind: ``auto`` fuses where it can be done, ``torch`` does not.
-        device: ``cuda`` or ``cpu``.
+    """Fuse what can be fused in ``model``, which is not yet in an engine; return whether anything was.
 
     Raises:
-        SettingsError: ``liger`` is asked for and cannot be had.
+        SettingsError: ``liger`` is required but not available.
     """
     if kind == "torch":
         return False
@@ -62,7 +54,7 @@ def install(model: Any, kind: Kind, device: str) -> bool:
 
 @contextlib.contextmanager
 def unfused(model: Any) -> Iterator[None]:
-    """Give ``model`` its own functions back within the block: those of its modules, and those of the file that its class is from."""
+    """Restore ``model``'s original functions within the block."""
     own = [module for module in model.modules() if _is_fused(module.__dict__.get("forward"))]
     forwards = [module.__dict__.pop("forward") for module in own]
     source = vars(sys.modules[type(model).__module__])
@@ -83,7 +75,7 @@ def _is_fused(forward: Any) -> bool:
 
 
 def fuses_logits(kind: Kind) -> bool:
-    """Return whether one kernel may make logprobs of logits, on a GPU."""
+    """Return whether one GPU kernel may compute logprobs."""
     return kind != "torch"
 
 

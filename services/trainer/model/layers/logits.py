@@ -1,12 +1,10 @@
-"""Logprobs and entropies of tokens from hidden states, without the logits of all tokens at once.
+"""Logprobs and entropies of tokens from hidden states, in chunks.
 
-    logits_V = output(hidden_D), scaled or capped as the model has it     (shared/model/logits_transform.py)
-    logprob and entropy of them at the token's temperature                (shared/model/logits.py)
+    logits_V = output(hidden_D), scaled or capped     (shared/model/logits_transform.py)
+    logprob and entropy at the token's temperature    (shared/model/logits.py)
 
-Tokens are taken in chunks. Where gradients are wanted, and memory has no room (``recomputation``), a chunk's logits are computed again in the backward pass instead of
-kept, so that memory holds ``chunk × vocabulary`` numbers and not ``tokens × vocabulary``; the output layer is computed once
-more for it. The output layer is called as a module once, whatever the number of chunks: ZeRO stage 3 gathers its weights then, and ranks
-that gathered different numbers of times would wait for one another for ever. Knows no micro-batch and no model.
+If memory is short (``recomputation``), the backward pass recomputes logits. The output layer is called once for all
+chunks: at ZeRO stage 3 different numbers of calls would deadlock.
 
 Shapes: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary. Logprobs and entropies are in nats, float32.
 """
@@ -25,9 +23,9 @@ from shared.model.logits_projection import LogitsType, projection
 from shared.model.logits_transform import PLAIN, LogitsTransform
 
 
-@dataclasses.dataclass(frozen=True)  # without slots: ZeRO stage 3 looks through the output's __dict__
+@dataclasses.dataclass(frozen=True)  # no slots: ZeRO stage 3 searches the output's __dict__
 class TokenLogprobs:
-    """Of each trained token: its logprob, and the entropy of the distribution it was drawn from, nats."""
+    """Logprob of each trained token, and entropy of its distribution, in nats."""
 
     policy_logprobs_N: Tensor
     entropy_N: Tensor
@@ -50,15 +48,15 @@ def token_logprobs(
 
     Args:
         hidden_ND: what predicts each target.
-        output: the output layer, hidden states to logits.
+        output: the output layer.
         targets_N: token ids (int64).
-        temperatures_N: what the logits of each are divided by, float32.
-        chunk_tokens: how many tokens a chunk has; 0: all.
-        transform: what the model does to hidden states before, and to logits after, the output layer.
-        entropy_gradient: whether entropies carry a gradient.
-        fused: whether one kernel may make them of the logits, on a GPU.
-        kind: in which type the logits are.
-        keep: whether logits are kept for the backward pass.
+        temperatures_N: divisors of the logits, float32.
+        chunk_tokens: 0: all.
+        transform: of hidden states and logits.
+        entropy_gradient: whether entropies carry one.
+        fused: by one GPU kernel.
+        kind: number type of the logits.
+        keep: logits for the backward pass.
     """
     logits = projection(output, kind)
 
@@ -85,7 +83,6 @@ def token_logprobs(
 
 @contextlib.contextmanager
 def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module``, called within, do ``forward`` between its hooks."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -97,6 +94,6 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _recomputed(of: Callable[..., tuple[Tensor, Tensor]], *chunk: Tensor) -> tuple[Tensor, Tensor]:
-    # The shapes of ZeRO stage 3's weights change while they are away, which the check would take for a mistake.
+    # ZeRO stage 3 changes the shapes of released weights, which the check would refuse.
     found: tuple[Tensor, Tensor] = checkpoint(of, *chunk, use_reentrant=False, determinism_check="none")
     return found

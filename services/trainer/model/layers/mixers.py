@@ -1,15 +1,10 @@
-"""Sequence boundaries for layers that carry state along the row: recurrences (gated delta nets, Mamba) and convolutions.
+"""Sequence boundaries for layers that carry state along the row: recurrences (gated delta nets, Mamba), convolutions.
 
-Attention can be masked, but these layers read a row as one sequence. :func:`install` therefore changes their token mixers, and nothing else of the
-model, so that within :meth:`Boundaries.of` each runs on the sequences of the row (``spans``) with transformers' own, unmodified forward pass:
+Within :meth:`Boundaries.of`, token mixers run transformers' own forward pass on the row's sequences (``spans``). If a
+mixer can continue from a state, a long prompt's final, differentiable state is forked to its completions.
 
-* where the mixer can continue from a state, as it does after a prompt in generation, a long prompt is computed once and its final state is
-  forked to its completions. The state stands in for transformers' cache and is differentiable;
-* elsewhere each sequence is computed with its prompt.
-
-The class of each mixer is replaced by a subclass, as ``torch.nn.utils.parametrize`` does it, so that hooks (ZeRO), adapters inside the mixer
-and names stay as they are. Layers that may be computed again in the backward pass (gradient checkpointing) get the boundaries with
-their arguments, so they are the same then. Which mixers are known, and how each was verified, is a table; :func:`unpackable` names what is not.
+Mixers' classes are replaced by subclasses, so hooks (ZeRO), adapters and names stay. Recomputed layers (gradient
+checkpointing) get the boundaries with their arguments.
 """
 
 import contextlib
@@ -41,7 +36,7 @@ _CONTINUING = {
     "Zamba2MambaMixer": "cache_params",
     "ZayaCCAProjection": "past_key_values",
 }
-"""Mixers of transformers that continue from the state of a prompt, and the argument that takes it."""
+"""transformers' mixers that can continue from a state, with its argument."""
 _WHOLE = frozenset(
     {
         "FalconMambaMixer",
@@ -52,18 +47,16 @@ _WHOLE = frozenset(
         "ZambaMambaMixer",
     }
 )
-"""Mixers of transformers that compute whole sequences only."""
 _STATES = frozenset({"cache_params", "layer_past", "past_key_value", "past_key_values", "state"})
-"""What transformers calls the argument through which a module keeps what it needs of earlier tokens."""
 
 
 class PromptState:
-    """The final state of prompts in one mixer; takes the place of transformers' ``Cache`` there.
+    """Final state of prompts in one mixer, in place of transformers' ``Cache``; never written in place, so gradients
+    flow.
 
-    Unlike a cache it writes nothing in place, so that gradients reach the prompts, and what continues from it leaves it as it is.
     """
 
-    record_past = True  # transformers then has no path of its own for a single token's convolution
+    record_past = True  # disables transformers' single-token convolution
 
     def __init__(self) -> None:
         self.conv_states: dict[int, Tensor] = {}
@@ -72,7 +65,7 @@ class PromptState:
 
     @property
     def layers(self) -> "_EveryLayer":
-        """What transformers indexes by the layer's number."""
+        """Return the state by layer number, for transformers."""
         return _EveryLayer(self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -82,7 +75,7 @@ class PromptState:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Return a convolution's inputs with those before them (G × channels × tokens); keep the last ones of a prompt."""
+        """Return a convolution's inputs with preceding ones (G × channels × tokens); keep a prompt's last."""
         if self._continues:
             return torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
         self.conv_states[state_idx] = conv_states[..., -(conv_kernel_size or conv_states.shape[-1]) :]
@@ -96,7 +89,7 @@ class PromptState:
 
 
 class _EveryLayer:
-    """One state under every number: a mixer knows the number of its layer, and a state belongs to one mixer."""
+    """One state under every layer number."""
 
     def __init__(self, state: PromptState) -> None:
         self._state = state
@@ -106,7 +99,7 @@ class _EveryLayer:
 
 
 def fork(prompts: list[PromptState], prompts_G: Tensor) -> PromptState:
-    """Return the state from which G sequences continue, each that of one of ``prompts``."""
+    """Return the state from which G sequences continue."""
     forked = PromptState()
     forked._continues = True
     for name in ("conv_states", "recurrent_states"):
@@ -117,23 +110,20 @@ def fork(prompts: list[PromptState], prompts_G: Tensor) -> PromptState:
 
 
 class Boundaries:
-    """Where the sequences of the row are that a model's mixers run on; without any, a mixer takes a row for one sequence."""
+    """The row's sequences for mixers; by default, one."""
 
     def __init__(self) -> None:
         self.plans: Plans | None = None
 
     def __deepcopy__(self, _: Any) -> "Boundaries":
-        """Return this: the classes of a copied model's mixers are those of the original."""
+        """Return this: copies of a model share the mixers' classes."""
         return self
 
     @contextlib.contextmanager
     def of(self, segments: Segments, device: torch.device, *, sharded: bool = False) -> Iterator[None]:
-        """Have the mixers respect ``segments`` within the block, and whenever a layer computed there is computed again.
+        """Have mixers respect ``segments`` within the block, also in layers recomputed later.
 
-        Args:
-            segments: of the micro-batch.
-            device: where the model is.
-            sharded: whether ranks must call modules equally often (ZeRO stage 3); every rank enters then.
+        ``sharded`` (ZeRO stage 3): all ranks make equally many calls; collective.
         """
         with self.use(Plans(segments, device, sharded=sharded)):
             yield
@@ -149,7 +139,7 @@ class Boundaries:
 
 
 class Plans:
-    """The plans of one micro-batch, made when a mixer first asks: for mixers that continue from a state, and for the others."""
+    """Plans of one micro-batch, made on first use."""
 
     def __init__(self, segments: Segments, device: torch.device, *, sharded: bool) -> None:
         self._segments = segments
@@ -163,7 +153,7 @@ class Plans:
 
     @functools.cached_property
     def whole(self) -> spans.Plan:
-        """For mixers that do not."""
+        """For all others."""
         return self._evened(spans.whole(self._segments, self._device))
 
     def _evened(self, plan: spans.Plan) -> spans.Plan:
@@ -172,7 +162,7 @@ class Plans:
 
 
 def install(model: nn.Module) -> Boundaries | None:
-    """Make the known mixers in ``model`` respect boundaries; return where to set them, or None where it has no such mixer."""
+    """Make the known mixers in ``model`` respect boundaries; return these, or None without mixers."""
     if (installed := getattr(model, "_penstock_boundaries", None)) is not None:
         return installed  # type: ignore[no-any-return]
     boundaries = Boundaries()
@@ -202,7 +192,6 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _bounded_mixer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Module]:
-    """Return ``base`` with a forward pass that runs on each sequence by itself."""
     signature, state_name = inspect.signature(base.forward), _CONTINUING.get(base.__name__)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +207,6 @@ def _bounded_mixer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Mod
 
 
 def _run(forward: Callable[..., Any], given: inspect.BoundArguments, plan: spans.Plan, state_name: str | None) -> Any:
-    """Return what ``forward`` gives for the row when it runs on each span of ``plan``."""
     tokens = len(plan.places_T)
 
     def call(places_GW: Tensor, state: PromptState | None) -> Any:
@@ -240,13 +228,13 @@ def _run(forward: Callable[..., Any], given: inspect.BoundArguments, plan: spans
 
 
 def _gathered(value: Any, places_GW: Tensor, tokens: int) -> Any:
-    if isinstance(value, dict):  # further keyword arguments
+    if isinstance(value, dict):
         return {name: spans.gather(one, places_GW, tokens) for name, one in value.items()}
     return spans.gather(value, places_GW, tokens)
 
 
 def with_idle(output: Any, idle: list[Any]) -> Any:
-    """Return ``output``, of which ``idle`` outputs are part with weight 0, so that their backward passes run, too."""
+    """Return ``output`` plus ``idle`` outputs with weight 0, so that their backward passes run."""
     if not idle:
         return output
     if isinstance(output, tuple):
@@ -255,7 +243,7 @@ def with_idle(output: Any, idle: list[Any]) -> Any:
 
 
 def _bounded_layer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Module]:
-    """Return ``base``, a layer that may be computed again, with the boundaries of its first computation."""
+    """Return ``base``, remembering the boundaries of its first computation for recomputation."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return base.__call__(self, *args, **kwargs, penstock_plans=boundaries.plans)
@@ -268,10 +256,7 @@ def _bounded_layer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Mod
 
 
 def unpackable(trunk: nn.Module) -> str:
-    """Return the class of a module in ``trunk`` that reads other tokens in a way that packed rows do not know; "" without any.
-
-    What mixes tokens must keep something of earlier ones in generation, so it takes a cache; or it is a convolution.
-    """
+    """Return the class of a module that mixes tokens in an unknown way (by cache or convolution); else ""."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     known = {id(inner) for module in trunk.modules() if _is_known(module) for inner in module.modules()}
@@ -291,7 +276,7 @@ def _takes_state(module: nn.Module) -> bool:
 
 
 def _attends_by_interface(kind: type[nn.Module]) -> bool:
-    """Whether ``kind`` calls the attention function that its configuration names, as far as its source says."""
+    """Whether the source of ``kind`` calls the configured attention function."""
     try:
         return "attention_interface(" in inspect.getsource(inspect.unwrap(kind.forward))
     except (OSError, TypeError):

@@ -1,8 +1,8 @@
-"""RMS norm as Triton kernels. Imported by :mod:`services.trainer.model.layers.norms` alone.
+"""RMS norm as Triton kernels.
 
     n = x / √(mean x² + ε), rounded;  y = w · n          ∂x = (∂n − n · mean(∂n · n)) / √(…),  ∂w = Σ ∂y · n
 
-A program has a row in the forward pass. In the backward pass ``_PROGRAMS`` programs share the rows, so that the sums of ∂w stay few.
+One program per row forward; ``_PROGRAMS`` share the rows backward, to limit the partial sums of ∂w.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 1056
-"""Eight for each multiprocessor of an H100; one for each leaves them waiting for memory."""
+"""Eight per multiprocessor of an H100, to hide memory latency."""
 
 
 def forward(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
-"""One matrix product for a layer's queries, keys and values, which are several narrow ones in transformers' models.
+"""One matrix product for a layer's queries, keys and values.
 
-At 0.5B parameters the three products take 0.50 ms of a layer's 15,000 tokens, forward and backward, and one of the joined weights takes
-0.19 ms. The first of the three layers that is called computes all; the others return their parts for the same input. The
-weights stay where they are, under their names.
+At 0.5B parameters and 15,000 tokens it takes 0.19 instead of 0.50 ms per layer. The first of the three layers called
+computes all; weights stay in place.
 """
 
 import functools
@@ -17,7 +16,7 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 def join(model: nn.Module) -> int:
-    """Join the projections of each attention module of ``model`` that has three plain ones; return how many have."""
+    """Join the three plain projections of attention modules; return the number joined."""
     found: list[list[Any]] = [[getattr(module, name, None) for name in _NAMES] for module in model.modules()]
     groups = [group for group in found if _alike(group)]
     for group in groups:
@@ -33,15 +32,12 @@ def _alike(layers: Sequence[Any]) -> bool:
 
 
 class _Joined:
-    """Linear layers of the same input."""
-
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = layers
         self._of: tuple[Tensor, int, bool] | None = None
         self._waiting = dict[int, Tensor]()
 
     def run(self, number: int, given: Tensor) -> Tensor:
-        """Return what a layer gives."""
         layer = self._layers[number]
         if hasattr(layer.weight, "ds_id"):  # at ZeRO stage 3 a weight is whole only while its own layer runs
             return functional.linear(given, layer.weight, layer.bias)

@@ -1,14 +1,13 @@
-"""Cut a packed row back into the sequences it holds, for modules that must not see a row as one sequence.
+"""Cut a packed row into its sequences.
 
-A :class:`Plan` says which tokens of a row go through a module together, one :class:`SequenceSpan` a call, and where the outputs belong in the row::
+A :class:`Plan` lists the calls, one :class:`SequenceSpan` each, and where the outputs belong in the row::
 
     row        P P P P | a a | b b b | Q Q | c c c c          two prompts (P, Q) with their completions
-    alone      PPPPaa, PPPPbbb, QQcccc                        each sequence by itself: nothing is padded
-    whole      [PPPPbbb, PPPPaa., QQcccc.]                    similar sequences side by side, padded on the right (.)
-    forked     PPP → its state → [Pbbb, Paa.]; QQcccc         most of a long prompt once; its completions continue from the state there
+    alone      PPPPaa, PPPPbbb, QQcccc                        each sequence by itself
+    whole      [PPPPbbb, PPPPaa., QQcccc.]                    similar sequences together, right-padded (.)
+    forked     PPP → its state → [Pbbb, Paa.]; QQcccc         most of a long prompt once; completions continue
 
-Padding on the right changes no earlier output of a causal module. A prompt's own outputs are taken from one sequence that begins with it, as
-all of them compute the same.
+Right padding changes no earlier output of a causal module.
 
 Shapes: ``T`` tokens of the row, ``G`` sequences of a span, ``W`` tokens of the longest of them.
 """
@@ -26,12 +25,12 @@ from services.trainer.batch.packing import Int64Array, Segments
 from services.trainer.model.layers.gather import gather_rows
 
 FORK_TOKENS = 128
-"""Prompts from this length on are computed once for their completions; for shorter ones the additional calls cost more than they save."""
+"""Shorter prompts are repeated: extra calls cost more."""
 CHUNK_TOKENS = 64
-"""A prompt is forked after a multiple of this many tokens, where the gated delta rule's chunks begin, so that it rounds as in one piece."""
+"""Forks align with the gated delta rule's chunks, so that rounding is unchanged."""
 _PADDED = 1.3
 _SLACK_TOKENS = 2048
-"""A span of several sequences has at most ``_PADDED`` times their tokens, plus ``_SLACK_TOKENS``."""
+"""Tolerated padding of a span, besides ``_PADDED``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,26 +38,25 @@ class SequenceSpan:
     """Tokens that go through a module in one call."""
 
     places_GW: Tensor
-    """Their places in the row; padding repeats a sequence's last one."""
+    """Places in the row; padding repeats a sequence's last one."""
     prompts_G: Tensor | None = None
-    """The prompt whose final state each sequence continues, counted in the order of the spans that keep theirs; None: they begin anew."""
+    """Prompt that each sequence continues, among spans with state; None: no prompt."""
     keeps_state: bool = False
-    """Whether this is a prompt whose final state is needed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """How a row goes through a module: the spans in their order."""
+    """The spans of a row, in order."""
 
     spans: list[SequenceSpan]
     places_T: Tensor
-    """Where each token of the row is found in the spans' outputs, flattened and laid end to end."""
+    """Places of the row's tokens in the flattened outputs."""
     idle_calls: int = 0
-    """Calls that only other ranks need: at ZeRO stage 3, which gathers weights at every call, all ranks make equally many."""
+    """To match other ranks: ZeRO stage 3 gathers at every call."""
 
 
 def alone(segments: Segments, device: torch.device) -> Plan:
-    """Return the plan with one call for each sequence, without padding."""
+    """Return the plan with one call per sequence."""
     builder = _Builder(segments)
     for sequence in _sequences(segments):
         builder.add([_places(segments, sequence)])
@@ -66,14 +64,14 @@ def alone(segments: Segments, device: torch.device) -> Plan:
 
 
 def whole(segments: Segments, device: torch.device) -> Plan:
-    """Return the plan with similar sequences, prompts included, side by side."""
+    """Return the plan with similar sequences, prompts included, together."""
     builder = _Builder(segments)
     builder.add_similar([_places(segments, sequence) for sequence in _sequences(segments)])
     return builder.plan(device)
 
 
 def forked(segments: Segments, device: torch.device) -> Plan:
-    """Return the plan that computes each prompt of at least ``FORK_TOKENS`` with several completions once."""
+    """Return the plan that computes prompts of at least ``FORK_TOKENS`` with several completions once."""
     builder, completions, prompts = _Builder(segments), list[Int64Array](), list[int]()
     families = _families(segments)
     long = [family for family in families if len(family) > 2 and segments.lengths_K[family[0]] >= FORK_TOKENS]
@@ -89,7 +87,7 @@ def forked(segments: Segments, device: torch.device) -> Plan:
 
 
 def idle_calls(calls: int, device: torch.device) -> int:
-    """Return how many more calls than ``calls`` some other rank makes; every rank asks at the same point, before its calls."""
+    """Return how many more calls another rank makes; collective, before the calls."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0
     most = torch.tensor([calls], dtype=torch.int64, device=device)
@@ -98,7 +96,7 @@ def idle_calls(calls: int, device: torch.device) -> int:
 
 
 def gather(value: Any, places_GW: Tensor, tokens: int) -> Any:
-    """Return ``value`` with every tensor of 1 × ``tokens`` × … in it, also within tuples, as G × W × …; the rest as it is."""
+    """Return ``value``, perhaps a tuple, with tensors of 1 × ``tokens`` × … as G × W × …."""
     if isinstance(value, tuple):
         return tuple(gather(part, places_GW, tokens) for part in value)
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, tokens):
@@ -107,7 +105,7 @@ def gather(value: Any, places_GW: Tensor, tokens: int) -> Any:
 
 
 def scatter(outputs: Sequence[Any], plan: Plan) -> Any:
-    """Return the outputs of the plan's spans as one of the row, 1 × T × …; within tuples likewise. What is not of each token becomes None."""
+    """Return the spans' outputs, perhaps tuples, as 1 × T × …; anything not per token becomes None."""
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(scatter([output[part] for output in outputs], plan) for part in range(len(first)))
@@ -119,7 +117,6 @@ def scatter(outputs: Sequence[Any], plan: Plan) -> Any:
 
 
 def _families(segments: Segments) -> list[list[int]]:
-    """Return each prompt's number with those of its completions, the prompt first."""
     families: dict[int, list[int]] = {}
     for k, prompt_start in enumerate(segments.prompt_starts_K.tolist()):
         families.setdefault(prompt_start, []).append(k)
@@ -127,7 +124,6 @@ def _families(segments: Segments) -> list[list[int]]:
 
 
 def _split(family: Sequence[int]) -> list[list[int]]:
-    """Return the sequences of a prompt, each as the numbers of its segments."""
     prompt, *completions = family
     return [[prompt, completion] for completion in completions] or [[prompt]]
 
@@ -142,8 +138,6 @@ def _places(segments: Segments, members: Sequence[int]) -> Int64Array:
 
 
 class _Builder:
-    """Collects spans, and where the outputs of each token of the row are."""
-
     def __init__(self, segments: Segments) -> None:
         self._where_T = np.full(int(segments.lengths_K.sum()), -1, dtype=np.int64)
         self._found: list[tuple[Int64Array, Int64Array | None, bool]] = []
@@ -152,8 +146,8 @@ class _Builder:
     def add(
         self, sequences: Sequence[Int64Array], prompts: Sequence[int] | None = None, *, keeps_state: bool = False
     ) -> None:
-        """Add a span of ``sequences`` (places in the row), which continue ``prompts``."""
-        # A module that continues a state may take one token for a step of decoding, which has no gradient in some kernels.
+        """Add a span of ``sequences`` (places), which continue ``prompts``."""
+        # Some kernels treat a single token as a decoding step, without gradient.
         width = max(1 if prompts is None else 2, *(len(sequence) for sequence in sequences))
         places_GW = np.stack([np.pad(sequence, (0, width - len(sequence)), mode="edge") for sequence in sequences])
         for g, sequence in enumerate(sequences):
@@ -162,12 +156,10 @@ class _Builder:
         self._found.append((places_GW, None if prompts is None else np.array(prompts, dtype=np.int64), keeps_state))
 
     def add_similar(self, sequences: Sequence[Int64Array], prompts: Sequence[int] | None = None) -> None:
-        """Add ``sequences``, those of similar lengths in one span."""
         for run in similar([len(sequence) for sequence in sequences]):
             self.add([sequences[n] for n in run], None if prompts is None else [prompts[n] for n in run])
 
     def plan(self, device: torch.device) -> Plan:
-        """Return the plan, with its tensors on ``device``."""
         assert (self._where_T >= 0).all()
         put: Callable[[Int64Array], Tensor] = lambda places: torch.from_numpy(places).to(device)  # noqa: E731
         spans = [
@@ -178,7 +170,7 @@ class _Builder:
 
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of ``lengths``, longest first, in runs that waste little when padded to their longest."""
+    """Group indices of ``lengths``, longest first, for little padding."""
     runs: list[list[int]] = []
     longest = tokens = 0
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
