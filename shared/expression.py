@@ -78,9 +78,9 @@ class Expression:
             raise self._not_finite(values, str(reward))
         return reward
 
-    def _not_finite(self, values: Values, found: str) -> PermanentError:
+    def _not_finite(self, values: Values, outcome: str) -> PermanentError:
         return PermanentError(
-            f"expected a finite reward from {self.text or 'the mean'!r} with {dict(values)}, found {found}: change reward.expression"
+            f"expected a finite reward from {self.text or 'the mean'!r} with {dict(values)}, found {outcome}: change reward.expression"
         )
 
 
@@ -167,10 +167,10 @@ class _Compiler:
 
     def _comparison(self, nodes: list[ast.expr], operators: list[ast.cmpop], depth: int) -> Evaluator:
         operands = [self._node(node, depth + 1) for node in nodes]
-        for found, node in zip(operators, nodes[1:], strict=True):
-            if type(found) not in _COMPARISONS:
+        for comparison, node in zip(operators, nodes[1:], strict=True):
+            if type(comparison) not in _COMPARISONS:
                 raise self._refused("a comparison of numbers (< <= > >= == !=)", "another", node.col_offset)
-        holds = [_COMPARISONS[type(found)] for found in operators]
+        holds = [_COMPARISONS[type(comparison)] for comparison in operators]
 
         def evaluate(values: Values) -> float:
             left = operands[0](values)
@@ -183,9 +183,9 @@ class _Compiler:
 
         return evaluate
 
-    def _refused(self, expected: str, found: str, offset: int) -> SettingsError:
+    def _refused(self, expected: str, actual: str, offset: int) -> SettingsError:
         return SettingsError(
-            f"expected {expected} in reward.expression, found {found} at character {offset + 1} "
+            f"expected {expected} in reward.expression, found {actual} at character {offset + 1} "
             f"of {self._text[:120]!r}: change reward.expression"
         )
 

@@ -81,7 +81,7 @@ def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[.
     """Add the options of :class:`Connection` to ``command``."""
     options = inspect.signature(Connection).parameters
     own = list(inspect.signature(command).parameters.values())[1:]
-    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *options.values())]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *options.values())]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -89,5 +89,5 @@ def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[.
         command(connection, **given)  # type: ignore[call-arg]  # typer gives every parameter by name
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

@@ -33,12 +33,12 @@ def find_alive(run: Path, url: str, token_file: Path | None) -> "CoordinatorClie
     place = find(url, run)
     asked = CoordinatorClient(place, read_token(token_file, place, run))
     try:
-        found = asked.run().run_id
+        run_id = asked.run().run_id
     except Unreachable:
         if url:
             raise
         return None
-    return asked if url or found == _announced(run) else None  # the port may now be another run's
+    return asked if url or run_id == _announced(run) else None  # the port may now be another run's
 
 
 def _announced(run: Path) -> str:
@@ -69,23 +69,23 @@ def ask(asked: "CoordinatorClient", version: int | None, to: Path | None, *, ada
     """
     if to is not None:
         check_free(to)
-    found = _latest(asked, adapter=adapter) if version is None else _export(asked, version, adapter=adapter)
+    exported = _latest(asked, adapter=adapter) if version is None else _export(asked, version, adapter=adapter)
     if to is None:
-        return found
-    made = Path(found["folder"])
+        return exported
+    made = Path(exported["folder"])
     if not made.is_dir():
         raise PenstockError(
             f"expected to see {made}, where the trainer wrote it, found that this machine does not: copy it from there, or "
             "leave --to out"
         )
     _copy(made, to)
-    return {**found, "folder": str(to)}
+    return {**exported, "folder": str(to)}
 
 
 def _export(asked: "CoordinatorClient", version: int, *, adapter: bool) -> "JsonObject":
     begun = asked.post(f"/v1/policies/{version}/export", {"adapter": adapter})
-    found: JsonObject = asked.finished(begun, lambda detail: None)["result"]
-    return found
+    result: JsonObject = asked.finished(begun, lambda detail: None)["result"]
+    return result
 
 
 def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
@@ -99,7 +99,9 @@ def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
         return _export(asked, head, adapter=adapter)
     except RequestRefused as error:
         known = asked.items("/v1/policies", 1_000_000)
-        kept = [int(one["version"]) for one in known if one.get("checkpoint") and one.get("state") != "revoked"]
+        kept = [
+            int(record["version"]) for record in known if record.get("checkpoint") and record.get("state") != "revoked"
+        ]
         if not kept or max(kept) == head:
             raise PenstockError(f"{error}; trainer.checkpoint_every_steps says when a checkpoint is written") from error
     return _export(asked, max(kept), adapter=adapter)
@@ -116,10 +118,10 @@ def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "
     except ImportError as error:
         raise PenstockError(f"expected penstock[trainer] for export, found {error}: install it") from error
     settings = load_run(run)
-    wanted = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
-    folder = to or export_folder(settings, wanted, adapter=adapter)
-    found = export_version(settings, wanted, folder, adapter=adapter)
-    return {"version": found.version, "step": found.step, "folder": found.folder, "adapter": found.adapter}
+    policy_version = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
+    folder = to or export_folder(settings, policy_version, adapter=adapter)
+    exported = export_version(settings, policy_version, folder, adapter=adapter)
+    return {"version": exported.version, "step": exported.step, "folder": exported.folder, "adapter": exported.adapter}
 
 
 def _open_to_umask(folder: Path) -> None:

@@ -98,9 +98,9 @@ def show_common(console: Console) -> None:
     )
 
 
-def show(found: Sequence[Entry], console: Console) -> None:
+def show(chosen: Sequence[Entry], console: Console) -> None:
     """Print settings with their full descriptions."""
-    for section, group in groupby(found, lambda entry: entry.section):
+    for section, group in groupby(chosen, lambda entry: entry.section):
         console.print(Text(f"\n[{section}]", style="bold"))
         for entry in group:
             line = Text(entry.key, style="cyan")

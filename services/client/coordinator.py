@@ -53,7 +53,7 @@ def find(url: str | None, run_folder: Path) -> str:
         return url.rstrip("/")
     file = run_folder / _ANNOUNCED
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))["url"]
+        announced = json.loads(file.read_text(encoding="utf-8"))["url"]
     except FileNotFoundError as error:
         raise Unreachable(
             f"expected a run at {run_folder}, found no {file.name} there: start one with `penstock up`, "
@@ -63,7 +63,7 @@ def find(url: str | None, run_folder: Path) -> str:
         raise Unreachable(
             f"expected the coordinator's URL in {file}, found none: give --url http://HOST:PORT"
         ) from error
-    return str(found).rstrip("/")
+    return str(announced).rstrip("/")
 
 
 def read_token(path: Path | None, url: str = "", run_folder: Path | None = None) -> str:
@@ -122,8 +122,8 @@ class CoordinatorClient:
 
     def get(self, path: str, **query: str | int) -> JsonObject:
         """Return the answer to ``GET path``."""
-        found: JsonObject = self._answer("GET", path, query=query).json()
-        return found
+        answer: JsonObject = self._answer("GET", path, query=query).json()
+        return answer
 
     def post(self, path: str, body: JsonObject | None = None) -> JsonObject:
         """Post to ``path``, once even if resent.
@@ -132,8 +132,8 @@ class CoordinatorClient:
             Refused: by the coordinator.
             Unreachable: no answer.
         """
-        found: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
-        return found
+        answer: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
+        return answer
 
     def delete(self, path: str) -> None:
         """Delete ``path``.
@@ -145,14 +145,14 @@ class CoordinatorClient:
 
     def items(self, path: str, most: int, **query: str | int) -> list[JsonObject]:
         """Return up to ``most`` items of a list, page by page."""
-        found: list[JsonObject] = []
-        while len(found) < most:
-            page = self.get(path, **query, limit=min(500, most - len(found)))
-            found += page["items"]
+        items: list[JsonObject] = []
+        while len(items) < most:
+            page = self.get(path, **query, limit=min(500, most - len(items)))
+            items += page["items"]
             if page["next"] is None:
                 break
             query["cursor"] = page["next"]
-        return found
+        return items
 
     def finished(self, operation: JsonObject, tell: Callable[[str], None]) -> JsonObject:
         """Wait for an operation's end, reporting to ``tell``.

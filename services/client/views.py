@@ -137,8 +137,8 @@ class ServicesPage(View):
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, found: object) -> object:
-        return {"services": found["items"]} if isinstance(found, dict) and "items" in found else found
+    def _named(cls, answer: object) -> object:
+        return {"services": answer["items"]} if isinstance(answer, dict) and "items" in answer else answer
 
 
 class EventView(View):

@@ -215,7 +215,7 @@ def assemble(
         ledger,
         settings.weights.deadline_s,
         look,
-        lambda found: operations.begin(ROLLBACK, found.stage, request(found)),
+        lambda rollback: operations.begin(ROLLBACK, rollback.stage, request(rollback)),
     )
     gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
     evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if data.held_out else None
@@ -252,15 +252,15 @@ def assemble(
 
 
 def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:
-    found = []
+    notices = []
     if (free := free_bytes(folder)) < LEAST_BYTES:
         text = (
             f"no room: {free / 2**20:.1f} MiB are free on the disk of {folder}: free space there, and the run continues"
         )
-        found.append(notice("room", "error", text))
+        notices.append(notice("room", "error", text))
     if recorder.trouble:
-        found.append(notice("records", "error", recorder.trouble))
-    return found
+        notices.append(notice("records", "error", recorder.trouble))
+    return notices
 
 
 def make_evaluator(
@@ -290,8 +290,8 @@ def load_data(settings: Settings) -> Data:
     comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
     train = dataset.load(settings.data.path, settings.data, "data.path", names, comparing)
     held_out = tuple(
-        (one, dataset.load(one.path, settings.data, evaluation.setting_of(one), names, comparing))
-        for one in evaluation.held_out
+        (held_set, dataset.load(held_set.path, settings.data, evaluation.setting_of(held_set), names, comparing))
+        for held_set in evaluation.held_out
     )
     return Data(train, held_out, tuple(_doubts(settings, train, held_out)))
 
@@ -303,12 +303,12 @@ def _doubts(
         text = f"{train.bad_rows} rows of {settings.data.path} cannot be used; the coordinator's log names them and why"
         yield notice("bad rows", "warning", text)
     prompts = Training(train.problems) if held_out else None
-    for one, problems in held_out:
+    for held_set, problems in held_out:
         assert prompts is not None
-        found = prompts.overlap(one.name, problems.problems)
-        if found.exact or found.similar:
-            sentence = found.sentence(settings.evaluation.setting_of(one))
-            yield notice(f"held-out data {one.name}", "warning", sentence)
+        overlap = prompts.overlap(held_set.name, problems.problems)
+        if overlap.exact or overlap.similar:
+            sentence = overlap.sentence(settings.evaluation.setting_of(held_set))
+            yield notice(f"held-out data {held_set.name}", "warning", sentence)
 
 
 def prepare_folder(settings: Settings) -> Path:

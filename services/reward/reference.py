@@ -48,12 +48,12 @@ class Reference:
 
         assert self._batcher is not None
         temperature = group.prompt.sampling.temperature
-        sequences = [TokenSequence(group.prompt_token_ids, one.token_ids, temperature) for one in group.samples]
+        sequences = [TokenSequence(group.prompt_token_ids, sample.token_ids, temperature) for sample in group.samples]
         try:
-            found = await self._batcher.run(sequences)
+            logprobs = await self._batcher.run(sequences)
         except NoRoom as error:
             raise TemporaryError(f"reference unavailable: {error}") from error
-        return np.concatenate(found)
+        return np.concatenate(logprobs)
 
 
 def _open(settings: Settings) -> "FrozenPolicy":

@@ -55,8 +55,8 @@ async def rows(bus: Bus, stop: asyncio.Event, within_s: float = _ROWS_WITHIN_S) 
     """Return the coordinator's rows; empty if there is work already or on timeout."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s and not stop.is_set():
-        if found := await rehearsal.offered(bus):
-            return found
+        if prompts := await rehearsal.offered(bus):
+            return prompts
         if await bus.length(ROLLOUTS) or await bus.length(EVAL_ROLLOUTS):
             break
         await asyncio.sleep(_LOOK_EVERY_S)

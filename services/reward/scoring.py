@@ -196,7 +196,7 @@ class Scoring:
             return None
         started_s = time.monotonic()
         try:
-            found = await self._reference.logprobs(group)
+            logprobs = await self._reference.logprobs(group)
         except TemporaryError as error:
             self._failures.set_available(self._reference.name, str(error))
             await self._failures.failed(self._reference.name, group.prompt.problem, str(error))
@@ -204,7 +204,7 @@ class Scoring:
         SECONDS.labels(self._reference.name).observe(time.monotonic() - started_s)
         self._failures.set_available(self._reference.name, None)
         self._failures.succeeded(self._reference.name)
-        return found
+        return logprobs
 
     async def _note(self, columns: list[list[Score]], problem: str) -> None:
         """Record successes and failures on the row ``problem``. Raises TemporaryError if a score is missing."""

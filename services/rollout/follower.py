@@ -167,8 +167,8 @@ class Follower:
 
     async def _listen(self) -> None:
         while True:
-            found = await self._bus.tail(streams.POLICY, PolicyUpdate, self._after, 64, _IDLE_S)
-            for self._after, update in found:
+            updates = await self._bus.tail(streams.POLICY, PolicyUpdate, self._after, 64, _IDLE_S)
+            for self._after, update in updates:
                 if await self._exists(update.record):
                     self._wanted = update
                     self._told.set()
@@ -208,22 +208,22 @@ class Follower:
     async def _next(self) -> PolicyUpdate:
         while True:
             self._told.clear()
-            wanted = self._wanted
-            if wanted is not None and not self._holds(wanted.record.version):
+            update = self._wanted
+            if update is not None and not self._holds(update.record.version):
                 await self._hold.refresh()  # after the update, to see the holds that it affects
-                if (found := await self._allowed(wanted)) is not None:
-                    return found
+                if (allowed := await self._allowed(update)) is not None:
+                    return allowed
                 await self._notify()
             await self._told.wait()
 
-    async def _allowed(self, wanted: PolicyUpdate) -> PolicyUpdate | None:
+    async def _allowed(self, update: PolicyUpdate) -> PolicyUpdate | None:
         held = self._hold.version
-        if held is None or held >= wanted.record.version or held == self._unreachable:
-            return wanted
+        if held is None or held >= update.record.version or held == self._unreachable:
+            return update
         if self._holds(held):
-            return None if self._engine.version == held else wanted
+            return None if self._engine.version == held else update
         record = await Ledger(self._bus).policy(held)
-        return wanted if record is None else PolicyUpdate(record, wanted.promoted_at_s)
+        return update if record is None else PolicyUpdate(record, update.promoted_at_s)
 
     async def _overtaken(self, update: PolicyUpdate, wait_s: float | None) -> bool:
         with contextlib.suppress(TimeoutError):

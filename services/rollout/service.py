@@ -269,8 +269,8 @@ def seed_of(run_seed: int, prompt: Prompt) -> int:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
 
-def _set(event: asyncio.Event, wanted: bool) -> None:
-    if wanted:
+def _set(event: asyncio.Event, on: bool) -> None:
+    if on:
         event.set()
     else:
         event.clear()

@@ -36,22 +36,22 @@ class PullAttempt:
 
 def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> list[PullAttempt]:
     """Return the sources for ``record``, in order; ``told`` are peers to try first, possibly with the trainer."""
-    found: list[PullAttempt] = []
+    places: list[PullAttempt] = []
     if record.source:
         peers = [address for address in dict.fromkeys(told) if address not in (own_address, record.source)]
-        found += [PullAttempt("peer", address) for address in peers]
-        found += [PullAttempt("trainer", record.source), PullAttempt("requested_file", record.source)]
+        places += [PullAttempt("peer", address) for address in peers]
+        places += [PullAttempt("trainer", record.source), PullAttempt("requested_file", record.source)]
     if record.location:
-        found.append(PullAttempt("file"))
-    return found
+        places.append(PullAttempt("file"))
+    return places
 
 
 def holders(beats: Iterable[Heartbeat], update: PolicyUpdate, replica: str, lot: random.Random) -> list[str]:
     """Return up to ``PEERS`` random addresses of other replicas that report ``update``'s version."""
-    found = [
+    addresses = [
         beat.source
         for beat in beats
         if beat.service == "rollout" and beat.source and beat.replica != replica
         if beat.version == update.record.version
     ]
-    return lot.sample(found, min(PEERS, len(found)))
+    return lot.sample(addresses, min(PEERS, len(addresses)))

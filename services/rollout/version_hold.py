@@ -36,12 +36,12 @@ class Hold:
 
     async def refresh(self) -> None:
         """Read the current hold."""
-        found = await holding(self._bus)
+        held = await holding(self._bus)
         known = self._seen
-        if found is not None and (known is None or known.version != found.version):
-            self._until_s = time.monotonic() + found.timeout_s
-        self._untold |= found != known
-        self._seen = found
+        if held is not None and (known is None or known.version != held.version):
+            self._until_s = time.monotonic() + held.timeout_s
+        self._untold |= held != known
+        self._seen = held
 
     async def run(self, changed: Callable[[], Awaitable[None]]) -> None:
         """Poll forever; call ``changed`` after each change."""

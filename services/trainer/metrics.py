@@ -119,9 +119,9 @@ class Phases:
             self._memory[phase] = max(self._memory.get(phase, 0.0), self._note())
 
     def _note(self) -> float:
-        found = memory_bytes(self._device)
-        self._peak_bytes = max(self._peak_bytes, found)
-        return found
+        used_bytes = memory_bytes(self._device)
+        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        return used_bytes
 
     def take(self) -> dict[str, float]:
         """Return the seconds so far and start again."""
@@ -131,10 +131,10 @@ class Phases:
     def take_memory(self) -> dict[str, float]:
         """Return bytes since the last call: ``memory_bytes``, and ``memory_<phase>_bytes``."""
         self._note()
-        found = {"memory_bytes": self._peak_bytes if self._device.type == "cuda" else memory_bytes(self._device)}
-        found |= {f"memory_{phase}_bytes": nbytes for phase, nbytes in self._memory.items()}
+        figures = {"memory_bytes": self._peak_bytes if self._device.type == "cuda" else memory_bytes(self._device)}
+        figures |= {f"memory_{phase}_bytes": nbytes for phase, nbytes in self._memory.items()}
         self._memory, self._peak_bytes = {}, 0.0
-        return found
+        return figures
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
         for score in sample.scores:
             if score.value is not None:
                 values.setdefault(score.scorer, []).append(score.value)
-    return {f"scorer_mean_{name}": float(np.mean(found)) for name, found in sorted(values.items())}
+    return {f"scorer_mean_{name}": float(np.mean(scorer_values)) for name, scorer_values in sorted(values.items())}
 
 
 def _lenient_shares(batch: Sequence[Experience]) -> dict[str, float]:
@@ -211,8 +211,8 @@ def utilisation(flops: float, seconds: float, peak_flops: float, device: torch.d
     reached = flops / max(seconds, 1e-9) / 1e12
     if not peak_flops and device.type == "cuda":
         peak_flops = peak_tflops(torch.cuda.get_device_name(device))
-    found = {"model_tflops_per_s": reached}
-    return found | ({"mfu": reached / peak_flops} if peak_flops else {})
+    figures = {"model_tflops_per_s": reached}
+    return figures | ({"mfu": reached / peak_flops} if peak_flops else {})
 
 
 def export_metrics(step: int, version: int, figures: BatchFigures, metrics: Mapping[str, float]) -> None:

@@ -47,10 +47,10 @@ def check_unchanged(before: Settings, after: Settings, sources: Mapping[str, str
 
 
 def _value(settings: Settings, key: str) -> object:
-    found: object = settings
+    value: object = settings
     for name in key.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def _shown(value: object) -> str:

@@ -100,14 +100,14 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
     ]
 
 
-def free_port(host: str, wanted: int = 0) -> int:
+def free_port(host: str, port: int = 0) -> int:
     """Return a free port for a process that cannot report its own.
 
     Raises:
-        OSError: port ``wanted`` is taken.
+        OSError: the port is taken.
     """
-    with socket.create_server((host, wanted), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        return int(listener.getsockname()[1])
 
 
 def executor_address(run_folder: Path) -> str:

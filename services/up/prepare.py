@@ -61,9 +61,9 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
         SettingsError: names the setting to change.
     """
     if (config is None) == (resume is None):
-        found = "neither" if config is None else "both"
+        given = "neither" if config is None else "both"
         raise SettingsError(
-            f"expected a settings file (penstock up config/arithmetic.toml) or --resume RUN_FOLDER, found {found}"
+            f"expected a settings file (penstock up config/arithmetic.toml) or --resume RUN_FOLDER, found {given}"
         )
     if resume is not None:
         return _resumed(resume.absolute(), flags)
@@ -161,7 +161,7 @@ def _resolved(settings: Settings) -> Settings:
 def _with_absolute_sets(settings: Settings) -> Settings:
     path = settings.evaluation.path
     if isinstance(path, dict):
-        return _with(settings, "evaluation", path={name: one.absolute() for name, one in path.items()})
+        return _with(settings, "evaluation", path={name: set_path.absolute() for name, set_path in path.items()})
     return settings if path is None else _with(settings, "evaluation", path=path.absolute())
 
 
@@ -171,16 +171,16 @@ def _with_critic(settings: Settings) -> Settings:
 
 
 def _with_executor(settings: Settings) -> Settings:
-    found = settings.reward.executor
-    if not settings.needs_executor or not is_own_executor(found.address):
+    executor = settings.reward.executor
+    if not settings.needs_executor or not is_own_executor(executor.address):
         return settings
     address = executor_address(settings.run_folder)
-    return _with(settings, "reward", executor=found.model_copy(update={"address": address}))
+    return _with(settings, "reward", executor=executor.model_copy(update={"address": address}))
 
 
 def _with_token(settings: Settings) -> Settings:
-    found = settings.coordinator
-    if found.token_file is not None or not found.generate_token:
+    coordinator = settings.coordinator
+    if coordinator.token_file is not None or not coordinator.generate_token:
         return settings
     token_file = settings.run_folder / TOKEN_FILE
     make_secret(token_file)

@@ -109,11 +109,11 @@ def end_leftovers(folder: Path) -> int:
     """End processes of a killed `up`; return the count."""
     try:
         table = json.loads((folder / "up.json").read_text(encoding="utf-8"))
-        found = [(int(row["pid"]), float(row["started_at_s"])) for row in table["processes"] if row["pid"]]
+        processes = [(int(row["pid"]), float(row["started_at_s"])) for row in table["processes"] if row["pid"]]
         socket = Path(str(table["bus"]).removeprefix("unix://"))
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-    alive = [pid for pid, started_s in found if _is_same(pid, started_s)]
+    alive = [pid for pid, started_s in processes if _is_same(pid, started_s)]
     for pid in alive:
         process_tree.kill_group(pid)
     deadline = time.monotonic() + _LEFTOVER_S

@@ -119,8 +119,8 @@ def _nodes(url: SplitResult, default_port: int) -> list[tuple[str, int]]:
 
 def _credentials(url: SplitResult) -> dict[str, str]:
     user, _, password = url.netloc.rpartition("@")[0].partition(":")
-    found = {"username": unquote(user), "password": unquote(password)}
-    return {name: value for name, value in found.items() if value}
+    credentials = {"username": unquote(user), "password": unquote(password)}
+    return {name: value for name, value in credentials.items() if value}
 
 
 def _sentinel(url: SplitResult, tls: bool) -> Client:
@@ -194,9 +194,9 @@ async def probe(url: str) -> str:
 
 async def memory_bytes(client: Client) -> tuple[int, int]:
     """Return memory used and maxmemory (0: not set)."""
-    found = _one_node(await client.info("memory"))
-    used = int(found.get("used_memory", 0)) - int(found.get("mem_not_counted_for_evict", 0))
-    return used, int(found.get("maxmemory", 0))
+    memory = _one_node(await client.info("memory"))
+    used = int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
+    return used, int(memory.get("maxmemory", 0))
 
 
 def _one_node(info: dict[str, Any]) -> dict[str, Any]:

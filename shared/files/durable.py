@@ -104,10 +104,10 @@ def no_room(path: Path, error: OSError) -> str:
 def free_bytes(folder: Path) -> int:
     """Return the user's free space; 0 for a missing folder."""
     try:
-        found = os.statvfs(folder)
+        filesystem = os.statvfs(folder)
     except OSError:
         return 0
-    return found.f_bavail * found.f_frsize
+    return filesystem.f_bavail * filesystem.f_frsize
 
 
 def flush(path: Path) -> None:

@@ -44,5 +44,5 @@ def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, mo
 def read_config(model: str) -> Mapping[str, Any]:
     """Return config.json's fields in the folder ``model``; empty for a hub name."""
     file = Path(model) / "config.json"
-    found: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return found
+    config: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return config

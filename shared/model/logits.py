@@ -35,10 +35,10 @@ def logprobs_and_entropies(
         fused: use the kernel if available.
     """
     if fused and logits_NV.is_cuda and _has_triton():
-        found: tuple[Tensor, Tensor] = _Fused.apply(  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, Tensor] = _Fused.apply(  # type: ignore[no-untyped-call]
             logits_NV, targets_N, temperatures_N, entropy_gradient
         )
-        return found
+        return outputs
     logprobs_NV = _all_logprobs(logits_NV, temperatures_N)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         finite_NV = logprobs_NV.clamp(min=torch.finfo(torch.float32).min)  # 0 · log 0 is 0, and so is its gradient

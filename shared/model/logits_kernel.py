@@ -18,10 +18,10 @@ def forward(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tup
     """Return logprobs, entropies, and log Σ e^x, each float32[N]."""
     logits_NV = logits_NV.contiguous()
     rows, width = logits_NV.shape
-    found = [torch.empty(rows, dtype=torch.float32, device=logits_NV.device) for _ in range(3)]
+    outputs = [torch.empty(rows, dtype=torch.float32, device=logits_NV.device) for _ in range(3)]
     with torch.cuda.device(logits_NV.device):
-        _forward[(rows,)](logits_NV, targets_N, temperatures_N, *found, width, _BLOCK, num_warps=_WARPS)
-    return found[0], found[1], found[2]
+        _forward[(rows,)](logits_NV, targets_N, temperatures_N, *outputs, width, _BLOCK, num_warps=_WARPS)
+    return outputs[0], outputs[1], outputs[2]
 
 
 def backward(

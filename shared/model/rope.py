@@ -38,9 +38,9 @@ def settle_rope(model: nn.Module, context_tokens: int = 0, *, name: str = "polic
 
 def check_rope_for_vllm(config: Any, name: str = "policy.model") -> None:
     """Raise SettingsError for rotary embeddings whose frequencies differ between vLLM and the trainer."""
-    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    each = [found, *(value for value in found.values() if isinstance(value, Mapping))]
-    if any(one.get("rope_type") == "dynamic" and not one.get("alpha") for one in each):
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
+    if any(table.get("rope_type") == "dynamic" and not table.get("alpha") for table in each):
         raise SettingsError(
             'expected rotary embeddings that vLLM computes as transformers does, found rope_type "dynamic", which it scales for short sequences '
             f'too: change rollout.engine to "transformers", or {name}'
@@ -48,11 +48,11 @@ def check_rope_for_vllm(config: Any, name: str = "policy.model") -> None:
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[str | None, str]]:
-    found = getattr(module, "rope_type", None)
-    if isinstance(found, str):
-        yield None, found
-    elif isinstance(found, Mapping):
-        yield from found.items()
+    rope_type = getattr(module, "rope_type", None)
+    if isinstance(rope_type, str):
+        yield None, rope_type
+    elif isinstance(rope_type, Mapping):
+        yield from rope_type.items()
 
 
 def _settle_long(module: Any, layer_type: str | None, context_tokens: int, name: str) -> None:
@@ -92,8 +92,8 @@ def _settle_dynamic(module: Any, layer_type: str | None, name: str) -> None:
 
 
 def _parameters(module: Any, layer_type: str | None) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = module.config.rope_parameters
-    return found if layer_type is None else found[layer_type]
+    parameters: Mapping[str, Any] = module.config.rope_parameters
+    return parameters if layer_type is None else parameters[layer_type]
 
 
 def _fix(module: Any, layer_type: str | None, frequencies: torch.Tensor | None) -> None:

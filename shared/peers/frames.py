@@ -65,19 +65,19 @@ def _length(prefix: bytes, largest: int) -> int:
 
 
 def _read(connection: socket.socket, size: int, ends_at_s: float | None) -> bytes:
-    found = bytearray()
-    while len(found) < size:
+    received = bytearray()
+    while len(received) < size:
         try:
             connection.settimeout(None if ends_at_s is None else max(ends_at_s - time.monotonic(), 0.001))
-            part = connection.recv(min(size - len(found), _CHUNK_BYTES))
+            part = connection.recv(min(size - len(received), _CHUNK_BYTES))
         except TimeoutError as error:
-            raise PeerError(f"expected {size} bytes of the peer, found {len(found)} at the deadline") from error
+            raise PeerError(f"expected {size} bytes of the peer, found {len(received)} at the deadline") from error
         except OSError as error:
             raise PeerError(f"expected {size} bytes of the peer, found: {error}") from error
         if not part:
             raise PeerError(f"expected {size} bytes of the peer, found that it closed the connection")
-        found += part
-    return bytes(found)
+        received += part
+    return bytes(received)
 
 
 def _unpack(body: bytes) -> Frame:

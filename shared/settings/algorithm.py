@@ -146,9 +146,9 @@ class AlgorithmSettings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "AlgorithmSettings":
-        for found in (self._contradiction(), self._uncorrected()):
-            if found:
-                raise ValueError(found)
+        for problem in (self._contradiction(), self._uncorrected()):
+            if problem:
+                raise ValueError(problem)
         return self
 
     @property

@@ -80,10 +80,10 @@ def sources(flags: Sequence[str], environment: Mapping[str, str] | None = None) 
     Raises:
         SettingsError: a flag is no setting.
     """
-    found = {
+    origins = {
         _key(name): f"environment variable {name}" for name in environment or {} if name.startswith(ENVIRONMENT_PREFIX)
     }
-    return found | {key: f"flag --{key}" for key in _flags(flags)}
+    return origins | {key: f"flag --{key}" for key in _flags(flags)}
 
 
 def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
@@ -160,7 +160,7 @@ def _key(variable: str) -> str:
 
 
 def _flags(flags: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     words = iter(flags)
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -170,8 +170,8 @@ def _flags(flags: Sequence[str]) -> dict[str, str]:
             value = next(words, "")
             if value == "":
                 raise SettingsError(f"expected a value after {word}, found none")
-        found[name.replace("-", "_")] = value
-    return found
+        values[name.replace("-", "_")] = value
+    return values
 
 
 def _set(values: dict[str, Any], key: str, text: str) -> None:

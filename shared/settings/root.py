@@ -235,9 +235,9 @@ def check_plain_engine(settings: Settings, engine: str) -> None:
         ("weights.kv", settings.weights.kv, "keep"),
         ("weights.shadow", "full" if settings.weights.shadow == "auto" else settings.weights.shadow, "full"),
     )
-    for key, found, expected in only_vllm:
-        if found != expected:
+    for key, value, expected in only_vllm:
+        if value != expected:
             raise ValueError(
-                f'expected {key} = {shown(expected)} with the engine "{engine}", found {shown(found)}: '
+                f'expected {key} = {shown(expected)} with the engine "{engine}", found {shown(value)}: '
                 f'change it, or set rollout.engine = "vllm"'
             )

@@ -153,11 +153,11 @@ class TrainerSettings(Section):
         return self
 
 
-def check_deepspeed(found: Mapping[str, Any]) -> None:
+def check_deepspeed(settings: Mapping[str, Any]) -> None:
     """Raise ValueError where settings of DeepSpeed are ours to make."""
     for key, setting in DEEPSPEED_KEYS.items():
         table, _, name = key.rpartition(".")
-        inner = found.get(table, {}) if table else found
+        inner = settings.get(table, {}) if table else settings
         if not isinstance(inner, Mapping):
             raise ValueError(f"expected a table in trainer.deepspeed.{table}, found {inner!r}: change it")
         if name in inner:

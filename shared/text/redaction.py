@@ -28,4 +28,4 @@ def redacted(text: str) -> str:
     >>> redacted("expected a server at redis://:secret@host:1, found none")
     'expected a server at redis://:***@host:1, found none'
     """
-    return _URL.sub(lambda found: redact(found[0]), text) if "://" in text else text
+    return _URL.sub(lambda match: redact(match[0]), text) if "://" in text else text

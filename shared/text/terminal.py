@@ -30,6 +30,6 @@ def escaped_line(text: str) -> str:
     return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-def _escape(found: re.Match[str]) -> str:
-    units = found[0].encode("utf-16-be", "surrogatepass")
+def _escape(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at] << 8 | units[at + 1]:04x}" for at in range(0, len(units), 2))

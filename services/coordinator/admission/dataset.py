@@ -175,11 +175,11 @@ def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence
     answer = _answer(row.get(data.answer_field), data.answer_field)
     try:
         extra = {name: dataset_files.plain(value, name) for name, value in row.items() if name not in named}
-        found = Problem(source, text, messages, answer, extra, _scorers(row, data.scorers_field, scorers))
-        wire.encode(found.prompt(0, _PROBE))
+        problem = Problem(source, text, messages, answer, extra, _scorers(row, data.scorers_field, scorers))
+        wire.encode(problem.prompt(0, _PROBE))
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise BadRow(f"expected values that a message can carry, found {error}") from error
-    return found
+    return problem
 
 
 def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None, tuple[ChatMessage, ...] | None]:

@@ -87,9 +87,9 @@ def _health_routes(parts: Parts) -> APIRouter:
         responses={503: {"model": Readiness, "description": "It does not; `checks` say why."}},
     )
     async def readyz(response: Response) -> Readiness:
-        found = Readiness.model_validate(readiness(parts.status, parts.bus.available))
-        response.status_code = 200 if found.ready else 503
-        return found
+        answer = Readiness.model_validate(readiness(parts.status, parts.bus.available))
+        response.status_code = 200 if answer.ready else 503
+        return answer
 
     return router
 

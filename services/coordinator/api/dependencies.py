@@ -63,7 +63,7 @@ async def soon(work: Awaitable[R]) -> R:
         return await work
 
 
-def page_of(found: Sequence[T], limit: int, cursor: Callable[[T], str]) -> Page[T]:
-    """Return the first ``limit`` of ``found``, with a cursor if there are more."""
-    items = list(found[:limit])
-    return Page(items=items, next=cursor(items[-1]) if len(found) > limit else None)
+def page_of(entries: Sequence[T], limit: int, cursor: Callable[[T], str]) -> Page[T]:
+    """Return the first ``limit`` of ``entries``, with a cursor if there are more."""
+    items = list(entries[:limit])
+    return Page(items=items, next=cursor(items[-1]) if len(entries) > limit else None)

@@ -67,7 +67,7 @@ def _allowed(request: Request) -> str:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    wrong = [f"{'.'.join(str(part) for part in found['loc'])}: {found['msg']}" for found in error.errors()]
+    wrong = [f"{'.'.join(str(part) for part in mistake['loc'])}: {mistake['msg']}" for mistake in error.errors()]
     return problem(422, f"expected a request as in /openapi.json, found {'; '.join(wrong)}", errors=wrong)
 
 

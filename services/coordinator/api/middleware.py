@@ -115,8 +115,8 @@ class Conventions:
             cookie = HTTPConnection(scope).cookies.get(session_cookie(self._bus.keys.run_id), "")
             role = self._access.role(authorization, cookie)
             if role is None:
-                found = "another" if authorization else "none"
-                detail = f"expected a bearer token of this coordinator, found {found}: send Authorization: Bearer TOKEN"
+                sent = "another" if authorization else "none"
+                detail = f"expected a bearer token of this coordinator, found {sent}: send Authorization: Bearer TOKEN"
                 return problem(401, detail, {"WWW-Authenticate": 'Bearer realm="penstock"'})
             if role is Role.READ and not reads:
                 return problem(403, f"expected a token that may operate for {scope['method']}, found one that may read")
@@ -258,10 +258,10 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 def _wrong_type(scope: Scope, headers: Headers) -> Response | None:
     expected = _BODY_TYPES.get(scope["path"], _JSON_TYPES)
-    found = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if found in expected:
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type in expected:
         return None
-    return problem(415, f"expected a body of {' or '.join(expected)}, found {found or 'none named'}")
+    return problem(415, f"expected a body of {' or '.join(expected)}, found {content_type or 'none named'}")
 
 
 def accepts(accept: str, offered: str) -> bool:

@@ -207,9 +207,9 @@ class Evaluator:
     async def _report(self, description: Description, why: str) -> list[Evaluation] | None:
         await self._clear_streams()
         answers = await store.answers(self._bus)
-        wanted = bool(answers) or description.initial or description.final or not why.startswith("as ")
-        found = summarize(description, answers, why, time.time()) if wanted else []
-        judged = [await self._judge(evaluation) for evaluation in found]
+        conclusive = bool(answers) or description.initial or description.final or not why.startswith("as ")
+        unjudged = summarize(description, answers, why, time.time()) if conclusive else []
+        judged = [await self._judge(evaluation) for evaluation in unjudged]
         if not await self._end(description, judged) or not judged:
             return None
         for evaluation in judged:
@@ -219,8 +219,8 @@ class Evaluator:
             )  # fmt: skip
         return judged
 
-    async def _end(self, description: Description, found: Sequence[Evaluation]) -> bool:
-        return await store.end(self._bus, description.version, [dataclasses.asdict(each) for each in found])
+    async def _end(self, description: Description, judged: Sequence[Evaluation]) -> bool:
+        return await store.end(self._bus, description.version, [dataclasses.asdict(each) for each in judged])
 
     async def _clear_streams(self) -> None:
         for stream in EVALUATION_STREAMS:

@@ -42,20 +42,24 @@ MAX_ROLLBACKS = 2
 """Consecutive rollbacks before the run pauses."""
 
 
-def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
-    """Return ``found`` with the verdict.
+def judge(evaluation: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
+    """Return ``evaluation`` with the verdict.
 
     Args:
-        found: of the gated set.
+        evaluation: of the gated set.
         before: the branch's evaluations, oldest first.
     """
-    own = _estimate(found)
-    if own is None or found.answered < MIN_PROBLEMS:
-        return found
-    passed = [one for one in before if one.set == found.set and one.gate == PASSED and one.version < found.version]
+    own = _estimate(evaluation)
+    if own is None or evaluation.answered < MIN_PROBLEMS:
+        return evaluation
+    passed = [
+        earlier
+        for earlier in before
+        if earlier.set == evaluation.set and earlier.gate == PASSED and earlier.version < evaluation.version
+    ]
     if not passed:
-        return dataclasses.replace(found, gate=PASSED, gate_detail="the first: nothing to compare with")
-    reference = max(passed, key=lambda one: (one.accuracy or 0, one.version))
+        return dataclasses.replace(evaluation, gate=PASSED, gate_detail="the first: nothing to compare with")
+    reference = max(passed, key=lambda earlier: (earlier.accuracy or 0, earlier.version))
     other = _estimate(reference)
     assert other is not None
     by = fall(other, own)
@@ -64,24 +68,24 @@ def judge(found: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -
         f"(95 % interval {by.low:.4f} to {by.high:.4f})"
     )
     fell = by.value > gate.max_fall and by.low > 0
-    return dataclasses.replace(found, gate=FELL if fell else PASSED, gate_detail=detail)
+    return dataclasses.replace(evaluation, gate=FELL if fell else PASSED, gate_detail=detail)
 
 
 def target(
-    found: Sequence[Evaluation],
+    evaluated: Sequence[Evaluation],
     records: Mapping[PolicyVersion, PolicyRecord],
     checkpoints: Collection[PolicyVersion],
 ) -> PolicyVersion | None:
     """Return the newest checkpoint that passed or is an ancestor of one that did."""
-    newest = max((one.version for one in found if one.gate == PASSED), default=None)
+    newest = max((evaluation.version for evaluation in evaluated if evaluation.gate == PASSED), default=None)
     line = [] if newest is None else ancestors(newest, records)
     return next((version for version in line if version in checkpoints), None)
 
 
-def _estimate(found: Evaluation) -> Estimate | None:
-    if found.accuracy is None or found.accuracy_low is None or found.accuracy_high is None:
+def _estimate(evaluation: Evaluation) -> Estimate | None:
+    if evaluation.accuracy is None or evaluation.accuracy_low is None or evaluation.accuracy_high is None:
         return None
-    return Estimate(found.accuracy, found.accuracy_low, found.accuracy_high)
+    return Estimate(evaluation.accuracy, evaluation.accuracy_low, evaluation.accuracy_high)
 
 
 class RegressionGate:
@@ -100,22 +104,22 @@ class RegressionGate:
         self._rollbacks = rollbacks
         self._changed = changed
 
-    async def judge(self, found: Evaluation) -> Evaluation:
-        """Return ``found`` with the verdict, if the gate applies."""
-        if self._settings.gate.action == "off" or found.set != self._settings.gated:
-            return found
+    async def judge(self, evaluation: Evaluation) -> Evaluation:
+        """Return ``evaluation`` with the verdict, if the gate applies."""
+        if self._settings.gate.action == "off" or evaluation.set != self._settings.gated:
+            return evaluation
         revoked = await self._ledger.revoked()
-        before = [one for one in await evaluations(self._bus) if one.version not in revoked]
-        return judge(found, before, self._settings.gate)
+        before = [earlier for earlier in await evaluations(self._bus) if earlier.version not in revoked]
+        return judge(evaluation, before, self._settings.gate)
 
-    async def act(self, status: RunStatus, found: Sequence[Evaluation]) -> bool:
+    async def act(self, status: RunStatus, evaluated: Sequence[Evaluation]) -> bool:
         """Act once on the newest fall; return whether anything was done.
 
         Args:
-            found: the branch's evaluations, oldest first.
+            evaluated: the branch's evaluations, oldest first.
         """
         gate = self._settings.gate
-        fallen = next((one for one in reversed(found) if one.gate == FELL), None)
+        fallen = next((evaluation for evaluation in reversed(evaluated) if evaluation.gate == FELL), None)
         if gate.action == "off" or fallen is None or status.state is not RunState.RUNNING:
             return False
         done = await decisions(self._bus)
@@ -124,18 +128,18 @@ class RegressionGate:
         if gate.action == "tell":
             await self._note(fallen, "tell", fallen.gate_detail)
             return True
-        return await self._go_back(fallen, found, done)
+        return await self._go_back(fallen, evaluated, done)
 
     async def _go_back(
-        self, fallen: Evaluation, found: Sequence[Evaluation], done: Mapping[PolicyVersion, str]
+        self, fallen: Evaluation, evaluated: Sequence[Evaluation], done: Mapping[PolicyVersion, str]
     ) -> bool:
-        good = max((one.version for one in found if one.gate == PASSED), default=-1)
-        before = [one for one, action in done.items() if action == "rollback" and good < one < fallen.version]
+        good = max((judged.version for judged in evaluated if judged.gate == PASSED), default=-1)
+        before = [judged for judged, action in done.items() if action == "rollback" and good < judged < fallen.version]
         if len(before) >= MAX_ROLLBACKS:
             why = f"{len(before)} rollbacks in a row did not help"
             return await self._pause(fallen, why)
         records = {record.version: record for record in await self._ledger.policies()}
-        goal = target(found, records, await self._ledger.checkpoints())
+        goal = target(evaluated, records, await self._ledger.checkpoints())
         if goal is None:
             return await self._pause(fallen, "no version that passed, or that one came from, has a checkpoint")
         await note_decision(self._bus, fallen.version, "rollback")

@@ -46,12 +46,12 @@ class Evaluation:
 
 def summarize(description: Description, answers: Mapping[int, int], why: str, now_s: float) -> list[Evaluation]:
     """Return results by set from ``answers`` (problem → correct completions)."""
-    found, first = [], 0
+    evaluated, first = [], 0
     for asked in description.sets:
         correct = [answers[problem] for problem in range(first, first + asked.problems) if problem in answers]
-        found.append(_of_set(description, asked, correct, why, now_s))
+        evaluated.append(_of_set(description, asked, correct, why, now_s))
         first += asked.problems
-    return found
+    return evaluated
 
 
 def _of_set(
@@ -81,13 +81,13 @@ def _of_set(
     )
 
 
-def sentence(found: Evaluation) -> str:
+def sentence(evaluation: Evaluation) -> str:
     """Describe an evaluation in a sentence."""
-    if found.accuracy is None:
+    if evaluation.accuracy is None:
         told = "failed"
     else:
-        told = f"accuracy {found.accuracy:.4f} ({found.accuracy_low:.4f} to {found.accuracy_high:.4f})"
-    return f"version {found.version} on {found.set}: {told} {found.note}".rstrip()
+        told = f"accuracy {evaluation.accuracy:.4f} ({evaluation.accuracy_low:.4f} to {evaluation.accuracy_high:.4f})"
+    return f"version {evaluation.version} on {evaluation.set}: {told} {evaluation.note}".rstrip()
 
 
 async def evaluations(bus: Bus) -> list[Evaluation]:
@@ -97,17 +97,17 @@ async def evaluations(bus: Bus) -> list[Evaluation]:
 
 def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
     """Return the evaluations in an HGETALL reply."""
-    found = [json.loads(raw[version]) for version in sorted(raw, key=int)]
-    return [_evaluation(fields) for of_version in found for fields in _listed(of_version)]
+    by_version = [json.loads(raw[version]) for version in sorted(raw, key=int)]
+    return [_evaluation(fields) for of_version in by_version for fields in _listed(of_version)]
 
 
-def _listed(found: Any) -> list[dict[str, Any]]:
-    return found if isinstance(found, list) else [found]  # 0.1.0 had one set
+def _listed(decoded: Any) -> list[dict[str, Any]]:
+    return decoded if isinstance(decoded, list) else [decoded]  # 0.1.0 had one set
 
 
 def _evaluation(fields: dict[str, Any]) -> Evaluation:
     known: dict[str, Any] = {"set": ONLY_SET, "samples": 1, "accuracy_low": None, "accuracy_high": None} | fields
-    known["pass_at"] = {k: Estimate(**found) for k, found in fields.get("pass_at", {}).items()}
+    known["pass_at"] = {k: Estimate(**estimated) for k, estimated in fields.get("pass_at", {}).items()}
     return Evaluation(
         **{field.name: known[field.name] for field in dataclasses.fields(Evaluation) if field.name in known}
     )

@@ -60,8 +60,8 @@ def _observations(of_problems: Sequence[float], mean: float, samples: int) -> fl
     if samples == 1 or problems == 1 or mean in (0.0, 1.0):
         return float(problems)
     variance = statistics.variance(of_problems, mean) / problems
-    found = mean * (1 - mean) / variance if variance else math.inf
-    return min(max(found, float(problems)), float(problems * samples))
+    observations = mean * (1 - mean) / variance if variance else math.inf
+    return min(max(observations, float(problems)), float(problems * samples))
 
 
 def fall(before: Estimate, after: Estimate) -> Estimate:

@@ -63,9 +63,9 @@ class Operations:
         """Begin an operation, or return the equal one in progress."""
         assert kind in self._handlers
         known = await self._store.all()
-        for found in known:
-            if found.state is OperationState.RUNNING and (found.kind, found.request) == (kind, dict(request)):
-                return found
+        for record in known:
+            if record.state is OperationState.RUNNING and (record.kind, record.request) == (kind, dict(request)):
+                return record
         number = await self._store.next_number()
         now_s = time.time()
         made = Operation(number, kind, OperationState.RUNNING, phase, "", dict(request), {}, now_s, now_s)
@@ -86,10 +86,10 @@ class Operations:
         """Run all operations in progress, including earlier coordinators'."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for found in await self._store.all():
-                    if found.state is OperationState.RUNNING and found.id not in self._working:
-                        self._working.add(found.id)
-                        tasks.create_task(self._work(found))
+                for operation in await self._store.all():
+                    if operation.state is OperationState.RUNNING and operation.id not in self._working:
+                        self._working.add(operation.id)
+                        tasks.create_task(self._work(operation))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_S):
                         await self._wake.wait()
@@ -97,9 +97,9 @@ class Operations:
 
     async def give_up(self, detail: str) -> None:
         """Fail all operations in progress at the run's end."""
-        for found in await self._store.all():
-            if found.state is OperationState.RUNNING:
-                await self._end(found, OperationOutcome(OperationState.FAILED, detail))
+        for operation in await self._store.all():
+            if operation.state is OperationState.RUNNING:
+                await self._end(operation, OperationOutcome(OperationState.FAILED, detail))
 
     async def _work(self, operation: Operation) -> None:
         now = operation

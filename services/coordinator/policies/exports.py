@@ -91,9 +91,9 @@ class Exporting:
 
 
 def _number(operation: Operation) -> int:
-    found = operation.request["version"]
-    assert isinstance(found, int)
-    return found
+    version = operation.request["version"]
+    assert isinstance(version, int)
+    return version
 
 
 def _ended(order: ExportRequest, answer: ExportResult) -> OperationOutcome:

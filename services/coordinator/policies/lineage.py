@@ -9,12 +9,12 @@ from shared.bus.messages import PolicyRecord, PolicyVersion
 
 def ancestors(version: PolicyVersion, records: Mapping[PolicyVersion, PolicyRecord]) -> list[PolicyVersion]:
     """Return ``version`` and its recorded ancestors, newest first."""
-    found: list[PolicyVersion] = []
+    versions: list[PolicyVersion] = []
     at: PolicyVersion | None = version
     while at is not None and at in records:
-        found.append(at)
+        versions.append(at)
         at = records[at].parent
-    return found
+    return versions
 
 
 def compare(

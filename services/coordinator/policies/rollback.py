@@ -47,9 +47,9 @@ KIND = "rollback"
 _LOOK_S, _POLL_S = 2.0, 0.1
 
 
-def request(found: Rollback) -> dict[str, Json]:
+def request(rollback: Rollback) -> dict[str, Json]:
     """Return the operation request of a rollback."""
-    return {"version": found.target, "rollback": found.id}
+    return {"version": rollback.target, "rollback": rollback.id}
 
 
 class Rollbacks:
@@ -84,14 +84,14 @@ class Rollbacks:
             Misfit: impossible; nothing was changed.
         """
         while True:
-            if (found := await self.current()) is not None and found.stage not in OVER:
-                if found.target == target:
-                    return await self._operate(found)
+            if (rollback := await self.current()) is not None and rollback.stage not in OVER:
+                if rollback.target == target:
+                    return await self._operate(rollback)
                 raise StateConflict(
-                    f"expected no rollback under way, found one to version {found.target} ({found.stage.value}): "
+                    f"expected no rollback under way, found one to version {rollback.target} ({rollback.stage.value}): "
                     "wait until it is live"
                 )
-            stranded = found is not None and found.strands
+            stranded = rollback is not None and rollback.strands
             answer = await self._begin(target, reason, again=stranded)
             if answer == "ok":
                 begun = await self.current()
@@ -143,70 +143,74 @@ class Rollbacks:
     async def run(self) -> None:
         """Ensure that every rollback has its operation."""
         while True:
-            found = await self.current()
-            if found is not None and found.stage not in OVER:
-                await self._operate(found)
+            rollback = await self.current()
+            if rollback is not None and rollback.stage not in OVER:
+                await self._operate(rollback)
             await asyncio.sleep(_LOOK_S)
 
     async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
         """Advance a rollback until it is live."""
-        while (found := await self.advance()) is not None and found.id == operation.request["rollback"]:
-            result: dict[str, Json] = {"version": found.version, "revoked": found.revoked, "undone": found.undone}
-            if found.stage is Stage.LIVE:
-                return OperationOutcome(OperationState.SUCCEEDED, found.detail, result)
-            if found.stage is Stage.FAILED:
-                return OperationOutcome(OperationState.FAILED, found.detail, result)
-            await report(found.stage, found.detail)
+        while (rollback := await self.advance()) is not None and rollback.id == operation.request["rollback"]:
+            result: dict[str, Json] = {
+                "version": rollback.version,
+                "revoked": rollback.revoked,
+                "undone": rollback.undone,
+            }
+            if rollback.stage is Stage.LIVE:
+                return OperationOutcome(OperationState.SUCCEEDED, rollback.detail, result)
+            if rollback.stage is Stage.FAILED:
+                return OperationOutcome(OperationState.FAILED, rollback.detail, result)
+            await report(rollback.stage, rollback.detail)
             await asyncio.sleep(_POLL_S)
         return OperationOutcome(OperationState.CANCELLED, "the bus knows nothing of it any more")
 
     async def keep_paused(self) -> None:
         """Leave the run paused after the current rollback."""
-        if (found := await self.current()) is not None:
-            await steer_rollback(self._bus, found.id, resumes=0)
+        if (rollback := await self.current()) is not None:
+            await steer_rollback(self._bus, rollback.id, resumes=0)
 
     async def advance(self) -> Rollback | None:
         """Advance the current rollback as far as possible."""
-        found = await self.current()
-        if found is None or found.stage in OVER:
-            return found
+        rollback = await self.current()
+        if rollback is None or rollback.stage in OVER:
+            return rollback
         status = await self._ledger.status()
         if status.state in ENDED:
-            await self._end(found, Stage.FAILED, f"the run was {status.state.value}")
-        elif found.unloadable:
-            reason = f"rollback to version {found.target} failed: {found.unloadable}"
+            await self._end(rollback, Stage.FAILED, f"the run was {status.state.value}")
+        elif rollback.unloadable:
+            reason = f"rollback to version {rollback.target} failed: {rollback.unloadable}"
             await self._ledger.transition(RunState.PAUSED, reason, [RunState.PAUSED])
-            await self._end(found, Stage.FAILED, found.unloadable)
-        elif found.stage is Stage.LOADING and status.tip not in (None, found.target):
+            await self._end(rollback, Stage.FAILED, rollback.unloadable)
+        elif rollback.stage is Stage.LOADING and status.tip not in (None, rollback.target):
             await steer_rollback(
-                self._bus, found.id, state=Stage.PULLING, version=status.tip or 0, detail="replicas pull the version"
+                self._bus, rollback.id, state=Stage.PULLING, version=status.tip or 0, detail="replicas pull the version"
             )
-        elif found.stage is Stage.PULLING and found.version is not None:
-            await self._wait_for_replicas(found, found.version, status)
+        elif rollback.stage is Stage.PULLING and rollback.version is not None:
+            await self._wait_for_replicas(rollback, rollback.version, status)
         return await self.current()
 
-    async def _wait_for_replicas(self, found: Rollback, version: PolicyVersion, status: RunStatus) -> None:
+    async def _wait_for_replicas(self, rollback: Rollback, version: PolicyVersion, status: RunStatus) -> None:
         if status.head is None or status.head < version:
             return
         beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
         behind = sorted(beat.replica for beat in beats if beat.version is None or beat.version < version)
-        patient = time.time() - found.changed_at_s < self._deadline_s
+        patient = time.time() - rollback.changed_at_s < self._deadline_s
         if len(behind) == len(beats) or (behind and patient):
             return
-        if found.resumes:
-            why = found.reason.partition(": ")[2]
-            reason = f"rolled back to version {found.target}, as version {version}" + (f": {why}" if why else "")
+        if rollback.resumes:
+            why = rollback.reason.partition(": ")[2]
+            reason = f"rolled back to version {rollback.target}, as version {version}" + (f": {why}" if why else "")
             await self._ledger.transition(RunState.RUNNING, reason, [RunState.PAUSED])
-        await self._end(found, Stage.LIVE, f"behind still: {', '.join(behind)}" if behind else "")
+        await self._end(rollback, Stage.LIVE, f"behind still: {', '.join(behind)}" if behind else "")
 
-    async def _end(self, found: Rollback, stage: Stage, detail: str) -> None:
-        if not await steer_rollback(self._bus, found.id, state=stage, detail=detail):
+    async def _end(self, rollback: Rollback, stage: Stage, detail: str) -> None:
+        if not await steer_rollback(self._bus, rollback.id, state=stage, detail=detail):
             return
         self._changed()
         ROLLBACKS.labels(stage.value).inc()
-        sentence = f"to version {found.target}: {detail}" if detail else f"to version {found.target}"
-        log.info("rollback ended", extra={"target": int(found.target), "stage": stage.value, "detail": detail})
-        await tell(self._bus, SOURCE, f"rollback {stage.value}", sentence, target=int(found.target))
+        sentence = f"to version {rollback.target}: {detail}" if detail else f"to version {rollback.target}"
+        log.info("rollback ended", extra={"target": int(rollback.target), "stage": stage.value, "detail": detail})
+        await tell(self._bus, SOURCE, f"rollback {stage.value}", sentence, target=int(rollback.target))
 
 
 def _choices(checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState]) -> str:

@@ -53,8 +53,8 @@ def read(path: Path) -> Iterator[dict[str, Json]]:
         return
     with path.open("rb") as file:
         for line in file:
-            if (found := _parse(line)) is not None:
-                yield found
+            if (record := _parse(line)) is not None:
+                yield record
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Json]]:
@@ -68,10 +68,10 @@ def newest_first(path: Path) -> Iterator[dict[str, Json]]:
             at -= size
             file.seek(at)
             first, *whole = (file.read(size) + rest).splitlines(keepends=True)
-            yield from (found for line in reversed(whole) if (found := _parse(line)) is not None)
+            yield from (record for line in reversed(whole) if (record := _parse(line)) is not None)
             rest = first
-        if (found := _parse(rest)) is not None:
-            yield found
+        if (record := _parse(rest)) is not None:
+            yield record
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
@@ -86,9 +86,9 @@ def _mend(path: Path) -> dict[str, Json] | None:
         return None
     with path.open("r+b") as file:
         for line in file:
-            if (found := _parse(line)) is None:
+            if (record := _parse(line)) is None:
                 break
-            last, whole = found, whole + len(line)
+            last, whole = record, whole + len(line)
         file.truncate(whole)
     return last
 
@@ -97,10 +97,10 @@ def _parse(line: bytes) -> dict[str, Json] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        found = json.loads(line)
+        parsed = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def finite(value: Json) -> Json:

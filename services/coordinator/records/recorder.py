@@ -117,9 +117,9 @@ class Recorder:
         count = await evaluated(self._bus)
         if count == 0 or count <= len(self._evaluated):
             return
-        new = [found for found in await evaluations(self._bus) if found.version not in self._evaluated]
-        self._evaluations.append([dataclasses.asdict(found) for found in new])
-        self._evaluated.update(found.version for found in new)
+        new = [evaluation for evaluation in await evaluations(self._bus) if evaluation.version not in self._evaluated]
+        self._evaluations.append([dataclasses.asdict(evaluation) for evaluation in new])
+        self._evaluated.update(evaluation.version for evaluation in new)
 
     async def _sample(self) -> None:
         if self._step // self._every <= self._sampled_step // self._every:

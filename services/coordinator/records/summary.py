@@ -85,13 +85,13 @@ def summarize(
     training_s = training_seconds(status, settings.run.steps, time.time())
     rewards = _figures(steps, "reward_mean")
     lag_mean, lag_max = _lag(steps)
-    of_first = [found for found in evaluations if found.set == evaluations[0].set]
+    of_first = [evaluation for evaluation in evaluations if evaluation.set == evaluations[0].set]
     return Summary(
         run_id=settings.run.id,
         state=status.state.value,
         reason=status.reason,
-        accuracy_before=next((found.accuracy for found in of_first if found.initial), None),
-        accuracy_after=next((found.accuracy for found in reversed(of_first) if not found.initial), None),
+        accuracy_before=next((evaluation.accuracy for evaluation in of_first if evaluation.initial), None),
+        accuracy_after=next((evaluation.accuracy for evaluation in reversed(of_first) if not evaluation.initial), None),
         training_s=training_s,
         steps=status.step,
         samples=samples,
@@ -104,7 +104,7 @@ def summarize(
         groups_admitted=status.cursor,
         counts=dict(counts),
         head=status.head,
-        evaluations=len({found.version for found in evaluations}),
+        evaluations=len({evaluation.version for evaluation in evaluations}),
         started_at_s=status.created_at_s,
         finished_at_s=time.time(),
         settings_sha256=digest(settings),
@@ -140,13 +140,13 @@ def digest(settings: Settings) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of installed packages."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _figures(steps: Sequence[dict[str, Json]], name: str) -> list[float]:
@@ -165,8 +165,8 @@ def _mean(values: Sequence[float]) -> float | None:
 def _lag(steps: Sequence[dict[str, Json]]) -> tuple[float | None, int | None]:
     counts: dict[int, int] = {}
     for step in steps:
-        found = step.get("lag_counts")
-        for lag, samples in (found if isinstance(found, dict) else {}).items():
+        lag_counts = step.get("lag_counts")
+        for lag, samples in (lag_counts if isinstance(lag_counts, dict) else {}).items():
             counts[int(lag)] = counts.get(int(lag), 0) + (samples if isinstance(samples, int) else 0)
     total = sum(counts.values())
     if not total:

@@ -75,9 +75,9 @@ class Steering:
         await self._mind_rollback(name)
         order = ORDERS[name]
         reason = reason or f"{name} by HTTP"
-        changed, found = await self._ledger.transition(order.to, reason, order.allowed)
-        if not changed and found is not order.to:
-            raise StateConflict(f"expected a run that can {name}, found it {found.value}: {order.refusals[found]}")
+        changed, state = await self._ledger.transition(order.to, reason, order.allowed)
+        if not changed and state is not order.to:
+            raise StateConflict(f"expected a run that can {name}, found it {state.value}: {order.refusals[state]}")
         if changed:
             self._changed()
             await tell(self._bus, "api", f"run {order.to.value}", reason)
@@ -87,15 +87,15 @@ class Steering:
         """During a rollback, refuse to resume; a pause outlasts it."""
         if command == "pause":
             await self._rollbacks.keep_paused()
-        found = await self._rollbacks.current() if command == "resume" else None
-        if found is not None and found.stage not in OVER:
+        rollback = await self._rollbacks.current() if command == "resume" else None
+        if rollback is not None and rollback.stage not in OVER:
             raise StateConflict(
-                f"expected a run that can resume, found a rollback to version {found.target} under way "
-                f"({found.stage.value}): wait until it is live"
+                f"expected a run that can resume, found a rollback to version {rollback.target} under way "
+                f"({rollback.stage.value}): wait until it is live"
             )
-        if found is not None and found.strands:
+        if rollback is not None and rollback.strands:
             raise StateConflict(
-                f"expected a run with weights to go on from, found that the rollback to version {found.target} failed: roll back to "
+                f"expected a run with weights to go on from, found that the rollback to version {rollback.target} failed: roll back to "
                 "another version, or to this one again"
             )
 

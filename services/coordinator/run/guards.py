@@ -101,10 +101,10 @@ def throughput(reports: Reports, guards: GuardsSettings) -> str:
     now, before = speeds[-steps:], speeds[-5 * steps : -steps]
     if len(before) < 4 * steps:
         return ""
-    found, expected = statistics.median(now), statistics.median(before)
-    if found >= guards.throughput_share * expected:
+    speed, expected = statistics.median(now), statistics.median(before)
+    if speed >= guards.throughput_share * expected:
         return ""
-    return f"{found:.4g} trained tokens/s over {steps} steps, {expected:.4g} before them"
+    return f"{speed:.4g} trained tokens/s over {steps} steps, {expected:.4g} before them"
 
 
 def trainer_starving(reports: Reports, guards: GuardsSettings) -> str:
@@ -156,16 +156,16 @@ def _of(report: StepReport, name: str) -> float:
 
 
 def _mean(reports: Reports, name: str, steps: int) -> float | None:
-    found = [report.metrics[name] for report in reports[-steps:] if name in report.metrics]
-    return statistics.fmean(found) if len(found) >= steps else None
+    values = [report.metrics[name] for report in reports[-steps:] if name in report.metrics]
+    return statistics.fmean(values) if len(values) >= steps else None
 
 
 # ---------------------------------------------------------------- the watch
 
 
-def dump_guards(found: Iterable[GuardView]) -> str:
+def dump_guards(views: Iterable[GuardView]) -> str:
     """Serialize the findings."""
-    return _VIEWS.dump_json(list(found)).decode()
+    return _VIEWS.dump_json(list(views)).decode()
 
 
 def read_guards(raw: bytes) -> list[GuardView]:
@@ -221,7 +221,7 @@ class Guards:
     async def run(self) -> None:
         """Watch until cancelled."""
         try:
-            self.active = {found.guard: found for found in (await self._view()).guards}
+            self.active = {guard.guard: guard for guard in (await self._view()).guards}
             self._judged_s = max((report.finished_at_s for report in self._reports()), default=0.0)
             for name in self.active:
                 ACTIVE.labels(name).set(1)
@@ -239,9 +239,9 @@ class Guards:
             self._looks.clear()
             return  # keep showing the finding that paused it
         status = await self._ledger.status()
-        found = self._find(view, status.changed_at_s, status.last_commit_s)
-        found |= await self._find_unscored(view, status.changed_at_s)
-        found |= self._find_probe(status.changed_at_s)
+        wrong = self._find(view, status.changed_at_s, status.last_commit_s)
+        wrong |= await self._find_unscored(view, status.changed_at_s)
+        wrong |= self._find_probe(status.changed_at_s)
         before = self.active
         active: dict[str, GuardView] = {
             name: GuardView(
@@ -250,13 +250,13 @@ class Guards:
                 detail=sentence,
                 since_s=before[name].since_s if name in before else time.time(),
             )
-            for name, (action, sentence) in found.items()
+            for name, (action, sentence) in wrong.items()
         }
-        for name in [name for name in before if name not in found]:
+        for name in [name for name in before if name not in wrong]:
             ACTIVE.labels(name).set(0)
             await tell(self._bus, "guard", f"guard {name} over", "it is as it should be again", guard=name)
-        for name in [name for name in found if name not in before]:  # the first finding is the pause reason
-            await self._trip(name, *found[name])
+        for name in [name for name in wrong if name not in before]:  # the first finding is the pause reason
+            await self._trip(name, *wrong[name])
         if active != before:  # last: the next leader treats these as handled
             await self._ledger.note("guards", dump_guards(active.values()))
         self.active = active
@@ -268,12 +268,12 @@ class Guards:
             view.streams["prompts"].entries == 0 and view.streams["experience"].entries >= self._groups_per_step
         )
         quiet_s = time.time() - max(since_s, last_commit_s or 0.0)
-        found: dict[Guard, str] = {
+        texts: dict[Guard, str] = {
             **self._find_in_steps(reports),
             "rollouts_starving": rollouts_starving(self._looks, self._starving_window_s, guards.starving_share),
             "stalled": stalled(quiet_s, guards),
         }
-        return {name: (guards.action(name), text) for name, text in found.items() if text and name not in guards.off}
+        return {name: (guards.action(name), text) for name, text in texts.items() if text and name not in guards.off}
 
     async def _find_unscored(self, view: RunView, since_s: float) -> dict[Guard, tuple[Action, str]]:
         guards = self._settings
@@ -305,10 +305,10 @@ class Guards:
         new = [end for end, report in enumerate(reports, 1) if report.finished_at_s > self._judged_s]
         if reports:
             self._judged_s = max(self._judged_s, reports[-1].finished_at_s)
-        found: dict[Guard, str] = {}
+        texts: dict[Guard, str] = {}
         for end in new or [len(reports)]:
-            found |= {name: text for name, text in self._find_at(reports[:end]).items() if text}
-        return found
+            texts |= {name: text for name, text in self._find_at(reports[:end]).items() if text}
+        return texts
 
     def _find_at(self, reports: Reports) -> dict[Guard, str]:
         guards, groups = self._settings, self._groups_per_step

@@ -46,7 +46,7 @@ _COMPLETE = "every step is committed"
 
 
 def due(
-    status: RunStatus, head_step: int, found: Sequence[Evaluation], steps: int, sets: Sequence[HeldOutSet]
+    status: RunStatus, head_step: int, evaluated: Sequence[Evaluation], steps: int, sets: Sequence[HeldOutSet]
 ) -> Due | None:
     """Return the evaluation of the head that is due, if any.
 
@@ -55,19 +55,19 @@ def due(
     names = tuple(held_out.name for held_out in sets)
     if status.state in ENDED or status.head is None:
         return None
-    if not any(evaluation.initial for evaluation in found) and head_step == 0 and status.step == 0:
+    if not any(evaluation.initial for evaluation in evaluated) and head_step == 0 and status.step == 0:
         return Due(names, initial=True)
-    if status.state is not RunState.RUNNING or any(evaluation.version == status.head for evaluation in found):
+    if status.state is not RunState.RUNNING or any(evaluation.version == status.head for evaluation in evaluated):
         return None
     if status.step >= steps:
         return Due(names, final=True) if status.head == status.newest_version else None
-    late = tuple(one.name for one in sets if _passed_a_multiple(head_step, found, one))
+    late = tuple(held_set.name for held_set in sets if _passed_a_multiple(head_step, evaluated, held_set))
     return Due(late) if late else None
 
 
-def _passed_a_multiple(head_step: int, found: Sequence[Evaluation], held_out: HeldOutSet) -> bool:
+def _passed_a_multiple(head_step: int, evaluated: Sequence[Evaluation], held_out: HeldOutSet) -> bool:
     every_steps = held_out.every_steps
-    last = max((evaluation.step for evaluation in found if evaluation.set == held_out.name), default=0)
+    last = max((evaluation.step for evaluation in evaluated if evaluation.set == held_out.name), default=0)
     return head_step // every_steps > last // every_steps
 
 
@@ -134,8 +134,8 @@ class Lifecycle:
             return await self._end(status.state)
         if status.head is None:
             return False
-        found = await self._evaluations()
-        if await self._evaluate(status, found) or await self._gate.act(status, found):
+        evaluated = await self._evaluations()
+        if await self._evaluate(status, evaluated) or await self._gate.act(status, evaluated):
             return True
         self._open()
         if status.state is RunState.CREATED and self._settings.coordinator.autostart:
@@ -171,24 +171,24 @@ class Lifecycle:
 
     async def _evaluations(self) -> list[Evaluation]:
         revoked = await self._ledger.revoked()
-        return [found for found in await evaluations(self._bus) if found.version not in revoked]
+        return [evaluation for evaluation in await evaluations(self._bus) if evaluation.version not in revoked]
 
-    async def _evaluate(self, status: RunStatus, found: list[Evaluation]) -> bool:
+    async def _evaluate(self, status: RunStatus, evaluated: list[Evaluation]) -> bool:
         if self._evaluator is None or status.head is None:
             return False
         under_way = await self._evaluator.under_way()
         version = status.head if under_way is None else under_way.version
         record = await self._ledger.policy(version)
         step = status.step if record is None else record.step
-        wanted = due(status, step, found, self._settings.run.steps, self._evaluator.sets)
-        if wanted is None and under_way is None:
+        next_due = due(status, step, evaluated, self._settings.run.steps, self._evaluator.sets)
+        if next_due is None and under_way is None:
             return False
-        wanted = wanted or Due(())  # the one in progress knows its sets
-        if not wanted.initial and not (under_way is not None and under_way.initial):
+        next_due = next_due or Due(())  # the one in progress knows its sets
+        if not next_due.initial and not (under_way is not None and under_way.initial):
             self._open()
         await self._ledger.note("doing", f"evaluating version {version}")
         try:
-            await self._evaluator.evaluate(version, step, wanted)
+            await self._evaluator.evaluate(version, step, next_due)
         except BusFull as error:
             log.warning("evaluation waits for memory on the bus", extra={"error": str(error)})
             await asyncio.sleep(_FULL_S)
@@ -232,10 +232,10 @@ class Lifecycle:
         self.closed = True
 
     async def _write(self, status: RunStatus) -> None:
-        found = await self._evaluations()
+        evaluated = await self._evaluations()
         counts = await self._bus.counts()
         lines = read(self._folder / "metrics.jsonl")
-        result = summary.summarize(self._settings, status, counts, found, lines, self._bus.server)
+        result = summary.summarize(self._settings, status, counts, evaluated, lines, self._bus.server)
         summary.write(result, self._folder)
         await asyncio.to_thread(write_report, self._folder)
 

@@ -141,7 +141,7 @@ class Monitor:
         dead = [stream.dead for stream in streams.GROUPED_STREAMS]
         depths = await self._bus.depths(*SHOWN, *dead)
         run = await overview(self._bus)
-        found = read_evaluations(run.evaluations)
+        evaluated = read_evaluations(run.evaluations)
         return Look(
             status=run.status,
             depths={
@@ -151,7 +151,7 @@ class Monitor:
             dead=sum(depth.entries for depth in depths[len(SHOWN) :]),
             counts=run.counts,
             guards=read_guards(run.guards),
-            evaluations=[evaluation for evaluation in found if evaluation.version not in run.revoked],
+            evaluations=[evaluation for evaluation in evaluated if evaluation.version not in run.revoked],
         )
 
     async def _read_steps(self) -> None:
@@ -195,7 +195,7 @@ class Monitor:
             last=metrics,
             lag_counts={} if newest is None else dict(newest.lag_counts),
             history=_history(self._history),
-            evaluations=[evaluation_view(found) for found in look.evaluations],
+            evaluations=[evaluation_view(evaluation) for evaluation in look.evaluations],
             tokens_per_s=metrics.get("tokens_per_s") or 0.0,
             started_at_s=status.created_at_s,
             training_s=training_seconds(status, steps, time.time()),
@@ -228,8 +228,8 @@ class Monitor:
                 REPLICAS_VERSION.labels(beat.replica).set(beat.version)
 
 
-def _set_evaluations(found: Sequence[EvaluationView]) -> None:
-    for evaluation in found:  # oldest first, so the newest of each set remains
+def _set_evaluations(views: Sequence[EvaluationView]) -> None:
+    for evaluation in views:  # oldest first, so the newest of each set remains
         if evaluation.accuracy is None or evaluation.accuracy_low is None or evaluation.accuracy_high is None:
             continue
         EVALUATION_ACCURACY.labels(evaluation.set).set(evaluation.accuracy)
@@ -274,12 +274,12 @@ def _history(reports: Sequence[StepReport]) -> History:
     metrics = [numbers(report.metrics) for report in reports]
     return History(
         step=[report.step for report in reports],
-        reward_mean=[found.get("reward_mean") for found in metrics],
-        tokens_per_s=[found.get("tokens_per_s") for found in metrics],
+        reward_mean=[figures.get("reward_mean") for figures in metrics],
+        tokens_per_s=[figures.get("tokens_per_s") for figures in metrics],
     )
 
 
-def evaluation_view(found: Evaluation) -> EvaluationView:
+def evaluation_view(evaluation: Evaluation) -> EvaluationView:
     """Return an evaluation's API view."""
-    fields = dataclasses.asdict(found)
+    fields = dataclasses.asdict(evaluation)
     return EvaluationView.model_validate({name: fields[name] for name in EvaluationView.model_fields})

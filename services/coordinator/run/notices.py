@@ -45,25 +45,25 @@ def compose(
         beats: newest heartbeats.
         standing: own notices on data and records.
     """
-    found = [*_state(status), *_guards(guards, status), *_failures(beats), *_unanswered(evaluations), *standing]
-    return sorted(found, key=lambda one: _ORDER[one.level])
+    notices = [*_state(status), *_guards(guards, status), *_failures(beats), *_unanswered(evaluations), *standing]
+    return sorted(notices, key=lambda entry: _ORDER[entry.level])
 
 
 def _state(status: RunStatus) -> list[NoticeView]:
-    found = []
+    notices = []
     if status.state is RunState.PAUSED and status.reason:
-        found.append(notice("paused", "error", f"paused: {status.reason}"))
+        notices.append(notice("paused", "error", f"paused: {status.reason}"))
     if status.bus_full:
-        found.append(notice("bus full", "error", status.bus_full))
-    return found
+        notices.append(notice("bus full", "error", status.bus_full))
+    return notices
 
 
 def _guards(guards: Sequence[GuardView], status: RunStatus) -> list[NoticeView]:
     paused = status.state is RunState.PAUSED
     return [
-        notice(f"guard {one.guard}", "warning", f"guard {one.guard}: {one.detail}")
-        for one in guards
-        if not (paused and one.detail in status.reason)
+        notice(f"guard {guard.guard}", "warning", f"guard {guard.guard}: {guard.detail}")
+        for guard in guards
+        if not (paused and guard.detail in status.reason)
     ]
 
 
@@ -72,12 +72,16 @@ def _failures(beats: Sequence[Heartbeat]) -> list[NoticeView]:
     for beat in beats:
         for failure in beat.failures:
             by_part.setdefault(failure.part, []).append(failure)
-    return [found for part, failures in sorted(by_part.items()) if (found := _failure(part, failures)) is not None]
+    return [
+        part_notice
+        for part, failures in sorted(by_part.items())
+        if (part_notice := _failure(part, failures)) is not None
+    ]
 
 
 def _failure(part: str, failures: Sequence[PartFailure]) -> NoticeView | None:
-    newest = max(failures, key=lambda one: one.at_s)
-    failed, in_a_row = sum(one.failed for one in failures), sum(one.in_a_row for one in failures)
+    newest = max(failures, key=lambda failure: failure.at_s)
+    failed, in_a_row = sum(failure.failed for failure in failures), sum(failure.in_a_row for failure in failures)
     if not in_a_row and time.time() - newest.at_s > _RECENT_S:
         return None
     where = f"{newest.problem}: {newest.reason}"
@@ -89,13 +93,13 @@ def _failure(part: str, failures: Sequence[PartFailure]) -> NoticeView | None:
 
 
 def _unanswered(evaluations: Sequence[Evaluation]) -> list[NoticeView]:
-    newest = {one.set: one for one in evaluations}
+    newest = {evaluation.set: evaluation for evaluation in evaluations}
     return [
         notice(
-            f"evaluation of {one.set}",
+            f"evaluation of {evaluation.set}",
             "warning",
-            f"the evaluation of version {one.version} on {one.set} has answers to {one.answered} of {one.problems} problems",
+            f"the evaluation of version {evaluation.version} on {evaluation.set} has answers to {evaluation.answered} of {evaluation.problems} problems",
         )
-        for one in newest.values()
-        if one.answered < one.problems
+        for evaluation in newest.values()
+        if evaluation.answered < evaluation.problems
     ]

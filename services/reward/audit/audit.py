@@ -160,24 +160,24 @@ def _rewarded(group: AuditedGroup, least: float) -> Iterator[tuple[int, Completi
 
 
 def _variants(settings: Settings, executor: str) -> list[_Variant]:
-    found: list[_Variant] = []
+    variants: list[_Variant] = []
     for scorer in settings.reward.scorers:
         if isinstance(scorer, AnswerScorer):
-            found += _answer_variants(scorer, settings.data.answer_field)
+            variants += _answer_variants(scorer, settings.data.answer_field)
         elif isinstance(scorer, FormatScorer):
-            found.append(_Variant("strict format", scorer.name, FormatChecker(_strict_format(scorer))))
+            variants.append(_Variant("strict format", scorer.name, FormatChecker(_strict_format(scorer))))
         elif isinstance(scorer, CodeScorer):
-            found += _code_variants(scorer, executor)
-    return found
+            variants += _code_variants(scorer, executor)
+    return variants
 
 
 def _answer_variants(scorer: AnswerScorer, field: str) -> list[_Variant]:
     strict = scorer.strict()
-    found = [_Variant("strict answer", scorer.name, AnswerMatcher(strict, field))]
+    variants = [_Variant("strict answer", scorer.name, AnswerMatcher(strict, field))]
     if scorer.place in ("auto", "whole", "last_number", "hashes"):
         boxed = strict.model_copy(update={"extract": "boxed"})
-        found.append(_Variant("answer in the box", scorer.name, AnswerMatcher(boxed, field), boxes_only=True))
-    return found
+        variants.append(_Variant("answer in the box", scorer.name, AnswerMatcher(boxed, field), boxes_only=True))
+    return variants
 
 
 def _strict_format(scorer: FormatScorer) -> FormatScorer:

@@ -48,11 +48,11 @@ async def start(
             continue
         for way in ways:
             executor = Executor(way, profiles, slots(settings), recycle_after)
-            found = await _failures(executor, way, profiles, targets)
-            if not found:
+            failure = await _failures(executor, way, profiles, targets)
+            if not failure:
                 return executor
             await executor.close()
-            reasons.append(f"{tier}: {found}")
+            reasons.append(f"{tier}: {failure}")
     listed = "".join(f"\n  {reason}" for reason in dict.fromkeys(reasons))
     raise SettingsError(f"expected isolation that holds on this host, found none:{listed}\n{_advice()}")
 

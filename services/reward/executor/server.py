@@ -65,9 +65,9 @@ async def serve(executor: Executor, address: str, max_waiting: int, secret: byte
             connections.discard(task)
             writer.close()
 
-    server, found = await _listen(accept, address)
+    server, bound_address = await _listen(accept, address)
     try:
-        yield found
+        yield bound_address
     finally:
         server.close()
         for task in connections:

@@ -113,6 +113,6 @@ def _tell(tier: str, address: str, metrics: str) -> None:
 
 
 def _warn_of_secrets() -> None:
-    found = sorted(name for name in os.environ if name.startswith(f"{ENVIRONMENT_PREFIX}BUS"))
-    if found:
-        log.warning("the executor needs no bus: leave these out of its environment", extra={"names": found})
+    names = sorted(name for name in os.environ if name.startswith(f"{ENVIRONMENT_PREFIX}BUS"))
+    if names:
+        log.warning("the executor needs no bus: leave these out of its environment", extra={"names": names})

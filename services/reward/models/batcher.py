@@ -140,7 +140,7 @@ class Batcher(Generic[Item, Result]):
         asked = [_Waiting[Item, Result](item, now_s, loop.create_future()) for item in items]
         self._waiting += asked
         self._arrived.set()
-        results = asyncio.gather(*(one.result for one in asked))
+        results = asyncio.gather(*(request.result for request in asked))
         results.add_done_callback(_look_at)
         first: list[asyncio.Future[Any]] = [results, self._working]
         try:
@@ -174,7 +174,7 @@ class Batcher(Generic[Item, Result]):
         work = self._work_settings
         while waiting := self._still_wanted():
             left_s = waiting[0].since_s + self._wait_s - time.monotonic()
-            if left_s <= 0 or sum(one.item.tokens for one in waiting) >= work.batch_tokens:
+            if left_s <= 0 or sum(request.item.tokens for request in waiting) >= work.batch_tokens:
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
@@ -186,30 +186,30 @@ class Batcher(Generic[Item, Result]):
 
     def _still_wanted(self) -> list[_Waiting[Item, Result]]:
         """Oldest first, without those of cancelled callers."""
-        self._waiting = [one for one in self._waiting if not one.result.done()]
+        self._waiting = [request for request in self._waiting if not request.result.done()]
         return self._waiting
 
     def _take(self) -> list[_Waiting[Item, Result]]:
         waiting = self._still_wanted()
         if not waiting:
             return []
-        cuts = cut([one.item.tokens for one in waiting], self._work_settings.batch_tokens)
+        cuts = cut([request.item.tokens for request in waiting], self._work_settings.batch_tokens)
         chosen = set(next(places for places in cuts if 0 in places))
-        self._waiting = [one for place, one in enumerate(waiting) if place not in chosen]
-        return [one for place, one in enumerate(waiting) if place in chosen]
+        self._waiting = [request for place, request in enumerate(waiting) if place not in chosen]
+        return [request for place, request in enumerate(waiting) if place in chosen]
 
     async def _compute(self, batch: list[_Waiting[Item, Result]]) -> None:
         parts = deque([batch] if batch and await self._is_there(batch) else [])
         while parts:
             part = parts.popleft()
             try:
-                results = await self._forward([one.item for one in part])
+                results = await self._forward([request.item for request in part])
             except NoRoom as error:
                 NO_ROOM.labels(self._scorer).inc()
                 parts.extendleft(reversed(self._smaller(part, error)))
             else:
-                for one, result in zip(part, results, strict=True):
-                    one.succeed(result)
+                for request, result in zip(part, results, strict=True):
+                    request.succeed(result)
 
     async def _is_there(self, batch: list[_Waiting[Item, Result]]) -> bool:
         if self._away:
@@ -217,14 +217,14 @@ class Batcher(Generic[Item, Result]):
                 await self._in_thread(self._computation.restore)
             except NoRoom as error:
                 NO_ROOM.labels(self._scorer).inc()
-                for one in batch:
-                    one.fail(NoRoom(f"no memory for the model itself: {error}"))
+                for request in batch:
+                    request.fail(NoRoom(f"no memory for the model itself: {error}"))
                 return False
             self._away = False
         return True
 
     def _smaller(self, part: list[_Waiting[Item, Result]], error: NoRoom) -> list[list[_Waiting[Item, Result]]]:
-        tokens = max(one.item.tokens for one in part)
+        tokens = max(request.item.tokens for request in part)
         log.warning("no memory", extra={"scorer": self._scorer, "samples": len(part), "tokens": tokens})
         if len(part) == 1:
             part[0].fail(NoRoom(f"no memory for a sample of {tokens} tokens: {error}"))

@@ -102,14 +102,14 @@ class Classifier:
         from jinja2 import TemplateError
 
         try:
-            found: list[int] = self._tokenizer.apply_chat_template(
+            token_ids: list[int] = self._tokenizer.apply_chat_template(
                 turns, chat_template=self._scorer.own_template, tokenize=True, return_dict=False
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PermanentError(
                 f"expected messages that fit the chat template {self._where} in {problem}, found others: {error}"
             ) from error
-        return found
+        return token_ids
 
     def _fitted(self, token_ids: Sequence[int]) -> Text:
         """Keep the end of a long text, after its BOS token, if any."""
@@ -215,14 +215,14 @@ class Classifier:
     def _find_label(self) -> int:
         names = {number: str(name) for number, name in (getattr(self._config, "id2label", None) or {}).items()}
         count = int(getattr(self._config, "num_labels", 1)) if self._scorer.head == "classifier" else 1
-        wanted = self._scorer.label
-        if not wanted and count == 1:
+        label = self._scorer.label
+        if not label and count == 1:
             return 0
-        matching = [number for number in range(count) if wanted in (str(number), names.get(number))]
-        if not wanted or not matching:
+        matching = [number for number in range(count) if label in (str(number), names.get(number))]
+        if not label or not matching:
             known = ", ".join(names.get(number, str(number)) for number in range(count))
             raise SettingsError(
-                f"expected one of the model's {count} outputs ({known}), found {wanted or 'none'!r}: change label {self._where}"
+                f"expected one of the model's {count} outputs ({known}), found {label or 'none'!r}: change label {self._where}"
             )
         return matching[0]
 
@@ -273,8 +273,8 @@ def _scalar_head(source: str) -> tuple[Tensor, Tensor | None]:
 
     def tensor(name: str) -> Tensor:
         with safe_open(places[name], framework="pt") as file:
-            found: Tensor = file.get_tensor(name)
-            return found
+            value: Tensor = file.get_tensor(name)
+            return value
 
     name = next((name for name in _SCALAR_HEADS if f"{name}.weight" in places), None)
     if name is None:

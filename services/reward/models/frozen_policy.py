@@ -89,9 +89,9 @@ class FrozenPolicy:
         lengths = [max(2, min(length, int(context or length))) for length in LENGTHS]
         drawn = [(lot.choice(ids, length // 2), lot.choice(ids, length - length // 2)) for length in lengths]
 
-        def reference(one: TokenSequence) -> Float32Array:
+        def reference(sequence: TokenSequence) -> Float32Array:
             with eager_attention(module):
-                return self._plainly(one)
+                return self._plainly(sequence)
 
         return choose_alone(
             [TokenSequence(prompt, completion, 1.0) for prompt, completion in drawn],
@@ -101,13 +101,15 @@ class FrozenPolicy:
             what="policy.model",
         )
 
-    def _plainly(self, one: TokenSequence) -> Float32Array:
-        inputs_BT = torch.from_numpy(one.input_ids[None]).long().to(self._placed.device)
-        logits_TV = self._placed.module(input_ids=inputs_BT, use_cache=False).logits[0, len(one.prompt_token_ids) - 1 :]
-        targets_T = torch.from_numpy(one.token_ids).long().to(logits_TV.device)
-        temperatures_T = torch.full(targets_T.shape, one.temperature, device=logits_TV.device)
-        found: Float32Array = logprobs(logits_TV.float(), targets_T, temperatures_T).cpu().numpy()
-        return found
+    def _plainly(self, sequence: TokenSequence) -> Float32Array:
+        inputs_BT = torch.from_numpy(sequence.input_ids[None]).long().to(self._placed.device)
+        logits_TV = self._placed.module(input_ids=inputs_BT, use_cache=False).logits[
+            0, len(sequence.prompt_token_ids) - 1 :
+        ]
+        targets_T = torch.from_numpy(sequence.token_ids).long().to(logits_TV.device)
+        temperatures_T = torch.full(targets_T.shape, sequence.temperature, device=logits_TV.device)
+        logprobs_T: Float32Array = logprobs(logits_TV.float(), targets_T, temperatures_T).cpu().numpy()
+        return logprobs_T
 
     def compute(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
         """Return the logprobs of each completion's tokens (float32, nats). Raises NoRoom."""
@@ -123,10 +125,14 @@ class FrozenPolicy:
 
     def _logprobs(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
         if self._alone:
-            return [self._plainly(one) for one in batch]
+            return [self._plainly(sequence) for sequence in batch]
         hidden_ND = self._hidden_states(batch)
-        targets_N = torch.from_numpy(np.concatenate([one.token_ids for one in batch])).to(hidden_ND.device).long()
-        temperatures = np.repeat([one.temperature for one in batch], [len(one.token_ids) for one in batch])
+        targets_N = (
+            torch.from_numpy(np.concatenate([sequence.token_ids for sequence in batch])).to(hidden_ND.device).long()
+        )
+        temperatures = np.repeat(
+            [sequence.temperature for sequence in batch], [len(sequence.token_ids) for sequence in batch]
+        )
         temperatures_N = torch.from_numpy(temperatures.astype(np.float32)).to(hidden_ND.device)
         output = projection(self._placed.module.get_output_embeddings(), self._logits)
         parts = []
@@ -134,17 +140,17 @@ class FrozenPolicy:
             chunk = slice(start, start + CHUNK_TOKENS)
             logits_NV = self._transform.after(output(self._transform.before(hidden_ND[chunk])))
             parts.append(logprobs(logits_NV, targets_N[chunk], temperatures_N[chunk]))
-        found: Float32Array = torch.cat(parts).cpu().numpy()
-        return np.split(found, np.cumsum([len(one.token_ids) for one in batch])[:-1])
+        logprobs_N: Float32Array = torch.cat(parts).cpu().numpy()
+        return np.split(logprobs_N, np.cumsum([len(sequence.token_ids) for sequence in batch])[:-1])
 
     def _hidden_states(self, batch: Sequence[TokenSequence]) -> Tensor:
         """Return the states that predict completion tokens (N × D)."""
-        inputs_BT = np.zeros((len(batch), max(one.tokens for one in batch)), dtype=np.int64)
+        inputs_BT = np.zeros((len(batch), max(sequence.tokens for sequence in batch)), dtype=np.int64)
         mask_BT, predicts_BT = np.zeros_like(inputs_BT), np.zeros_like(inputs_BT, dtype=bool)
-        for row, one in enumerate(batch):
-            inputs_BT[row, : one.tokens] = one.input_ids
-            mask_BT[row, : one.tokens] = 1
-            predicts_BT[row, len(one.prompt_token_ids) - 1 : one.tokens] = True
+        for row, sequence in enumerate(batch):
+            inputs_BT[row, : sequence.tokens] = sequence.input_ids
+            mask_BT[row, : sequence.tokens] = 1
+            predicts_BT[row, len(sequence.prompt_token_ids) - 1 : sequence.tokens] = True
         device = self._placed.device
         hidden_BTD: Tensor = self._placed.module.get_decoder()(
             input_ids=torch.from_numpy(inputs_BT).to(device),

@@ -53,13 +53,13 @@ class Placed:
 def pick_device(device: str, setting: str) -> torch.device:
     """Return the device of a setting. Raises SettingsError if this machine lacks it."""
     try:
-        found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        torch.empty(1, device=found)
+        torch_device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        torch.empty(1, device=torch_device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise SettingsError(
             f"expected auto, cpu or a device of this machine, found {device!r} ({first_line(error)}): change {setting}"
         ) from error
-    return found
+    return torch_device
 
 
 def pick_dtype(device: torch.device, on_gpu: str = "bfloat16") -> torch.dtype:

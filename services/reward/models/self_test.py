@@ -44,15 +44,15 @@ def choose_alone(
         SettingsError: they differ one by one, too, or the model fails.
     """
     try:
-        expected = [reference(one) for one in inputs]
+        expected = [reference(model_input) for model_input in inputs]
         together = compute(inputs)
-        alone = [compute([one])[0] for one in inputs]
+        alone = [compute([model_input])[0] for model_input in inputs]
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         first = next(iter(str(error).splitlines()), "")
         raise SettingsError(
             f"expected a model that runs, found that it raises {type(error).__name__}: {first}: change {what}"
         ) from error
-    apart, apart_alone = (_apart(found, expected, half=half) for found in (together, alone))
+    apart, apart_alone = (_apart(outputs, expected, half=half) for outputs in (together, alone))
     limit = _HALF if half else _EXACT
     if apart <= limit:
         return False
@@ -70,6 +70,6 @@ def choose_alone(
     return True
 
 
-def _apart(found: Sequence[Float32Array], expected: Sequence[Float32Array], *, half: bool) -> float:
-    differences = np.abs(np.concatenate(found) - np.concatenate(expected))
+def _apart(outputs: Sequence[Float32Array], expected: Sequence[Float32Array], *, half: bool) -> float:
+    differences = np.abs(np.concatenate(outputs) - np.concatenate(expected))
     return float(differences.mean() if half else differences.max())

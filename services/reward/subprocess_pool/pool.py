@@ -175,11 +175,11 @@ class Processes:
 
     async def warm(self) -> None:
         """Start all and wait until ready; the first question retries failed starts. Raises NotReady."""
-        for found in await asyncio.gather(*(place.fill() for place in self._places), return_exceptions=True):
-            if isinstance(found, TemporaryError) and not isinstance(found, NotReady):
-                log.warning("process cannot be started", extra={"scorer": self._scorer, "error": str(found)})
-            elif found is not None:
-                raise found
+        for outcome in await asyncio.gather(*(place.fill() for place in self._places), return_exceptions=True):
+            if isinstance(outcome, TemporaryError) and not isinstance(outcome, NotReady):
+                log.warning("process cannot be started", extra={"scorer": self._scorer, "error": str(outcome)})
+            elif outcome is not None:
+                raise outcome
 
     async def ask(self, question: dict[str, Json], timeout_s: float) -> Mapping[str, Json]:
         """Return the answer of a free process.

@@ -102,11 +102,11 @@ def checkpoint_names(source: str) -> set[str]:
         return set()
     if (folder / _INDEX).is_file():
         return set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"])
-    found: set[str] = set()
+    names: set[str] = set()
     for file in folder.glob("model*.safetensors"):
         with safe_open(file, framework="pt") as opened:
-            found |= set(opened.keys())
-    return found
+            names |= set(opened.keys())
+    return names
 
 
 def _folder(source: str) -> Path | None:
@@ -134,8 +134,8 @@ def _conversions(outline: Any, *, loading: bool) -> list[Any]:
         from transformers.core_model_loading import PrefixChange
     except ImportError:
         return []
-    found = get_model_conversion_mapping(outline, add_legacy=loading)
-    return [step for step in found if loading or not isinstance(step, PrefixChange)]
+    steps = get_model_conversion_mapping(outline, add_legacy=loading)
+    return [step for step in steps if loading or not isinstance(step, PrefixChange)]
 
 
 def _loaded(
@@ -168,8 +168,8 @@ def _reversed(names: Iterable[str], conversions: list[Any]) -> dict[str, tuple[s
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, tuple[str, str, Any]] = {}
+    saved_as: dict[str, tuple[str, str, Any]] = {}
     for name in sorted(names, key=dot_natural_key):
         group, pattern = rename_source_key(name, renamings, converters, reverse=True)
-        found[name] = (group, pattern or "", by_pattern.get(pattern))
-    return found
+        saved_as[name] = (group, pattern or "", by_pattern.get(pattern))
+    return saved_as

@@ -71,8 +71,8 @@ class TokenizerCodec:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if prompt.text is not None:
-            found: list[int] = self._tokenizer(prompt.text)["input_ids"]
-            return found
+            token_ids: list[int] = self._tokenizer(prompt.text)["input_ids"]
+            return token_ids
         if prompt.messages is None:
             raise PermanentError(f"expected text or messages in {prompt.problem}, found neither")
         if self._tokenizer.chat_template is None:

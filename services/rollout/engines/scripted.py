@@ -35,10 +35,10 @@ _SUM = re.compile(r"(\d+)\+(\d+)=$")
 
 def arithmetic(prompt: str, version: PolicyVersion, lot: random.Random) -> tuple[str, float]:
     """Answer ``12+34=`` correctly with probability 0.5, else off by one; anything else with ``?``."""
-    found = _SUM.search(prompt)
-    if found is None:
+    terms = _SUM.search(prompt)
+    if terms is None:
         return "?", 1.0
-    answer = int(found[1]) + int(found[2])
+    answer = int(terms[1]) + int(terms[2])
     return str(answer if lot.random() < 0.5 else answer + 1), 0.5
 
 

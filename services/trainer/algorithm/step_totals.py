@@ -51,12 +51,12 @@ class Tally:
         dist.all_reduce(self._losses)
         loss, value, pairs, agreed, margin = self._losses.tolist()
         updates = len(self._norms)
-        found = {"loss": loss / updates, "grad_norm": sum(self._norms) / updates, "updates": float(updates)}
+        figures = {"loss": loss / updates, "grad_norm": sum(self._norms) / updates, "updates": float(updates)}
         if self._critic_norms:
-            found |= {"value_loss": value / updates, "critic_grad_norm": sum(self._critic_norms) / updates}
+            figures |= {"value_loss": value / updates, "critic_grad_norm": sum(self._critic_norms) / updates}
         if pairs:
-            found |= {"preference_accuracy": agreed / pairs, "preference_margin": margin / pairs}
-        return found
+            figures |= {"preference_accuracy": agreed / pairs, "preference_margin": margin / pairs}
+        return figures
 
 
 def _check_norm(whose: str, grad_norm: float, step: int, *, touched: bool) -> None:

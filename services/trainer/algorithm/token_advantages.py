@@ -62,18 +62,20 @@ def _by_group(
         penalties_M = (cost * _kl_of_samples(inputs, int(sizes[-1]), algorithm)).astype(np.float32)
         rewards = [r - p for r, p in zip(rewards, np.split(penalties_M, sizes[:-1]), strict=True)]
     advantages_M = np.concatenate([group_advantages(group, kind) for group in rewards])
-    for found in inputs:
-        advantages_N = np.repeat(advantages_M[found.batch.places_S], found.batch.lengths_S)
-        found.advantages_N = torch.from_numpy(advantages_N).to(found.behavior_logprobs_N.device)
+    for micro_batch in inputs:
+        advantages_N = np.repeat(advantages_M[micro_batch.batch.places_S], micro_batch.batch.lengths_S)
+        micro_batch.advantages_N = torch.from_numpy(advantages_N).to(micro_batch.behavior_logprobs_N.device)
 
 
 def _kl_of_samples(inputs: Sequence[LossInputs], samples: int, algorithm: AlgorithmSettings) -> Float64Array:
     device = inputs[0].behavior_logprobs_N.device
     kl_M = torch.zeros(samples, dtype=torch.float64, device=device)
-    for found in inputs:
-        assert found.reference_logprobs_N is not None
-        kl_N = estimate(found.behavior_logprobs_N, found.reference_logprobs_N, algorithm.kl.estimator)
-        kl_M[torch.from_numpy(found.batch.places_S).to(device)] = sequence_sums(kl_N.double(), found.lengths_S)
+    for micro_batch in inputs:
+        assert micro_batch.reference_logprobs_N is not None
+        kl_N = estimate(micro_batch.behavior_logprobs_N, micro_batch.reference_logprobs_N, algorithm.kl.estimator)
+        kl_M[torch.from_numpy(micro_batch.batch.places_S).to(device)] = sequence_sums(
+            kl_N.double(), micro_batch.lengths_S
+        )
     dist.all_reduce(kl_M)
     found_M: Float64Array = kl_M.cpu().numpy()
     return found_M
@@ -86,27 +88,27 @@ def _by_token(
         rewards_M = np.concatenate([centred(group) for group in rewards])
     else:
         rewards_M = np.concatenate(rewards).astype(np.float64)
-    advantages = [_returns_to_go(found, rewards_M, algorithm, cost) for found in inputs]
+    advantages = [_returns_to_go(micro_batch, rewards_M, algorithm, cost) for micro_batch in inputs]
     mean, deviation = moments(torch.from_numpy(np.concatenate(advantages)).to(inputs[0].behavior_logprobs_N.device))
-    for found, advantages_N in zip(inputs, advantages, strict=True):
-        device = found.behavior_logprobs_N.device
-        if found.values_N is not None:
-            found.returns_N = torch.from_numpy(advantages_N.astype(np.float32)).to(device) + found.values_N
-        found.advantages_N = torch.from_numpy(normalise(advantages_N, mean, deviation)).to(device)
+    for micro_batch, advantages_N in zip(inputs, advantages, strict=True):
+        device = micro_batch.behavior_logprobs_N.device
+        if micro_batch.values_N is not None:
+            micro_batch.returns_N = torch.from_numpy(advantages_N.astype(np.float32)).to(device) + micro_batch.values_N
+        micro_batch.advantages_N = torch.from_numpy(normalise(advantages_N, mean, deviation)).to(device)
 
 
 def _returns_to_go(
-    found: LossInputs, rewards_M: Float64Array, algorithm: AlgorithmSettings, cost: float
+    micro_batch: LossInputs, rewards_M: Float64Array, algorithm: AlgorithmSettings, cost: float
 ) -> Float64Array:
     """Return unnormalised generalised advantages; without a critic, γ and λ are 1 and values 0."""
-    lengths_S = found.batch.lengths_S
+    lengths_S = micro_batch.batch.lengths_S
     penalties_N = np.zeros(int(lengths_S.sum()))
     if cost:
-        assert found.reference_logprobs_N is not None
-        kl_N = estimate(found.behavior_logprobs_N, found.reference_logprobs_N, algorithm.kl.estimator)
+        assert micro_batch.reference_logprobs_N is not None
+        kl_N = estimate(micro_batch.behavior_logprobs_N, micro_batch.reference_logprobs_N, algorithm.kl.estimator)
         penalties_N = cost * kl_N.double().cpu().numpy()
-    rewards_N = token_rewards(rewards_M[found.batch.places_S], penalties_N, lengths_S)
-    if found.values_N is None:
+    rewards_N = token_rewards(rewards_M[micro_batch.batch.places_S], penalties_N, lengths_S)
+    if micro_batch.values_N is None:
         return gae(rewards_N, np.zeros_like(rewards_N), lengths_S, 1.0, 1.0)
-    values_N = found.values_N.double().cpu().numpy()
+    values_N = micro_batch.values_N.double().cpu().numpy()
     return gae(rewards_N, values_N, lengths_S, algorithm.critic.discount, algorithm.critic.decay)

@@ -13,23 +13,23 @@ def rows_by_place(rows: Sequence[PackedRow]) -> dict[int, PackedRow]:
     return {place: row for row in rows for place in row.places}
 
 
-def halves(found: LossInputs, rows: Mapping[int, PackedRow], *, together: int = 1) -> list[LossInputs]:
-    """Split ``found`` into two parts of similar sample counts; the second may be empty.
+def halves(inputs: LossInputs, rows: Mapping[int, PackedRow], *, together: int = 1) -> list[LossInputs]:
+    """Split ``inputs`` into two parts of similar sample counts; the second may be empty.
 
     ``together`` neighbouring samples stay together: 2 with preferences.
     """
-    samples = len(found.batch.places_S)
+    samples = len(inputs.batch.places_S)
     middle = -(-samples // (2 * together)) * together
-    return [part(found, rows, 0, min(middle, samples)), part(found, rows, min(middle, samples), samples)]
+    return [part(inputs, rows, 0, min(middle, samples)), part(inputs, rows, min(middle, samples), samples)]
 
 
-def part(found: LossInputs, rows: Mapping[int, PackedRow], start: int, end: int) -> LossInputs:
+def part(inputs: LossInputs, rows: Mapping[int, PackedRow], start: int, end: int) -> LossInputs:
     """Return samples ``start`` … ``end − 1`` as a micro-batch."""
-    places = [int(place) for place in found.batch.places_S[start:end]]
+    places = [int(place) for place in inputs.batch.places_S[start:end]]
     batch = micro_batch(_rows(places, rows))
     assert batch.places_S.tolist() == places
-    first, last = int(found.batch.lengths_S[:start].sum()), int(found.batch.lengths_S[:end].sum())
-    tensors = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "batch"}
+    first, last = int(inputs.batch.lengths_S[:start].sum()), int(inputs.batch.lengths_S[:end].sum())
+    tensors = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs) if field.name != "batch"}
     cut: dict[str, Any] = {
         name: None if tensor is None else tensor[start:end] if name.endswith("_S") else tensor[first:last]
         for name, tensor in tensors.items()

@@ -212,7 +212,7 @@ def _fitting(row: PackedRow, room: int) -> int:
 
 def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> MicroBatch:
     """Concatenate rows; without rows, train nothing."""
-    single = [one for row in rows for one in row.unshared()]
+    single = [unshared for row in rows for unshared in row.unshared()]
     input_ids, positions, columns = _lay_out(single) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
     samples = [sample for row in rows for sample in row.samples]
     return MicroBatch(
@@ -251,18 +251,18 @@ def _lay_out(rows: Sequence[PackedRow]) -> tuple[Int64Array, Int64Array, list[In
 
 
 def _segments(rows: Sequence[PackedRow]) -> Segments:
-    found: list[tuple[int, int, int, int]] = []
+    segments: list[tuple[int, int, int, int]] = []
     start = 0
     for row in rows:
         prompt_start, prompt = start, len(row.prompt_token_ids)
-        found.append((start, prompt, prompt_start, 0))
+        segments.append((start, prompt, prompt_start, 0))
         start += prompt
         for sample in row.samples:
             length = len(sample.token_ids) - 1
             if length:
-                found.append((start, length, prompt_start, prompt))
+                segments.append((start, length, prompt_start, prompt))
             start += length
-    return Segments(*np.array(found or [(0, 1, 0, 0)], dtype=np.int64).T.copy())
+    return Segments(*np.array(segments or [(0, 1, 0, 0)], dtype=np.int64).T.copy())
 
 
 def _join(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:

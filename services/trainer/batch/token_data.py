@@ -44,17 +44,17 @@ def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossIn
     )
 
 
-def add_reference(everything: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
+def add_reference(inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
     """Add the reference logprobs of each group.
 
     Raises:
         SettingsError: an older, journalled group has none.
     """
     logprobs_M = [logprobs for experience in batch for logprobs in _reference_of_samples(experience)]
-    for found in everything:
-        parts = [logprobs_M[place] for place in found.batch.places_S]
+    for micro_batch in inputs:
+        parts = [logprobs_M[place] for place in micro_batch.batch.places_S]
         logprobs_N = np.concatenate([np.zeros(0, np.float32), *parts])
-        found.reference_logprobs_N = torch.from_numpy(logprobs_N).to(found.behavior_logprobs_N.device)
+        micro_batch.reference_logprobs_N = torch.from_numpy(logprobs_N).to(micro_batch.behavior_logprobs_N.device)
 
 
 def _reference_of_samples(experience: Experience) -> list[Float32Array]:

@@ -120,8 +120,8 @@ class Candidates:
         self, checkpoint: Checkpoint | None, stored: StoredCheckpoint | None, journal: Journal | None
     ) -> Choice:
         least = -1 if checkpoint is None else checkpoint.state.step
-        damages = (one for one in self._damages if one.step >= least)
-        return Choice(checkpoint, stored, journal, tuple(sorted(damages, key=lambda one: -one.step)))
+        damages = (damage for damage in self._damages if damage.step >= least)
+        return Choice(checkpoint, stored, journal, tuple(sorted(damages, key=lambda damage: -damage.step)))
 
     async def _journal(self, checkpoint: Checkpoint | None) -> Journal | None:
         return () if self._status is None else await journal_after(self._ledger, checkpoint, self._status)
@@ -132,14 +132,14 @@ class Candidates:
         folders |= set(self._root.glob("step-*")) if self._root.is_dir() else set()
         steps = {folder: step for folder in folders if (step := local_store.step_of(folder)) is not None}
         for folder, step in sorted(steps.items(), key=lambda item: -item[1]):
-            found = local_store.read(folder)
-            if (found is not None and found.state.version in self._revoked) or self._is_ahead(step):
+            checkpoint = local_store.read(folder)
+            if (checkpoint is not None and checkpoint.state.version in self._revoked) or self._is_ahead(step):
                 continue
             reason = await asyncio.to_thread(local_store.damage, folder, signer=self._signer)
             if not reason:
-                return found
+                return checkpoint
             remains = self._status is not None and str(folder) not in named
-            if found is not None or not remains or (folder / local_store.MARKER).is_file():
+            if checkpoint is not None or not remains or (folder / local_store.MARKER).is_file():
                 self._damages.append(Damage(str(folder), step, reason))
         return None
 
@@ -150,20 +150,22 @@ class Candidates:
     async def _newest_of_store(
         self, store: CheckpointStore, local: Checkpoint | None
     ) -> tuple[Checkpoint, StoredCheckpoint] | None:
-        stored = [one for one in await self._ask(store.whole) if one.state.version not in self._revoked]
+        stored = [
+            candidate for candidate in await self._ask(store.whole) if candidate.state.version not in self._revoked
+        ]
         for name, why in sorted(store.unreadable.items()):
             reason = f"the manifest of {name} in {store.uri} is refused: {why}"
             self._damages.append(Damage(f"{store.uri}checkpoints/{name}", _step_in(name), reason))
             await self._tell_damage(reason)
-        for one in reversed(stored):
-            if local is not None and local.state.version >= one.state.version:
+        for candidate in reversed(stored):
+            if local is not None and local.state.version >= candidate.state.version:
                 break
-            if self._is_ahead(one.state.step):
+            if self._is_ahead(candidate.state.step):
                 continue
             try:
-                return await self._ask(functools.partial(store.fetch, one, self._root)), one
+                return await self._ask(functools.partial(store.fetch, candidate, self._root)), candidate
             except WeightsError as error:
-                self._damages.append(Damage(one.uri, one.state.step, str(error)))
+                self._damages.append(Damage(candidate.uri, candidate.state.step, str(error)))
                 await self._tell_damage(str(error))
         return None
 

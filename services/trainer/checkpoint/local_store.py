@@ -72,7 +72,7 @@ def make_whole(
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / MARKER
     )
-    content = {**dataclasses.asdict(state), "files": [dataclasses.asdict(one) for one in files]}
+    content = {**dataclasses.asdict(state), "files": [dataclasses.asdict(file) for file in files]}
     text = json.dumps(signer.signed({**content, _DIGEST: digest_of(content)}), indent=1)
     (folder / MARKER).write_text(text, encoding="utf-8")
     return rename(folder, root, state, files)
@@ -102,11 +102,11 @@ def digest(path: Path) -> CheckpointFile:
 
 def find(root: Path) -> list[Checkpoint]:
     """Return the complete checkpoints under ``root``, oldest first, unverified."""
-    found = []
+    checkpoints = []
     for folder in sorted(root.glob("step-*")) if root.is_dir() else ():
         if (checkpoint := read(folder)) is not None:
-            found.append(checkpoint)
-    return found
+            checkpoints.append(checkpoint)
+    return checkpoints
 
 
 def read(folder: Path) -> Checkpoint | None:
@@ -206,11 +206,11 @@ def base_of(policy: PolicySettings) -> str:
 
 def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
     """Raise SettingsError unless a checkpoint's adapters match the settings."""
-    found, expected = base_of(policy), checkpoint.state.adapter_of
-    if found != expected:
+    base, expected = base_of(policy), checkpoint.state.adapter_of
+    if base != expected:
         raise SettingsError(
             f"expected to resume {checkpoint.folder} with {expected or 'no adapters'}, which wrote it, found "
-            f"{found or 'no adapters'}: change policy.model or policy.lora back"
+            f"{base or 'no adapters'}: change policy.model or policy.lora back"
         )
 
 

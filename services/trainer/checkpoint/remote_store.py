@@ -85,16 +85,16 @@ class CheckpointStore:
         listed = self._objects.list(_FOLDER)
         with self._changing:
             known = dict(self._known)
-        found = {}
-        for key, one in listed.items():
+        checkpoints = {}
+        for key, stored in listed.items():
             name, _, rest = key.removeprefix(_FOLDER).partition("/")
             if rest == _MANIFEST and _NAME.fullmatch(name):
-                checkpoint = known.get(name) or self._open(name, one.modified_s)
+                checkpoint = known.get(name) or self._open(name, stored.modified_s)
                 if checkpoint is not None:
-                    found[name] = checkpoint
+                    checkpoints[name] = checkpoint
         with self._changing:
-            self._known = found
-        return sorted(found.values(), key=lambda one: (one.state.version, one.stored_at_s))
+            self._known = checkpoints
+        return sorted(checkpoints.values(), key=lambda stored: (stored.state.version, stored.stored_at_s))
 
     def _open(self, name: str, stored_at_s: float) -> StoredCheckpoint | None:
         data = self._objects.read(f"{_FOLDER}{name}/{_MANIFEST}", manifests.MOST_BYTES + 1) or b""
@@ -129,23 +129,23 @@ class CheckpointStore:
         """Upload a checkpoint; return it and the bytes sent (0 if present). Resumes interrupted uploads."""
         files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
         if other := set(checkpoint.files) - set(files):
-            names = ", ".join(sorted(one.name for one in other))
+            names = ", ".join(sorted(file.name for file in other))
             raise StoreError(
                 f"expected {names} in {checkpoint.folder} as it was written, found otherwise: it is damaged"
             )
-        content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(one) for one in files]}
+        content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(file) for file in files]}
         manifest = json.dumps(self._signer.signed(content), sort_keys=True).encode()
         state = checkpoint.state
         name = _name(state, manifest)
         there = self._objects.list(f"{_FOLDER}{name}/")
-        if (found := there.get(f"{_FOLDER}{name}/{_MANIFEST}")) is not None:
-            return StoredCheckpoint(name, self._uri(name), state, files, found.modified_s), 0
+        if (stored_manifest := there.get(f"{_FOLDER}{name}/{_MANIFEST}")) is not None:
+            return StoredCheckpoint(name, self._uri(name), state, files, stored_manifest.modified_s), 0
         sent_bytes = 0
-        for one in files:
-            key = f"{_FOLDER}{name}/{one.name}"
-            if key not in there or there[key].nbytes != one.nbytes:
-                self._objects.upload(checkpoint.folder / one.name, key)
-                sent_bytes += one.nbytes
+        for file in files:
+            key = f"{_FOLDER}{name}/{file.name}"
+            if key not in there or there[key].nbytes != file.nbytes:
+                self._objects.upload(checkpoint.folder / file.name, key)
+                sent_bytes += file.nbytes
         if not local_store.is_there(checkpoint):
             raise StoreError(f"expected {checkpoint.folder} to stay as it was, found it gone or another's")
         stored_at_s = self._finish(name, files, manifest)
@@ -153,10 +153,10 @@ class CheckpointStore:
 
     def _finish(self, name: str, files: tuple[CheckpointFile, ...], manifest: bytes) -> float:
         there = self._objects.list(f"{_FOLDER}{name}/")
-        for one in files:
-            found = there.get(f"{_FOLDER}{name}/{one.name}")
-            if found is None or found.nbytes != one.nbytes:
-                raise StoreError(f"expected {one.name} of {one.nbytes} bytes in {self._uri(name)}, found {found}")
+        for file in files:
+            stored = there.get(f"{_FOLDER}{name}/{file.name}")
+            if stored is None or stored.nbytes != file.nbytes:
+                raise StoreError(f"expected {file.name} of {file.nbytes} bytes in {self._uri(name)}, found {stored}")
         self._objects.write(f"{_FOLDER}{name}/{_MANIFEST}", manifest)
         return self._objects.list(f"{_FOLDER}{name}/{_MANIFEST}")[f"{_FOLDER}{name}/{_MANIFEST}"].modified_s
 
@@ -220,8 +220,8 @@ class CheckpointStore:
     def delete(self, stored: StoredCheckpoint) -> None:
         """Delete a checkpoint, its manifest first."""
         self._objects.delete(f"{_FOLDER}{stored.name}/{_MANIFEST}")
-        for one in stored.files:
-            self._objects.delete(f"{_FOLDER}{stored.name}/{one.name}")
+        for file in stored.files:
+            self._objects.delete(f"{_FOLDER}{stored.name}/{file.name}")
 
     def clear_remains(self, before_step: int) -> None:
         """Delete partial uploads and unreadable manifests of steps before ``before_step``."""

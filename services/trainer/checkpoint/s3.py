@@ -50,16 +50,16 @@ class ObjectStore:
 
     def list(self, folder: str) -> dict[str, Object]:
         """Return the objects under ``folder``, by name."""
-        found = {}
+        objects = {}
         with self._asking(f"list {folder}"):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix + folder
             )
             for page in pages:
-                for one in page.get("Contents", ()):
-                    name = one["Key"].removeprefix(self._prefix)
-                    found[name] = Object(one["Size"], one["LastModified"].timestamp())
-        return found
+                for entry in page.get("Contents", ()):
+                    name = entry["Key"].removeprefix(self._prefix)
+                    objects[name] = Object(entry["Size"], entry["LastModified"].timestamp())
+        return objects
 
     def read(self, name: str, most_bytes: int) -> bytes | None:
         """Return the first ``most_bytes`` of a small object, or None."""
@@ -105,9 +105,9 @@ class ObjectStore:
     def abort_uploads(self, folder: str) -> None:
         """Drop unfinished uploads to ``folder``, which are unlisted but use space."""
         with self._asking(f"look for unfinished uploads to {folder}"):
-            found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix + folder)
-            for one in found.get("Uploads", ()):
-                self._client.abort_multipart_upload(Bucket=self._bucket, Key=one["Key"], UploadId=one["UploadId"])
+            listing = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._prefix + folder)
+            for upload in listing.get("Uploads", ()):
+                self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[None]:

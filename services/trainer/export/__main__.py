@@ -37,13 +37,13 @@ def main() -> int:
 
     try:
         settings = loads(sys.stdin.read(), "stdin") if asked.run == "-" else load_run(Path(asked.run))
-        found = export_version(
+        exported = export_version(
             settings, PolicyVersion(asked.version), asked.to, adapter=asked.adapter, checkpoint=asked.checkpoint
         )
     except PenstockError as error:
         print(f"export: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    print(json.dumps(dataclasses.asdict(found)))  # noqa: T201
+    print(json.dumps(dataclasses.asdict(exported)))  # noqa: T201
     return 0
 
 

@@ -84,12 +84,12 @@ def export_version(
     reasons = []
     for source in itertools.chain(sources.get(version, []), _stored_sources(settings, version, checkpoint)):
         try:
-            found = source.read()
+            weights = source.read()
         except (WeightsError, OSError) as error:  # deleted meanwhile, or damaged
             reasons.append(f"{source.name}: {error}")
             continue
-        _write(found, settings, folder, adapter=adapter)
-        return Exported(int(version), found.step, source.name, str(folder), adapter)
+        _write(weights, settings, folder, adapter=adapter)
+        return Exported(int(version), weights.step, source.name, str(folder), adapter)
     raise PenstockError(_refusal(settings, version, sources.keys(), reasons))
 
 
@@ -101,7 +101,7 @@ def newest_version(settings: Settings, *, adapter: bool = False) -> PolicyVersio
     """
     known = [version for version in _sources(settings, PolicyVersion(-1), "", adapter=adapter) if version > 0]
     store = None if known else open_store(settings)
-    known += [one.state.version for one in store.whole()] if store is not None else []
+    known += [stored.state.version for stored in store.whole()] if store is not None else []
     if not known:
         raise PenstockError(
             f"expected a trained version of run {settings.run.id}, found no snapshot and no checkpoint in {settings.run_folder}: "
@@ -111,7 +111,7 @@ def newest_version(settings: Settings, *, adapter: bool = False) -> PolicyVersio
 
 
 def _refusal(settings: Settings, version: PolicyVersion, known: Collection[PolicyVersion], reasons: list[str]) -> str:
-    there = ", ".join(str(one) for one in sorted(known)) or "none"
+    there = ", ".join(str(other) for other in sorted(known)) or "none"
     why = "; ".join(reasons) or "no snapshot and no checkpoint holds it"
     return (
         f"expected weights of version {version} of run {settings.run.id}, found none ({why}). Versions that can be "
@@ -126,33 +126,33 @@ class _Source:
 
 
 def _sources(
-    settings: Settings, wanted: PolicyVersion, known: str, *, adapter: bool
+    settings: Settings, target: PolicyVersion, known: str, *, adapter: bool
 ) -> dict[PolicyVersion, list[_Source]]:
-    """Return each version's sources, best first; the checkpoint ``known`` also holds ``wanted``."""
-    found: dict[PolicyVersion, list[_Source]] = defaultdict(list)
+    """Return each version's sources, best first; the checkpoint ``known`` also holds ``target``."""
+    sources: dict[PolicyVersion, list[_Source]] = defaultdict(list)
     for version, folder in committed(settings.snapshot_folder):
         if not adapter or (folder / _ADAPTER).is_file():
-            found[version].append(_Source(str(folder), functools.partial(_of_snapshot, folder)))
-    for one in local_store.find(settings.run_folder / "checkpoints"):
-        source = _Source(str(one.folder), functools.partial(_of_checkpoint, one, settings))
-        for version in {one.state.version, wanted} if source.name == known else {one.state.version}:
-            found[version].append(source)
+            sources[version].append(_Source(str(folder), functools.partial(_of_snapshot, folder)))
+    for checkpoint in local_store.find(settings.run_folder / "checkpoints"):
+        source = _Source(str(checkpoint.folder), functools.partial(_of_checkpoint, checkpoint, settings))
+        for version in {checkpoint.state.version, target} if source.name == known else {checkpoint.state.version}:
+            sources[version].append(source)
     if not adapter:
-        found[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
-    return dict(found)
+        sources[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
+    return dict(sources)
 
 
 def _stored_sources(settings: Settings, version: PolicyVersion, known: str) -> Iterator[_Source]:
     if (store := open_store(settings)) is None:
         return
-    for one in store.whole():
-        if one.state.version == version or one.uri == known:
-            yield _Source(one.uri, functools.partial(_of_stored, one, store, settings))
+    for stored in store.whole():
+        if stored.state.version == version or stored.uri == known:
+            yield _Source(stored.uri, functools.partial(_of_stored, stored, store, settings))
 
 
-def _of_stored(one: StoredCheckpoint, store: CheckpointStore, settings: Settings) -> Found:
+def _of_stored(stored: StoredCheckpoint, store: CheckpointStore, settings: Settings) -> Found:
     with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
-        return _of_checkpoint(store.fetch(one, Path(folder)), settings)
+        return _of_checkpoint(store.fetch(stored, Path(folder)), settings)
 
 
 def _of_snapshot(folder: Path) -> Found:
@@ -161,32 +161,32 @@ def _of_snapshot(folder: Path) -> Found:
     return Found(manifest.decode(data, str(folder)).step, tensors, adapter=(folder / _ADAPTER).is_file())
 
 
-def _of_checkpoint(found: local_store.Checkpoint, settings: Settings) -> Found:
-    local_store.check_base(found, settings.policy)
-    weights = "" if found.state.zero_stage == 3 else "model_states.pt"
-    if reason := local_store.damage(found.folder, weights, open_signer(settings)):
+def _of_checkpoint(checkpoint: local_store.Checkpoint, settings: Settings) -> Found:
+    local_store.check_base(checkpoint, settings.policy)
+    weights = "" if checkpoint.state.zero_stage == 3 else "model_states.pt"
+    if reason := local_store.damage(checkpoint.folder, weights, open_signer(settings)):
         raise WeightsError(f"it is damaged ({reason})")
-    tensors = saved_tensors(found.folder / "engine", found.state.zero_stage)
+    tensors = saved_tensors(checkpoint.folder / "engine", checkpoint.state.zero_stage)
     if not settings.policy.lora.rank:
-        return Found(found.state.step, tensors)
+        return Found(checkpoint.state.step, tensors)
     factors = {adapters.file_name(name): tensor for name, tensor in tensors.items() if adapters.is_factor(name)}
-    return Found(found.state.step, factors, adapter=True)
+    return Found(checkpoint.state.step, factors, adapter=True)
 
 
-def _write(found: Found, settings: Settings, folder: Path, *, adapter: bool) -> None:
+def _write(weights: Found, settings: Settings, folder: Path, *, adapter: bool) -> None:
     policy, dtype = settings.policy, getattr(torch, settings.policy.dtype)
-    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in found.tensors.items()}
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.tensors.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     if adapter:
         configuration = adapters.file_configuration(adapters.add(outline(policy), policy))
         export_adapter(tensors, configuration, folder)
         return
     model = load_model(policy, dtype)
-    if found.adapter:
+    if weights.adapter:
         model = adapters.add(model, policy)
         adapters.take(model, tensors)
     initial = {part.name: part for part in published(model)}
-    whole = {} if found.adapter else tensors
+    whole = {} if weights.adapter else tensors
     missing = sorted(initial.keys() - whole.keys()) if whole else []
     if missing:
         raise PenstockError(

@@ -135,15 +135,15 @@ def updates(module: nn.Module) -> dict[str, Update]:
         return {}
     from peft.tuners.lora.layer import Linear, ParamWrapper
 
-    found: dict[str, Update] = {}
+    changes: dict[str, Update] = {}
     for path, layer in module.named_modules():
         if type(layer) is ParamWrapper:
             stored_in_out = layer._param_ndim == 3 and not layer._did_swap_in_out_features
             name = f"{_base_path(path, layer)}.{layer.parameter_name}"
-            found[name] = _update(layer, layer.num_experts, stored_in_out)
+            changes[name] = _update(layer, layer.num_experts, stored_in_out)
         elif type(layer) is Linear:
-            found[f"{_base_path(path, layer)}.weight"] = _update(layer, 1, layer.fan_in_fan_out)
-    return found
+            changes[f"{_base_path(path, layer)}.weight"] = _update(layer, 1, layer.fan_in_fan_out)
+    return changes
 
 
 def _base_path(path: str, layer: Any) -> str:
@@ -225,9 +225,9 @@ def file_configuration(model: Any) -> bytes:
     """Return ``adapter_config.json`` for inference engines."""
     from peft.tuners.lora.layer import Linear
 
-    found = model.peft_config[_NAME].to_dict()
+    configuration = model.peft_config[_NAME].to_dict()
     layers = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is Linear}
-    parameters = sorted(found["target_parameters"] or ()) or None
-    found |= {"inference_mode": True, "target_modules": sorted(layers), "target_parameters": parameters}
-    found = {key: value for key, value in found.items() if not isinstance(value, set)}
-    return json.dumps(found | {"peft_type": "LORA"}, indent=1, sort_keys=True, default=str).encode()
+    parameters = sorted(configuration["target_parameters"] or ()) or None
+    configuration |= {"inference_mode": True, "target_modules": sorted(layers), "target_parameters": parameters}
+    configuration = {key: value for key, value in configuration.items() if not isinstance(value, set)}
+    return json.dumps(configuration | {"peft_type": "LORA"}, indent=1, sort_keys=True, default=str).encode()

@@ -41,11 +41,11 @@ def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextl
     place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
     if zero_stage < 3:
         return place
-    found: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(
+    context: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(
         dtype=dtype,
         mem_efficient_linear=False,
     )
-    return found
+    return context
 
 
 def pick_device(setting: str) -> str:
@@ -168,20 +168,20 @@ class TrainingEngine:
         """Whether one rank's forward pass may fail, without hanging others as at ZeRO stage 3."""
         return not self._sharded
 
-    def on_any_rank(self, found: bool) -> bool:
-        """Return whether ``found`` on any rank; collective."""
+    def on_any_rank(self, condition: bool) -> bool:
+        """Return whether ``condition`` holds on any rank; collective."""
         if self.ranks == 1:
-            return found
-        flag = torch.tensor([int(found)], dtype=torch.int64, device=self.device)
+            return condition
+        flag = torch.tensor([int(condition)], dtype=torch.int64, device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def ranks_where(self, found: bool) -> tuple[int, ...]:
-        """Return the ranks on which ``found``, ascending; collective."""
+    def ranks_where(self, condition: bool) -> tuple[int, ...]:
+        """Return the ranks on which ``condition`` holds, ascending; collective."""
         if self.ranks == 1:
-            return (0,) if found else ()
+            return (0,) if condition else ()
         flags = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
-        flags[dist.get_rank()] = int(found)
+        flags[dist.get_rank()] = int(condition)
         dist.all_reduce(flags)
         return tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
 
@@ -267,20 +267,20 @@ class TrainingEngine:
         """Return the digests of all ranks' files written by :meth:`save`; collective."""
         if self.ranks == 1:
             return self._writer.files
-        found: list[dict[Path, CheckpointFile] | None] = [None] * self.ranks
-        dist.all_gather_object(found, self._writer.files)
-        return {path: file for files in found for path, file in (files or {}).items()}
+        gathered: list[dict[Path, CheckpointFile] | None] = [None] * self.ranks
+        dist.all_gather_object(gathered, self._writer.files)
+        return {path: file for files in gathered for path, file in (files or {}).items()}
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote; collective. SettingsError if a file holds code."""
         strict = not self._frozen
         try:
-            found, _ = pickles.loading(
+            loaded, _ = pickles.loading(
                 folder, lambda: self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=strict)
             )
         except WeightsError as error:
             raise SettingsError(f"{error}: put an intact copy in its place, or roll back to another version") from error
-        if found is None:
+        if loaded is None:
             raise RuntimeError(f"expected a DeepSpeed checkpoint in {folder}, found none")
 
 
@@ -292,8 +292,8 @@ def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:
     """
     _import_deepspeed("cpu")
     read = _merged_parts if zero_stage == 3 else _whole_weights
-    found = pickles.loading(folder, lambda: read(folder))
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    tensors = pickles.loading(folder, lambda: read(folder))
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 def _merged_parts(folder: Path) -> dict[str, Tensor]:

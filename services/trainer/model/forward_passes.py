@@ -116,5 +116,5 @@ def _seed(*words: int) -> None:
 
 def digest(shares: Sequence[Sequence[Sequence[MicroBatch]]]) -> str:
     """Return a digest of the samples in each micro-batch."""
-    places = [[[one.places_S.tolist() for one in rank] for rank in ranks] for ranks in shares]
+    places = [[[micro_batch.places_S.tolist() for micro_batch in rank] for rank in ranks] for ranks in shares]
     return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()

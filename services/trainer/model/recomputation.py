@@ -176,7 +176,9 @@ class _Keeping:
 
     def _weight_of(self, tensor: Tensor) -> nn.Parameter | None:
         place, count = tensor.data_ptr(), tensor.numel()
-        return next((one for one in self._weights if one.data_ptr() == place and one.numel() == count), None)
+        return next(
+            (weight for weight in self._weights if weight.data_ptr() == place and weight.numel() == count), None
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def _rotary(text: Mapping[str, Any], where: dict[str, Any]) -> None:
     query, key = (_ones(1, _TOKENS, count, size, **where) for count in (heads, shared))
     angles = torch.ones(1, _TOKENS, size, **where)
     out = liger_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), angles, angles)
-    _backward(torch.cat([one.flatten() for one in out]), query, key)
+    _backward(torch.cat([rotated.flatten() for rotated in out]), query, key)
 
 
 def _attention(text: Mapping[str, Any], where: dict[str, Any]) -> None:

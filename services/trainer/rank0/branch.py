@@ -93,4 +93,4 @@ class Branch:
 
     def lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
         """Return each group's lag after ``step`` steps, reproducibly."""
-        return tuple(lag_steps(found.group, step, self.steps) for found in groups)
+        return tuple(lag_steps(experience.group, step, self.steps) for experience in groups)

@@ -80,8 +80,8 @@ class Intake:
             await self._hold(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
         self._retaken.set()
         while True:
-            wanted = self._settings.slots - len(self._held)
-            for delivery in await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, wanted), _PROMPT_READ_S):
+            free_slots = self._settings.slots - len(self._held)
+            for delivery in await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, free_slots), _PROMPT_READ_S):
                 await self._hold(delivery)
 
     async def next_suspect(self) -> Taken | None:
@@ -189,10 +189,10 @@ class Intake:
         deadline_s = time.monotonic() + wait_s
         while True:
             self._arrived.clear()
-            wanted = self._settings.algorithm.groups_per_step
-            fresh = await self._sort_out(step) if len(self._held) >= wanted else []
-            if len(fresh) >= wanted:
-                return [self._held[group_id] for group_id in sorted(fresh)[:wanted]]
+            needed = self._settings.algorithm.groups_per_step
+            fresh = await self._sort_out(step) if len(self._held) >= needed else []
+            if len(fresh) >= needed:
+                return [self._held[group_id] for group_id in sorted(fresh)[:needed]]
             try:
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     await self._arrived.wait()

@@ -69,9 +69,9 @@ async def find_resume(
     root = settings.run_folder / "checkpoints"
     known = await ledger.is_known()
     revoked = await ledger.revoked()
-    for found in local_store.find(root):
-        if found.state.version in revoked and await ledger.forget_checkpoint(str(found.folder)):
-            local_store.delete(found)
+    for on_disk in local_store.find(root):
+        if on_disk.state.version in revoked and await ledger.forget_checkpoint(str(on_disk.folder)):
+            local_store.delete(on_disk)
     local_store.clear_unfinished(root)
     status = await ledger.status()
     signer = open_signer(settings)
@@ -168,21 +168,21 @@ def _why(choice: Choice) -> str:
 
 def _lost(choice: Choice, step: int | None = None) -> str:
     start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
-    end = max((one.step for one in choice.damages), default=start) if step is None else step
+    end = max((damage.step for damage in choice.damages), default=start) if step is None else step
     return f"steps {start + 1} to {end} are trained again" if end > start else "nothing is lost"
 
 
 async def _report_damage(bus: Bus, ledger: Ledger, choice: Choice, lost: str) -> None:
     start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
-    for one in choice.damages:
-        if choice.checkpoint is not None and one.place == str(choice.checkpoint.folder):
+    for damage in choice.damages:
+        if choice.checkpoint is not None and damage.place == str(choice.checkpoint.folder):
             aside = f" and was replaced by the copy in {choice.stored.uri}" if choice.stored is not None else ""
         else:
-            await ledger.drop_checkpoint(one.place)
-            aside = await asyncio.to_thread(_set_aside, one)
-        detail = f"{one}{aside}; going on from the checkpoint of step {start}: {lost}"
+            await ledger.drop_checkpoint(damage.place)
+            aside = await asyncio.to_thread(_set_aside, damage)
+        detail = f"{damage}{aside}; going on from the checkpoint of step {start}: {lost}"
         log.warning("checkpoint damaged", extra={"detail": detail})
-        await tell(bus, "trainer", "checkpoint damaged", detail, step=one.step, resumed_step=start)
+        await tell(bus, "trainer", "checkpoint damaged", detail, step=damage.step, resumed_step=start)
 
 
 def _set_aside(damage: Damage) -> str:
@@ -217,9 +217,9 @@ async def _unpause(ledger: Ledger, status: RunStatus) -> RunStatus:
 
 
 def _no_checkpoint(damages: Sequence[Damage]) -> str:
-    found = "; ".join(map(str, damages))
+    listed = "; ".join(map(str, damages))
     return (
-        f"{_CANNOT_CONTINUE}no checkpoint is intact: {found}: put an intact copy in its place and resume again, or "
+        f"{_CANNOT_CONTINUE}no checkpoint is intact: {listed}: put an intact copy in its place and resume again, or "
         "start a new run with policy.model set to what `penstock export` can still write of this one"
     )
 

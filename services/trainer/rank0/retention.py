@@ -171,8 +171,8 @@ class Retention:
 
     async def _usable(self, store: CheckpointStore) -> list[StoredCheckpoint]:
         revoked = await self._ledger.revoked()
-        found = [one for one in await in_thread(store.whole) if one.state.version not in revoked]
-        return [one for one in found if one.name not in store.damaged]
+        on_branch = [stored for stored in await in_thread(store.whole) if stored.state.version not in revoked]
+        return [stored for stored in on_branch if stored.name not in store.damaged]
 
     async def _trim_journal(self, usable: Sequence[StoredCheckpoint]) -> None:
         if self._relies_on_folder:
@@ -182,7 +182,7 @@ class Retention:
             await self._ledger.trim_journal(entry)
 
     async def _clean(self, store: CheckpointStore, usable: Sequence[StoredCheckpoint]) -> None:
-        kept = {one.name for one in usable[-self._trainer.keep_last :]}
+        kept = {stored.name for stored in usable[-self._trainer.keep_last :]}
         for old in await in_thread(store.whole):
             if old.name not in kept and await self._ledger.forget_checkpoint(old.uri):
                 await in_thread(functools.partial(store.delete, old))

@@ -44,27 +44,27 @@ def _kind(model: Any, name: str) -> str:
 
 
 def _places(rows: Sequence[PackedRow]) -> list[Any]:
-    found, start = [], 0
+    places, start = [], 0
     for row in rows:
         prompt = np.arange(start, start + len(row.prompt_token_ids))
         start += len(prompt)
         for sample in row.samples:
-            found.append(np.concatenate((prompt, np.arange(start, start + len(sample.token_ids) - 1))))
+            places.append(np.concatenate((prompt, np.arange(start, start + len(sample.token_ids) - 1))))
             start += len(sample.token_ids) - 1
-    return found
+    return places
 
 
 def _outputs(model: Any, compute: Callable[[], Any], tokens: int) -> dict[str, Tensor]:
     """Return the outputs (1 × ``tokens`` × D) of modules that run once, in finishing order."""
-    found, twice = dict[str, Tensor](), set[str]()
+    outputs, twice = dict[str, Tensor](), set[str]()
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            if name in found:
+            if name in outputs:
                 twice.add(name)
             hidden = output[0] if isinstance(output, tuple) else output
             if isinstance(hidden, Tensor) and hidden.ndim == 3 and hidden.shape[:2] == (1, tokens):
-                found[name] = hidden[0].detach().float()
+                outputs[name] = hidden[0].detach().float()
 
         return hook
 
@@ -75,7 +75,7 @@ def _outputs(model: Any, compute: Callable[[], Any], tokens: int) -> dict[str, T
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: output for name, output in found.items() if name not in twice}
+    return {name: output for name, output in outputs.items() if name not in twice}
 
 
 def _relative(found_TD: Tensor, reference_TD: Tensor) -> float:

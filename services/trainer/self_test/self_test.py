@@ -106,8 +106,8 @@ class SelfTestResult:
     def figures(self) -> dict[str, float]:
         """Its numbers by name, for a log."""
         widened = {} if self.widened is None else dataclasses.asdict(self.widened)
-        found = {**dataclasses.asdict(self.gap), **{f"widened_{name}": value for name, value in widened.items()}}
-        return found | {"seconds": round(self.seconds, 3)}
+        numbers = {**dataclasses.asdict(self.gap), **{f"widened_{name}": value for name, value in widened.items()}}
+        return numbers | {"seconds": round(self.seconds, 3)}
 
     def __str__(self) -> str:
         widened = "" if self.widened is None else f"; in float32: {self.widened.words(self.of)}"
@@ -290,8 +290,8 @@ def draw(model: Any, device: torch.device, seed: int) -> list[PackedRow]:
 
 def windows(config: Any) -> list[int]:
     """Return a configuration's windows and chunk lengths, in tokens."""
-    found = (getattr(config.get_text_config(), name, None) for name in _WINDOWS)
-    return [window for window in found if isinstance(window, int) and window > 0]
+    values = (getattr(config.get_text_config(), name, None) for name in _WINDOWS)
+    return [window for window in values if isinstance(window, int) and window > 0]
 
 
 def _row(prompt: Any, completions: Sequence[Any], temperature: float, place: int) -> PackedRow:
@@ -385,8 +385,10 @@ def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounde
         hook.remove()
     weights_N = torch.randn(len(logprobs_N), generator=torch.Generator().manual_seed(1)).to(logprobs_N.device)
     inputs = [embedded for _, embedded in calls] + list(small.values())
-    found = torch.autograd.grad(logprobs_N @ weights_N, inputs, allow_unused=True)
-    filled = [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, found, strict=True)]
+    gradients = torch.autograd.grad(logprobs_N @ weights_N, inputs, allow_unused=True)
+    filled = [
+        torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(inputs, gradients, strict=True)
+    ]
     by_token = _by_token([ids for ids, _ in calls], filled[: len(calls)], rows)
     return _Numbers(logprobs_N.detach(), by_token, dict(zip(small, filled[len(calls) :], strict=True)))
 
@@ -394,7 +396,7 @@ def _numbers(policy: Subject, rows: Sequence[PackedRow], compute: Any, *, rounde
 def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence[PackedRow]) -> Tensor:
     """Return the summed gradient of each distinct token (K × D, float32)."""
     distinct = np.unique(
-        np.concatenate([np.r_[row.prompt_token_ids, *[one.token_ids for one in row.samples]] for row in rows])
+        np.concatenate([np.r_[row.prompt_token_ids, *[sample.token_ids for sample in row.samples]] for row in rows])
     )
     known = torch.from_numpy(distinct).to(gradients[0].device)
     summed = torch.zeros(len(known), gradients[0].shape[-1], device=known.device)
@@ -404,21 +406,21 @@ def _by_token(ids: Sequence[Tensor], gradients: Sequence[Tensor], rows: Sequence
     return summed
 
 
-def _gap(found: _Numbers, reference: _Numbers) -> Gap:
-    apart_N = (found.logprobs_N - reference.logprobs_N).abs()
+def _gap(measured: _Numbers, reference: _Numbers) -> Gap:
+    apart_N = (measured.logprobs_N - reference.logprobs_N).abs()
     names = list(reference.parameters)
     return Gap(
         float(apart_N.max()),
         float(apart_N.mean()),
         max(
-            _relative([found.embeddings_KD], [reference.embeddings_KD]),
-            _relative([found.parameters[name] for name in names], [reference.parameters[name] for name in names]),
+            _relative([measured.embeddings_KD], [reference.embeddings_KD]),
+            _relative([measured.parameters[name] for name in names], [reference.parameters[name] for name in names]),
         ),
     )
 
 
-def _relative(found: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    apart = sum(float((a.float() - b.float()).square().sum()) for a, b in zip(found, reference, strict=True))
+def _relative(measured: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    apart = sum(float((a.float() - b.float()).square().sum()) for a, b in zip(measured, reference, strict=True))
     whole = sum(float(b.float().square().sum()) for b in reference)
     return math.sqrt(apart / whole) if whole else (0.0 if not apart else math.inf)
 

@@ -46,7 +46,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 
 def sequences(row: PackedRow) -> list[Int64Array]:
     """Return the token ids of each prompt with one of its completions."""
-    return [np.concatenate((row.prompt_token_ids, one.token_ids)).astype(np.int64) for one in row.samples]
+    return [np.concatenate((row.prompt_token_ids, sample.token_ids)).astype(np.int64) for sample in row.samples]
 
 
 def logprobs(model: Any, rows: Sequence[PackedRow], device: torch.device) -> Tensor:

@@ -34,9 +34,9 @@ def _places(run_folder: Path, folder: str) -> str:
         ("summary.json", "the figures above, and more"),
         ("logs", "what each process said"),
     )
-    found = [(f"{folder}/{name}", what) for name, what in known if (run_folder / name).exists()]
-    width = max((len(place) for place, _ in found), default=0)
-    return "\n".join(f"{place:<{width}}  {what}" for place, what in found)
+    present = [(f"{folder}/{name}", what) for name, what in known if (run_folder / name).exists()]
+    width = max((len(place) for place, _ in present), default=0)
+    return "\n".join(f"{place:<{width}}  {what}" for place, what in present)
 
 
 def _next(run_folder: Path, folder: str, resumable: bool) -> str:
@@ -50,10 +50,10 @@ def _next(run_folder: Path, folder: str, resumable: bool) -> str:
 
 def _read(file: Path) -> dict[str, object]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _number(summary: dict[str, object], name: str) -> float | None:

@@ -135,7 +135,9 @@ def _accuracies(evaluations: Sequence[Evaluation]) -> Text:
 
 
 def _newest_accuracy(evaluations: Sequence[Evaluation]) -> float | None:
-    return next((one.accuracy for one in reversed(evaluations) if one.set == evaluations[0].set), None)
+    return next(
+        (evaluation.accuracy for evaluation in reversed(evaluations) if evaluation.set == evaluations[0].set), None
+    )
 
 
 def _flight(run: RunView) -> Text:
@@ -150,8 +152,8 @@ def _speed(run: RunView) -> Text:
 
 def _streams(run: RunView) -> Text:
     names = ("prompts", "rollouts", "experience", "journal")
-    found = [(name, run.streams[name]) for name in names if name in run.streams]
-    return Text(" · ".join(f"{name} {depth.entries}" for name, depth in found) or _MISSING)
+    depths = [(name, run.streams[name]) for name in names if name in run.streams]
+    return Text(" · ".join(f"{name} {depth.entries}" for name, depth in depths) or _MISSING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -76,9 +76,9 @@ def configuration(run_folder: Path) -> dict[str, object]:
     }
 
 
-def _free_port(wanted: int) -> int:
+def _free_port(port: int) -> int:
     try:
-        return free_port(_HOST, wanted)
+        return free_port(_HOST, port)
     except OSError:
         return free_port(_HOST)
 

@@ -57,21 +57,21 @@ async def read_page(bus: Bus, after: str, limit: int, only: DeadLetterSource | N
     """Return up to ``limit`` letters after a cursor ("": all), by stream, oldest first."""
     order = sorted(DeadLetterSource) if only is None else [only]
     stream, _, entry = after.partition(":")
-    found: list[DeadLetter] = []
+    letters: list[DeadLetter] = []
     for source in order:
         if after and source < stream:
             continue
         start = f"({entry}" if source == stream else "-"
-        found += await _read(bus, source, start, "+", limit - len(found))
-        if len(found) >= limit:
+        letters += await _read(bus, source, start, "+", limit - len(letters))
+        if len(letters) >= limit:
             break
-    return found
+    return letters
 
 
 async def read_one(bus: Bus, source: DeadLetterSource, entry: str) -> DeadLetter | None:
     """Return one letter."""
-    found = await _read(bus, source, entry, entry, 1)
-    return found[0] if found else None
+    letters = await _read(bus, source, entry, entry, 1)
+    return letters[0] if letters else None
 
 
 async def newest_reason(bus: Bus, source: DeadLetterSource) -> str:

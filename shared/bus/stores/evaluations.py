@@ -141,9 +141,11 @@ async def answered(bus: Bus) -> int:
     return int(await bus.ask("HLEN", EVALUATION_ANSWERS))
 
 
-async def end(bus: Bus, version: PolicyVersion, found: Sequence[dict[str, Any]]) -> bool:
+async def end(bus: Bus, version: PolicyVersion, evaluations: Sequence[dict[str, Any]]) -> bool:
     """End it and keep results per set; False if not under way."""
-    return bool(await bus.script("end_evaluation", version=version, result=json.dumps(found) if found else ""))
+    return bool(
+        await bus.script("end_evaluation", version=version, result=json.dumps(evaluations) if evaluations else "")
+    )
 
 
 async def results(bus: Bus) -> dict[bytes, bytes]:

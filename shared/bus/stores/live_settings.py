@@ -102,8 +102,8 @@ class Live:
 
     async def newest(self) -> int:
         """Return the newest revision's number."""
-        found = await self._bus.hget(LIVE, "revision")
-        number = int(found or 0)
+        stored = await self._bus.hget(LIVE, "revision")
+        number = int(stored or 0)
         if not 0 <= number < 1 << 53:
             raise ValueError(f"expected a revision of the settings, found {number}")
         return number
@@ -140,8 +140,8 @@ class Live:
     async def restore(self, number: int, values: Mapping[str, Json]) -> None:
         """Restore a checkpoint's revision to an empty bus."""
         if number:
-            found = Revision(number, {}, dict(values), "restored from a checkpoint", time.time())
-            text = json.dumps(dataclasses.asdict(found))
+            revision = Revision(number, {}, dict(values), "restored from a checkpoint", time.time())
+            text = json.dumps(dataclasses.asdict(revision))
             await self._bus.write(LIVE, "HSET", "revision", number, str(number), text)
 
     def values(self) -> dict[str, Json]:

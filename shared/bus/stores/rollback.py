@@ -22,11 +22,11 @@ SOURCE = "rollback"
 
 def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
     """Return all descendants of ``ancestor``, oldest first; parents are older than their children."""
-    found = {ancestor}
+    lineage = {ancestor}
     for record in sorted(records, key=lambda record: record.version):
-        if record.parent in found:
-            found.add(record.version)
-    return sorted(found - {ancestor})
+        if record.parent in lineage:
+            lineage.add(record.version)
+    return sorted(lineage - {ancestor})
 
 
 async def begin_rollback(

@@ -22,9 +22,9 @@ _CHUNK_ROWS = 512
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
     """Return the checksum (int64[], same device) of ``bucket`` (uint8[n], n a multiple of 256); does not wait."""
-    found = torch.zeros((), dtype=torch.int64, device=bucket.device)
-    add_checksum(bucket, found)
-    return found
+    total = torch.zeros((), dtype=torch.int64, device=bucket.device)
+    add_checksum(bucket, total)
+    return total
 
 
 def add_checksum(bucket: torch.Tensor, to: torch.Tensor) -> None:

@@ -104,28 +104,28 @@ class FlatSnapshot:
         Raises:
             WeightsError: timeout, interruption, void, or another version.
         """
-        wanted = header if header is not None else self.header
+        expected = header if header is not None else self.header
         left_s = deadline_s
-        while not self._ready(bucket, wanted, min(left_s, _INTERRUPT_EVERY_S)):
+        while not self._ready(bucket, expected, min(left_s, _INTERRUPT_EVERY_S)):
             interrupt()
             left_s -= _INTERRUPT_EVERY_S
             if left_s <= 0:
                 raise WeightsError(f"expected bucket {bucket} within {deadline_s:g} s, found that it has not arrived")
 
-    def _ready(self, bucket: int, wanted: Header | None, timeout_s: float) -> bool:
+    def _ready(self, bucket: int, expected: Header | None, timeout_s: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self.header is not wanted or self._marked[bucket], timeout_s)
-            self._check(wanted)
+            self._changed.wait_for(lambda: self.header is not expected or self._marked[bucket], timeout_s)
+            self._check(expected)
             if self._marked[bucket]:
                 self._points[bucket].follow()
             return self._marked[bucket]
 
-    def _check(self, wanted: Header | None) -> None:
-        if self.header is None or wanted is None:
+    def _check(self, expected: Header | None) -> None:
+        if self.header is None or expected is None:
             raise WeightsError(f"expected a version of the weights, found none: {self._reason}")
-        if self.header is not wanted:
+        if self.header is not expected:
             raise WeightsError(
-                f"expected version {wanted.version} of the weights, found that version {self.header.version} "
+                f"expected version {expected.version} of the weights, found that version {self.header.version} "
                 "took its place: the pull is torn"
             )
 

@@ -156,7 +156,7 @@ def keep_newest(folder: Path, keep: int) -> None:
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     with contextlib.suppress(FileNotFoundError):
         names = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
-        return [(int(found[1]), path) for found, path in names if found is not None]
+        return [(int(match[1]), path) for match, path in names if match is not None]
     return []
 
 

@@ -84,7 +84,7 @@ class FileFeed(Feed):
 
 
 def _by_bucket(layout: Layout) -> dict[int, list[TensorEntry]]:
-    found: dict[int, list[TensorEntry]] = {}
+    entries_by_bucket: dict[int, list[TensorEntry]] = {}
     for entry in layout.tensors:
-        found.setdefault(entry.bucket, []).append(entry)
-    return found
+        entries_by_bucket.setdefault(entry.bucket, []).append(entry)
+    return entries_by_bucket

@@ -177,13 +177,13 @@ def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
         raise WeightsError(f"expected a snapshot at {location}, found: {error.strerror or error}") from error
     if hashlib.sha256(data).hexdigest() != record.manifest_digest:
         raise WeightsError(f"expected the manifest {record.manifest_digest[:12]}… at {location}, found another")
-    found = manifest.decode(data, str(location))
-    layout = plan_layout((entry.name, entry.dtype, entry.shape) for entry in found.tensors)
+    decoded = manifest.decode(data, str(location))
+    layout = plan_layout((entry.name, entry.dtype, entry.shape) for entry in decoded.tensors)
     return Offer(
         source=record.location,
         transport="file",
         layout=layout,
-        header=Header(found.version, found.step, layout.digest, ()),
+        header=Header(decoded.version, decoded.step, layout.digest, ()),
         deadline_s=deadline_s,
         manifest_digest=record.manifest_digest,
     )

@@ -106,16 +106,16 @@ class Receiver:
 
     def _receive(self, offer: Offer, shadow: FlatSnapshot) -> None:
         expected = _expected(offer.header, len(shadow.buckets))
-        found = _Figures(len(shadow.buckets), self._device)
+        figures = _Figures(len(shadow.buckets), self._device)
         with self._feed(offer) as feed:
-            self._take(feed, shadow, found)
-        values = found.texts(offer.deadline_s, self._check_aborted)
+            self._take(feed, shadow, figures)
+        values = figures.texts(offer.deadline_s, self._check_aborted)
         if expected:
             _compare(expected, values, offer)
         else:  # already verified: the shadow gets its own header
             shadow.header = dataclasses.replace(offer.header, checksums=values)
 
-    def _take(self, feed: Feed, shadow: FlatSnapshot, found: "_Figures") -> None:
+    def _take(self, feed: Feed, shadow: FlatSnapshot, figures: "_Figures") -> None:
         for number in range(len(shadow.buckets) + feed.ahead - 1):
             if number < len(shadow.buckets):
                 feed.start(number, shadow.buckets[number])
@@ -123,19 +123,19 @@ class Receiver:
             if landed >= 0:
                 feed.land()
                 shadow.mark(landed)
-                found.add(landed, shadow.buckets[landed])
+                figures.add(landed, shadow.buckets[landed])
 
     def _receive_each(self, offer: Offer, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         sizes = offer.layout.bucket_bytes
         expected = _expected(offer.header, len(sizes))
-        found = _Figures(len(sizes), self._device)
+        figures = _Figures(len(sizes), self._device)
         with self._feed(offer) as feed:
             for number, size in enumerate(sizes):
                 bucket = buffer[:size]
                 feed.start(number, bucket)
                 feed.land()
-                found.add(number, bucket)
-                values = found.texts(offer.deadline_s, self._check_aborted)[number : number + 1]
+                figures.add(number, bucket)
+                values = figures.texts(offer.deadline_s, self._check_aborted)[number : number + 1]
                 if expected:
                     _compare(expected[number : number + 1], values, offer, number)
                 yield number, bucket
@@ -240,8 +240,8 @@ def _expected(header: Header, buckets: int) -> tuple[str, ...]:
     return header.checksums
 
 
-def _compare(expected: tuple[str, ...], found: tuple[str, ...], offer: Offer, first: int = 0) -> None:
-    wrong = [first + place for place, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]]
+def _compare(expected: tuple[str, ...], received: tuple[str, ...], offer: Offer, first: int = 0) -> None:
+    wrong = [first + place for place, pair in enumerate(zip(expected, received, strict=True)) if pair[0] != pair[1]]
     if not wrong:
         return
     names = [entry.name for entry in offer.layout.tensors if entry.bucket == wrong[0]]

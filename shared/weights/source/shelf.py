@@ -39,25 +39,25 @@ class Shelf:
 
     def find(self, version: PolicyVersion, interrupt: Interrupt) -> tuple[FlatSnapshot, Header]:
         """Return the snapshot with ``version``, complete or arriving, after a short wait; else raises WeightsError."""
-        found: list[tuple[FlatSnapshot, Header]] = []
+        snapshots: list[tuple[FlatSnapshot, Header]] = []
 
         def decided() -> bool:
             held = self._held()
             if held is not None and held[1].version >= version:
-                found.append(held)
-            return bool(found)
+                snapshots.append(held)
+            return bool(snapshots)
 
         with contextlib.suppress(WeightsError):
             poll(decided, self._patience_s, f"version {version}", interrupt)
-        if not found:
+        if not snapshots:
             held = self._held()
             holds = "nothing" if held is None else f"version {held[1].version}"
             raise WeightsError(f"expected version {version} at this source, found {holds}: it is not there yet")
-        if found[0][1].version != version:
+        if snapshots[0][1].version != version:
             raise WeightsError(
-                f"expected version {version} at this source, found version {found[0][1].version}: it is gone"
+                f"expected version {version} at this source, found version {snapshots[0][1].version}: it is gone"
             )
-        return found[0]
+        return snapshots[0]
 
     def _held(self) -> tuple[FlatSnapshot, Header] | None:
         with self._changed:

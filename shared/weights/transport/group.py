@@ -81,10 +81,10 @@ class TransferGroup:
 
     def _meet(self, pull: int, interrupt: Interrupt) -> None:
         here = [f"pull/{pull}/{rank}" for rank in range(self._ranks)]
-        wanted = here[1:] if self.rank == 0 else here[:1]
+        awaited = here[1:] if self.rank == 0 else here[:1]
         if self.rank:
             self.store.set(here[self.rank], "here")
-        poll(lambda: self.store.check(wanted), self._deadline_s, "every rank of the replica and its source", interrupt)
+        poll(lambda: self.store.check(awaited), self._deadline_s, "every rank of the replica and its source", interrupt)
         if self.rank == 0:
             self.store.set(here[0], "go")
             for rank in range(self._ranks):

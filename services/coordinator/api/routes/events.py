@@ -118,8 +118,8 @@ def event_routes(parts: Parts) -> APIRouter:
 async def _events(parts: Parts, cursor: str | None, limit: int) -> Page[EventView]:
     rows = await records.page(parts.bus, EVENTS, cursor, limit + 1)
     page = page_of(rows, limit, lambda row: row[0])
-    found = (_view(entry, fields.get(b"data", b"")) for entry, fields in page.items)
-    return Page(items=[event for event in found if event is not None], next=page.next)
+    views = (_view(entry, fields.get(b"data", b"")) for entry, fields in page.items)
+    return Page(items=[event for event in views if event is not None], next=page.next)
 
 
 async def _newest(parts: Parts) -> str:
@@ -141,13 +141,13 @@ async def _stream(parts: Parts, after: str, for_s: float) -> AsyncIterator[str]:
     until_s, beat_s = time.monotonic() + for_s, time.monotonic() + _BEAT_S
     yield "retry: 1000\n\n"
     while (left_s := until_s - time.monotonic()) > 0:
-        found = await parts.bus.tail(EVENTS, Event, after, _AT_ONCE, None)
-        for entry, event in found:
+        entries = await parts.bus.tail(EVENTS, Event, after, _AT_ONCE, None)
+        for entry, event in entries:
             after = entry
             fields = {"at_s": event.at_s, "source": event.source, "name": event.name, "detail": event.detail}
             text = json.dumps({"id": entry, **fields, "fields": event.fields})
             yield f"id: {entry}\nevent: {event.name.replace(' ', '_')}\ndata: {text}\n\n"
-        if found:
+        if entries:
             continue
         if time.monotonic() > beat_s:
             beat_s = time.monotonic() + _BEAT_S

@@ -32,8 +32,10 @@ def policy_routes(parts: Parts) -> APIRouter:
     @router.get("", operation_id="listPolicies", summary="Every policy version with its parent, oldest first")
     async def policies(cursor: After = None, limit: Limit = 100, state: Only = None) -> Page[PolicyView]:
         after = -1 if cursor is None else int(cursor)
-        found = [one for one in await soon(_policies(parts)) if one.version > after and state in (None, one.state)]
-        return page_of(found, limit, lambda one: str(one.version))
+        matching = [
+            view for view in await soon(_policies(parts)) if view.version > after and state in (None, view.state)
+        ]
+        return page_of(matching, limit, lambda view: str(view.version))
 
     @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
     async def policy(version: Version) -> PolicyView:
@@ -105,7 +107,9 @@ async def _policies(parts: Parts) -> list[PolicyView]:
                 "metrics": numbers(record.metrics),
                 "state": states.get(record.version),
                 "checkpoint": checkpoints.get(record.version),
-                "evaluations": [evaluation_view(found) for found in evaluated if found.version == record.version],
+                "evaluations": [
+                    evaluation_view(evaluation) for evaluation in evaluated if evaluation.version == record.version
+                ],
                 "pinned": record.version in pins,
                 "released": record.version in released,
             }
@@ -116,7 +120,7 @@ async def _policies(parts: Parts) -> list[PolicyView]:
 
 async def _policy(parts: Parts, version: int) -> PolicyView:
     await _record(parts, version)
-    return next(found for found in await _policies(parts) if found.version == version)
+    return next(policy for policy in await _policies(parts) if policy.version == version)
 
 
 async def _record(parts: Parts, version: int) -> PolicyRecord:
@@ -133,8 +137,10 @@ async def _record(parts: Parts, version: int) -> PolicyRecord:
 async def _compare(parts: Parts, version: int, other: int) -> Comparison:
     left, right = await _record(parts, version), await _record(parts, other)
     records = {record.version: record for record in await parts.ledger.policies()}
-    found = await evaluations(parts.bus)
-    accuracy = {one.version: one.accuracy for one in found if one.set == found[0].set}
+    evaluated = await evaluations(parts.bus)
+    accuracy = {
+        evaluation.version: evaluation.accuracy for evaluation in evaluated if evaluation.set == evaluated[0].set
+    }
     return compare(left, right, records, accuracy)
 
 

@@ -40,12 +40,12 @@ def record_routes(parts: Parts) -> APIRouter:
     async def steps(cursor: EntryCursor = None, limit: Limit = 100) -> Page[StepView]:
         rows = await soon(records.page(parts.bus, STEPS, cursor, limit + 1))
         page = page_of(rows, limit, lambda row: row[0])
-        found = (_step(entry, fields) for entry, fields in page.items)
-        return Page(items=[step for step in found if step is not None], next=page.next)
+        views = (_step(entry, fields) for entry, fields in page.items)
+        return Page(items=[step for step in views if step is not None], next=page.next)
 
     @router.get("/rollouts", operation_id="listRollouts", summary="Groups that were trained on, newest first")
     async def rollouts(cursor: EntryCursor = None, limit: Few = 5) -> Page[RolloutView]:
-        return page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda found: found.id)
+        return page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda rollout: rollout.id)
 
     return router
 
@@ -67,11 +67,11 @@ def _step(entry: str, fields: Mapping[bytes, bytes]) -> StepView | None:
 
 
 async def _rollouts(parts: Parts, cursor: str | None, count: int) -> list[RolloutView]:
-    found = list(_journalled(await records.page(parts.bus, JOURNAL, cursor, count)))
-    if len(found) < count:
-        before = found[-1].id if found else cursor
-        found += await asyncio.to_thread(_recorded, parts.folder / "rollouts.jsonl", before, count - len(found))
-    return found
+    rollouts = list(_journalled(await records.page(parts.bus, JOURNAL, cursor, count)))
+    if len(rollouts) < count:
+        before = rollouts[-1].id if rollouts else cursor
+        rollouts += await asyncio.to_thread(_recorded, parts.folder / "rollouts.jsonl", before, count - len(rollouts))
+    return rollouts
 
 
 def _journalled(rows: list[Row]) -> Iterator[RolloutView]:
@@ -90,11 +90,11 @@ def _recorded(file: Path, before: str | None, count: int) -> list[RolloutView]:
 def _older(file: Path, before: str | None) -> Iterator[RolloutView]:
     for line in jsonl.newest_first(file):
         try:
-            found = rollout_view(_finite(line))
+            rollout = rollout_view(_finite(line))
         except (KeyError, ValidationError):
             continue
-        if before is None or _place(found.id) < _place(before):
-            yield found
+        if before is None or _place(rollout.id) < _place(before):
+            yield rollout
 
 
 def _place(entry: str) -> tuple[int, int]:

@@ -41,8 +41,8 @@ def registry_routes(parts: Parts) -> APIRouter:
     async def runs(cursor: After = None, limit: Limit = 100) -> Page[RunSummary]:
         ids = [run_id for run_id in await soon(Registry(parts.bus).runs()) if cursor is None or run_id > cursor]
         page = page_of(ids, limit, str)
-        found = [await soon(_summary(parts, run_id)) for run_id in page.items]
-        return Page(items=[one for one in found if one is not None], next=page.next)
+        summaries = [await soon(_summary(parts, run_id)) for run_id in page.items]
+        return Page(items=[summary for summary in summaries if summary is not None], next=page.next)
 
     @router.post(
         "",
@@ -52,9 +52,9 @@ def registry_routes(parts: Parts) -> APIRouter:
         openapi_extra=_TOML_BODY,
     )
     async def register(request: Request, response: Response) -> RunSummary:
-        found = await soon(_register(parts, await request.body()))
-        response.headers["Location"] = f"/v1/runs/{found.run_id}"
-        return found
+        summary = await soon(_register(parts, await request.body()))
+        response.headers["Location"] = f"/v1/runs/{summary.run_id}"
+        return summary
 
     @router.delete(
         "/{run_id}",
@@ -67,10 +67,10 @@ def registry_routes(parts: Parts) -> APIRouter:
 
     @router.get("/{run_id}", operation_id="getRunSummary", summary="One run on this bus")
     async def run(run_id: RunId) -> RunSummary:
-        found = await soon(_summary(parts, run_id))
-        if found is None:
+        summary = await soon(_summary(parts, run_id))
+        if summary is None:
             raise HTTPException(404, f"expected a run on this bus, found none of the id {run_id}")
-        return found
+        return summary
 
     return router
 
@@ -93,13 +93,13 @@ async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
 
 
 async def _delete(parts: Parts, run_id: str) -> None:
-    found = await _summary(parts, run_id)
-    if found is None:
+    summary = await _summary(parts, run_id)
+    if summary is None:
         raise HTTPException(404, f"expected a run on this bus, found none of the id {run_id}")
     registry = Registry(parts.bus)
-    if found.here:
+    if summary.here:
         raise Conflict(f"expected another run than this coordinator's own, found {run_id}")
-    if not found.registered:
+    if not summary.registered:
         raise Conflict(f"expected a run that was registered over HTTP, and {run_id} was not: it stays on the bus")
     if working := await registry.working(run_id):
         raise Conflict(f"expected a run without services, and {working} work for {run_id}: stop them first")
@@ -127,6 +127,6 @@ async def _register(parts: Parts, body: bytes) -> RunSummary:
     if not await registry.register(settings.run.id, dumps(kept)):
         raise Conflict(f"expected an id that no run on this bus has, found {settings.run.id}: change run.id")
     await tell(parts.bus, "api", "run registered", settings.run.id, run=settings.run.id)
-    found = await _summary(parts, settings.run.id)
-    assert found is not None
-    return found
+    summary = await _summary(parts, settings.run.id)
+    assert summary is not None
+    return summary

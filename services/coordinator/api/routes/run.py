@@ -74,7 +74,7 @@ async def _steer(parts: Parts, name: str, command: Command | None) -> RunChange:
 
 async def _states(parts: Parts, cursor: str | None, limit: int) -> Page[StateView]:
     rows = await parts.newest_first(HISTORY, cursor, limit)
-    found = [
+    states = [
         StateView(
             id=entry,
             at_s=float(fields["at_s"]),
@@ -85,7 +85,7 @@ async def _states(parts: Parts, cursor: str | None, limit: int) -> Page[StateVie
         )
         for entry, fields in rows
     ]
-    return page_of(found, limit, lambda state: state.id)
+    return page_of(states, limit, lambda state: state.id)
 
 
 # ---------------------------------------------------------------- settings
@@ -114,8 +114,8 @@ def settings_routes(parts: Parts) -> APIRouter:
         newest = await soon(parts.live.newest())
         first = min(newest, int(cursor) - 1) if cursor else newest
         numbers = range(first, max(0, first - limit - 1), -1)
-        found = [revision for number in numbers if (revision := await soon(parts.live.read(number))) is not None]
-        return page_of([_revision(one) for one in found], limit, lambda one: str(one.revision))
+        stored = [revision for number in numbers if (revision := await soon(parts.live.read(number))) is not None]
+        return page_of([_revision(entry) for entry in stored], limit, lambda entry: str(entry.revision))
 
     return router
 
@@ -155,8 +155,8 @@ def _tagged(response: Response, settings: LiveSettings) -> LiveSettings:
     return settings
 
 
-def _revision(found: Revision) -> RevisionView:
-    fields: dict[str, Any] = dataclasses.asdict(found)
+def _revision(revision: Revision) -> RevisionView:
+    fields: dict[str, Any] = dataclasses.asdict(revision)
     return RevisionView.model_validate({name: fields[name] for name in RevisionView.model_fields})
 
 
@@ -169,15 +169,17 @@ def operation_routes(parts: Parts) -> APIRouter:
 
     @router.get("", operation_id="listOperations", summary="Commands that take a while, newest first")
     async def operations(cursor: NumberCursor = None, limit: Limit = 100) -> Page[OperationView]:
-        found = [one for one in await soon(parts.operations.all()) if cursor is None or one.id < int(cursor)]
-        return page_of([view_of(one) for one in found], limit, lambda one: str(one.id))
+        matching = [
+            record for record in await soon(parts.operations.all()) if cursor is None or record.id < int(cursor)
+        ]
+        return page_of([view_of(record) for record in matching], limit, lambda record: str(record.id))
 
     @router.get("/{number}", operation_id="getOperation", summary="How far one is")
     async def operation(number: Number) -> OperationView:
-        found = await soon(parts.operations.get(number))
-        if found is None:
+        record = await soon(parts.operations.get(number))
+        if record is None:
             raise HTTPException(404, f"expected an operation of this run, found none of number {number}")
-        return view_of(found)
+        return view_of(record)
 
     return router
 

@@ -41,15 +41,15 @@ def service_routes(parts: Parts) -> APIRouter:
 
     @router.get("", operation_id="listServices", summary="Every replica that is there, by name")
     async def services(cursor: After = None, limit: Limit = 100) -> Page[ServiceView]:
-        found = [one for one in await soon(_services(parts)) if cursor is None or one.replica > cursor]
-        return page_of(found, limit, lambda one: one.replica)
+        matching = [view for view in await soon(_services(parts)) if cursor is None or view.replica > cursor]
+        return page_of(matching, limit, lambda view: view.replica)
 
     @router.get("/{replica}", operation_id="getService", summary="One replica")
     async def service(replica: Replica) -> ServiceView:
-        found = [one for one in await soon(_services(parts)) if one.replica == replica]
-        if not found:
+        matching = [view for view in await soon(_services(parts)) if view.replica == replica]
+        if not matching:
             raise _nobody(replica)
-        return found[0]
+        return matching[0]
 
     @router.post("/{replica}/cordon", operation_id="cordonService", summary="Let it take nothing new and stay")
     async def cordon(replica: Replica, command: Command | None = None) -> ReplicaChange:
@@ -126,17 +126,17 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
     async def letters(
         cursor: LetterCursor = None, limit: Limit = 100, stream: DeadLetterSource | None = None
     ) -> Page[DeadLetterView]:
-        found = await soon(dead_letters.read_page(parts.bus, cursor or "", limit + 1, stream))
-        page = page_of(found, limit, lambda letter: letter.cursor)
+        buried = await soon(dead_letters.read_page(parts.bus, cursor or "", limit + 1, stream))
+        page = page_of(buried, limit, lambda letter: letter.cursor)
         return Page(items=[_letter(letter) for letter in page.items], next=page.next)
 
     @router.get("/{stream}/{entry}", operation_id="getDeadLetter", summary="One of them, decoded")
     async def letter(stream: DeadLetterSource, entry: Entry) -> DeadLetterMessage:
-        found = await soon(dead_letters.read_one(parts.bus, stream, entry))
-        if found is None:
+        dead_letter = await soon(dead_letters.read_one(parts.bus, stream, entry))
+        if dead_letter is None:
             raise _gone(stream, entry)
-        message, unreadable = decode(found)
-        return DeadLetterMessage(**_letter(found).model_dump(), message=message, unreadable=unreadable)
+        message, unreadable = decode(dead_letter)
+        return DeadLetterMessage(**_letter(dead_letter).model_dump(), message=message, unreadable=unreadable)
 
     @router.post("/{stream}/{entry}/requeue", operation_id="requeueDeadLetter", summary="Put it back onto its stream")
     async def requeue(stream: DeadLetterSource, entry: Entry) -> DeadLetterChange:
@@ -161,15 +161,15 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
     return router
 
 
-def _letter(found: DeadLetter) -> DeadLetterView:
+def _letter(dead_letter: DeadLetter) -> DeadLetterView:
     return DeadLetterView(
-        stream=found.stream,
-        entry=found.entry,
-        group=found.group,
-        reason=found.reason,
-        attempts=found.attempts,
-        buried_at_s=found.buried_at_s,
-        data_bytes=len(found.data),
+        stream=dead_letter.stream,
+        entry=dead_letter.entry,
+        group=dead_letter.group,
+        reason=dead_letter.reason,
+        attempts=dead_letter.attempts,
+        buried_at_s=dead_letter.buried_at_s,
+        data_bytes=len(dead_letter.data),
     )
 
 

@@ -49,8 +49,8 @@ def program_of(text: str, *, needs_block: bool = True) -> str:
         return text
     ours = [block for block in blocks if block.language in LANGUAGES]
     if not ours:
-        found = f"{len(blocks)} in other languages" if blocks else "none"
-        raise NoProgram(f"expected a fenced block of Python, found {found}")
+        others = f"{len(blocks)} in other languages" if blocks else "none"
+        raise NoProgram(f"expected a fenced block of Python, found {others}")
     if not ours[-1].closed:
         raise NoProgram("expected the last fenced block to be closed, found its end missing")
     return "".join(f"{line}\n" for line in ours[-1].lines)
@@ -61,8 +61,8 @@ def _blocks(text: str) -> list[_Block]:
     for line in text.replace("\r\n", "\n").split("\n"):
         if blocks and not blocks[-1].closed:
             blocks[-1].take(line)
-        elif found := _FENCE.match(line):
-            indent, fence, language = found.groups()
+        elif opening := _FENCE.match(line):
+            indent, fence, language = opening.groups()
             word = language.split(maxsplit=1)[0].lower() if language.strip() else ""
             blocks.append(_Block(word, fence, len(indent)))
     return blocks

@@ -54,7 +54,7 @@ def rebuilt(value: Json) -> Plain:
         raise Elsewhere(f"the tag {error}") from error
 
 
-def same_text(expected: str, found: str, tolerance: float = 0.0) -> bool:
+def same_text(expected: str, printed: str, tolerance: float = 0.0) -> bool:
     r"""Compare two outputs, ignoring white space at the ends of lines and of the whole.
 
     With a tolerance, words that are decimal numbers are compared as numbers. The time depends on ``expected`` only:
@@ -63,7 +63,7 @@ def same_text(expected: str, found: str, tolerance: float = 0.0) -> bool:
     >>> same_text("1 2\n3", "1 2  \r\n3\n\n"), same_text("1 2", "1  2"), same_text("1.0 x", "1.0000001 x", 1e-6)
     (True, False, True)
     """
-    ours, theirs = expected.rstrip(), found.rstrip()
+    ours, theirs = expected.rstrip(), printed.rstrip()
     if ours == theirs:
         return True
     if ours.count("\n") != theirs.count("\n"):
@@ -77,18 +77,18 @@ def same_text(expected: str, found: str, tolerance: float = 0.0) -> bool:
     return True
 
 
-def _same_line(expected: str, found: str, tolerance: float) -> bool:
-    if expected == found or tolerance <= 0:
-        return expected == found
+def _same_line(expected: str, printed: str, tolerance: float) -> bool:
+    if expected == printed or tolerance <= 0:
+        return expected == printed
     ours = expected.split()
-    theirs = found.split(maxsplit=len(ours))
+    theirs = printed.split(maxsplit=len(ours))
     return len(ours) == len(theirs) and all(_same_word(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
 
 
-def _same_word(expected: str, found: str, tolerance: float) -> bool:
-    if expected == found:
+def _same_word(expected: str, printed: str, tolerance: float) -> bool:
+    if expected == printed:
         return True
-    numbers = _number(expected), _number(found)
+    numbers = _number(expected), _number(printed)
     return None not in numbers and comparison.close(*numbers, tolerance)
 
 

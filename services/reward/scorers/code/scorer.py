@@ -219,10 +219,10 @@ class CodeTester:
             return valued(self.name, ScoreStatus.WRONG_FORMAT, 0.0, str(error))
 
     def _count(self, programs: Sequence[str | Score], different: Sequence[str]) -> None:
-        found = sum(isinstance(program, str) for program in programs)
+        extracted = sum(isinstance(program, str) for program in programs)
         PROGRAMS.labels(self.name, "run").inc(len(different))
-        PROGRAMS.labels(self.name, "repeated").inc(found - len(different))
-        PROGRAMS.labels(self.name, "missing").inc(len(programs) - found)
+        PROGRAMS.labels(self.name, "repeated").inc(extracted - len(different))
+        PROGRAMS.labels(self.name, "missing").inc(len(programs) - extracted)
 
     async def _score(self, program: str, tests: Sequence[Test]) -> Score:
         done: list[_Tested] = []

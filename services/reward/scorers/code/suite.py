@@ -47,10 +47,10 @@ def read_tests(column: Json) -> tuple[Test, ...]:
 
 def _parsed(text: str) -> Json:
     try:
-        found: Json = json.loads(text)
+        value: Json = json.loads(text)
     except (ValueError, RecursionError):
         return [text]
-    return found
+    return value
 
 
 def _columns(inputs: Json, outputs: Json, function: Json) -> Iterator[Test]:

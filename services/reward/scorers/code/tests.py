@@ -133,8 +133,8 @@ class AssertTest:
         return check if len(check) <= _SHOWN else f"{check[:_SHOWN]}…"
 
 
-def _differs(expected: Json, found: Json) -> str:
-    return f"expected {_short(expected)}, found {_short(found)}"
+def _differs(expected: Json, actual: Json) -> str:
+    return f"expected {_short(expected)}, found {_short(actual)}"
 
 
 def _short(value: object) -> str:

@@ -66,17 +66,17 @@ def make_check(schema: Mapping[str, Any]) -> Callable[[str], str]:
 def _references(schema: object) -> list[str]:
     if isinstance(schema, Mapping):
         own = [value for key, value in schema.items() if key in ("$ref", "$dynamicRef") and isinstance(value, str)]
-        return own + [found for value in schema.values() for found in _references(value)]
+        return own + [reference for value in schema.values() for reference in _references(value)]
     if isinstance(schema, list):
-        return [found for value in schema for found in _references(value)]
+        return [reference for value in schema for reference in _references(value)]
     return []
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         raise ValueError("a name that stands twice in an object")
-    return found
+    return members
 
 
 def _refuse(constant: str) -> object:

@@ -111,12 +111,12 @@ class FormatChecker:
         try:
             return compiled()
         except regex.error as error:
-            found = getattr(self._scorer, setting)
-            wanted = (
+            value = getattr(self._scorer, setting)
+            expected = (
                 "a regular expression as pattern" if setting == "pattern" else "names of Unicode scripts as scripts"
             )
             raise SettingsError(
-                f"expected {wanted} of scorer {self.name!r}, found {found!r} "
+                f"expected {expected} of scorer {self.name!r}, found {value!r} "
                 f"({error}): change {setting} in [[reward.scorers]]"
             ) from error
 
@@ -255,29 +255,29 @@ class FormatChecker:
 
 def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatRule, str]]:
     declared = [_Tag.read(written) for written in rules.tags]
-    found = [(rule, spans(text, rule.tag)) for rule in declared]
-    for rule, places in found:
+    rule_places = [(rule, spans(text, rule.tag)) for rule in declared]
+    for rule, places in rule_places:
         yield "tags", _broken_tag(rule, places, text)
     if len(rules.tags) > 1:
-        missing = [rule.tag for rule, places in found if rule.required and not places]
-        firsts = [(rule.tag, places[0]) for rule, places in found if places]
+        missing = [rule.tag for rule, places in rule_places if rule.required and not places]
+        firsts = [(rule.tag, places[0]) for rule, places in rule_places if places]
         yield "order", f"expected <{missing[0]}> in its place" if missing else _broken_order(firsts)
     if rules.nothing_outside and rules.tags:
-        yield "outside", _broken_outside(text, [span for _, places in found for span in places])
+        yield "outside", _broken_outside(text, [span for _, places in rule_places for span in places])
 
 
 def spans(text: str, tag: str) -> list[TextSpan]:
     """Return every ``<tag>…</tag>``, each opening paired with the first closing after it."""
     opening, closing = f"<{tag}>", f"</{tag}>"
-    found: list[TextSpan] = []
+    text_spans: list[TextSpan] = []
     position = 0
     while (start := text.find(opening, position)) >= 0:
         end = text.find(closing, start + len(opening))
         if end < 0:
             break
         position = end + len(closing)
-        found.append(TextSpan(start, position))
-    return found
+        text_spans.append(TextSpan(start, position))
+    return text_spans
 
 
 def _broken_tag(rule: _Tag, places: list[TextSpan], text: str) -> str:
@@ -307,11 +307,11 @@ def _broken_outside(text: str, inside: list[TextSpan]) -> str:
     return "expected nothing outside the tags" if text[position:].strip() else ""
 
 
-def _broken_length(found: int, least: int, most: int, unit: str) -> str:
-    if found < least:
-        return f"expected at least {least} {unit}, found {found}"
-    if most and found > most:
-        return f"expected at most {most} {unit}, found {found}"
+def _broken_length(length: int, least: int, most: int, unit: str) -> str:
+    if length < least:
+        return f"expected at least {least} {unit}, found {length}"
+    if most and length > most:
+        return f"expected at most {most} {unit}, found {length}"
     return ""
 
 

@@ -44,17 +44,17 @@ def load(name: str) -> Function:
     """
     if ":" in name:
         module, _, path = name.partition(":")
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     else:
         entries = tuple(metadata.entry_points(group=ENTRY_POINTS, name=name))
         if not entries:
             raise ValueError(f"no entry point {name!r} in the group {ENTRY_POINTS!r}")
-        found = entries[0].load()
-    if not callable(found):
-        raise ValueError(f"{name} is no function but {type(found).__name__}")
-    return cast(Function, found)
+        target = entries[0].load()
+    if not callable(target):
+        raise ValueError(f"{name} is no function but {type(target).__name__}")
+    return cast(Function, target)
 
 
 def as_result(returned: object) -> Result:

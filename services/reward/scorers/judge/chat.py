@@ -130,11 +130,11 @@ class ChatClient:
                 REQUESTS.labels(self._scorer.name, "retried").inc()
                 raise
         SECONDS.labels(self._scorer.name).observe(time.monotonic() - started_s)
-        found = await asyncio.to_thread(read, answer)
-        REQUESTS.labels(self._scorer.name, "ok" if found is not None else "unparsable").inc()
-        if found is None:
+        verdict = await asyncio.to_thread(read, answer)
+        REQUESTS.labels(self._scorer.name, "ok" if verdict is not None else "unparsable").inc()
+        if verdict is None:
             raise _Passing(f"found no verdict in {self._hidden(answer)[-_LONGEST_ERROR:]!r}", ending=NoVerdict)
-        return found
+        return verdict
 
     async def _post(self, question: str) -> httpx.Response:
         try:

@@ -68,9 +68,9 @@ class VerdictReader:
         if self._pattern.groups < 1:
             raise self._refused(f"{scorer.pattern!r}, which has no group")
 
-    def _refused(self, found: str) -> SettingsError:
+    def _refused(self, actual: str) -> SettingsError:
         return SettingsError(
-            f"expected a regular expression with a group as pattern of scorer {self._scorer.name!r}, found {found}: "
+            f"expected a regular expression with a group as pattern of scorer {self._scorer.name!r}, found {actual}: "
             "change pattern in [[reward.scorers]]"
         )
 
@@ -86,13 +86,13 @@ class VerdictReader:
         return None if number is None or not low <= number <= high else (number - low) / (high - low)
 
     def _match(self, answer: str) -> str | None:
-        found = None
+        verdict_text = None
         try:
             for match in self._pattern.finditer(answer, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
-                found = match[1]
+                verdict_text = match[1]
         except TimeoutError:
             return None
-        return found
+        return verdict_text
 
     def _field(self, answer: str) -> object:
         decoder = json.JSONDecoder()

@@ -314,4 +314,4 @@ def _part(request: GenerationRequest, first: int, samples: int) -> GenerationReq
 
 
 def _rows(asked: Sequence[Request] | deque[Request]) -> int:
-    return sum(one.request.sampling.samples for one in asked)
+    return sum(entry.request.sampling.samples for entry in asked)

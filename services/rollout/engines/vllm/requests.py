@@ -64,8 +64,8 @@ class Requests:
         name = f"probe{next(self._numbers)}"
         finished = await self.run(name, token_ids, name, parameters)
         ids = token_ids.tolist()
-        found = [finished.prompt_logprobs[place][ids[place]].logprob for place in range(1, len(ids))]
-        return np.array(found, dtype=np.float32)
+        logprobs = [finished.prompt_logprobs[place][ids[place]].logprob for place in range(1, len(ids))]
+        return np.array(logprobs, dtype=np.float32)
 
     async def rehearse(self, request: GenerationRequest) -> None:
         """Generate and drop samples, without logprobs."""

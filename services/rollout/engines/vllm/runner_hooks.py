@@ -64,8 +64,8 @@ class RunnerTap:
 
     def _count(self, scheduler_output: Any) -> None:
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
-        requests = [*(one.req_id for one in new), *cached.req_ids]
-        computed = [*(one.num_computed_tokens for one in new), *cached.num_computed_tokens]
+        requests = [*(new_request.req_id for new_request in new), *cached.req_ids]
+        computed = [*(new_request.num_computed_tokens for new_request in new), *cached.num_computed_tokens]
         scheduled = [self._scheduled[request] for request in requests]
         self._record.step(requests, np.array(computed, dtype=np.int64), np.array(scheduled, dtype=np.int64))
 

@@ -75,18 +75,18 @@ async def open_vllm(
 
 def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[type] | None) -> Any:
     with _configuring, importing():
-        found = engine_args(arguments, hosts.own if hosts else "")
+        engine_arguments = engine_args(arguments, hosts.own if hosts else "")
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         with serving(arguments["model"]):
-            config = found.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            config = engine_arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     with serving(arguments["model"]):
         return AsyncLLM.from_vllm_config(
             config,
             stat_loggers=stat_loggers,
-            enable_log_requests=found.enable_log_requests,
-            disable_log_stats=found.disable_log_stats,
+            enable_log_requests=engine_arguments.enable_log_requests,
+            disable_log_stats=engine_arguments.disable_log_stats,
         )
 
 
@@ -108,10 +108,10 @@ def _stop_tokens(llm: Any, stop: Sequence[int]) -> tuple[int, ...]:
         config.try_get_generation_config().get("eos_token_id"),
         getattr(config.hf_text_config, "eos_token_id", None),
     )
-    found = {*stop}
+    token_ids = {*stop}
     for value in named:
-        found.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(found))
+        token_ids.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(token_ids))
 
 
 def _is_bucketed(shadow: str, workers: list[dict[str, Any]]) -> bool:

@@ -123,14 +123,14 @@ def prove(secret: bytes, nonce: bytes, rank: int) -> bytes:
 
 def _connect(address: str) -> socket.socket:
     if address.startswith("unix:"):
-        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        found.settimeout(_GREETING_S)
-        found.connect(address.removeprefix("unix:"))
-        return found
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(_GREETING_S)
+        connection.connect(address.removeprefix("unix:"))
+        return connection
     host, _, port = address.rpartition(":")
-    found = socket.create_connection((host, int(port)), _GREETING_S)
-    _keep_alive(found)
-    return found
+    connection = socket.create_connection((host, int(port)), _GREETING_S)
+    _keep_alive(connection)
+    return connection
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -195,8 +195,8 @@ class Reports:
         """Wait for all ``samples`` rows of ``request``, in order."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._rows[request]) >= samples)
-        found = self._rows[request]
-        return [found[place] for place in range(samples)]
+        rows = self._rows[request]
+        return [rows[place] for place in range(samples)]
 
     async def staged(self, staging: int, ranks: int) -> tuple[str, float]:
         """Wait for every rank's end of ``staging``; return the first error or "", and the maximum seconds."""
@@ -275,12 +275,12 @@ class Reports:
 
     def _keep(self, message: Frame) -> bool:
         """Keep an expected row. vLLM names samples ``<place>_<ours>-<random>``, or without the place if single."""
-        found = _CHILD.fullmatch(message["request"])
-        if found is None or found[2] not in self._rows:
+        match = _CHILD.fullmatch(message["request"])
+        if match is None or match[2] not in self._rows:
             return False
         logprobs = np.frombuffer(message["logprobs"], dtype=np.float32)
         versions = tuple((int(first), int(version)) for first, version in message["versions"])
-        self._rows[found[2]][int(found[1] or 0)] = TokenRow(logprobs, versions)
+        self._rows[match[2]][int(match[1] or 0)] = TokenRow(logprobs, versions)
         return True
 
 

@@ -112,8 +112,8 @@ class PackedLayout:
         masked = extras.softcap is not None or extras.sinks_H is not None
         if (pattern, masked) not in self._rectangles:
             self._rectangles[pattern, masked] = rectangles(self._segments, self._device, pattern, masked=masked)
-        found, places_T = self._rectangles[pattern, masked]
-        parts = [_attend(rectangle, query, key, value, extras) for rectangle in found]
+        laid_out, places_T = self._rectangles[pattern, masked]
+        parts = [_attend(rectangle, query, key, value, extras) for rectangle in laid_out]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         return whole.index_select(0, places_T)
 

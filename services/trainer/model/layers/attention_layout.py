@@ -122,7 +122,7 @@ def rectangles(
     masked = masked or pattern.kind != "causal"
     blocks = [piece for block in _blocks(segments) for piece in _cut(block, segments, pattern, masked)]
     sees = _Sees(segments, pattern, device, masked=masked)
-    found: list[Rectangle] = []
+    laid_out: list[Rectangle] = []
     places_T = np.empty(int(segments.lengths_K.sum()), dtype=np.int64)
     before = 0
     for members in similar([(block.length, len(block.keys_K)) for block in blocks]):
@@ -132,9 +132,9 @@ def rectangles(
             places_T[blocks[k].start : blocks[k].start + blocks[k].length] = (
                 np.arange(blocks[k].length) + before + g * height
             )
-        found.append(rectangle)
+        laid_out.append(rectangle)
         before += rectangle.queries_GQ.numel()
-    return found, torch.from_numpy(places_T).to(device)
+    return laid_out, torch.from_numpy(places_T).to(device)
 
 
 def coarse(segments: Segments) -> Segments:
@@ -202,12 +202,14 @@ class _Sees:
     def __init__(self, segments: Segments, pattern: Pattern, device: torch.device, *, masked: bool) -> None:
         ends_K = segments.prompt_starts_K + segments.prompt_lengths_K
         per_token = [
-            np.repeat(found, segments.lengths_K) for found in (segments.starts_K, segments.prompt_starts_K, ends_K)
+            np.repeat(offsets, segments.lengths_K) for offsets in (segments.starts_K, segments.prompt_starts_K, ends_K)
         ]
         self.device = device
         self._pattern = pattern
         self._masked = masked
-        self._start_T, self._prompt_T, self._prompt_end_T = (torch.from_numpy(found).to(device) for found in per_token)
+        self._start_T, self._prompt_T, self._prompt_end_T = (
+            torch.from_numpy(offsets).to(device) for offsets in per_token
+        )
         self._position_T = positions(segments, device)
 
     def mask(self, queries_GQ: Tensor, keys_GK: Tensor) -> Tensor | None:

@@ -86,5 +86,5 @@ def _missing(model: Any, device: str) -> str:
         return "liger-kernel, found none (install penstock[fused-kernels]),"
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    found = model.config.model_type
-    return "" if found in MODEL_TYPE_TO_APPLY_LIGER_FN else f"a model type that Liger knows, found {found!r},"
+    model_type = model.config.model_type
+    return "" if model_type in MODEL_TYPE_TO_APPLY_LIGER_FN else f"a model type that Liger knows, found {model_type!r},"

@@ -72,7 +72,7 @@ def token_logprobs(
     def in_chunks(*whole: Tensor) -> tuple[Tensor, Tensor]:
         if not chunk_tokens or len(targets_N) <= chunk_tokens:
             return of(*whole)
-        chunks = zip(*(torch.split(one, chunk_tokens) for one in whole), strict=True)
+        chunks = zip(*(torch.split(tensor, chunk_tokens) for tensor in whole), strict=True)
         again = torch.is_grad_enabled() and not keep
         parts = [_recomputed(of, *chunk) if again else of(*chunk) for chunk in chunks]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -95,5 +95,5 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 def _recomputed(of: Callable[..., tuple[Tensor, Tensor]], *chunk: Tensor) -> tuple[Tensor, Tensor]:
     # ZeRO stage 3 changes the shapes of released weights, which the check would refuse.
-    found: tuple[Tensor, Tensor] = checkpoint(of, *chunk, use_reentrant=False, determinism_check="none")
-    return found
+    outputs: tuple[Tensor, Tensor] = checkpoint(of, *chunk, use_reentrant=False, determinism_check="none")
+    return outputs

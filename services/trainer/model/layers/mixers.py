@@ -229,7 +229,7 @@ def _run(forward: Callable[..., Any], given: inspect.BoundArguments, plan: spans
 
 def _gathered(value: Any, places_GW: Tensor, tokens: int) -> Any:
     if isinstance(value, dict):
-        return {name: spans.gather(one, places_GW, tokens) for name, one in value.items()}
+        return {name: spans.gather(argument, places_GW, tokens) for name, argument in value.items()}
     return spans.gather(value, places_GW, tokens)
 
 
@@ -238,8 +238,8 @@ def with_idle(output: Any, idle: list[Any]) -> Any:
     if not idle:
         return output
     if isinstance(output, tuple):
-        return (with_idle(output[0], [one[0] for one in idle]), *output[1:])
-    return output + sum(0.0 * one.sum() for one in idle)
+        return (with_idle(output[0], [idle_output[0] for idle_output in idle]), *output[1:])
+    return output + sum(0.0 * idle_output.sum() for idle_output in idle)
 
 
 def _bounded_layer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Module]:

@@ -34,8 +34,8 @@ def _normalize(module: Any, hidden: Tensor) -> Tensor:
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return the RMS norm of ``hidden`` over its last dimension, on a GPU."""
-    found: Tensor = _RmsNorm.apply(hidden, weight, epsilon)  # type: ignore[no-untyped-call]
-    return found
+    normed: Tensor = _RmsNorm.apply(hidden, weight, epsilon)  # type: ignore[no-untyped-call]
+    return normed
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -17,8 +17,8 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 
 def join(model: nn.Module) -> int:
     """Join the three plain projections of attention modules; return the number joined."""
-    found: list[list[Any]] = [[getattr(module, name, None) for name in _NAMES] for module in model.modules()]
-    groups = [group for group in found if _alike(group)]
+    layers: list[list[Any]] = [[getattr(module, name, None) for name in _NAMES] for module in model.modules()]
+    groups = [group for group in layers if _alike(group)]
     for group in groups:
         joined = _Joined(group)
         for number, layer in enumerate(group):
@@ -43,10 +43,10 @@ class _Joined:
             return functional.linear(given, layer.weight, layer.bias)
         if not self._has(number, given):
             self._compute(given)
-        found = self._waiting.pop(number)
+        output = self._waiting.pop(number)
         if not self._waiting:
             self._of = None
-        return found
+        return output
 
     def _has(self, number: int, given: Tensor) -> bool:
         if self._of is None or number not in self._waiting:

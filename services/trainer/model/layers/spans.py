@@ -82,7 +82,7 @@ def forked(segments: Segments, device: torch.device) -> Plan:
         prompts += [number] * len(members)
     builder.add_similar(completions, prompts)
     short = [family for family in families if family not in long]
-    builder.add_similar([_places(segments, one) for family in short for one in _split(family)])
+    builder.add_similar([_places(segments, sequence) for family in short for sequence in _split(family)])
     return builder.plan(device)
 
 

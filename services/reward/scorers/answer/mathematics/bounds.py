@@ -21,13 +21,13 @@ _TRANSCENDENTAL = {"Exp1": 3, "Pi": 5}
 """Transcendental numbers are independent values, like letters."""
 
 
-def differ(one: Any, other: Any) -> bool:
+def differ(left: Any, right: Any) -> bool:
     """Whether two expressions of numbers and letters certainly differ.
 
     Compares values modulo a prime, with one value per letter regardless of case.
     """
     try:
-        values = [_residue(expression) for expression in (one, other)]
+        values = [_residue(expression) for expression in (left, right)]
     except RecursionError:
         return False
     return None not in values and values[0] != values[1]

@@ -62,41 +62,41 @@ class Form:
 
 def compare(reference: str, answer: str) -> bool | None:
     """Return whether ``answer`` equals ``reference``; None if undecided."""
-    expected, found = read(reference), read(answer)
-    if expected is None or found is None:
+    expected, given = read(reference), read(answer)
+    if expected is None or given is None:
         return None
     try:
-        return _same(expected, found)
+        return _same(expected, given)
     except TooLarge:  # the difference has too many terms
         return None
 
 
-def _same(expected: Form, found: Form) -> bool | None:
-    if {expected.kind, found.kind} == {"value", "equation"}:  # 5 and x=5
-        constant = all(form.parts[0].constant for form in (expected, found))
-        return polynomials.equal(expected.parts[0], found.parts[0]) if constant else None
-    if expected.kind != found.kind or (expected.kind == "equation" and expected.detail != found.detail):
+def _same(expected: Form, given: Form) -> bool | None:
+    if {expected.kind, given.kind} == {"value", "equation"}:  # 5 and x=5
+        constant = all(form.parts[0].constant for form in (expected, given))
+        return polynomials.equal(expected.parts[0], given.parts[0]) if constant else None
+    if expected.kind != given.kind or (expected.kind == "equation" and expected.detail != given.detail):
         return None
     if expected.kind in ("set", "list"):
-        return _same_members(expected.parts, found.parts)
-    if expected.detail != found.detail or len(expected.parts) != len(found.parts):
+        return _same_members(expected.parts, given.parts)
+    if expected.detail != given.detail or len(expected.parts) != len(given.parts):
         return False
-    return _all(polynomials.equal(*pair) for pair in zip(expected.parts, found.parts, strict=True))
+    return _all(polynomials.equal(*pair) for pair in zip(expected.parts, given.parts, strict=True))
 
 
-def _same_members(expected: tuple[Polynomial, ...], found: tuple[Polynomial, ...]) -> bool | None:
+def _same_members(expected: tuple[Polynomial, ...], given: tuple[Polynomial, ...]) -> bool | None:
     """Compare as sets; neither has duplicates."""
-    if all(part.rational is not None for part in (*expected, *found)):
-        return {part.rational for part in expected} == {part.rational for part in found}
-    verdicts = [[polynomials.equal(a, b) for b in found] for a in expected]
+    if all(part.rational is not None for part in (*expected, *given)):
+        return {part.rational for part in expected} == {part.rational for part in given}
+    verdicts = [[polynomials.equal(a, b) for b in given] for a in expected]
     if any(None in row for row in verdicts):
         return None
-    return len(expected) == len(found) and all(True in row for row in verdicts)
+    return len(expected) == len(given) and all(True in row for row in verdicts)
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    found = set(verdicts)
-    return False if False in found else None if None in found else True
+    distinct = set(verdicts)
+    return False if False in distinct else None if None in distinct else True
 
 
 def read(text: str) -> Form | None:

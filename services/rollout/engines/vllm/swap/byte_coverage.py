@@ -59,14 +59,14 @@ def merged(parts: Sequence[Intervals]) -> Intervals:
     return np.stack([joined[first, 0], reach[np.concatenate([first[1:] - 1, [len(joined) - 1]])[: len(first)]]], axis=1)
 
 
-def first_missing(covered: Intervals, wanted: Intervals) -> int | None:
-    """Return the lowest byte of ``wanted`` missing from ``covered`` (a union), or None."""
-    if not len(wanted):
+def first_missing(covered: Intervals, needed: Intervals) -> int | None:
+    """Return the lowest byte of ``needed`` missing from ``covered`` (a union), or None."""
+    if not len(needed):
         return None
-    wanted = wanted[np.argsort(wanted[:, 0], kind="stable")]
+    needed = needed[np.argsort(needed[:, 0], kind="stable")]
     if not len(covered):
-        return int(wanted[0, 0])
-    found = np.searchsorted(covered[:, 0], wanted[:, 0], side="right") - 1
-    held = np.where(found >= 0, covered[np.maximum(found, 0), 1], 0)
-    missing = np.flatnonzero(held < wanted[:, 1])
-    return None if not len(missing) else int(max(wanted[missing[0], 0], held[missing[0]]))
+        return int(needed[0, 0])
+    places = np.searchsorted(covered[:, 0], needed[:, 0], side="right") - 1
+    held = np.where(places >= 0, covered[np.maximum(places, 0), 1], 0)
+    missing = np.flatnonzero(held < needed[:, 1])
+    return None if not len(missing) else int(max(needed[missing[0], 0], held[missing[0]]))

@@ -39,11 +39,11 @@ class Region:
     @property
     def contiguous(self) -> bool:
         """Whether its items are contiguous and in order."""
-        wanted = 1
+        expected_stride = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != wanted:
+            if size != 1 and stride != expected_stride:
                 return False
-            wanted *= size
+            expected_stride *= size
         return True
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:

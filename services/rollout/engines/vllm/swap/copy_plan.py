@@ -256,11 +256,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def written_by(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors that ``operation`` writes, by schema."""
-    found: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
     for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
-    return found
+            written += _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
+    return written
 
 
 # ---------------------------------------------------------------- proving
