@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
+from services.reward.scorers.answer.scorer import COMMAND
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
 from shared.bus import wire
@@ -25,6 +25,7 @@ from shared.process.telemetry import Status
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders, reward_models
+from tests.support.children import children
 from tests.support.raw_redis import raw
 
 TEXTS = ("46", "4", "47", "2")
@@ -191,7 +192,7 @@ async def test_a_device_that_dies_stops_the_replica_and_another_scores_what_it_h
 async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(bus: Bus, folder: Path) -> None:
     replica = Replica(bus, settings(folder, mode="math"))
     await replica.scoring.start()
-    matchers = [child for child in psutil.Process().children(True) if "comparison" in " ".join(child.cmdline())]
+    matchers = children(COMMAND[-1], recursive=True)
     assert matchers
     for matcher in matchers:
         matcher.suspend()

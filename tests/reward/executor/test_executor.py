@@ -40,6 +40,7 @@ from shared.errors import PeerError, SettingsError, TemporaryError
 from shared.peers import frames
 from shared.settings import ExecutorSettings, Settings
 from tests.conftest import PATIENCE_S, need, until
+from tests.support.children import children
 from tests.support.executor_process import ROOT, Running, arguments, desk, running
 
 LANDLOCK = ("--reward.executor.isolation", "landlock", "--internal.executor_profiles", '["stdlib"]')
@@ -329,7 +330,7 @@ async def test_a_zygote_that_dies_is_replaced_and_what_it_ran_is_no_score() -> N
     executor = Executor(way, ("stdlib",), slots=2, recycle_after=1000)
     try:
         await executor.start()
-        (zygote,) = [child for child in psutil.Process().children() if interpreter.program in child.cmdline()]
+        (zygote,) = children(interpreter.program)
         lost = asyncio.create_task(executor.run(Job("while True: pass", limits=Limits(60.0, 60.0))))
         await until(zygote.children)
         (program,) = zygote.children()
@@ -349,7 +350,7 @@ async def test_a_zygote_that_does_not_react_is_replaced(monkeypatch: pytest.Monk
     executor = Executor(way, ("stdlib",), slots=1, recycle_after=1000)
     try:
         await executor.start()
-        (zygote,) = [child for child in psutil.Process().children() if interpreter.program in child.cmdline()]
+        (zygote,) = children(interpreter.program)
         zygote.send_signal(signal.SIGSTOP)
         ended = await executor.run(Job("print(1)", limits=Limits(wall_s=0.2)))
         assert (ended.outcome, ended.detail) == (

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from fractions import Fraction
 from typing import Literal
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -18,6 +17,7 @@ from shared.bus.messages import FinishReason, RolloutGroup, Score, ScoreStatus
 from shared.errors import PermanentError, SettingsError
 from shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
 from tests.support import builders
+from tests.support.children import children
 
 Mode = Literal["exact", "numeric", "math"]
 NO_PROCESS = ("/nonexistent/matcher",)
@@ -382,4 +382,4 @@ async def test_a_matcher_process_that_is_killed_from_outside_costs_no_verdict() 
 
 
 def _matchers() -> set[int]:
-    return {process.pid for process in psutil.Process().children() if COMMAND[-1] in process.cmdline()}
+    return {process.pid for process in children(COMMAND[-1])}

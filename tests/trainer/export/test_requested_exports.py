@@ -38,6 +38,7 @@ from shared.process.service import Context
 from shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator.api.test_page import served
+from tests.support.children import children
 from tests.support.coordinator_players import make, record, running, settings
 from tests.support.raw_redis import raw
 from tests.trainer.export.test_export import ROOT, Run, assert_is, loaded
@@ -90,9 +91,7 @@ async def trainer(bus: Bus, run: Run) -> AsyncIterator[None]:
 
 
 def processes(parent: int | None = None) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return [one for one in psutil.Process(parent).children() if "services.trainer.export" in one.cmdline()]
-    return []
+    return children("services.trainer.export", parent)
 
 
 async def operation(http: httpx.AsyncClient, number: int = 1) -> dict[str, Any]:
