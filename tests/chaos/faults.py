@@ -282,7 +282,7 @@ async def _join(faults: Faults, folder: Path) -> None:
         ("reward", TIGHT, {"reward.scorers": f"[{SCORER}, {model}]", "internal.reward_groups": 1}),
     ):
         await tell_replica(faults.bus, name, Word.CORDONED)
-        flags = {**flags, f"{service}.metrics_port": faults.ports[name]}
+        flags = {**flags, "run.metrics_port": faults.ports[name]}
         faults.run.join(service, name, *(f"--{key}={value}" for key, value in flags.items()))
 
     async def ready() -> bool:
