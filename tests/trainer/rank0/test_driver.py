@@ -19,7 +19,7 @@ from services.trainer.rank0.mailbox import Mailbox
 from services.trainer.rank0.publication import Whereabouts
 from services.trainer.rank0.results import ModelLoaded, Published, Replayed, Result, Saved
 from shared.bus.bus import Bus
-from shared.bus.messages import Experience, GroupId
+from shared.bus.messages import Experience, GroupId, PolicyRecord
 from shared.bus.stores.ledger import RunState
 from shared.errors import Fenced, SettingsError
 from shared.settings import Settings
@@ -169,6 +169,31 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
         driven.stop.set()
         assert list(await both) == [None, None]
     assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
+
+
+async def test_weights_of_a_step_that_a_rollback_refused_are_not_saved_by_a_stop(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, one = await created(bus, tmp_path)
+    commit, refused = Branch.commit, []
+
+    async def late(branch: Branch, record: PolicyRecord, *rest: Any) -> bool:
+        if record.step == 2:
+            epoch = await driven.ledger.take_epoch()  # as a rollback does
+            await raw(bus).hset(bus.keys.named("run"), "rollback_epoch", epoch)
+            driven.stop.set()
+        committed = await commit(branch, record, *rest)
+        refused.extend([record.step] * (not committed))
+        return committed
+
+    monkeypatch.setattr(Branch, "commit", late)
+    async with driven.running(lambda: driven.train(one.engine)) as both:
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        await driven.feed(batch(1))
+        assert list(await both) == [None, None]
+    assert refused == [2]
+    assert list(driven.root.rglob("*")) == []
 
 
 class Scripted:
