@@ -52,7 +52,7 @@ class Exported:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class PolicyWeights:
     """A version's weights by Hugging Face name, or adapter factors by PEFT name."""
 
     step: int
@@ -122,7 +122,7 @@ def _refusal(settings: Settings, version: PolicyVersion, known: Collection[Polic
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
     name: str
-    read: Callable[[], Found]
+    read: Callable[[], PolicyWeights]
 
 
 def _sources(
@@ -138,7 +138,7 @@ def _sources(
         for version in {checkpoint.state.version, target} if source.name == known else {checkpoint.state.version}:
             sources[version].append(source)
     if not adapter:
-        sources[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: Found(0, {})))
+        sources[PolicyVersion(0)].append(_Source(settings.policy.model, lambda: PolicyWeights(0, {})))
     return dict(sources)
 
 
@@ -150,30 +150,30 @@ def _stored_sources(settings: Settings, version: PolicyVersion, known: str) -> I
             yield _Source(stored.uri, functools.partial(_of_stored, stored, store, settings))
 
 
-def _of_stored(stored: StoredCheckpoint, store: CheckpointStore, settings: Settings) -> Found:
+def _of_stored(stored: StoredCheckpoint, store: CheckpointStore, settings: Settings) -> PolicyWeights:
     with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
         return _of_checkpoint(store.fetch(stored, Path(folder)), settings)
 
 
-def _of_snapshot(folder: Path) -> Found:
+def _of_snapshot(folder: Path) -> PolicyWeights:
     data = (folder / MANIFEST).read_bytes()
     tensors = read_snapshot(folder, manifest.digest(data))
-    return Found(manifest.decode(data, str(folder)).step, tensors, adapter=(folder / _ADAPTER).is_file())
+    return PolicyWeights(manifest.decode(data, str(folder)).step, tensors, adapter=(folder / _ADAPTER).is_file())
 
 
-def _of_checkpoint(checkpoint: local_store.Checkpoint, settings: Settings) -> Found:
+def _of_checkpoint(checkpoint: local_store.Checkpoint, settings: Settings) -> PolicyWeights:
     local_store.check_base(checkpoint, settings.policy)
     weights = "" if checkpoint.state.zero_stage == 3 else "model_states.pt"
     if reason := local_store.damage(checkpoint.folder, weights, open_signer(settings)):
         raise WeightsError(f"it is damaged ({reason})")
     tensors = saved_tensors(checkpoint.folder / "engine", checkpoint.state.zero_stage)
     if not settings.policy.lora.rank:
-        return Found(checkpoint.state.step, tensors)
+        return PolicyWeights(checkpoint.state.step, tensors)
     factors = {adapters.file_name(name): tensor for name, tensor in tensors.items() if adapters.is_factor(name)}
-    return Found(checkpoint.state.step, factors, adapter=True)
+    return PolicyWeights(checkpoint.state.step, factors, adapter=True)
 
 
-def _write(weights: Found, settings: Settings, folder: Path, *, adapter: bool) -> None:
+def _write(weights: PolicyWeights, settings: Settings, folder: Path, *, adapter: bool) -> None:
     policy, dtype = settings.policy, getattr(torch, settings.policy.dtype)
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.tensors.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
