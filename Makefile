@@ -56,7 +56,7 @@ portability: install-dev
 	@for machine in $(MACHINES); do \
 		IFS=: read -r aten onednn threads <<< "$$machine"; echo "== $$machine"; \
 		ATEN_CPU_CAPABILITY=$$aten ONEDNN_MAX_CPU_ISA=$$onednn OMP_NUM_THREADS=$$threads \
-			$(PYTEST) -m "not slow and not faults" $$(grep -l tests.support.tolerance tests/test_*.py) $(ARGS) || exit; \
+			$(PYTEST) -m "not slow and not faults" $$(grep -rl tests.support.tolerance tests --include="test_*.py") $(ARGS) || exit; \
 	done
 
 # The same for tests that start trainer processes, ROUNDS times each; it runs to its end and fails if any test did. `native` sets no instruction set.

@@ -1,7 +1,8 @@
-"""A user's scorer, exact unless the file in ``SPOILED_BY`` says ``same`` (one reward for all), ``huge`` (rewards
-whose sum overflows), ``fail`` (raises) or ``wait S`` (S seconds a sample).
+"""A user's scorer, exact unless the file in ``SPOILED_BY`` says ``same`` (one reward for all), ``differ`` (a reward of
+its own for each sample), ``huge`` (rewards whose sum overflows), ``fail`` (raises) or ``wait S`` (S seconds a sample).
 """
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from shared.bus.messages import FinishReason, Prompt, Sample
 VARIABLE = "SPOILED_BY"
 HUGE = 3e38
 """Finite in float32; its double is not."""
+_numbers = itertools.count()
 
 
 def score(sample: Sample, prompt: Prompt) -> float:
@@ -19,6 +21,8 @@ def score(sample: Sample, prompt: Prompt) -> float:
     match Path(os.environ[VARIABLE]).read_text().split():
         case ["same"]:
             return 0.5
+        case ["differ"]:
+            return next(_numbers) % 1000 / 1000
         case ["huge"]:
             return right * HUGE
         case ["fail"]:
