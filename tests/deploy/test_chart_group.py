@@ -45,8 +45,12 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     extra = [{"name": name, "value": value} for name, value in variables.items()]
     config = found["run"]["config"].replace("[rollout]", '[rollout]\nengine = "vllm"') + ENGINE
     rollout = {"nodes": 2, "extraEnv": extra}
+    shared = {"runs": {"accessMode": "ReadWriteMany"}}
     made = Cluster(
-        render(merged(found, {"run": {"config": config}, "rollout": rollout}), crds=LEADER_WORKER_SET), tmp_path
+        render(
+            merged(found, {"run": {"config": config}, "rollout": rollout, "storage": shared}), crds=LEADER_WORKER_SET
+        ),
+        tmp_path,
     )
     await made.open()
     yield made

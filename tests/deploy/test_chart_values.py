@@ -182,3 +182,37 @@ def test_the_chart_is_of_this_release() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     project = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{chart["appVersion"]}"' in project
+
+
+def test_the_bus_stops_taking_entries_before_the_kernel_ends_it() -> None:
+    limited = {"resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "8Gi"}}}
+    conf = render(values(valkey=limited)).one("ConfigMap", "bus")["data"]["valkey.conf"]
+    assert "\nmaxmemory 5153960755\n" in conf  # 60 % of 8 GiB
+    assert "\nmaxmemory-policy noeviction\n" in conf
+    error = refusal(
+        values(valkey={"resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": None}}})
+    )
+    assert "expected valkey.resources.limits.memory, found none" in error
+
+
+def test_the_bus_takes_its_password_from_a_secret_that_tools_without_a_cluster_can_name() -> None:
+    release = render(values(valkey={"existingSecret": "bus-login"}))
+    assert not [
+        one for one in release.of("Secret") if one["metadata"]["labels"]["app.kubernetes.io/component"] == "bus"
+    ]
+    bus = template_of(release.workload("bus"))["spec"]
+    assert {volume["secret"]["secretName"] for volume in bus["volumes"] if "secret" in volume} == {"bus-login"}
+    (container,) = bus["containers"]
+    assert environment(container)["REDISCLI_AUTH"] == {"secretKeyRef": {"name": "bus-login", "key": "password"}}
+    (trainer,) = template_of(release.workload("trainer"))["spec"]["containers"]
+    assert environment(trainer)["PENSTOCK__BUS__URL"] == {"secretKeyRef": {"name": "bus-login", "key": "url"}}
+
+
+def test_name_servers_are_reached_where_they_are_no_pods_and_on_openshift() -> None:
+    (rule,) = [
+        rule
+        for rule in render(values()).one("NetworkPolicy", "rollout")["spec"]["egress"]
+        if {"port": 53, "protocol": "UDP"} in rule.get("ports", ())
+    ]
+    assert rule["to"] == [{"namespaceSelector": {}}, {"ipBlock": {"cidr": "169.254.0.0/16"}}]
+    assert {port["port"] for port in rule["ports"]} == {53, 5353}

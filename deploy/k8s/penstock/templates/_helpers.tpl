@@ -61,7 +61,17 @@ coordinator rollout reward trainer{{ if .Values.executor.enabled }} executor{{ e
 {{- end -}}
 
 {{- define "penstock.busSecret" -}}
-{{- default (include "penstock.name" (dict "root" . "role" "bus")) .Values.bus.existingSecret -}}
+{{- coalesce .Values.bus.existingSecret .Values.valkey.existingSecret (include "penstock.name" (dict "root" . "role" "bus")) -}}
+{{- end -}}
+
+{{/* Bytes of a quantity of memory such as 8Gi. */}}
+{{- define "penstock.bytes" -}}
+{{- $suffix := regexFind "[A-Za-z]*$" . -}}
+{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- if not (hasKey $units $suffix) -}}
+{{- fail (printf "expected a quantity of memory such as 8Gi for valkey.resources.limits.memory, found %q" .) -}}
+{{- end -}}
+{{- mulf (trimSuffix $suffix . | float64) (get $units $suffix | float64) | int64 -}}
 {{- end -}}
 
 {{- define "penstock.apiSecret" -}}

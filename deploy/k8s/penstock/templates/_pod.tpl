@@ -1,6 +1,6 @@
 {{/*
-One pod of one role: dict "root" $ "role" "rollout", and for the trainer in a JobSet "jobSet", its name. Every pod passes the restricted Pod Security Standard, unless it asks
-for RDMA, which needs the capability IPC_LOCK.
+One pod of one role: dict "root" $ "role" "rollout", and for the trainer in a JobSet "jobSet", its name. Every pod passes the restricted Pod Security Standard unless a value
+of its role's securityContext, podSecurityContext or hostNetwork says otherwise.
 */}}
 
 {{- define "penstock.pod" -}}
@@ -18,7 +18,11 @@ metadata:
     {{- . | nindent 4 }}
     {{- end }}
 spec:
-  serviceAccountName: {{ include "penstock.name" . }}
+  serviceAccountName: {{ include "penstock.serviceAccount" . }}
+  {{- if include "penstock.value" (merge (dict "key" "hostNetwork") .) }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- if hasKey . "jobSet" }}
@@ -34,13 +38,8 @@ spec:
   {{ $key }}: {{ . }}
   {{- end }}
   {{- end }}
-  securityContext:
-    runAsNonRoot: true
-    runAsUser: 10001
-    runAsGroup: 10001
-    fsGroup: 10001
-    fsGroupChangePolicy: OnRootMismatch
-    seccompProfile: {type: RuntimeDefault}
+  {{- $podSecurity := dict "runAsNonRoot" true "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001 "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") }}
+  securityContext: {{- toYaml (mergeOverwrite $podSecurity (include "penstock.value" (merge (dict "key" "podSecurityContext") .) | fromYaml)) | nindent 4 }}
   {{- with include "penstock.placement" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
@@ -61,14 +60,8 @@ spec:
       {{- end }}
       resources:
         {{- include "penstock.resources" (merge (dict "gpus" $gpus) .) | nindent 8 }}
-      securityContext:
-        allowPrivilegeEscalation: false
-        readOnlyRootFilesystem: true
-        capabilities:
-          drop: [ALL]
-          {{- if dig "rdma" "resource" "" $own }}
-          add: [IPC_LOCK]
-          {{- end }}
+      {{- $security := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
+      securityContext: {{- toYaml (mergeOverwrite $security (include "penstock.value" (merge (dict "key" "securityContext") .) | fromYaml)) | nindent 8 }}
       volumeMounts:
         {{- include "penstock.mounts" . | nindent 8 }}
   volumes:
@@ -280,6 +273,11 @@ limits:
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- $tolerations := fromYamlArray (include "penstock.value" (merge (dict "key" "tolerations") .)) -}}
+{{- $trainer := $root.Values.trainer -}}
+{{- if and (eq .role "coordinator") (include "penstock.oneNode" $root) }}
+{{- $tolerations = uniq (concat $tolerations (fromYamlArray (include "penstock.value" (dict "root" $root "role" "trainer" "key" "tolerations")))) }}
+{{- if $trainer.gpu.count }}{{ $tolerations = append $tolerations (dict "key" $trainer.gpu.resource "operator" "Exists" "effect" "NoSchedule") }}{{ end -}}
+{{- end -}}
 {{- if $gpu.count }}{{ $tolerations = append $tolerations (dict "key" $gpu.resource "operator" "Exists" "effect" "NoSchedule") }}{{ end -}}
 {{- with $tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
@@ -288,13 +286,44 @@ tolerations: {{- toYaml . | nindent 2 }}
 topologySpreadConstraints: {{- . | nindent 2 }}
 {{- end }}
 {{- $affinity := fromYaml (include "penstock.value" (merge (dict "key" "affinity") .)) -}}
+{{- $together := list -}}
 {{- if and $root.Values.fabric.topologyKey (has .role (list "trainer" "rollout")) }}
-{{- $together := dict "topologyKey" $root.Values.fabric.topologyKey "labelSelector" (dict
-      "matchLabels" (dict "app.kubernetes.io/instance" $root.Release.Name)
-      "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" (list "trainer" "rollout")))) }}
-{{- $_ := set $affinity "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $together)) }}
+{{- $together = append $together (include "penstock.beside" (dict "root" $root "key" $root.Values.fabric.topologyKey "roles" (list "trainer" "rollout")) | fromYaml) }}
+{{- end }}
+{{- /* The trainer chooses the node of a volume that one node at a time can mount; the others follow it there. */}}
+{{- if and (include "penstock.oneNode" $root) (has .role (list "coordinator" "trainer" "rollout")) }}
+{{- $roles := ternary (list "coordinator" "trainer" "rollout") (list "trainer") (eq .role "trainer") }}
+{{- $together = append $together (include "penstock.beside" (dict "root" $root "key" "kubernetes.io/hostname" "roles" $roles) | fromYaml) }}
+{{- end }}
+{{- with $together }}
+{{- $pods := default dict $affinity.podAffinity }}
+{{- $required := concat (default list $pods.requiredDuringSchedulingIgnoredDuringExecution) . }}
+{{- $_ := set $affinity "podAffinity" (set $pods "requiredDuringSchedulingIgnoredDuringExecution" $required) }}
 {{- end }}
 {{- with $affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{/* One term of a podAffinity, as JSON: beside pods of these roles of the release. */}}
+{{- define "penstock.beside" -}}
+{{- dict "topologyKey" .key "labelSelector" (dict
+      "matchLabels" (dict "app.kubernetes.io/instance" .root.Release.Name)
+      "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" .roles))) | toJson -}}
+{{- end -}}
+
+{{/* "yes" where the run's volume can be mounted on one node at a time only. */}}
+{{- define "penstock.oneNode" -}}
+{{- if and (ne .Values.storage.runs.accessMode "ReadWriteMany") (not (include "penstock.ownFolders" .)) -}}
+{{- if gt (add (int .Values.trainer.nodes) (int .Values.rollout.nodes)) 2 -}}
+{{- fail (printf "expected storage.runs.accessMode = ReadWriteMany with trainer.nodes = %d and rollout.nodes = %d, found %s: a volume that one node mounts cannot serve several; change the access mode, or use one node" (int .Values.trainer.nodes) (int .Values.rollout.nodes) .Values.storage.runs.accessMode) -}}
+{{- end -}}
+yes
+{{- end -}}
+{{- end -}}
+
+{{/* The name of a role's ServiceAccount: dict "root" $ "role" …. */}}
+{{- define "penstock.serviceAccount" -}}
+{{- $own := fromYaml (include "penstock.value" (merge (dict "key" "serviceAccount") .)) -}}
+{{- default (include "penstock.name" .) $own.name -}}
 {{- end -}}
