@@ -1,0 +1,52 @@
+"""The chart's NetworkPolicies, enforced: every needed connection opens and every other is refused."""
+
+import pytest
+
+from tests.conftest import need
+from tests.support.chart import labels, render, values
+from tests.support.policy_network import Peer, PolicyNetwork
+
+pytestmark = pytest.mark.usefixtures("helm")
+PORTS = (53, 5353, 6379, 8000, 9400, 9500, 29500, 41234)
+NAME_SERVERS = {(name, port) for name in ("node-dns", "kube-dns", "stranger", "prometheus") for port in (53, 5353)}
+"""Any pod that no policy isolates may be one."""
+
+
+def to(name: str, *ports: int) -> set[tuple[str, int]]:
+    return {(name, port) for port in ports or PORTS}
+
+
+SERVED = to("coordinator", 8000)
+"""By default to all pods of the namespace."""
+MEASURED = {(role, 9400) for role in ("coordinator", "rollout", "rollout-1", "reward", "trainer", "executor")}
+OUTSIDE = to("kube-dns") | to("node-dns") | to("internet") | to("prometheus") | to("stranger")
+ENGINES = to("trainer") | to("rollout") | to("rollout-1")
+EXPECTED = {
+    "coordinator": NAME_SERVERS | to("bus", 6379),
+    "rollout": NAME_SERVERS | to("bus", 6379) | ENGINES - to("rollout"),
+    "rollout-1": NAME_SERVERS | to("bus", 6379) | ENGINES - to("rollout-1"),
+    "trainer": NAME_SERVERS | to("bus", 6379) | ENGINES - to("trainer"),
+    "reward": NAME_SERVERS | to("bus", 6379) | to("executor", 9500),
+    "check": NAME_SERVERS | to("bus", 6379) | SERVED,
+    "executor": set(),
+    "bus": set(),
+    "stranger": SERVED | MEASURED | OUTSIDE - to("stranger"),
+    "prometheus": MEASURED | OUTSIDE - to("prometheus"),
+}
+
+
+def test_every_needed_connection_opens_and_every_other_is_refused() -> None:
+    need("ip", "iproute2")
+    need("nft", "nftables")
+    release = render(values(executor={"enabled": True}))
+    pods = {role: labels(pod) for role, pod in release.pods()}
+    peers = [
+        *(Peer(role, own) for role, own in pods.items()),
+        Peer("rollout-1", pods["rollout"]),
+        Peer("stranger", {"app": "notebook"}),
+        Peer("prometheus", {"app": "prometheus"}, namespace="monitoring"),
+        Peer("kube-dns", {"k8s-app": "kube-dns"}, namespace="kube-system"),
+        Peer("internet", {}, namespace=""),
+    ]
+    with PolicyNetwork(peers, release.of("NetworkPolicy"), PORTS) as network:
+        assert {name: network.opened(name) for name in EXPECTED} == EXPECTED
