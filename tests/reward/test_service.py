@@ -223,7 +223,7 @@ async def test_rollouts_of_the_run_and_of_its_evaluations_end_each_where_they_be
 
 
 def test_a_format_without_rules_is_a_sentence() -> None:
-    with pytest.raises(SettingsError, match="expected at least one rule for scorer 'format', found none"):
+    with pytest.raises(SettingsError, match="scorer 'format' has no rule"):
         make_scoring(Settings.model_validate({"reward": {"scorers": [{"kind": "format"}]}}), Status())
 
 

@@ -71,7 +71,7 @@ async def test_a_bug_in_the_function_makes_the_reward_unknown_not_0(lenient: Fun
     assert [one.detail for one in found] == [
         f"ZeroDivisionError: no (scorer_functions.py:{_line('raise ZeroDivisionError')})",
         f"SystemExit: 0 (scorer_functions.py:{_line('sys.exit(0)')})",
-        f"two processes died of it: {FUNCTIONS}:score",
+        f"two processes died while they computed it: {FUNCTIONS}:score",
         f"TypeError: expected a number or a Result from the function, found str (scorer_functions.py:{here})",
         f"ValueError: expected a finite value from the function, found nan (scorer_functions.py:{here})",
         f"TypeError: expected a number or a Result from the function, found list (scorer_functions.py:{here})",
