@@ -238,7 +238,7 @@ async def test_an_executor_that_is_away_leaves_the_score_open_and_the_next_attem
     tester = scorer(executor, wait_s=30.0)
     (score,) = await tester.score(group(fenced("…")))
     assert (score.status, score.value) == (ScoreStatus.UNAVAILABLE, None)
-    assert f"could not reach the code executor at {executor.address}, found" in score.detail
+    assert f"could not reach the code executor at {executor.address}: " in score.detail
     waiting = asyncio.create_task(tester.score(group(fenced("…"))))
     async with executor.running():
         (score,) = await asyncio.wait_for(waiting, PATIENCE_S)

@@ -131,7 +131,7 @@ async def test_a_function_that_is_not_there_stops_the_start() -> None:
     with pytest.raises(SettingsError) as caught:
         await wrong.start()
     await wrong.close()
-    assert "for scorer 'python', found ModuleNotFoundError: No module named 'no_such_module'" in str(caught.value)
+    assert "of scorer 'python': ModuleNotFoundError: No module named 'no_such_module'" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_hub_name_without_a_hub_is_told_at_once(tmp_path: Path, monkeypatch: p
 def test_a_broken_model_or_device_names_its_setting(tmp_path: Path) -> None:
     policy = PolicySettings(model=str(tiny.save(tmp_path)))
     tokenizer = open_tokenizer(policy)
-    with pytest.raises(SettingsError, match=r"found 'cuda:77'.*: change run.device"):
+    with pytest.raises(SettingsError, match=r"'cuda:77' cannot be used .*: change run.device"):
         open_model(policy, tokenizer, "cuda:77")
     with pytest.raises(SettingsError, match=r"found 'gpu'.*: change run.device"):
         open_model(policy, tokenizer, "gpu")

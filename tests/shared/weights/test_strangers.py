@@ -164,7 +164,7 @@ async def test_pullers_beyond_the_most_are_refused(monkeypatch: pytest.MonkeyPat
         first, second = (Puller(DeviceLocation(), 1, PATIENCE_S, weights.secret) for _ in range(2))
         with pytest.raises(WeightsError, match="version 7"):
             await first.ask(record.source, weights.record(7, "0" * 64))
-        with pytest.raises(WeightsError, match="closed the connection"):
+        with pytest.raises(WeightsError, match=r"closed the connection|could not reach the source"):
             await second.ask(record.source, record)
         await first.close()
         await second.close()

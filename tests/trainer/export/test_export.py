@@ -127,7 +127,7 @@ def test_an_export_is_bit_equal_to_what_was_published_from_a_checkpoint_and_from
 def test_weights_that_a_rollback_published_again_are_exported_under_their_new_number(tmp_path: Path) -> None:
     run = Run(tmp_path, 1, 0)
     checkpoint = run.checkpoint()
-    with pytest.raises(PenstockError, match=r"expected weights of version 5 .* exported: 0, 1\."):
+    with pytest.raises(PenstockError, match=r"there are no weights of version 5 .* exported: 0, 1\."):
         export_version(run.settings, PolicyVersion(5), tmp_path / "out")
     found = export_version(run.settings, PolicyVersion(5), tmp_path / "out", checkpoint=str(checkpoint))
     assert (found.version, found.step, found.source) == (5, 1, str(checkpoint))
@@ -247,7 +247,7 @@ def test_version_0_is_the_initial_policy_and_other_versions_are_refused_by_name(
     words = ["export", str(run.settings.run_folder), "--version", "7", "--to", str(tmp_path / "out")]
     capsys.readouterr()
     assert main(words) == 1
-    assert capsys.readouterr().err.startswith("penstock export: expected weights of version 7 of run exported, found")
+    assert capsys.readouterr().err.startswith("penstock export: there are no weights of version 7 of run exported")
     with pytest.raises(PenstockError, match=r"policy\.lora\.rank = 0\): leave --adapter out"):
         export_version(run.settings, PolicyVersion(1), tmp_path / "out", adapter=True)
 

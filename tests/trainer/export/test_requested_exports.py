@@ -302,6 +302,6 @@ def test_a_coordinator_that_is_gone_or_leads_another_run_is_not_asked(
     )
     words = ["export", str(run.settings.run_folder), "--version", "7"]
     assert main(words) == 1
-    assert capsys.readouterr().err.startswith("penstock export: expected weights of version 7 of run exported, found")
+    assert capsys.readouterr().err.startswith("penstock export: there are no weights of version 7 of run exported")
     assert main([*words, "--url", "http://127.0.0.1:9"]) == 1
     assert "no coordinator answers at http://127.0.0.1:9" in capsys.readouterr().err
