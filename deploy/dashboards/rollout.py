@@ -11,7 +11,7 @@ _GENERATION = Row(
         Panel("Groups in progress", "Groups that are generated or wait for weights, by replica.", "short", (Query("penstock_rollout_groups_in_progress<>"),)),
         Panel("Cut samples", "Share of completions that reached their length limit. A rise means rambling, or a limit too low.", "percentunit",
               (Query("sum(rate(penstock_rollout_truncated_samples_total<>[$__rate_interval])) / sum(rate(penstock_rollout_generated_samples_total<>[$__rate_interval]))", "cut"),)),
-        Panel("Prompts taken", "Prompts by what became of them: handed over, tried again, taken over from a silent replica, buried.", "ops",
+        Panel("Prompts taken", "Prompts by outcome: handed over, tried again, taken over from a silent replica, buried.", "ops",
               (rate("penstock_bus_entries_total", "outcome", 'service="rollout"'),)),
     ),
 )  # fmt: skip
@@ -22,7 +22,7 @@ _WEIGHTS = Row(
         Panel("Version", "The version that each replica generates with, and the head.", "short",
               (Query("penstock_rollout_policy_version<>"), Query("max by (run) (penstock_coordinator_head_version<>)", "head"))),
         Panel("Swap", "Pause between the last decoding step under old weights and the first under new ones.", "s", quantiles("penstock_rollout_weight_swap_seconds", "path")),
-        Panel("Agreement with the trainer", "Mean difference of the logprobs that trainer and replica compute for the same tokens. Above weights.probe_gap_nats something is wrong with weights or kernels.", "suffix: nats",
+        Panel("Agreement with the trainer", "Mean difference of the logprobs that trainer and replica compute for the same tokens. Above weights.probe_gap_nats, weights or kernels are wrong.", "suffix: nats",
               (Query("penstock_rollout_probe_gap_nats<>"),)),
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ def _gauge(title: str, description: str, unit: str, *metrics: tuple[str, str]) -
 _UPDATE = Row(
     "The update",
     (
-        _gauge("Loss", "The policy loss. In policy gradients it says little; what matters is that it stays bounded.", "short", ("loss", "loss")),
+        _gauge("Loss", "The policy loss. With policy gradients it says little, but it should stay bounded.", "short", ("loss", "loss")),
         _gauge("Gradient norm", "Global norm before clipping (trainer.max_grad_norm). Spikes above many times its median are explosions.", "short", ("grad_norm", "policy"), ("grad_norm_limit", "clipped to")),
         _gauge("Learning rate", "Of the last step.", "short", ("learning_rate", "learning rate")),
         _gauge("Reward", "Mean, spread and extremes of the last step's rewards.", "short", ("reward_mean", "mean"), ("reward_std", "standard deviation"), ("reward_max", "max"), ("reward_min", "min")),
@@ -29,7 +29,7 @@ _OFF_POLICY = Row(
         _gauge("Clipped tokens", "Share of tokens whose importance ratio was clipped, by side, or masked by a correction.", "percentunit", ("clip_low_ratio", "low"), ("clip_high_ratio", "high"), ("masked_ratio", "masked")),
         _gauge("Effective samples", "Effective sample size of the importance weights, as a share. 1 is on policy.", "percentunit", ("effective_sample_ratio", "ESS")),
         _gauge("Largest importance ratio", "Of policy to behavior, of any token.", "short", ("importance_ratio_max", "max")),
-        Panel("Groups that left untrained", "By reason: stale (over max_lag), fenced (of a revoked version), no_signal, nonfinite, requeued, buried.", "ops",
+        Panel("Groups dropped without training", "By reason: stale (over max_lag), fenced (of a revoked version), no_signal, nonfinite, requeued, buried.", "ops",
               (rate("penstock_trainer_groups_untrained_total", "reason"),)),
         _gauge("KL to the reference", "Mean per token, where the algorithm has a reference.", "suffix: nats", ("reference_kl_nats", "reference")),
     ),
@@ -45,9 +45,9 @@ _COST = Row(
         _gauge("Memory", "Of rank 0: the GPU's peak, else what is resident.", "bytes", ("memory_bytes", "rank 0")),
         _gauge("Utilisation", "Share of the GPU's peak FLOP/s that forward, backward and update reached; only on GPUs that are known.", "percentunit", ("flops_utilisation_ratio", "MFU")),
         _gauge("Model TFLOP/s", "What a rank reached in those phases.", "short", ("model_tflops_per_second", "TFLOP/s")),
-        _gauge("Forward passes that were cut", "Because they did not fit in memory; and samples left out as they do not fit alone.", "short", ("micro_batch_splits", "cut"), ("out_of_memory_samples", "left out")),
-        Panel("Checkpoints refused", "Checkpoints that storage refused, in an hour. The one before stays.", "short", (Query("increase(penstock_trainer_checkpoint_failures_total<>[1h])", "refused"),)),
-        _gauge("Checkpoint that is not stored", "With object storage (trainer.store): for how long the newest checkpoint has waited to be whole there; 0: none waits.", "s", ("checkpoint_unstored_seconds", "waiting")),
+        _gauge("Forward passes that were split", "Because they did not fit in memory; and samples skipped because they do not fit into memory alone.", "short", ("micro_batch_splits", "cut"), ("out_of_memory_samples", "left out")),
+        Panel("Checkpoints refused", "Checkpoints that storage refused, in an hour. The previous one is kept.", "short", (Query("increase(penstock_trainer_checkpoint_failures_total<>[1h])", "refused"),)),
+        _gauge("Checkpoint that is not stored", "With object storage (trainer.store): for how long the newest checkpoint has waited to be whole there; 0: nothing waits.", "s", ("checkpoint_unstored_seconds", "waiting")),
         Panel("Sent to object storage", "Bytes of checkpoints per second, with trainer.store.", "Bps", (rate("penstock_trainer_checkpoint_upload_bytes_total"),)),
     ),
 )  # fmt: skip
@@ -55,7 +55,7 @@ _COST = Row(
 _OTHER = Row(
     "Critic and preferences",
     (
-        _gauge("Critic", "Its loss, and the share of returns that it foresaw; only with a critic.", "short", ("value_loss", "loss"), ("explained_variance", "explained variance")),
+        _gauge("Critic", "Its loss, and the explained variance of returns; only with a critic.", "short", ("value_loss", "loss"), ("explained_variance", "explained variance")),
         _gauge("Preferences", "Share of pairs that the policy orders right, and their mean reward margin; only with DPO.", "short", ("preference_ratio", "right"), ("preference_margin", "margin")),
     ),
 )  # fmt: skip

@@ -241,11 +241,11 @@ def report(
     from services.coordinator.records.report import write_report
 
     if not run.is_dir():
-        raise PenstockError(f"expected a run's folder, found none at {run}: give --run RUN_FOLDER")
+        raise PenstockError(f"expected a run's folderat {run}, but it does not exist: give --run RUN_FOLDER")
     try:
         console.say(str(write_report(run)))
     except OSError as error:
-        raise PenstockError(f"expected to write the report in {run}, found: {error}") from error
+        raise PenstockError(f"could not write the report in {run}: {error}") from error
 
 
 @app.command("audit-rewards", rich_help_panel=_TOOLS)
@@ -254,7 +254,7 @@ def audit_rewards(
     sample: Annotated[int, typer.Option("--sample", min=1, metavar="N", help="The number of groups to sample.")] = 100,
     above: Annotated[
         float | None,
-        typer.Option("--above", metavar="R", help="The least reward of a completion. Default: half of the largest."),
+        typer.Option("--above", metavar="R", help="The minimum reward of a completion. Default: half of the maximum."),
     ] = None,
     seed: Annotated[
         int, typer.Option("--seed", metavar="N", help="The seed of the sample and of the tests' order.")

@@ -55,8 +55,9 @@ def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[A
         rows = _pages(asked)
     if not rows:
         raise SettingsError(
-            f"expected recorded groups of the run in {settings.run_folder}, found none: coordinator.sample_every_steps says how "
-            "often one is recorded"
+            f"no groups of the run are recorded in {settings.run_folder}: coordinator.sample_every_steps sets how "
+            f"often one is "
+            "recorded"
         )
     columns = _columns(settings)
     return [_group(row, columns) for row in rows]
@@ -136,7 +137,7 @@ async def _answers(address: str, process: "subprocess.Popen[bytes]") -> None:
             await asyncio.sleep(0.1)
     finally:
         await client.close()
-    raise SettingsError("expected an executor for the run's code scorers, found that it does not start: see above")
+    raise SettingsError("the executor for the run's code scorers did not start: see above")
 
 
 def make(
@@ -149,7 +150,7 @@ def make(
     """
     if not settings.run.id and not url:
         raise SettingsError(
-            "expected run.id in the settings file or a coordinator's address, found neither: give the run's folder, or --url"
+            "the settings file has no run.id, and no coordinator's address is given: give the run's folder, or --url"
         )
     groups = read_groups(settings, url, token_file)
     with fresh_executor(settings) as address:
@@ -175,7 +176,7 @@ def show(report: AuditReport, settings: Settings) -> None:
     ]
     parts += [f"not judged by {check!r}: {count}" for check, count in report.unavailable.items()]
     if names := audit.not_rescored(settings):
-        parts.append(f"scorers that are not asked again: {', '.join(names)}")
+        parts.append(f"scorers that were not asked again: {', '.join(names)}")
     console.show(Text("\n".join(parts)))
 
 

@@ -75,8 +75,7 @@ def ask(asked: "CoordinatorClient", version: int | None, to: Path | None, *, ada
     made = Path(exported["folder"])
     if not made.is_dir():
         raise PenstockError(
-            f"expected to see {made}, where the trainer wrote it, found that this machine does not: copy it from there, or "
-            "leave --to out"
+            f"the trainer wrote {made}, which this machine cannot see: copy it from there, or leave --to out"
         )
     _copy(made, to)
     return {**exported, "folder": str(to)}
@@ -94,7 +93,7 @@ def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
 
     head = asked.run().head
     if head is None:
-        raise PenstockError("expected a version of the policy, found that the run has none yet: wait for its first")
+        raise PenstockError("the run has no policy version yet: wait for the first")
     try:
         return _export(asked, head, adapter=adapter)
     except RequestRefused as error:
@@ -103,7 +102,7 @@ def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
             int(record["version"]) for record in known if record.get("checkpoint") and record.get("state") != "revoked"
         ]
         if not kept or max(kept) == head:
-            raise PenstockError(f"{error}; trainer.checkpoint_every_steps says when a checkpoint is written") from error
+            raise PenstockError(f"{error}; trainer.checkpoint_every_steps sets when a checkpoint is written") from error
     return _export(asked, max(kept), adapter=adapter)
 
 
@@ -116,7 +115,7 @@ def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "
     try:
         from services.trainer.export.huggingface import export_version, newest_version
     except ImportError as error:
-        raise PenstockError(f"expected penstock[trainer] for export, found {error}: install it") from error
+        raise PenstockError(f"export needs penstock[trainer]: {error}: install it") from error
     settings = load_run(run)
     policy_version = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
     folder = to or export_folder(settings, policy_version, adapter=adapter)
@@ -140,4 +139,4 @@ def _copy(made: Path, to: Path) -> None:
             if to.is_dir():
                 to.rmdir()
     except OSError as error:
-        raise PenstockError(f"expected to write {to}, found: {error}: change --to") from error
+        raise PenstockError(f"could not write {to}: {error}: change --to") from error

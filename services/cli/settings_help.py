@@ -162,7 +162,7 @@ def _of_parts(key: str, parts: Sequence[type[BaseModel]]) -> Iterator[Entry]:
     kinds = [_literal(part) for part in parts]
     if not any(kinds):
         return
-    yield Entry(f"{key}[].kind", " | ".join(map(repr, kinds)), "", "What it is; the settings of each kind follow.")
+    yield Entry(f"{key}[].kind", " | ".join(map(repr, kinds)), "", "The kind; its settings follow.")
     name = parts[0].model_fields["name"]
     yield Entry(f"{key}[].name", "text", "the kind", " ".join((name.description or "").split()))
     for part, kind in zip(parts, kinds, strict=True):

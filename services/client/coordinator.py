@@ -56,13 +56,11 @@ def find(url: str | None, run_folder: Path) -> str:
         announced = json.loads(file.read_text(encoding="utf-8"))["url"]
     except FileNotFoundError as error:
         raise Unreachable(
-            f"expected a run at {run_folder}, found no {file.name} there: start one with `penstock up`, "
+            f"no run at {run_folder}: {file.name} is missing there: start one with `penstock up`, "
             "or give --run RUN_FOLDER or --url http://HOST:PORT"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Unreachable(
-            f"expected the coordinator's URL in {file}, found none: give --url http://HOST:PORT"
-        ) from error
+        raise Unreachable(f"{file} does not contain the coordinator's URL: give --url http://HOST:PORT") from error
     return str(announced).rstrip("/")
 
 
@@ -247,7 +245,7 @@ class AsyncCoordinator:
 
 
 def _nobody(url: str, error: Exception) -> str:
-    return f"expected a coordinator at {url}, found none that answers ({error or type(error).__name__}): is the run up?"
+    return f"no coordinator answers at {url} ({error or type(error).__name__}): is the run up?"
 
 
 def _checked(answer: httpx.Response) -> httpx.Response:

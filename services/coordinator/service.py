@@ -115,8 +115,7 @@ class Coordinator:
             await self.lifecycle.close(RunState.STOPPED)
         if self.lifecycle.closed and all(beat.service == "coordinator" for beat in await heartbeats(self.api.bus)):
             await self.operations.give_up(
-                "expected the run's services to see it through, found that they ended with the run: of a run that is over, `penstock export` "
-                "reads the files"
+                "the run's services ended before it was complete: `penstock export` reads a finished run's files"
             )
         await self.recorder.catch_up()
 
@@ -255,7 +254,9 @@ def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:
     notices = []
     if (free := free_bytes(folder)) < LEAST_BYTES:
         text = (
-            f"no room: {free / 2**20:.1f} MiB are free on the disk of {folder}: free space there, and the run continues"
+            f"no disk space: {free / 2**20:.1f} MiB are free on the disk of {folder}: free disk space there, and the "
+            f"run "
+            f"continues"
         )
         notices.append(notice("room", "error", text))
     if recorder.trouble:
@@ -300,7 +301,7 @@ def _doubts(
     settings: Settings, train: dataset.Dataset, held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]]
 ) -> Iterator[NoticeView]:
     if train.bad_rows:
-        text = f"{train.bad_rows} rows of {settings.data.path} cannot be used; the coordinator's log names them and why"
+        text = f"{train.bad_rows} rows of {settings.data.path} cannot be used; the coordinator's log names them and the reasons"
         yield notice("bad rows", "warning", text)
     prompts = Training(train.problems) if held_out else None
     for held_set, problems in held_out:
@@ -325,7 +326,5 @@ def prepare_folder(settings: Settings) -> Path:
         probe.write_text("", encoding="utf-8")
         probe.unlink()
     except OSError as error:
-        raise SettingsError(
-            f"expected a folder that can be written at {folder}, found: {error}: change run.folder"
-        ) from error
+        raise SettingsError(f"could not write in {folder}: {error}: change run.folder") from error
     return folder

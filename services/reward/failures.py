@@ -27,7 +27,7 @@ FAILURES = Counter(
     "Groups that a scorer, the reference or the expression failed on, each attempt counted.",
     ["part"],
 )
-AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer does its work, else 0.", ["scorer"])
+AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer works, else 0.", ["scorer"])
 HANDLER = "scoring"
 SILENT_S = 6.0
 """A call that takes this long, and much longer than any before, may hang."""
@@ -140,7 +140,7 @@ class Failures:
                 continue
             self._silent.add(part)
             before = self._status.failures.get(part) or PartFailure(part, "", "", 0, 0, 0.0)
-            reason = f"no answer for {silent_s:.0f} s, and it goes on waiting until the scorer's timeout"
+            reason = f"no answer for {silent_s:.0f} s, and it keeps waiting until the scorer's timeout"
             self._status.failures[part] = dataclasses.replace(
                 before, reason=reason, problem=problem, in_a_row=max(1, before.in_a_row), at_s=time.time()
             )

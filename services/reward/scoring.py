@@ -29,7 +29,7 @@ from shared.settings import Settings
 
 _VALUES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-SAMPLES = Counter("penstock_reward_samples_scored_total", "Samples scored, by what was said.", ["scorer", "status"])
+SAMPLES = Counter("penstock_reward_samples_scored_total", "Samples scored, by outcome.", ["scorer", "status"])
 SECONDS = Histogram(
     "penstock_reward_score_seconds", "Time that a scorer took for one group.", ["scorer"], buckets=_SECONDS
 )

@@ -63,7 +63,7 @@ WEIGHT_PULL_FAILURES = Counter(
 )
 WEIGHT_PULL_FAILURES.labels("none", "ask")  # starts the series at 0, so that its first increase is visible
 WEIGHT_PULLS_OVERTAKEN = Counter(
-    "penstock_rollout_weight_pulls_overtaken_total", "Versions that were given up for a newer one."
+    "penstock_rollout_weight_pulls_overtaken_total", "Versions that were skipped for a newer one."
 )
 
 _BACKOFF = Backoff(0.1, longest_s=5.0)
@@ -132,10 +132,9 @@ class Follower:
             if self._released:
                 raise asyncio.CancelledError(f"the replica stops while it waits for policy version {version}")
             if self.kept_back:
-                raise NotHere(f"expected policy version {version}, found an older one kept for an evaluation")
+                raise NotHere(f"expected policy version {version}, but an older one is kept for an evaluation")
             raise NotHere(
-                f"expected to pull policy version {version}, found failures for {self._give_up_s:.0f} s: "
-                f"{self._status.last_error}"
+                f"could not pull policy version {version} for {self._give_up_s:.0f} s: {self._status.last_error}"
             )
 
     async def check_kept(self, version: PolicyVersion) -> None:
@@ -181,7 +180,7 @@ class Follower:
         exists = newest is None or record.version <= newest
         if exists and (known is None or known.manifest_digest == record.manifest_digest):
             return True
-        log.warning("update of a version that does not exist passed over", extra={"version": int(record.version)})
+        log.warning("update of a nonexistent version skipped", extra={"version": int(record.version)})
         return False
 
     async def _hold_changed(self) -> None:
@@ -250,8 +249,8 @@ class Follower:
             await self._note_success(update.record)
             return []
         if self._engine.torn:
-            raise EngineDied(f"expected whole weights from any source, found none: {'; '.join(errors)}")
-        return errors or ["expected a record with a source or a location, found neither"]
+            raise EngineDied(f"no source gave whole weights: {'; '.join(errors)}")
+        return errors or ["the record has neither a source nor a location"]
 
     async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[PullAttempt]:
         told = None if again else update.sources.get(self._replica)
@@ -291,7 +290,7 @@ class Follower:
         try:
             await asyncio.wait([writing, overtaken], return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():
-                raise WeightsError(f"expected version {update.record.version} by file, found it overtaken")
+                raise WeightsError(f"a newer version overtook version {update.record.version} by file")
             return writing.result()
         finally:
             writing.cancel()
@@ -310,7 +309,7 @@ class Follower:
 
     async def _note_failure(self, version: PolicyVersion, error: str) -> None:
         self._status.last_error = error
-        log.warning("weights refused, the old version goes on", extra={"version": version, "error": error})
+        log.warning("weights refused, the old version stays", extra={"version": version, "error": error})
         if self._failing_since_s is None:
             self._failing_since_s = time.monotonic()
             await tell(self._bus, self._replica, "weights refused", error, version=int(version))

@@ -48,12 +48,10 @@ class Plausibility:
         if training and extent.cursor is not None:
             self._cursor = extent.cursor
             if prompt.group_id >= self._cursor:
-                raise PermanentError(
-                    f"expected a group that was admitted, one of the first {self._cursor}, found group {prompt.group_id}"
-                )
+                raise PermanentError(f"group {prompt.group_id} was not admitted: only the first {self._cursor} were")
         if extent.newest_version is not None:
             self._newest = extent.newest_version
             if prompt.min_version > self._newest:
                 raise PermanentError(
-                    f"expected a policy version up to {self._newest}, the newest, found a prompt that waits for {prompt.min_version}"
+                    f"the prompt waits for version {prompt.min_version}, but the newest is {self._newest}"
                 )

@@ -79,12 +79,12 @@ class Ranks:
         try:
             while (running := [rank for rank in self._processes if rank.poll() is None]) and not self._failed():
                 if time.monotonic() > self._ends_at_s:
-                    log.error("ranks were killed that did not stop", extra={"ranks": len(running)})
+                    log.error("killed ranks that did not stop", extra={"ranks": len(running)})
                     break
                 time.sleep(_POLL_S)
             code = self._failed()
             if running and code and not self._told:
-                log.error("a rank ended: the others are ended with it", extra={"exit_code": code})
+                log.error("a rank ended: stopping the others", extra={"exit_code": code})
             in_order = self._processes and not code and not running
             return 0 if in_order else max(code, 1)
         finally:

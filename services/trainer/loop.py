@@ -143,8 +143,7 @@ class Trainer:
         if self._critic is not None:
             if not (folder / "critic").is_dir():
                 raise SettingsError(
-                    f"expected a critic in the checkpoint {folder}, found none: change algorithm.advantage back to what "
-                    "the run was started with"
+                    f"the checkpoint {folder} has no critic: set algorithm.advantage as at the start of the run"
                 )
             self._critic.load(folder / "critic")
         if checkpoint.state.kl_coefficient is not None:

@@ -20,11 +20,11 @@ STEP = Gauge("penstock_trainer_step", "Committed optimizer steps.")
 VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy version.")
 SAMPLES = PrometheusCounter("penstock_trainer_samples_total", "Samples trained on.")
 TOKENS = PrometheusCounter("penstock_trainer_tokens_total", "Generated tokens trained on.")
-LEFT = PrometheusCounter("penstock_trainer_groups_untrained_total", "Groups that left untrained.", ["reason"])
+LEFT = PrometheusCounter("penstock_trainer_groups_untrained_total", "Groups dropped without training.", ["reason"])
 for _reason in ("stale", "fenced", "no_signal", "nonfinite", "requeued", "buried"):
     LEFT.labels(_reason)  # export 0, so that the first increase shows
 CHECKPOINTS_FAILED = PrometheusCounter(
-    "penstock_trainer_checkpoint_failures_total", "Checkpoints that storage refused; the one before stays."
+    "penstock_trainer_checkpoint_failures_total", "Checkpoints that storage refused; the previous one is kept."
 )
 STORE_BYTES = PrometheusCounter(
     "penstock_trainer_checkpoint_upload_bytes_total", "Bytes of checkpoints sent to object storage."
@@ -39,7 +39,7 @@ STORE_FAILURES = PrometheusCounter(
 STORED_STEP = Gauge("penstock_trainer_stored_checkpoint_step", "Step of the newest checkpoint in object storage.")
 STORED_AT = Gauge(
     "penstock_trainer_stored_checkpoint_timestamp_seconds",
-    "When the newest checkpoint in object storage became whole, in Unix time; 0: none yet.",
+    "When the newest checkpoint in object storage became whole, in Unix time; 0: no checkpoint yet.",
 )
 UNSTORED = Gauge(
     "penstock_trainer_checkpoint_unstored_seconds",
@@ -61,20 +61,22 @@ GAUGES = {
     "clip_fraction": Gauge("penstock_trainer_clip_ratio", "Share of tokens whose importance ratio was clipped."),
     "clip_low_fraction": Gauge("penstock_trainer_clip_low_ratio", "Share of tokens clipped at the lower bound."),
     "clip_high_fraction": Gauge("penstock_trainer_clip_high_ratio", "Share of tokens clipped at the upper bound."),
-    "masked_fraction": Gauge("penstock_trainer_masked_ratio", "Share of tokens that a correction took out."),
+    "masked_fraction": Gauge("penstock_trainer_masked_ratio", "Share of tokens that a correction masked."),
     "ess": Gauge("penstock_trainer_effective_sample_ratio", "Effective sample size of the tokens, as a share."),
     "ratio_max": Gauge("penstock_trainer_importance_ratio_max", "Largest ratio of policy to behavior of a token."),
     "reference_kl": Gauge("penstock_trainer_reference_kl_nats", "Mean KL of the policy to the reference per token."),
-    "kl_coefficient": Gauge("penstock_trainer_kl_coefficient", "What a nat away from the reference costs."),
+    "kl_coefficient": Gauge("penstock_trainer_kl_coefficient", "Coefficient of the KL penalty to the reference."),
     "updates": Gauge("penstock_trainer_updates", "Optimizer updates of the last step."),
     "micro_batch_splits": Gauge(
-        "penstock_trainer_micro_batch_splits", "Forward passes of the last step that did not fit and were cut in two."
+        "penstock_trainer_micro_batch_splits",
+        "Forward passes of the last step that did not fit into memory and were split in two.",
     ),
     "dropped_out_of_memory": Gauge(
-        "penstock_trainer_out_of_memory_samples", "Samples of the last step left out, as they do not fit alone."
+        "penstock_trainer_out_of_memory_samples",
+        "Samples of the last step skipped because they do not fit into memory alone.",
     ),
     "value_loss": Gauge("penstock_trainer_value_loss", "The critic's loss of the last step."),
-    "explained_variance": Gauge("penstock_trainer_explained_variance", "Share of returns that the critic foresaw."),
+    "explained_variance": Gauge("penstock_trainer_explained_variance", "Explained variance of the critic's returns."),
     "critic_grad_norm": Gauge("penstock_trainer_critic_grad_norm", "The critic's gradient norm before clipping."),
     "preference_accuracy": Gauge("penstock_trainer_preference_ratio", "Share of pairs that the policy orders right."),
     "preference_margin": Gauge("penstock_trainer_preference_margin", "Mean reward margin of the last step's pairs."),
@@ -89,7 +91,7 @@ GAUGES = {
         "penstock_trainer_flops_utilisation_ratio", "Share of the GPU's peak that forward, backward and update used."
     ),
     "model_tflops_per_s": Gauge("penstock_trainer_model_tflops_per_second", "Model TFLOP/s of a rank in those phases."),
-    "step_s": Gauge("penstock_trainer_step_seconds", "Seconds from the commit before to the last one."),
+    "step_s": Gauge("penstock_trainer_step_seconds", "Seconds between the last two commits."),
 }
 
 GRAD_NORM_LIMIT = Gauge("penstock_trainer_grad_norm_limit", "Norm that gradients are scaled down to.")

@@ -36,9 +36,10 @@ class Room:
         full = free_bytes < LEAST_BYTES * (2 if self._full else 1)
         if full and not self._full:
             self._tell(
-                f"no room: {free_bytes / 2**20:.1f} MiB are free on the disk of {self._folder}. The run waits where it must write; "
-                "free space there (or move run.folder), and it continues by itself"
+                f"no disk space: {free_bytes / 2**20:.1f} MiB are free on the disk of {self._folder}. The run waits; "
+                f"free disk space "
+                "there (or move run.folder), and it continues automatically"
             )
         if self._full and not full:
-            self._tell(f"room again: {free_bytes / 2**20:.0f} MiB are free on the disk of {self._folder}")
+            self._tell(f"disk space again: {free_bytes / 2**20:.0f} MiB are free on the disk of {self._folder}")
         self._full = full

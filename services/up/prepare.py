@@ -89,9 +89,7 @@ def _locked(folder: Path) -> Iterator[TextIO]:
 
 def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
     if not (folder / SETTINGS_FILE).is_file():
-        raise SettingsError(
-            f"expected a run's folder after --resume, found no {SETTINGS_FILE} in {folder}: give runs/<run id>"
-        )
+        raise SettingsError(f"no {SETTINGS_FILE} in {folder}: after --resume, give runs/<run id>")
     folder = folder.resolve()  # `latest` may change
     with run_folder.private_files(), _locked(folder) as held:
         run_folder.keep_private(folder)  # older versions left it open to all
@@ -129,7 +127,7 @@ def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Pr
         dump(settings, config)
     except OSError as error:
         raise SettingsError(
-            f"expected room for a run in {folder}, found {error.strerror or error}: free space there, or change run.folder"
+            f"could not write a run in {folder}: {error.strerror or error}: free disk space there, or change run.folder"
         ) from error
     run_folder.link_latest(folder)
     return Prepared(settings, folder, config, resumed, held)
@@ -232,20 +230,18 @@ def _check(settings: Settings) -> None:
 
 def _check_data(path: Path, setting: str) -> None:
     if not path.exists():
-        raise SettingsError(f"expected a dataset, found nothing at {path}: change {setting}")
+        raise SettingsError(f"no dataset at {path}: change {setting}")
     if path.is_dir():
         if not any(path.iterdir()):
-            raise SettingsError(f"expected a dataset saved to disk, found an empty folder {path}: change {setting}")
+            raise SettingsError(f"the folder {path} is empty: change {setting}")
         return
     try:
         with path.open("rb") as file:
             empty = not any(line.strip() for line in file)
     except OSError as error:
-        raise SettingsError(
-            f"expected a readable dataset, found {path} ({error.strerror}): change {setting}"
-        ) from error
+        raise SettingsError(f"could not read the dataset {path} ({error.strerror}): change {setting}") from error
     if empty:
-        raise SettingsError(f"expected a dataset with at least one row, found {path} empty: change {setting}")
+        raise SettingsError(f"the dataset {path} is empty: change {setting}")
 
 
 def _check_port(host: str, port: int, setting: str) -> None:
@@ -258,7 +254,7 @@ def _check_port(host: str, port: int, setting: str) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise SettingsError(
-                f"expected a free port, found {host}:{port} not free ({error}): change {setting}, or set it to 0 for any"
+                f"{host}:{port} cannot be used ({error}): change {setting}, or set it to 0 for any"
             ) from error
 
 
@@ -269,6 +265,6 @@ async def _check_bus(url: str) -> None:
     except (BusUnavailable, TimeoutError) as error:
         reason = str(error.__cause__ or error) or "no answer"
         raise SettingsError(
-            f"expected a Redis or Valkey server at {redact(url)}, found none that answers ({reason}): "
+            f"no Redis or Valkey server answers at {redact(url)} ({reason}): "
             "start one, change bus.url, or set it to 'embedded'"
         ) from error

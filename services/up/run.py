@@ -118,14 +118,16 @@ class _Acceptance:
         except OSError as error:
             if str(error) != self._refused:
                 self._refused = str(error)
-                self._screen.tell(f"{SETTINGS_FILE} keeps what it said for now: {error}: make room in run.folder")
+                self._screen.tell(
+                    f"{SETTINGS_FILE} keeps its old content for now: {error}: free disk space in run.folder"
+                )
 
     def close(self) -> None:
         """Report settings of a resume that were not accepted."""
         settings, kept = self._run.config, self._run.folder / SETTINGS_FILE
         if self._is_open and settings.read_bytes() != kept.read_bytes():
             self._screen.tell(
-                f"{SETTINGS_FILE} keeps what it said: the changes of this resume did not come into effect"
+                f"{SETTINGS_FILE} keeps its old content: the changes of this resume did not come into effect"
             )
 
 
@@ -154,7 +156,7 @@ def _listen(supervisor: Supervisor, screen: Screen) -> None:
             supervisor.kill()
             return
         told.append(number)
-        again = "; Ctrl-C again: at once" if number == signal.SIGINT else ""
+        again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
         screen.tell(f"stopping in order{again}")
         supervisor.end(Ending(INTERRUPTED if number == signal.SIGINT else TERMINATED))
 

@@ -53,11 +53,11 @@ def make_run_folder(settings: Settings) -> Path:
         probe.touch(mode=0o600)
     except OSError as error:
         raise SettingsError(
-            f"expected a folder that can be written for the run, found {folder} ({error.strerror}): change run.folder"
+            f"could not write to the run's folder {folder} ({error.strerror}): change run.folder"
         ) from error
     if (folder / SETTINGS_FILE).exists():
         raise SettingsError(
-            f"expected a new run, found one in {folder}: go on with it by `penstock up --resume {folder}`, or change run.id"
+            f"a run exists in {folder}: continue it with `penstock up --resume {folder}`, or change run.id"
         )
     return folder
 
@@ -89,9 +89,7 @@ def lock(folder: Path) -> TextIO:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         held.close()
-        raise SettingsError(
-            f"expected a run that nobody runs, found another `penstock up` on {folder}: stop that one first"
-        ) from error
+        raise SettingsError(f"another `penstock up` runs {folder}: stop it first") from error
     return held
 
 

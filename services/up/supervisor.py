@@ -132,7 +132,7 @@ class Supervisor:
             self._fail(ProcessFailure(str(error), 2))
         except TimeoutError:
             self._fail(
-                ProcessFailure(f"the embedded bus did not answer within {_BUS_START_S:.0f} s; its log: {child.log}", 1)
+                ProcessFailure(f"the embedded bus did not respond within {_BUS_START_S:.0f} s; its log: {child.log}", 1)
             )
         return False
 

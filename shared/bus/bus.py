@@ -57,7 +57,7 @@ class Delivery(Generic[M]):
         written = getattr(message, "group_id", None)
         if written is not None and str(written) != self.group_id:
             raise MessageError(
-                f"expected a message of group {self.group_id[:40]!r}, as its entry says, found one of {written}"
+                f"expected a message of group {self.group_id[:40]!r}, as in its entry, found one of {written}"
             )
         return message
 
@@ -263,7 +263,7 @@ class Bus(Commands):
             try:
                 messages.append((EntryId(entry_id), wire.decode(fields.get(b"data", b""), kind)))
             except MessageError as error:
-                log.warning("unreadable message passed over", extra={"entry": entry_id, "error": str(error)})
+                log.warning("unreadable message skipped", extra={"entry": entry_id, "error": str(error)})
         return messages
 
     # ---------------------------------------------------------------- finish an entry

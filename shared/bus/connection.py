@@ -74,7 +74,7 @@ def first_server(url: str) -> tuple[str, int] | None:
     try:
         return _nodes(parts, 6379)[0] if form else (parts.hostname or "127.0.0.1", parts.port or 6379)
     except ValueError:
-        raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
+        raise SettingsError(f"{redact(url)!r} is not a bus URL: {_ENCODE}") from None
 
 
 def open_client(url: str) -> Client:
@@ -101,7 +101,7 @@ def open_client(url: str) -> Client:
         )
         return cast(Client, redis.Redis.from_pool(pool))
     except ValueError:  # it may contain part of the password
-        raise SettingsError(f"expected a bus URL, found {redact(url)!r}: {_ENCODE}") from None
+        raise SettingsError(f"{redact(url)!r} is not a bus URL: {_ENCODE}") from None
 
 
 async def close_client(client: Client) -> None:
@@ -160,7 +160,7 @@ async def check_server(client: Client) -> str:
         info = await client.info("server")
         memory = await client.info("memory")
     except (RedisError, OSError) as error:
-        raise BusUnavailable(f"expected a Redis or Valkey server, found none that answers: {error}") from error
+        raise BusUnavailable(f"no Redis or Valkey server answers: {error}") from error
     info, memory = _one_node(info), _one_node(memory)
     name = "valkey" if "valkey_version" in info else "redis"
     version = str(info.get(f"{name}_version", info.get("redis_version", "0")))

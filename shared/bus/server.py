@@ -81,7 +81,7 @@ class Server:
                 waited_s = time.monotonic() - started_s
                 if self._wait_s is not None and waited_s > self._wait_s:
                     raise BusUnavailable(
-                        f"expected a Redis or Valkey server to answer within {self._wait_s:.0f} s, found: {error}"
+                        f"the Redis or Valkey server did not answer within {self._wait_s:.0f} s: {error}"
                     ) from error
                 self._note_lost(error)
                 _raise_swallowed(cancels)
@@ -112,7 +112,7 @@ class Server:
         try:
             return await self.call(lambda: self._evaluate(script, words))
         except OutOfMemoryError as error:
-            raise BusFull(f"expected a server with room, found {error}: raise its maxmemory") from error
+            raise BusFull(f"the bus is out of memory ({error}): raise its maxmemory") from error
 
     async def _evaluate(self, script: Script, words: Sequence[Argument]) -> Any:
         try:

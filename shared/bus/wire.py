@@ -129,7 +129,7 @@ def decode(data: bytes, expected: type[T]) -> T:
     try:
         return typing.cast(T, _record(expected).one(fields))
     except INVALID as error:
-        raise MessageError(f"expected the fields of {kind!r} schema {schema}, found others: {error}") from error
+        raise MessageError(f"expected the fields of {kind!r} schema {schema}, found other ones: {error}") from error
 
 
 def _fields(value: object) -> dict[str, Any]:

@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 
 ENTRIES = Counter(
     "penstock_bus_entries_total",
-    "Entries of a stream by what this process did with them: handed_over, late (somebody else was first), retried, buried, "
+    "Entries of a stream by what this process did with them: handed_over, late (another replica was first), retried, "
+    "buried, "
     "given_back, reclaimed (taken over from a silent replica).",
     ["stream", "outcome"],
 )
@@ -227,7 +228,7 @@ class Worker(Generic[In, Out]):
         if delivery.entry_id in self._held:
             return None
         if delivery.attempts > self._patience.max_attempts:
-            cause = await self._bus.cause(delivery) or "its process died each time, and left no message"
+            cause = await self._bus.cause(delivery) or "its process died each time without a message"
             await self._bury(delivery, f"failed {delivery.attempts - 1} times: {cause}")
             return None
         work = self._handle_alone if delivery.crashes >= _ALONE_FROM else self._handle_beside

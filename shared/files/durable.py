@@ -97,7 +97,7 @@ def no_room(path: Path, error: OSError) -> str:
     way_out = "free space there" if error.errno in NO_ROOM else "make it writable"
     return (
         f"cannot write {path.name} in {path.parent} ({error.strerror or error}): {way_out}, or move run.folder; "
-        "it is tried again each second, and the run continues"
+        "the run retries each second and then continues"
     )
 
 

@@ -29,15 +29,13 @@ def check_model(setting: str, source: str) -> None:
 def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
     """Raise SettingsError unless ``source`` is a folder with one of the files ``needed`` or a reachable hub name."""
     if not source:
-        raise SettingsError(
-            f"expected a folder in Hugging Face form or a hub name in {setting}, found nothing: set {setting}"
-        )
+        raise SettingsError(f"{setting} must be a folder in Hugging Face form or a hub name: set {setting}")
     folder = Path(source)
     if folder.is_dir():
         if not any((folder / name).is_file() for name in needed):
-            raise SettingsError(f"expected {needed[0]} in the folder {source!r}, found none: change {setting}")
+            raise SettingsError(f"the folder {source!r} has no {needed[0]}: change {setting}")
     elif (folder.parent.is_dir() and "/" in source) or _HUB_NAME.fullmatch(source) is None or source.startswith("."):
-        raise SettingsError(f"expected a folder in Hugging Face form at {source!r}, found none: change {setting}")
+        raise SettingsError(f"no folder in Hugging Face form at {source!r}: change {setting}")
     else:
         _check_hub(setting, source, needed)
 
@@ -54,6 +52,5 @@ def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
         httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
     except httpx.HTTPError as error:
         raise SettingsError(
-            f"expected a folder in Hugging Face form or a hub name in reach, found no folder {name!r} and no hub "
-            f"({error}): change {setting}"
+            f"there is no folder {name!r}, and the hub cannot be reached ({error}): change {setting}"
         ) from error

@@ -32,7 +32,7 @@ def send(connection: socket.socket, frame: Frame, deadline_s: float) -> None:
         connection.settimeout(deadline_s)
         connection.sendall(pack(frame))
     except OSError as error:
-        raise PeerError(f"expected to tell the peer, found: {error}") from error
+        raise PeerError(f"could not write to the peer: {error}") from error
 
 
 def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
@@ -54,13 +54,15 @@ async def receive_async(reader: asyncio.StreamReader, largest: int = MAX_BYTES) 
         size = _length(await reader.readexactly(_LENGTH.size), largest)
         return _unpack(await reader.readexactly(size))
     except asyncio.IncompleteReadError as error:
-        raise PeerError("expected a frame of the peer, found that it closed the connection") from error
+        raise PeerError("the peer closed the connection") from error
 
 
 def _length(prefix: bytes, largest: int) -> int:
     size: int = _LENGTH.unpack(prefix)[0]
     if size > largest:
-        raise PeerError(f"expected a frame of at most {largest} bytes, found {size}: the peer speaks no Penstock")
+        raise PeerError(
+            f"expected a frame of at most {largest} bytes, found {size}: the peer does not speak Penstock's protocol"
+        )
     return size
 
 
@@ -73,9 +75,9 @@ def _read(connection: socket.socket, size: int, ends_at_s: float | None) -> byte
         except TimeoutError as error:
             raise PeerError(f"expected {size} bytes of the peer, found {len(received)} at the deadline") from error
         except OSError as error:
-            raise PeerError(f"expected {size} bytes of the peer, found: {error}") from error
+            raise PeerError(f"could not read {size} bytes from the peer: {error}") from error
         if not part:
-            raise PeerError(f"expected {size} bytes of the peer, found that it closed the connection")
+            raise PeerError(f"the peer closed the connection before {size} bytes arrived")
         received += part
     return bytes(received)
 

@@ -57,7 +57,7 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     try:
         answer = await frames.receive_async(reader, _STRANGER_BYTES)
     except PeerError as error:
-        raise PeerError(f"the peer did not let this process in: do both belong to the same run? ({error})") from error
+        raise PeerError(f"the peer did not accept this process: do both belong to the same run? ({error})") from error
     _check(answer, secret, "server", theirs + ours)
 
 
@@ -75,7 +75,7 @@ def _prove(secret: bytes, role: Literal["client", "server"], nonces: bytes) -> b
 def _check(frame: frames.Frame, secret: bytes, role: Literal["client", "server"], nonces: bytes) -> None:
     proof = frame.get("proof")
     if not secret or not isinstance(proof, bytes) or not hmac.compare_digest(proof, _prove(secret, role, nonces)):
-        raise PeerError("expected a peer that knows the secret of this run, found another")
+        raise PeerError("the peer does not know the secret of this run")
 
 
 class Newcomers:

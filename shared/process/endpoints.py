@@ -57,9 +57,7 @@ class Endpoints:
         try:
             self._server = _Server((host, port), _handler(answer))
         except OSError as error:
-            raise SettingsError(
-                f"expected a free port for /metrics, found {host}:{port} taken ({error}): change {setting}"
-            ) from error
+            raise SettingsError(f"/metrics cannot listen on {host}:{port} ({error}): change {setting}") from error
         BUILD.labels(_version(), platform.python_version()).set(1)
         self.address = f"{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="endpoints", daemon=True).start()

@@ -85,16 +85,14 @@ def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
     )
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument("--config", type=Path, help="the run's TOML file")
-    start.add_argument(
-        "--from-bus", metavar="URL", help="take the settings that were registered there by POST /v1/runs"
-    )
-    parser.add_argument("--run-id", default="", help="with --from-bus: which run")
+    start.add_argument("--from-bus", metavar="URL", help="read the settings registered on this bus with POST /v1/runs")
+    parser.add_argument("--run-id", default="", help="with --from-bus: the run's id")
     parser.add_argument("--replica", default="", help="name on the bus, stable over restarts; default: the host's name")
     known, flags = parser.parse_known_args(arguments)
     settings = load(known.config, flags) if known.config else _registered(known.from_bus, known.run_id, flags)
     if not settings.run.id:
         raise SettingsError(
-            "expected run.id, found none: services of one run agree on it; set run.id, or start with `penstock up`"
+            "run.id is not set, by which services find their run: set run.id, or start with `penstock up`"
         )
     return _beside_up(settings), known.replica or f"{service}-{socket.gethostname()}"
 
@@ -108,8 +106,7 @@ def _beside_up(settings: Settings) -> Settings:
         url = str(json.loads(table.read_text(encoding="utf-8"))["bus"])
     except (OSError, ValueError, KeyError) as error:
         raise SettingsError(
-            f"expected bus.url to name a server, or a `penstock up` of this run, found 'embedded' and no {table}: start "
-            "`penstock up` first, or change bus.url"
+            f"bus.url is 'embedded', but {table} does not exist: start `penstock up` first, or change bus.url"
         ) from error
     return settings.model_copy(update={"bus": settings.bus.model_copy(update={"url": url})})
 
@@ -124,7 +121,7 @@ def _registered(url: str, run_id: str, flags: Sequence[str]) -> Settings:
         finally:
             await bus.close()
         if toml is None:
-            raise SettingsError(f"expected a run {run_id!r} on that bus, found none: register it by POST /v1/runs")
+            raise SettingsError(f"no run {run_id!r} on that bus: register it by POST /v1/runs")
         return toml
 
     try:
@@ -245,7 +242,7 @@ def _address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise SettingsError(
-            f"expected a route to the bus, by which this machine finds its own address, found none to {host}:{port} ({error}): change "
+            f"no route to the bus at {host}:{port}, by which this machine finds its own address ({error}): change "
             "bus.url, or set run.host to the address at which others reach this machine"
         ) from error
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 BUS_AVAILABLE = Gauge(
-    "penstock_bus_available", "1 while the bus answers this process, else 0; NaN where it needs none."
+    "penstock_bus_available", "1 while the bus answers this process, else 0; NaN where no bus is used."
 )
 BUS_AVAILABLE.set(math.nan)  # for the executor, which has no bus
 _EVENT_EVERY_S = 60.0

@@ -204,7 +204,8 @@ class AlgorithmSettings(Section):
             )
         if self.correction == "none" and self.epochs * self.minibatches > 1:
             return (
-                "expected a correction where a batch is used for several updates, found none: set algorithm.correction "
+                "expected a correction where a batch is used for several updates, but it is turned off: set "
+                "algorithm.correction "
                 '= "token_tis", or algorithm.epochs and algorithm.minibatches to 1'
             )
         return ""
@@ -253,5 +254,5 @@ class AlgorithmSettings(Section):
         return (
             f'expected an off-policy correction with algorithm.max_lag = {self.max_lag}, found correction = "none": set '
             'algorithm.correction ("ratio", or "token_tis" with a recomputed proximal), or algorithm.max_lag = 0; '
-            'algorithm.correction = "ignored" runs it all the same'
+            'algorithm.correction = "ignored" runs without one'
         )

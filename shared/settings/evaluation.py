@@ -127,7 +127,7 @@ class EvaluationSettings(Section):
                 )
         if self.gate.action != "off" and not self.paths:
             raise ValueError(
-                f'expected a held-out set with evaluation.gate.action = "{self.gate.action}", found none: set evaluation.path'
+                f'expected a held-out set with evaluation.gate.action = "{self.gate.action}", but there is none: set evaluation.path'
             )
         return self
 

@@ -45,7 +45,7 @@ class GuardsSettings(Section):
     def _agree(self) -> "GuardsSettings":
         if both := sorted(set(self.pause) & set(self.off)):
             raise ValueError(
-                f"expected {both[0]!r} in guards.pause or in guards.off, found it in both: remove it from one"
+                f"expected {both[0]!r} in guards.pause or in guards.off, but it is in both: remove it from one"
             )
         return self
 

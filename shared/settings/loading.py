@@ -52,7 +52,7 @@ def load_run(run: Path) -> Settings:
         return load(run)
     folder = run.resolve()
     if not (folder / SETTINGS_FILE).is_file():
-        raise SettingsError(f"expected a run's folder or its settings file, found neither at {run}: change RUN")
+        raise SettingsError(f"no run's folder or settings file at {run}: change RUN")
     settings = load(folder / SETTINGS_FILE, environment={})
     return settings.model_copy(
         update={"run": settings.run.model_copy(update={"folder": folder.parent, "id": folder.name})}
@@ -68,7 +68,7 @@ def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[
     try:
         values = tomllib.loads(toml)
     except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits
-        raise SettingsError(f"expected TOML in {name}, found: {error}") from error
+        raise SettingsError(f"{name} is not TOML: {error}") from error
     for key, text in (_environment(environment or {}) | _flags(flags)).items():
         _set(values, key, text)
     return _validated(values, name, sources(flags, environment))
@@ -123,7 +123,8 @@ def _check_values(value: object, key: str, name: str) -> None:
         raise SettingsError(f"{name}: expected a finite number in {key}, found {value}: change {key}")
     elif isinstance(value, str) and value and SECRET_NAME.fullmatch(key.rpartition(".")[2]):
         raise SettingsError(
-            f"{name}: expected no secret among the settings, which are written to files, and {key} is one: remove it, and give it by the "
+            f"{name}: expected no secret among the settings, which are written to files, but {key} is a secret: "
+            f"remove it, and give it by the "
             "environment variable, or the file, that its program reads"
         )
 
@@ -144,11 +145,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise SettingsError(
-            f"expected a settings file at {path}, found none: check the path after the command"
-        ) from error
+        raise SettingsError(f"no settings file at {path}: check the path after the command") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"expected a readable settings file at {path}, found: {error}") from error
+        raise SettingsError(f"could not read the settings file at {path}: {error}") from error
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -169,7 +168,7 @@ def _flags(flags: Sequence[str]) -> dict[str, str]:
         if not equals:
             value = next(words, "")
             if value == "":
-                raise SettingsError(f"expected a value after {word}, found none")
+                raise SettingsError(f"expected a value after {word}")
         values[name.replace("-", "_")] = value
     return values
 

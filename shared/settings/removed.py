@@ -9,7 +9,7 @@ _GUARDS = "guards.pause and guards.off list the guards that pause the run and th
 _VLLM = "set {} in rollout.vllm.arguments"
 _SET = "evaluation.path names the sets, { name = path }, and evaluation.samples and its neighbors may be tables by set"
 _MODELS = "reward.models.{} holds for all models of the reward service"
-_FIXED = "it is fixed now"
+_FIXED = "it is now fixed"
 _TESTS = "it is internal.{} now, for tests only"
 
 REMOVED: Mapping[str, str] = {
@@ -115,7 +115,7 @@ def replacement(where: Sequence[str | int]) -> str:
     """Return what replaced the setting at ``where``, a path of pydantic's; "" if it never existed.
 
     >>> replacement(("reward", "scorers", 0, "judge", "attempts"))
-    'it is fixed now (4)'
+    'it is now fixed (4)'
     """
     return REMOVED.get(dotted(where), "")
 

@@ -60,7 +60,7 @@ class Settings(Section):
 
     @property
     def slots(self) -> int:
-        """How many groups may be in flight."""
+        """Maximum number of groups in flight."""
         return (self.algorithm.max_lag + 1) * self.algorithm.groups_per_step
 
     @property

@@ -35,7 +35,7 @@ def poll(done: Callable[[], bool], deadline_s: float, what: str, interrupt: Inte
     while not done():
         interrupt()
         if time.monotonic() >= ends_at_s:
-            raise WeightsError(f"expected {what} within {deadline_s:g} s, found nothing: see weights.deadline_s")
+            raise WeightsError(f"timeout of {deadline_s:g} s while waiting for {what}: see weights.deadline_s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -1,7 +1,7 @@
 """Every guard and alert by its fault: one real run with a hurried Prometheus.
 
 Faults come from outside (signals, limits, a broken scorer) or the API; each test leaves a run that trains. A minute
-of the rules lasts two steps. Each guard also raises PenstockGuardActive. docs/operations.md lists the faults.
+of the rules lasts two steps. Each guard also raises PenstockGuardActive.
 """
 
 import asyncio

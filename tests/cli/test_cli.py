@@ -179,7 +179,7 @@ def test_a_refusal_is_told_in_its_own_words(coordinator: Coordinator) -> None:
 def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
     missing = penstock("status", "--run", str(tmp_path / "none"))
     dead = penstock("pause", "--url", "http://127.0.0.1:1")
-    for shown, piece in ((missing, "found no coordinator.json there"), (dead, "found none that answers")):
+    for shown, piece in ((missing, "coordinator.json is missing there"), (dead, "no coordinator answers")):
         assert shown.returncode == 1
         assert piece in shown.stderr
         assert len(shown.stderr.splitlines()) == 1
@@ -273,12 +273,12 @@ BAD = {
     "group of one": (["--sampling.group_size", "1"], "change sampling.group_size"),
     "impossible max_lag": (["--algorithm.max_lag", "-1"], "change algorithm.max_lag"),
     "too large max_lag": (["--algorithm.max_lag", "99999999"], "lower algorithm.max_lag"),
-    "no model": (["--policy.model", "no/such/model"], "at 'no/such/model', found none: change policy.model"),
+    "no model": (["--policy.model", "no/such/model"], "at 'no/such/model': change policy.model"),
     "no hub model offline": (
         ["--policy.model", "some/model"],
-        "found no folder 'some/model' and no hub (HF_HUB_OFFLINE is set): change policy.model",
+        "there is no folder 'some/model', and the hub cannot be reached (HF_HUB_OFFLINE is set): change policy.model",
     ),
-    "a folder without a model": (["--policy.model", "."], "expected config.json in the folder"),
+    "a folder without a model": (["--policy.model", "."], "has no config.json: change policy.model"),
     "no dataset": (["--data.path", "none.jsonl"], "none.jsonl: change data.path"),
     "empty dataset": (["--data.path", "empty.jsonl"], "empty: change data.path"),
     "no evaluation": (["--evaluation.path", "none.jsonl"], "change evaluation.path"),
@@ -330,8 +330,8 @@ def test_a_taken_port_is_a_sentence(
         ([], "found neither"),
         (["run.toml", "other.toml"], "expected one settings file"),
         (["run.toml", "--resume", "x"], "found both"),
-        (["none.toml"], "expected a settings file at none.toml, found none"),
-        (["--resume", "model"], "found no settings.toml"),
+        (["none.toml"], "no settings file at none.toml"),
+        (["--resume", "model"], "no settings.toml in"),
     ],
 )
 def test_no_or_two_settings_files_are_a_sentence(

@@ -148,7 +148,7 @@ def test_lag_counts_the_groups_that_left_as_stale() -> None:
     guard = GuardsSettings(steps=2, stale_share=0.5)
     assert guards.lag(steps(dropped_stale=[2.0, 2.0]), guard, 2) == "", "4 of 8 is not over a half"
     assert guards.lag(steps(dropped_stale=[3.0, 3.0]), guard, 2).startswith(
-        "60% of the groups of 2 steps left as stale"
+        "60% of the groups of 2 steps were dropped as stale"
     )
 
 

@@ -112,7 +112,7 @@ async def test_wrong_changes_are_refused_whole(http: httpx.AsyncClient) -> None:
         ),
         ({"algorithm__max_lag": 8, "sampling__group_size": 8}, "found 144"),
         ({"algorithm__max_lag": 999_999}, "expected at most 1,000,000 groups in flight"),
-        ({}, "expected at least one setting"),
+        ({}, "changes must name at least one setting"),
     ):
         assert words in (await change(http, '"0"', 422, **changes)).json()["detail"]
     assert (await http.get("/v1/run/settings")).json()["revision"] == 0

@@ -123,7 +123,7 @@ async def test_rewarded_programs_that_fail_the_suite_are_found_in_an_executor_of
 def test_what_cannot_be_audited_is_exit_code_2_and_one_sentence(tmp_path: Path) -> None:
     code, report, said = audit(tmp_path / "none")
     assert (code, report) == (2, {})
-    assert said.startswith("penstock audit-rewards: expected a run's folder or its settings file, found neither at ")
+    assert said.startswith("penstock audit-rewards: no run's folder or settings file at ")
 
 
 async def test_nothing_that_a_model_wrote_moves_the_cursor(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ async def test_a_bug_in_the_model_reaches_everybody_who_waits() -> None:
     async with batching(Broken(), batch_tokens=8, wait_s=0.01) as batcher:
         found = await asyncio.gather(*(batcher.run([Item(8)]) for _ in range(3)), return_exceptions=True)
         assert [str(error) for error in found] == [
-            "the model of scorer 'notes' cannot go on: RuntimeError('device-side assert')"
+            "the model of scorer 'notes' failed: RuntimeError('device-side assert')"
         ] * 3
         with pytest.raises(StateLost, match="device-side assert"):
             await batcher.run([Item(1)])

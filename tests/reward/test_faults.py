@@ -201,7 +201,7 @@ async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(bus: Bus,
     await bus.append(ROLLOUTS, {"id": "0", "data": wire.encode(group)})
     async with working(replica):
         await until(lambda: replica.worker.counts.retried == 1)  # the state that it caused may be over already
-        assert "stood still" in replica.worker.counts.last_error
+        assert "made no progress" in replica.worker.counts.last_error
         rewards, buried = await audit(bus, 1)
         assert replica.status.state == "working"
     assert (rewards, buried) == ({0: [1.0, 0.0]}, {})

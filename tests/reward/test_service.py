@@ -169,7 +169,7 @@ async def test_a_group_that_can_never_be_scored_is_buried_at_once_with_the_setti
     assert delivery.group_id == "4"
     ((_, fields),) = await raw(bus).xrange(bus.keys.of(ROLLOUTS.dead))
     assert fields[b"attempts"] == b"1"
-    assert fields[b"reason"].endswith(b"found none: change data.answer_field")
+    assert fields[b"reason"].endswith(b"it is empty: change data.answer_field")
 
 
 async def test_a_reward_that_is_no_finite_number_buries_its_group() -> None:
@@ -223,7 +223,7 @@ async def test_rollouts_of_the_run_and_of_its_evaluations_end_each_where_they_be
 
 
 def test_a_format_without_rules_is_a_sentence() -> None:
-    with pytest.raises(SettingsError, match="expected at least one rule for scorer 'format', found none"):
+    with pytest.raises(SettingsError, match="scorer 'format' has no rule"):
         make_scoring(Settings.model_validate({"reward": {"scorers": [{"kind": "format"}]}}), Status())
 
 

@@ -91,7 +91,7 @@ async def test_a_program_that_cannot_start_is_tried_again_with_the_next_question
     program = tmp_path / "program.py"
     pool = Processes([sys.executable, str(program)], 1, "stub")
     for _ in range(2):
-        with pytest.raises(TemporaryError, match="expected a process that is ready within 60 s"):
+        with pytest.raises(TemporaryError, match="a process was not ready within 60 s"):
             await pool.ask({"do": "answer", "seen": str(tmp_path / "seen")}, LONG_S)
     program.write_text(PROGRAM)
     assert "pid" in await pool.ask({"do": "answer", "seen": str(tmp_path / "seen")}, LONG_S)

@@ -238,7 +238,7 @@ async def test_torn_weights_that_no_source_makes_whole_stop_the_process(bus: Bus
         await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
         with pytest.raises(ExceptionGroup) as caught:
             await asyncio.wait_for(one.task, PATIENCE_S)
-        assert caught.group_contains(EngineDied, match="found none: trainer .* in the middle")
+        assert caught.group_contains(EngineDied, match="no source gave whole weights: trainer .* in the middle")
         await one.end()
 
 

@@ -184,7 +184,7 @@ async def test_a_prompt_waits_for_the_version_that_it_asks_for(
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        ({"text": None}, "expected a text in train.jsonl:8, found none"),
+        ({"text": None}, "there is no text in train.jsonl:8"),
         (
             {"sampling": Sampling(samples=0, max_new_tokens=4, temperature=1.0)},
             "samples: expected a whole number from 1 to 65536, found 0",
@@ -306,7 +306,7 @@ async def test_a_waiter_is_sent_away_only_while_pulls_keep_failing(bus: Bus, tmp
     waiting = asyncio.ensure_future(follower.wait_for(PolicyVersion(1)))
     following = asyncio.ensure_future(follower.run())
     await announce_at(bus, tmp_path / "absent", 1, "0" * 64)
-    with pytest.raises(NotHere, match="expected to pull policy version 1, found failures"):
+    with pytest.raises(NotHere, match="could not pull policy version 1"):
         await asyncio.wait_for(waiting, PATIENCE_S)
     assert follower.gave_up
     await announce(bus, tmp_path, 2)
@@ -357,7 +357,7 @@ async def test_a_process_without_a_model_ends_with_one_sentence_and_code_2(tmp_p
     _, errors = await asyncio.wait_for(process.communicate(), 180)
     assert process.returncode == 2
     assert errors.decode().splitlines() == [
-        "penstock rollout: expected a folder in Hugging Face form at '/no/such/folder', found none: change policy.model"
+        "penstock rollout: no folder in Hugging Face form at '/no/such/folder': change policy.model"
     ]
 
 
@@ -509,8 +509,8 @@ def test_a_groups_seed_is_its_own_and_the_same_at_every_delivery() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"group_id": 9}, "expected a group that was admitted, one of the first 9, found group 9"),
-        ({"min_version": 5}, "expected a policy version up to 4, the newest, found a prompt that waits for 5"),
+        ({"group_id": 9}, "group 9 was not admitted: only the first 9 were"),
+        ({"min_version": 5}, "the prompt waits for version 5, but the newest is 4"),
         ({"purpose": Purpose.EVALUATE}, "expected a prompt to train on this stream, found one to evaluate"),
         ({"sampling": Sampling(samples=1025, max_new_tokens=4, temperature=1.0)}, "expected at most 1024 samples"),
     ],

@@ -46,11 +46,11 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ('[rollout]\nnodes = 2\nnode = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', "rollout.node < 2 with rollout.nodes = 2, found 'a:1', s and 2"),
         ('[rollout]\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 3', "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs on each host, found 3"),
         ('[rollout]\nengine = "transformers"\nnodes = 2\nrendezvous = "a:1"\nsecret_file = "s"\nvllm.tensor_parallel_size = 2', 'expected rollout.nodes = 1 with the engine "transformers", found 2'),
-        ("[run", "expected TOML in"),
-        ('[guards]\noff = ["kl"]', "expected 'kl' in guards.pause or in guards.off, found it in both"),
+        ("[run", "is not TOML: "),
+        ('[guards]\noff = ["kl"]', "expected 'kl' in guards.pause or in guards.off, but it is in both"),
         ('[evaluation]\npath = "a.jsonl"\nsamples = { aime = 4 }', "expected the name of a set in evaluation.samples, found 'aime'; evaluation.path has heldout"),
         ('[evaluation]\npath = { aime = "a.jsonl" }\nsamples = 4', 'expected a temperature above 0 for 4 samples of each problem in the set "aime"'),
-        ('[evaluation.gate]\naction = "tell"', 'expected a held-out set with evaluation.gate.action = "tell", found none: set evaluation.path'),
+        ('[evaluation.gate]\naction = "tell"', 'expected a held-out set with evaluation.gate.action = "tell", but there is none: set evaluation.path'),
         ('[[reward.scorers]]\nkind = "answer"\nextract = "choices"', "extract: expected string should match pattern"),
         ("[rollout.vllm]\nmax_model_length = 4", "rollout.vllm.max_model_length: expected a known setting, found 'max_model_length'; did you mean 'max_model_len'?"),
         ("[rollout.vllm]\ngpu_memory_utilization = 1.5", "rollout.vllm.gpu_memory_utilization: expected less than or equal to 1, found 1.5: change rollout.vllm.gpu_memory_utilization"),
@@ -95,7 +95,7 @@ def test_what_only_vllm_does_is_not_refused_before_the_engine_is_known(tmp_path:
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"expected a settings file at .*none\.toml, found none"):
+    with pytest.raises(SettingsError, match=r"no settings file at .*none\.toml"):
         load(tmp_path / "none.toml")
 
 

@@ -203,9 +203,9 @@ async def ready(bus: Bus, tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClie
 @pytest.mark.parametrize(
     ("version", "status", "words"),
     [
-        (9, 404, "found no version 9; there are versions up to 4"),
-        (4, 409, "version 4 is the newest: there is nothing to go back from; go back to one of 2"),
-        (3, 409, "found none of version 3; go back to one of 2"),
+        (9, 404, "this run has no policy version 9; it has versions up to 4"),
+        (4, 409, "version 4 is the newest: roll back to an earlier one; roll back to one of 2"),
+        (3, 409, "version 3 has no checkpoint; roll back to one of 2"),
     ],
 )
 async def test_a_rollback_that_cannot_be_changes_nothing_and_says_where_one_can_go(
@@ -231,7 +231,7 @@ async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
     assert again.json()["id"] == first.json()["id"]
     other = await http.post("/v1/policies/1/rollback")
     assert other.status_code == 409
-    assert "found one to version 2 (loading)" in other.json()["detail"]
+    assert "a rollback to version 2 is in progress (loading)" in other.json()["detail"]
     resumed = await http.post("/v1/run/resume")
     assert resumed.status_code == 409
     assert "rollback to version 2 under way (loading)" in resumed.json()["detail"]
@@ -244,7 +244,7 @@ async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
     assert (operation["state"], operation["result"]) == ("succeeded", {"version": 5, "revoked": 2, "undone": 4})
     revoked = await http.post("/v1/policies/4/rollback")
     assert revoked.status_code == 409
-    assert "version 4 is: a rollback left its branch; go back to one of 1, 2" in revoked.json()["detail"]
+    assert "version 4 is revoked: a rollback left its branch; roll back to one of 1, 2" in revoked.json()["detail"]
     second = await http.post("/v1/policies/1/rollback")
     assert second.status_code == 202
     assert await Ledger(bus).revoked() == {2, 3, 4, 5}
@@ -327,11 +327,13 @@ async def test_a_checkpoint_that_cannot_be_loaded_ends_the_rollback_and_may_be_g
     operation = (await http.get("/v1/operations/1")).json()
     assert operation["state"] == "failed"
     assert operation["detail"].startswith(
-        "expected the checkpoint /checkpoints/step-000002 to load, found that the trainer ended 3 times in it: it is larger than"
+        "the trainer ended 3 times while it loaded the checkpoint /checkpoints/step-000002: it is larger than"
     )
     status = await Ledger(bus).status()
     assert status.state is RunState.PAUSED
-    assert status.reason.startswith("rollback to version 2 failed: expected the checkpoint /checkpoints/step-000002")
+    assert status.reason.startswith(
+        "rollback to version 2 failed: the trainer ended 3 times while it loaded the checkpoint /checkpoints/step-000002"
+    )
     refused = await http.post("/v1/run/resume")
     assert refused.status_code == 409
     assert (

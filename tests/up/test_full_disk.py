@@ -42,9 +42,7 @@ async def test_the_table_of_processes_is_written_as_soon_as_there_is_room_and_bo
         table.write("second" * 1000)
         assert len(said) == 1
     assert said[0].startswith(f"cannot write up.json in {disk.folder} (")
-    assert said[0].endswith(
-        "free space there, or move run.folder; it is tried again each second, and the run continues"
-    )
+    assert said[0].endswith("free space there, or move run.folder; the run retries each second and then continues")
     trying = asyncio.create_task(table.run())
     await until(lambda: (disk.folder / "up.json").exists())
     trying.cancel()
@@ -116,8 +114,8 @@ def test_a_start_that_finds_no_room_is_a_sentence_with_the_setting(
         code = main(["up", str(config), *flags])
     said = capsys.readouterr().err
     assert code == 2
-    assert said.startswith(f"penstock up: expected room for a run in {disk.folder}")
-    assert said.endswith("free space there, or change run.folder\n")
+    assert said.startswith(f"penstock up: could not write a run in {disk.folder}")
+    assert said.endswith("free disk space there, or change run.folder\n")
 
 
 async def test_a_server_that_cannot_write_its_data_is_waited_for_and_not_taken_for_a_bug(bus: Bus) -> None:
@@ -144,5 +142,5 @@ def test_room_that_runs_out_is_said_once_and_once_when_it_is_back(tmp_path: Path
     room = Room(tmp_path, said.append, lambda folder: free.pop(0))
     for _ in range(6):
         room.look()
-    assert [text.split(":")[0] for text in said] == ["no room", "room again"]
-    assert "free space there (or move run.folder), and it continues by itself" in said[0]
+    assert [text.split(":")[0] for text in said] == ["no room", "disk space again"]
+    assert "free disk space there (or move run.folder), and it continues automatically" in said[0]

@@ -175,7 +175,7 @@ async def test_a_message_that_nobody_can_read_raises_the_alert_of_dead_letters(r
 
 def test_without_prometheus_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SettingsError, match="expected a program named prometheus for --prometheus, found none on PATH"):
+    with pytest.raises(SettingsError, match="--prometheus needs the program prometheus on PATH"):
         prometheus.find_program()
 
 

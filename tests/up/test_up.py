@@ -432,14 +432,14 @@ async def test_a_resume_that_fails_leaves_the_settings_as_they_were_and_one_that
     up.start("resume", "--resume", str(up.run_folder), "--run.steps", "77")
     code, output = up.wait()
     assert code == 2
-    assert "settings.toml keeps what it said: the changes of this resume did not come into effect" in output
+    assert "settings.toml keeps its old content: the changes of this resume did not come into effect" in output
     assert settings.read_bytes() == before
 
     up.script("rollout-0")
     up.start("resume", "--resume", str(up.run_folder), "--run.steps", "77")
     await until(lambda: b"steps = 77\n" in settings.read_bytes())
     up.signal(signal.SIGTERM)
-    assert "keeps what it said" not in up.wait()[1]
+    assert "keeps its old content" not in up.wait()[1]
     assert not (up.run_folder / "settings.next.toml").exists()
 
 
@@ -474,7 +474,7 @@ async def test_one_up_holds_a_run_at_a_time(up: Up) -> None:
     await until(lambda: up.pid("rollout-0"))
     other = python("-m", "services.cli", "up", "--resume", str(up.run_folder))
     assert other.returncode == 2
-    assert "found another `penstock up` on" in other.stderr
+    assert "another `penstock up` runs" in other.stderr
     up.signal(signal.SIGTERM)
     up.wait()
 

@@ -40,8 +40,9 @@ class Shortage:
         """Report that admission waits."""
         used, most = await self._bus.memory_bytes()
         sentence = (
-            f"admission waits for memory: the bus uses {used / 1e6:.1f} MB of its maxmemory of {most / 1e6:.1f} MB; it goes on by itself "
-            f"under {_ROOM:.0%}: raise maxmemory, or lower algorithm.max_lag or trainer.checkpoint_every_steps"
+            f"admission waits for memory: the bus uses {used / 1e6:.1f} MB of its maxmemory of {most / 1e6:.1f} MB; "
+            f"it continues below "
+            f"{_ROOM:.0%}: raise maxmemory, or lower algorithm.max_lag or trainer.checkpoint_every_steps"
         )
         self._active = True
         BUS_FULL.set(1)
@@ -63,5 +64,5 @@ class Shortage:
         self._active = False
         BUS_FULL.set(0)
         await self._ledger.set_bus_full("")
-        await tell(self._bus, SOURCE, "bus has room", f"the bus uses {used / 1e6:.1f} MB: admission goes on")
+        await tell(self._bus, SOURCE, "bus has room", f"the bus uses {used / 1e6:.1f} MB: admission continues")
         return True

@@ -141,18 +141,18 @@ def load(
             problems.append(problem)
         except BadRow as error:
             bad.append(f"{source}: {error}")
-            log.warning("bad row passed over", extra={"row": source, "reason": str(error)})
+            log.warning("bad row skipped", extra={"row": source, "reason": str(error)})
             if len(bad) > max(data.max_bad_rows, _SHOWN - 1):
                 break
     if len(bad) > data.max_bad_rows:
         raise SettingsError(_too_many(path, bad, data.max_bad_rows, setting))
     if not problems and bad:
         raise SettingsError(
-            f"expected at least one row of {path} that can be used, found {len(bad)} bad ones: correct them, or change "
+            f"expected at least one usable row in {path}, found {len(bad)} bad ones: correct them, or change "
             f"{setting} or the columns in [data]. The first:\n  " + "\n  ".join(bad[:_SHOWN])
         )
     if not problems:
-        raise SettingsError(f"expected at least one row in {path}, found none: change {setting}")
+        raise SettingsError(f"expected at least one row in {path}, but it has no rows: change {setting}")
     return Dataset(tuple(problems), len(bad))
 
 
@@ -178,7 +178,7 @@ def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence
         problem = Problem(source, text, messages, answer, extra, _scorers(row, data.scorers_field, scorers))
         wire.encode(problem.prompt(0, _PROBE))
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
-        raise BadRow(f"expected values that a message can carry, found {error}") from error
+        raise BadRow(f"a value cannot be put into a message: {error}") from error
     return problem
 
 
@@ -187,7 +187,7 @@ def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None
         value = row.get(field)
         if isinstance(value, str) and field == data.prompt_field:
             if not value:
-                raise BadRow(f"expected text in {field!r}, found none")
+                raise BadRow(f"expected text in {field!r}, found an empty one")
             return value, None
         if value is not None:
             return None, tuple(_turns(value, field))
@@ -207,7 +207,8 @@ def _turns(value: object, field: str) -> Iterator[ChatMessage]:
         yield ChatMessage(role, content)
     if last.lower() in _ANSWERING:
         raise BadRow(
-            f"expected messages that end with what the policy is asked, found {last!r} as the last role in {field!r}: its text "
+            f"expected messages that end with the question to the policy, found {last!r} as the last role in "
+            f"{field!r}: its text "
             "would be shown to the policy; move the reference answer to the answer's column (data.answer_field), and give a "
             "prefilled answer as finished text in the prompt's column (data.prompt_field)"
         )
@@ -226,7 +227,8 @@ def _check_answer(problem: Problem, field: str, comparing: Collection[str]) -> N
     applying = [name for name in comparing if not problem.scorers or name in problem.scorers]
     if applying and not (problem.answer or "").strip():
         raise BadRow(
-            f"expected a reference answer in {field!r} for scorer {applying[0]!r}, found none: add it, or change data.answer_field"
+            f"expected a reference answer in {field!r} for scorer {applying[0]!r}, but it is empty: add it, or change "
+            f"data.answer_field"
         )
 
 

@@ -30,7 +30,7 @@ def read(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
         SettingsError: unreadable or of unknown format; names ``setting``.
     """
     if not path.exists():
-        raise SettingsError(f"expected a dataset at {path}, found nothing: change {setting}")
+        raise SettingsError(f"no dataset at {path}: change {setting}")
     try:
         if path.is_dir():
             yield from _saved(path, setting)
@@ -43,7 +43,7 @@ def read(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
                 f"expected .jsonl, .parquet, or a folder of a Hugging Face dataset, found {path}: change {setting}"
             )
     except OSError as error:
-        raise SettingsError(f"expected a readable dataset at {path}, found: {error}: change {setting}") from error
+        raise SettingsError(f"could not read the dataset at {path}: {error}: change {setting}") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
@@ -60,7 +60,7 @@ def _line(content: bytes) -> DatasetRow:
     except UnicodeDecodeError as error:
         return BadRow(f"expected UTF-8, found {error.reason} at byte {error.start + 1}")
     except (ValueError, RecursionError) as error:
-        return BadRow(f"expected a JSON object, found no JSON ({error})")
+        return BadRow(f"expected a JSON object, but this is not JSON ({error})")
     if not isinstance(value, dict):
         return BadRow(f"expected a JSON object, found {type(value).__name__}")
     return value
@@ -72,8 +72,7 @@ def _parquet(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise SettingsError(
-            f"expected the package pyarrow to read {path}, found none: pip install 'penstock[coordinator]', "
-            f"or change {setting}"
+            f"reading {path} needs the package pyarrow: pip install 'penstock[coordinator]', or change {setting}"
         ) from error
     try:
         number = 0
@@ -83,7 +82,7 @@ def _parquet(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
                     number += 1
                     yield f"{path.name}:{number}", row
     except arrow.ArrowException as error:
-        raise SettingsError(f"expected a Parquet file at {path}, found: {error}: change {setting}") from error
+        raise SettingsError(f"could not read {path} as a Parquet file: {error}: change {setting}") from error
 
 
 def _saved(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
@@ -108,14 +107,14 @@ def _load_saved(path: Path, setting: str) -> Any:
         import datasets
     except ImportError as error:
         raise SettingsError(
-            f"expected the package datasets to read the folder {path}, found none: pip install 'penstock[datasets]', "
+            f"reading the folder {path} needs the package datasets: pip install 'penstock[datasets]', "
             f"or change {setting} to a .jsonl or .parquet file"
         ) from error
     try:
         return datasets.load_from_disk(str(path))
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(
-            f"expected a Hugging Face dataset saved to disk at {path}, found: {error}: change {setting}"
+            f"could not read {path} as a Hugging Face dataset saved to disk: {error}: change {setting}"
         ) from error
 
 

@@ -32,14 +32,14 @@ from services.coordinator.schemas.run import Health, ProblemDetails, Readiness
 from shared.process.service import readiness
 
 _PROBLEM_ANSWER = {
-    "description": "An error, in a sentence.",
+    "description": "An error.",
     "content": {PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
 }
 _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "Repeat a request under the same key, a UUID say, and it is done once.",
+    "description": "Requests repeated with the same key, such as a UUID, take effect once.",
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
@@ -56,7 +56,7 @@ def make_routes(parts: Parts) -> FastAPI:
     """Return the routes without middleware."""
     app = FastAPI(
         title="Penstock coordinator",
-        summary="Look at a run, steer it, and read the history of its policy.",
+        summary="Observe and control a run and its policy versions.",
         version="1",
         docs_url=None,  # the default page loads external scripts
         redoc_url=None,
@@ -83,8 +83,8 @@ def _health_routes(parts: Parts) -> APIRouter:
     @router.get(
         "/readyz",
         operation_id="getReadiness",
-        summary="The coordinator does its work; 503 when not",
-        responses={503: {"model": Readiness, "description": "It does not; `checks` say why."}},
+        summary="The coordinator works; otherwise 503",
+        responses={503: {"model": Readiness, "description": "It does not work; `checks` give the reasons."}},
     )
     async def readyz(response: Response) -> Readiness:
         answer = Readiness.model_validate(readiness(parts.status, parts.bus.available))

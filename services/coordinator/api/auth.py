@@ -93,12 +93,12 @@ def open_access(settings: CoordinatorSettings) -> Access:
     if settings.token_file is None:
         if not is_loopback(settings.host):
             raise SettingsError(
-                f"expected a bearer token for the HTTP API on {settings.host}, which others can reach, found none: "
+                f"the HTTP API on {settings.host}, which other machines can reach, needs a bearer token: "
                 "set coordinator.token_file, or coordinator.host to a loopback address"
             )
         if settings.read_token_file is not None:
             raise SettingsError(
-                "expected coordinator.token_file beside coordinator.read_token_file, found none: set both or neither"
+                "coordinator.read_token_file is set without coordinator.token_file: set both or neither"
             )
         return Access()
     operate = read_secret(settings.token_file, "coordinator.token_file", "token")
@@ -107,6 +107,7 @@ def open_access(settings: CoordinatorSettings) -> Access:
         read = read_secret(settings.read_token_file, "coordinator.read_token_file", "token")
     if operate == read:
         raise SettingsError(
-            "expected different tokens to operate and to read, found the same twice: change coordinator.read_token_file"
+            "expected different tokens to operate and to read, but both are the same: change "
+            "coordinator.read_token_file"
         )
     return Access(operate, read)

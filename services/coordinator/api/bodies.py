@@ -75,5 +75,5 @@ class Bodies:
             raise BodyRefused(413, f"expected a body of at most {self._bounds.each_bytes} bytes, found more")
         if self._held_bytes > self._bounds.total_bytes:
             detail = f"expected at most {self._bounds.total_bytes} bytes in the bodies of all requests together"
-            raise BodyRefused(503, f"{detail}, and there are more now: try again")
+            raise BodyRefused(503, f"{detail}, and the limit is reached: try again")
         return bool(message.get("more_body", False))

@@ -63,7 +63,7 @@ class _Refused(Exception):
 _LINGER_S = 1.0
 """Seconds to drain a refused connection: closing at once could lose the answer."""
 _TOO_MANY: Final = (
-    "expected at most {} connections, {} from one address; there are as many now: close some, or try again"
+    "expected at most {} connections, {} from one address; the limit is reached: close some, or try again"
 )
 
 
@@ -135,7 +135,7 @@ class _Bounded(HttpToolsProtocol):
         if self.headers is not None and size > self._all.bounds.head_bytes:
             self._refuse(431, self._too_large())
         else:
-            self._refuse(400, "expected an HTTP/1.1 request, and could not read this one")
+            self._refuse(400, "could not read this request as HTTP/1.1")
 
     def _too_large(self) -> str:
         return f"expected a request line and headers of at most {self._all.bounds.head_bytes} bytes: send fewer or shorter ones"

@@ -26,7 +26,7 @@ from shared.process.telemetry import Status
 R = TypeVar("R")
 T = TypeVar("T")
 
-Limit = Annotated[int, Query(ge=1, le=500, description="At most so many items.")]
+Limit = Annotated[int, Query(ge=1, le=500, description="Maximum number of items.")]
 EntryCursor = Annotated[
     str | None, Query(pattern=r"^[1-9][0-9]{0,14}-[0-9]{1,15}$", description="`next` of the page before.")
 ]

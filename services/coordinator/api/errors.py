@@ -85,9 +85,9 @@ async def _bus_away(request: Request, error: Exception) -> JSONResponse:
 
 def bus_away() -> JSONResponse:
     """Return the answer without a bus."""
-    return problem(503, f"expected the bus to answer within {ANSWER_WITHIN_S:.0f} s, found that it does not: try again")
+    return problem(503, f"the bus did not answer within {ANSWER_WITHIN_S:.0f} s: try again")
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
     log.error("request failed", exc_info=error, extra={"path": request.url.path})
-    return problem(500, "expected to answer, found a bug: see the coordinator's log")
+    return problem(500, "internal error: see the coordinator's log")

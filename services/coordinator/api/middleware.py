@@ -125,7 +125,7 @@ class Conventions:
             return problem(403, f"expected a request of this origin, found {origin}")
         offered = page or ("text/event-stream" if path == STREAM_PATH else "application/json")
         if not accepts(headers.get("accept", "*/*"), offered):
-            return problem(406, f"expected to answer {offered}, found Accept: {headers['accept']}")
+            return problem(406, f"this path answers {offered}, which does not match Accept: {headers['accept']}")
         return None
 
     def _host_refusal(self, path: str, hosts: list[str]) -> Response | None:
@@ -133,7 +133,7 @@ class Conventions:
         if not hosts and path in OPEN_PATHS:
             return None
         if len(hosts) != 1:
-            return problem(400, f"expected one Host header in a request, and it has {len(hosts)}: send one")
+            return problem(400, f"expected one Host header, found {len(hosts)}: send one")
         if not self._access.admits(hosts):
             detail = f"expected a loopback address or localhost as Host without a token, found {hosts[0]!r}"
             return problem(421, f"{detail}: set coordinator.token_file to serve other names")
@@ -148,7 +148,7 @@ class Conventions:
 
     async def _once(self, key: str, body: bytes, scope: Scope, receive: Receive, send: "_Answering") -> None:
         if _IDEMPOTENCY_KEY.fullmatch(key) is None:
-            refusal = problem(422, "expected 1 to 255 printable characters as Idempotency-Key, found others")
+            refusal = problem(422, "expected an Idempotency-Key of 1 to 255 printable characters")
             await refusal(scope, receive, send)
             return
         request = f"{scope['method']} {scope['path']}\n".encode()
@@ -176,9 +176,9 @@ class Conventions:
             return None
         kept: dict[str, Any] = json.loads(text) if text else {"mark": mark}
         if kept["mark"] != mark:
-            return problem(422, "expected the request that this Idempotency-Key was first used for, found another body")
+            return problem(422, "this Idempotency-Key was first used with another request body: use a new key")
         if "status" not in kept:
-            return problem(409, "expected a request that is not under way, found one of this Idempotency-Key: wait")
+            return problem(409, "a request with this Idempotency-Key is in progress: wait")
         return Response(kept["body"].encode(), kept["status"], {**kept["headers"], "Idempotency-Replayed": "true"})
 
     async def _keep(self, name: str, mark: str, copy: "_Copy") -> None:

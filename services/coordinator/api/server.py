@@ -53,7 +53,7 @@ class Server:
         except OSError as error:
             self._socket.close()
             raise SettingsError(
-                f"expected a free port for the HTTP API, found {host}:{port} not to be had ({error.strerror}): "
+                f"the HTTP API cannot listen on {host}:{port} ({error.strerror}): "
                 "change coordinator.port (0: any free one) or coordinator.host"
             ) from error
         shown = f"[{host}]" if family is socket.AF_INET6 else host.replace("0.0.0.0", "127.0.0.1")  # noqa: S104

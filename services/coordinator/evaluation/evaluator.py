@@ -168,10 +168,10 @@ class Evaluator:
     async def _keep(self, description: Description, result: Experience) -> None:
         prompt = result.group.prompt
         if result.group.versions != {description.version}:  # its replica's time to keep the version ran out
-            log.warning("answer of another version left out", extra={"problem": prompt.problem})
+            log.warning("answer of another version ignored", extra={"problem": prompt.problem})
             return
         if prompt.group_id >= description.problems:
-            log.warning("answer to a problem that was not asked left out", extra={"problem": prompt.problem})
+            log.warning("answer to an unknown problem ignored", extra={"problem": prompt.problem})
             return
         above = description.set_of(prompt.group_id).correct_above
         correct = sum(float(reward) > above for reward in result.rewards)

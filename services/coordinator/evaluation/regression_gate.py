@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 GATE_FALLS = Counter(
     "penstock_coordinator_evaluation_gate_falls_total",
-    "Versions whose accuracy fell, by what was done: tell, rollback, pause.",
+    "Versions whose accuracy fell, by action: tell, rollback, pause.",
     ["action"],
 )
 PASSED, FELL = "passed", "fell"

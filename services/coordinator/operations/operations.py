@@ -113,7 +113,9 @@ class Operations:
         handler = self._handlers.get(operation.kind)
         try:
             if handler is None:
-                outcome = OperationOutcome(OperationState.FAILED, f"this version knows no operation {operation.kind!r}")
+                outcome = OperationOutcome(
+                    OperationState.FAILED, f"this version of Penstock does not know the operation {operation.kind!r}"
+                )
             else:
                 outcome = await handler(operation, report)
         except Exception as error:

@@ -42,18 +42,18 @@ class Exporting:
         """Raise Misfit if a version cannot be exported."""
         if adapter and not self._has_adapter:
             raise StateConflict(
-                "expected a run with policy.lora.rank > 0 for an adapter, found whole weights: leave adapter out"
+                "this run trains whole weights and has no adapter (policy.lora.rank = 0): leave adapter out"
             )
         revoked, checkpoints = await asyncio.gather(self._ledger.revoked(), self._ledger.checkpoints())
         if record.version in revoked:
-            raise StateConflict(f"expected a version that was not revoked, found version {record.version} revoked")
+            raise StateConflict(f"version {record.version} was revoked")
         initial = record.version == 0 and not adapter
         if record.version not in checkpoints and not record.location and not initial:
             usable = sorted({*(checkpoints.keys() - revoked), *([] if adapter else [PolicyVersion(0)])})
             known = ", ".join(map(str, usable)) or "none yet"
             raise StateConflict(
-                f"expected a version with a checkpoint, found none of version {record.version}; there are {known} "
-                "(trainer.checkpoint_every_steps and trainer.keep_last say how many)"
+                f"version {record.version} has no checkpoint; there are {known} "
+                "(trainer.checkpoint_every_steps and trainer.keep_last set how many)"
             )
 
     async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
@@ -83,8 +83,8 @@ class Exporting:
             )
         if alone_s > self._patience_s:
             detail = (
-                f"expected a trainer to make it, found none for {self._patience_s:.0f} s: start it, or where the run's "
-                "folder is, `penstock export --here`"
+                f"no trainer took the export for {self._patience_s:.0f} s: start one, or run on a machine with the "
+                "run's folder: `penstock export --here`"
             )
             return OperationOutcome(OperationState.FAILED, detail)
         return None
@@ -105,7 +105,7 @@ def _ended(order: ExportRequest, answer: ExportResult) -> OperationOutcome:
         "folder": answer.folder,
         "adapter": order.adapter,
     }
-    return OperationOutcome(OperationState.SUCCEEDED, f"it lies in {answer.folder}: {answer.detail}", result)
+    return OperationOutcome(OperationState.SUCCEEDED, f"it is in {answer.folder}: {answer.detail}", result)
 
 
 def _phase(order: ExportRequest | None) -> tuple[str, str]:

@@ -77,9 +77,7 @@ class Promotion:
     async def _check(self, record: PolicyRecord) -> None:
         known = await self._ledger.policy(record.version)
         if known is None or (known.manifest_digest, known.step) != (record.manifest_digest, record.step):
-            raise MessageError(
-                f"expected a version that the ledger knows, found {record.version} of step {record.step}"
-            )
+            raise MessageError(f"the ledger does not know version {record.version} of step {record.step}")
 
     async def _sources(self, record: PolicyRecord) -> dict[str, tuple[str, ...]]:
         if not record.source:

@@ -88,8 +88,8 @@ class Rollbacks:
                 if rollback.target == target:
                     return await self._operate(rollback)
                 raise StateConflict(
-                    f"expected no rollback under way, found one to version {rollback.target} ({rollback.stage.value}): "
-                    "wait until it is live"
+                    f"a rollback to version {rollback.target} is in progress ({rollback.stage.value}): wait until it "
+                    "is live"
                 )
             stranded = rollback is not None and rollback.strands
             answer = await self._begin(target, reason, again=stranded)
@@ -111,16 +111,14 @@ class Rollbacks:
         if record is None or status.newest_version is None:
             newest = max((record.version for record in records), default=None)
             known = "none yet" if newest is None else f"versions up to {newest}"
-            raise StateConflict(f"expected a policy version of this run, found no version {target}; there are {known}")
+            raise StateConflict(f"this run has no policy version {target}; it has {known}")
         if states.get(target) is PolicyState.REVOKED:
             raise StateConflict(
-                f"expected a version that is not revoked, found that version {target} is: a rollback left its branch; "
-                f"{_choices(checkpoints, states)}"
+                f"version {target} is revoked: a rollback left its branch; {_choices(checkpoints, states)}"
             )
         if target == status.tip and not again:
             raise StateConflict(
-                f"expected a version before the newest, found that version {target} is the newest: there is nothing to "
-                f"go back from; {_choices(checkpoints, states)}"
+                f"version {target} is the newest: roll back to an earlier one; {_choices(checkpoints, states)}"
             )
         return await begin_rollback(self._bus, self._ledger, status, records, record, reason)
 
@@ -128,11 +126,11 @@ class Rollbacks:
         states, checkpoints = await asyncio.gather(self._ledger.policy_states(), self._ledger.checkpoints())
         if answer == "no_checkpoint":
             return (
-                f"expected a version with a checkpoint, found none of version {target}; {_choices(checkpoints, states)} "
-                "(trainer.checkpoint_every_steps and trainer.keep_last say how many there are)"
+                f"version {target} has no checkpoint; {_choices(checkpoints, states)} "
+                "(trainer.checkpoint_every_steps and trainer.keep_last set how many there are)"
             )
         state = answer.partition(":")[2]
-        return f"expected a run that is running or paused, found it {state}: there is nothing to take back"
+        return f"expected a run that is running or paused, found it {state}"
 
     # ---------------------------------------------------------------- see it through
 
@@ -162,7 +160,7 @@ class Rollbacks:
                 return OperationOutcome(OperationState.FAILED, rollback.detail, result)
             await report(rollback.stage, rollback.detail)
             await asyncio.sleep(_POLL_S)
-        return OperationOutcome(OperationState.CANCELLED, "the bus knows nothing of it any more")
+        return OperationOutcome(OperationState.CANCELLED, "the bus no longer has it")
 
     async def keep_paused(self) -> None:
         """Leave the run paused after the current rollback."""
@@ -215,4 +213,4 @@ class Rollbacks:
 
 def _choices(checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState]) -> str:
     usable: Collection[PolicyVersion] = sorted(v for v in checkpoints if states.get(v) is not PolicyState.REVOKED)
-    return f"go back to one of {', '.join(map(str, usable))}" if usable else "no version has a checkpoint yet"
+    return f"roll back to one of {', '.join(map(str, usable))}" if usable else "no version has a checkpoint yet"

@@ -186,7 +186,7 @@ def _decoded(entries: list[Row], kind: type[wire.T]) -> Iterator[tuple[str, wire
         try:
             yield entry, wire.decode(fields.get(b"data", b""), kind)
         except MessageError as error:
-            log.warning("unreadable record passed over", extra={"entry": entry, "reason": str(error)})
+            log.warning("unreadable record skipped", extra={"entry": entry, "reason": str(error)})
 
 
 def _entry(lines: Lines) -> str:

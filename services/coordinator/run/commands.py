@@ -33,7 +33,7 @@ _OVER = {
 }
 ORDERS = {
     "start": SteeringCommand(
-        RunState.RUNNING, (RunState.CREATED,), {**_OVER, RunState.PAUSED: "the run is paused; POST /v1/run/resume"}
+        RunState.RUNNING, (RunState.CREATED,), {**_OVER, RunState.PAUSED: "the run is paused: POST /v1/run/resume"}
     ),
     "pause": SteeringCommand(
         RunState.PAUSED,
@@ -77,7 +77,7 @@ class Steering:
         reason = reason or f"{name} by HTTP"
         changed, state = await self._ledger.transition(order.to, reason, order.allowed)
         if not changed and state is not order.to:
-            raise StateConflict(f"expected a run that can {name}, found it {state.value}: {order.refusals[state]}")
+            raise StateConflict(f"cannot {name} a run that is {state.value}: {order.refusals[state]}")
         if changed:
             self._changed()
             await tell(self._bus, "api", f"run {order.to.value}", reason)
@@ -90,12 +90,12 @@ class Steering:
         rollback = await self._rollbacks.current() if command == "resume" else None
         if rollback is not None and rollback.stage not in OVER:
             raise StateConflict(
-                f"expected a run that can resume, found a rollback to version {rollback.target} under way "
+                f"cannot resume while a rollback to version {rollback.target} is in progress "
                 f"({rollback.stage.value}): wait until it is live"
             )
         if rollback is not None and rollback.strands:
             raise StateConflict(
-                f"expected a run with weights to go on from, found that the rollback to version {rollback.target} failed: roll back to "
+                f"cannot resume: the rollback to version {rollback.target} failed: roll back to "
                 "another version, or to this one again"
             )
 
@@ -123,7 +123,7 @@ class Steering:
             if not beats or beats[0].started_at_s > first_s:
                 return OperationOutcome(OperationState.SUCCEEDED, f"{replica} left")
             if (await cordons(self._bus)).get(replica) is not Word.DRAINING and beats[0].state != "stopping":
-                return OperationOutcome(OperationState.CANCELLED, f"{replica} was told to stay")
+                return OperationOutcome(OperationState.CANCELLED, f"{replica} was ordered to stay")
             held = int(beats[0].values.get("held", 0))
             await report("finishing", f"{replica} holds {held} groups")
             await asyncio.sleep(_LOOK_S)

@@ -41,10 +41,8 @@ from shared.settings.guards import GUARDS, Action, Guard, GuardsSettings
 
 log = logging.getLogger(__name__)
 
-ACTIVE = Gauge("penstock_coordinator_guard_active", "1 while a guard finds what it looks for, else 0.", ["guard"])
-TRIPS = Counter(
-    "penstock_coordinator_guard_trips_total", "How often a guard tripped, by what was done.", ["guard", "action"]
-)
+ACTIVE = Gauge("penstock_coordinator_guard_active", "1 while a guard's condition is true, else 0.", ["guard"])
+TRIPS = Counter("penstock_coordinator_guard_trips_total", "How often a guard tripped, by action.", ["guard", "action"])
 
 _EVERY_S = 1.0
 """A window of N seconds has N looks."""
@@ -91,7 +89,7 @@ def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
     share = stale / max(1.0, stale + groups_per_step * len(last))
     if len(last) < guards.steps or share <= guards.stale_share:
         return ""
-    return f"{share:.0%} of the groups of {guards.steps} steps left as stale, at most {guards.stale_share:.0%} expected"
+    return f"{share:.0%} of the groups of {guards.steps} steps were dropped as stale, at most {guards.stale_share:.0%} expected"
 
 
 def throughput(reports: Reports, guards: GuardsSettings) -> str:
@@ -123,8 +121,9 @@ def rollouts_starving(looks: Sequence[bool], window_s: int, share_limit: float) 
     if len(looks) < window_s or share <= share_limit:
         return ""
     return (
-        f"in {share:.0%} of the last {window_s} s no prompt was there for the replicas while groups waited for the trainer: "
-        "it is slower; give it more, or raise algorithm.max_lag"
+        f"in {share:.0%} of the last {window_s} s replicas had no prompts while groups waited for the trainer, which "
+        f"is "
+        "slower: give it more GPUs, or raise algorithm.max_lag"
     )
 
 
@@ -254,7 +253,7 @@ class Guards:
         }
         for name in [name for name in before if name not in wrong]:
             ACTIVE.labels(name).set(0)
-            await tell(self._bus, "guard", f"guard {name} over", "it is as it should be again", guard=name)
+            await tell(self._bus, "guard", f"guard {name} over", "back to normal", guard=name)
         for name in [name for name in wrong if name not in before]:  # the first finding is the pause reason
             await self._trip(name, *wrong[name])
         if active != before:  # last: the next leader treats these as handled

@@ -87,7 +87,7 @@ class Lease:
             with contextlib.suppress(asyncio.CancelledError):
                 await leading
         if not ended:
-            log.warning("leading no more", extra={"leader": self.leader})
+            log.warning("no longer leading", extra={"leader": self.leader})
         return ended
 
     async def _claim(self) -> None:

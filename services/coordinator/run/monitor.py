@@ -29,13 +29,13 @@ from shared.errors import MessageError
 from shared.process.telemetry import Status
 
 STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
-STREAM_PENDING = Gauge("penstock_coordinator_stream_pending", "Entries in a replica's hands.", ["stream"])
+STREAM_PENDING = Gauge("penstock_coordinator_stream_pending", "Entries that a replica holds.", ["stream"])
 STREAM_OLDEST_AGE = Gauge(
     "penstock_coordinator_stream_oldest_age_seconds", "How long the oldest entry has been in the stream.", ["stream"]
 )
 GROUPS_IN_FLIGHT = Gauge("penstock_coordinator_groups_in_flight", "Groups between admission and commit.")
-SLOTS = Gauge("penstock_coordinator_slots", "How many groups may be in flight.")
-RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the state that the run is in, else 0.", ["state"])
+SLOTS = Gauge("penstock_coordinator_slots", "Maximum number of groups in flight.")
+RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the run's current state, else 0.", ["state"])
 HEAD_VERSION = Gauge("penstock_coordinator_head_version", "The version that replicas serve; -1: none yet.")
 STEP = Gauge("penstock_coordinator_step", "Committed optimizer steps.")
 DEAD_LETTERS = Gauge("penstock_coordinator_dead_letters", "Entries among the dead letters.")

@@ -118,7 +118,7 @@ class ExecutorClient:
 
     def _gone(self, error: Exception) -> TemporaryError:
         return TemporaryError(
-            f"expected the code executor at {self.address}, found: {error or type(error).__name__}: "
+            f"could not reach the code executor at {self.address}: {error or type(error).__name__}: "
             "start it, or change reward.executor.address or secret_file"
         )
 

@@ -107,7 +107,7 @@ class Executor:
                 if not await run.end():
                     await zygotes.discard(zygote)
         except (ZygoteLost, OSError) as error:
-            log.warning("a program could not be run", extra={"reason": str(error)})
+            log.warning("a program could not run", extra={"reason": str(error)})
             return dataclasses.replace(self._failed(str(error)), wall_s=time.monotonic() - started_s)
 
     def _failed(self, detail: str) -> Execution:

@@ -186,7 +186,7 @@ def _ask(command: Sequence[str]) -> Any:
         return json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise SettingsError(
-            f"expected a Python at {command[0]}, found: {error}: change reward.executor.interpreter"
+            f"could not run a Python at {command[0]}: {error}: change reward.executor.interpreter"
         ) from error
 
 

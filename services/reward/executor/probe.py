@@ -37,7 +37,7 @@ async def start(
     interpreter = Interpreter.find(settings.interpreter)
     if "numpy" in profiles and not interpreter.numpy:
         raise SettingsError(
-            f"expected numpy in {interpreter.program}, found none: change reward.executor.interpreter, or profile in [[reward.scorers]]"
+            f"{interpreter.program} has no numpy: change reward.executor.interpreter, or profile in [[reward.scorers]]"
         )
     reasons: list[str] = []
     for tier in _ORDER if settings.isolation == "auto" else (settings.isolation,):
@@ -54,7 +54,7 @@ async def start(
             await executor.close()
             reasons.append(f"{tier}: {failure}")
     listed = "".join(f"\n  {reason}" for reason in dict.fromkeys(reasons))
-    raise SettingsError(f"expected isolation that holds on this host, found none:{listed}\n{_advice()}")
+    raise SettingsError(f"no isolation tier works on this host:{listed}\n{_advice()}")
 
 
 def slots(settings: ExecutorSettings) -> int:

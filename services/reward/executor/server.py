@@ -37,7 +37,8 @@ async def serve(executor: Executor, address: str, max_waiting: int, secret: byte
     """
     if not secret and not _is_local(address):
         raise SettingsError(
-            f"expected reward.executor.secret_file with an address that others can reach, found none with {address}: set it here and for "
+            f"other machines can reach the executor at {address}, which needs reward.executor.secret_file: set it "
+            f"here and for "
             "the reward service, or change reward.executor.address"
         )
     connections: set[asyncio.Task[None]] = set()
@@ -58,7 +59,8 @@ async def serve(executor: Executor, address: str, max_waiting: int, secret: byte
             log.debug("a connection was ended")
         except (PeerError, OSError, TimeoutError) as error:
             log.warning(
-                "a client was refused that does not know reward.executor.secret_file", extra={"reason": str(error)}
+                "refused a client that does not know the secret of reward.executor.secret_file",
+                extra={"reason": str(error)},
             )
         finally:
             strangers.leave(task)
@@ -90,7 +92,7 @@ async def _listen(accept: "asyncio.streams._ClientConnectedCallback", address: s
         return server, f"{host}:{server.sockets[0].getsockname()[1]}"
     except OSError as error:
         raise SettingsError(
-            f"expected to listen at {address}, found: {error.strerror or error}: change reward.executor.address"
+            f"could not listen at {address}: {error.strerror or error}: change reward.executor.address"
         ) from error
 
 

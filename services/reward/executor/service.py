@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 INFO = Gauge("penstock_executor_info", "1 for the tier in which programs run.", ["tier"])
 CONTAINED = Gauge(
-    "penstock_executor_contained", "1 while the newest check could not get out, else 0; NaN before the first."
+    "penstock_executor_contained", "1 while the newest escape attempt was contained, else 0; NaN before the first."
 )
 CONTAINED.set(math.nan)  # not yet checked
 DEFAULT_ADDRESS = "127.0.0.1:0"

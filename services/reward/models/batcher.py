@@ -147,7 +147,7 @@ class Batcher(Generic[Item, Result]):
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not results.done():
                 error = self._working.exception()
-                raise StateLost(f"the model of scorer {self._scorer!r} cannot go on: {error!r}") from error
+                raise StateLost(f"the model of scorer {self._scorer!r} failed: {error!r}") from error
             return await results
         finally:
             results.cancel()

@@ -107,7 +107,7 @@ class Classifier:
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PermanentError(
-                f"expected messages that fit the chat template {self._where} in {problem}, found others: {error}"
+                f"the chat template {self._where} cannot render the messages of {problem}: {error}"
             ) from error
         return token_ids
 
@@ -178,8 +178,7 @@ class Classifier:
             return opened()
         except unusable as error:
             raise SettingsError(
-                f"expected a {what} in {source!r}, found none that loads ({first_line(error)}): "
-                f"change {what} {self._where}"
+                f"could not load a {what} from {source!r} ({first_line(error)}): change {what} {self._where}"
             ) from error
 
     def _open_tokenizer(self) -> Any:

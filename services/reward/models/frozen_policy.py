@@ -70,7 +70,8 @@ class FrozenPolicy:
             )
         except (OSError, ValueError) as error:
             raise SettingsError(
-                f"expected a Hugging Face causal model in {policy.model!r}, found: {first_line(error)}: change policy.model"
+                f"could not load a Hugging Face causal model from {policy.model!r}: {first_line(error)}: change "
+                f"policy.model"
             ) from error
         settle_rope(model, settings.rollout.vllm.max_model_len)
         self._transform = logits_transform(model)

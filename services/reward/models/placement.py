@@ -57,7 +57,8 @@ def pick_device(device: str, setting: str) -> torch.device:
         torch.empty(1, device=torch_device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise SettingsError(
-            f"expected auto, cpu or a device of this machine, found {device!r} ({first_line(error)}): change {setting}"
+            f"expected auto, cpu or a device of this machine, but {device!r} cannot be used ({first_line(error)}): "
+            f"change {setting}"
         ) from error
     return torch_device
 

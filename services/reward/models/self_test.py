@@ -49,9 +49,7 @@ def choose_alone(
         alone = [compute([model_input])[0] for model_input in inputs]
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         first = next(iter(str(error).splitlines()), "")
-        raise SettingsError(
-            f"expected a model that runs, found that it raises {type(error).__name__}: {first}: change {what}"
-        ) from error
+        raise SettingsError(f"the model raises {type(error).__name__}: {first}: change {what}") from error
     apart, apart_alone = (_apart(outputs, expected, half=half) for outputs in (together, alone))
     limit = _HALF if half else _EXACT
     if apart <= limit:
@@ -64,7 +62,7 @@ def choose_alone(
     log.warning(
         "batches are not padded",
         extra={
-            "detail": f"outputs of a padded batch are {apart:.2g} apart from those of single inputs; inputs of {what} go one by one, which is slower"
+            "detail": f"outputs of a padded batch are {apart:.2g} apart from those of single inputs; inputs of {what} are run one at a time, which is slower"
         },
     )
     return True

@@ -98,9 +98,7 @@ def require_libraries(whose: str) -> None:
     """Check that the model libraries are installed. Raises SettingsError."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise SettingsError(
-            f"expected the package {missing[0]} for {whose}, found none: pip install 'penstock[reward-models]'"
-        )
+        raise SettingsError(f"{whose} needs the package {missing[0]}: pip install 'penstock[reward-models]'")
 
 
 def _open(scorer: ModelScorer, work: ModelWork) -> "Classifier":

@@ -60,7 +60,7 @@ class Result:
 
     def __post_init__(self) -> None:
         if self.status == ScoreStatus.UNAVAILABLE:
-            raise ValueError("expected value=None for what could not be scored, found the status 'unavailable'")
+            raise ValueError("expected value=None with the status 'unavailable'")
 
 
 def valued(scorer: str, status: ScoreStatus, value: float, detail: str = "") -> Score:

@@ -92,9 +92,7 @@ class _Place:
                 answer = await self._answer()
         except (OSError, TimeoutError, EOFError) as error:
             await self.empty()
-            raise TemporaryError(
-                f"expected a process that is ready within {START_WITHIN_S:.0f} s, found {error!r}"
-            ) from error
+            raise TemporaryError(f"a process was not ready within {START_WITHIN_S:.0f} s: {error!r}") from error
         except BaseException:
             self.kill()
             raise
@@ -214,14 +212,12 @@ class Processes:
                     self._replaced("overdue")
                     raise Overdue(f"no answer within {timeout_s:g} s")
                 await place.empty()
-            raise Crashed("two processes died of it")
+            raise Crashed("two processes died while they computed it")
 
     def _late(self, timeout_s: float) -> PenstockError:
         if not self._computes:
             return Overdue(f"no answer within {timeout_s:g} s")
-        return TemporaryError(
-            f"expected a process that computes, found one that stood still for {PATIENCE * timeout_s:g} s"
-        )
+        return TemporaryError(f"the process made no progress for {PATIENCE * timeout_s:g} s")
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[_Place]:

@@ -42,7 +42,7 @@ class CheckpointForm:
             model = outline(self._source, self._trusted)
         except (OSError, ValueError, ImportError) as error:
             raise WeightsError(
-                f"expected a causal language model that transformers can build in {self._source!r}, found: "
+                f"transformers cannot build a causal language model from {self._source!r}: "
                 f"{str(error).splitlines()[0]}: change policy.model"
             ) from error
         self._names = checkpoint_names(self._source)

@@ -74,11 +74,11 @@ class TokenizerCodec:
             token_ids: list[int] = self._tokenizer(prompt.text)["input_ids"]
             return token_ids
         if prompt.messages is None:
-            raise PermanentError(f"expected text or messages in {prompt.problem}, found neither")
+            raise PermanentError(f"expected text or messages in {prompt.problem}, found other content")
         if self._tokenizer.chat_template is None:
             raise PermanentError(
-                f"expected a text in {prompt.problem}, as this tokenizer has no chat template, found messages: "
-                "change data.prompt_field or policy.tokenizer"
+                f"expected a text in {prompt.problem}, as this tokenizer has no chat template, but found "
+                "messages: change data.prompt_field or policy.tokenizer"
             )
         return self._apply_template(prompt)
 
@@ -92,7 +92,7 @@ class TokenizerCodec:
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PermanentError(
-                f"expected messages that fit the chat template in {prompt.problem}, found others: {error}"
+                f"the chat template cannot render the messages of {prompt.problem}: {error}"
             ) from error
 
 
@@ -104,7 +104,7 @@ class CharacterCodec:
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return a prompt's character codes."""
         if not prompt.text:
-            raise PermanentError(f"expected a text in {prompt.problem}, found none")
+            raise PermanentError(f"there is no text in {prompt.problem}")
         return np.array([ord(character) for character in prompt.text], dtype=np.int32)
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:

@@ -170,7 +170,7 @@ class Candidates:
         return None
 
     async def _tell_damage(self, detail: str) -> None:
-        await tell(self._bus, "trainer", "stored checkpoint damaged", f"{detail}: the next older one is tried")
+        await tell(self._bus, "trainer", "stored checkpoint damaged", f"{detail}: trying the next older one")
 
     async def _ask(self, work: Callable[[], T]) -> T:
         failures = 0
@@ -180,7 +180,8 @@ class Candidates:
             except StoreError as error:
                 if error.denied:
                     raise SettingsError(
-                        f"{error}: the run's folder alone does not say where to go on; change trainer.store or the credentials "
+                        f"{error}: the run's folder alone does not say where to continue; change trainer.store or the "
+                        f"credentials "
                         "in the environment"
                     ) from error
                 failures += 1

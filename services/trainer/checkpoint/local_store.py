@@ -142,7 +142,7 @@ def damage(folder: Path, ending: str = "", signer: Signer = UNSIGNED) -> str:
         return f"{MARKER} is missing"
     marker = _marker(folder)
     if marker is None or (checkpoint := _decode(folder, marker)) is None:
-        return f"{MARKER} is not what was written"
+        return f"{MARKER} has changed"
     if reason := signer.refusal(marker):
         return reason
     if checkpoint.files and (unknown := _unknown_pickle(checkpoint)):
@@ -166,7 +166,7 @@ def _damage_of(folder: Path, file: CheckpointFile) -> str:
         if (nbytes := path.stat().st_size) != file.nbytes:
             return f"{file.name} has {nbytes:,} bytes instead of {file.nbytes:,}"
         if digest(path).sha256 != file.sha256:
-            return f"the content of {file.name} is not what was written"
+            return f"the content of {file.name} has changed"
         return pickles.refusal(path) if file.name.endswith(pickles.SUFFIX) else ""
     except FileNotFoundError:
         return f"{file.name} is missing"

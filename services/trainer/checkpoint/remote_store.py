@@ -130,9 +130,7 @@ class CheckpointStore:
         files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
         if other := set(checkpoint.files) - set(files):
             names = ", ".join(sorted(file.name for file in other))
-            raise StoreError(
-                f"expected {names} in {checkpoint.folder} as it was written, found otherwise: it is damaged"
-            )
+            raise StoreError(f"{names} in {checkpoint.folder} has changed since it was written: it is damaged")
         content = {"state": dataclasses.asdict(checkpoint.state), "files": [dataclasses.asdict(file) for file in files]}
         manifest = json.dumps(self._signer.signed(content), sort_keys=True).encode()
         state = checkpoint.state
@@ -147,7 +145,7 @@ class CheckpointStore:
                 self._objects.upload(checkpoint.folder / file.name, key)
                 sent_bytes += file.nbytes
         if not local_store.is_there(checkpoint):
-            raise StoreError(f"expected {checkpoint.folder} to stay as it was, found it gone or another's")
+            raise StoreError(f"{checkpoint.folder} was removed or replaced meanwhile")
         stored_at_s = self._finish(name, files, manifest)
         return StoredCheckpoint(name, self._uri(name), state, files, stored_at_s), sent_bytes
 
@@ -193,7 +191,8 @@ class CheckpointStore:
         free_bytes = durable.free_bytes(_existing(beside)) - durable.LEAST_BYTES
         if (nbytes := sum(file.nbytes for file in missing)) > max(0, free_bytes):
             raise StoreError(
-                f"expected {nbytes:,} bytes of free space in {beside.parent} for {stored.uri}, found {free_bytes:,}: make room there"
+                f"expected {nbytes:,} bytes of free space in {beside.parent} for {stored.uri}, found {free_bytes:,}: "
+                f"free disk space there"
             )
         for file in missing:
             self._fetch(stored, file, beside / file.name)

@@ -120,7 +120,7 @@ class ObjectStore:
             cause = error.__context__ if isinstance(error, Boto3Error) and error.__context__ else error
             code = cause.response["Error"]["Code"] if isinstance(cause, ClientError) else ""
             denied = code in _DENIED or isinstance(cause, NoCredentialsError)
-            raise StoreError(f"expected to {what} in {self.uri}, found: {cause}", denied=denied) from error
+            raise StoreError(f"could not {what} in {self.uri}: {cause}", denied=denied) from error
 
 
 class _TooLarge(Exception):
@@ -149,7 +149,7 @@ def _open(settings: StoreSettings) -> tuple[Any, Any]:
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
         raise SettingsError(
-            f"expected boto3 for trainer.store.uri, found none ({error}): install penstock[s3], or leave trainer.store.uri empty"
+            f"trainer.store.uri needs boto3 ({error}): install penstock[s3], or leave trainer.store.uri empty"
         ) from error
     config = Config(
         connect_timeout=_CONNECT_S,
@@ -161,7 +161,7 @@ def _open(settings: StoreSettings) -> tuple[Any, Any]:
         client = boto3.session.Session().client("s3", endpoint_url=settings.endpoint or None, config=config)
     except (BotoCoreError, ValueError) as error:
         raise SettingsError(
-            f"expected a client for {settings.uri}, found: {error}: change trainer.store.endpoint, or AWS_REGION"
+            f"could not create a client for {settings.uri}: {error}: change trainer.store.endpoint, or AWS_REGION"
         ) from error
     transfer = TransferConfig(
         multipart_threshold=_PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=_PARTS_AT_A_TIME

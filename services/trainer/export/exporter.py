@@ -61,9 +61,7 @@ class Exporter:
     async def _serve(self, order: ExportRequest) -> None:
         attempt = await self._exports.take(order.number, self._me)
         if attempt > _ATTEMPTS:
-            detail = (
-                f"expected a trainer that lives while it exports, found that it ended {_ATTEMPTS} times: see its log"
-            )
+            detail = f"the trainer ended {_ATTEMPTS} times during the export: see its log"
             answer: ExportResult | None = ExportResult(done=False, detail=detail)
         else:
             answer = await self._make(order) if attempt else None
@@ -78,12 +76,12 @@ class Exporter:
         record = await self._ledger.policy(order.version)
         step = 0 if record is None else record.step
         if folder.is_dir():
-            return ExportResult(done=True, detail="it was there already", folder=str(folder), step=step)
+            return ExportResult(done=True, detail="it existed already", folder=str(folder), step=step)
         try:
             await asyncio.to_thread(_clear_unfinished, folder.parent)
             ended = await self._process(order, folder)
         except OSError as error:
-            return ExportResult(done=False, detail=f"storage refused: {error}: make room in run.folder")
+            return ExportResult(done=False, detail=f"storage refused: {error}: free disk space in run.folder")
         finally:
             self.reading = ""
             await asyncio.to_thread(_clear_unfinished, folder.parent)
@@ -117,9 +115,7 @@ class Exporter:
                 if now is None or now.taker != self._me:
                     return None
                 if asyncio.get_running_loop().time() > until_s:
-                    detail = (
-                        f"expected its process to end within {_LONGEST_S:.0f} s, found it at work: is storage slow?"
-                    )
+                    detail = f"its process did not end within {_LONGEST_S:.0f} s: is storage slow?"
                     return ExportResult(done=False, detail=detail)
         finally:
             talking.cancel()
@@ -158,7 +154,7 @@ def _ending(code: int, said: str, wrong: str) -> ExportResult:
         return ExportResult(done=True, detail=f"made from {json.loads(said.splitlines()[-1])['source']}")
     if code < 0:
         name = signal.Signals(-code).name
-        detail = f"expected its process to end by itself, found it killed by {name}: is there memory for a copy of the policy?"
+        detail = f"its process was killed by {name}: is there enough memory for a copy of the policy?"
         return ExportResult(done=False, detail=detail)
     last = next((line for line in reversed(wrong.splitlines()) if line.strip()), f"exit code {code}")
     return ExportResult(done=False, detail=last.removeprefix("export: "))

@@ -78,7 +78,9 @@ def export_version(
         PenstockError: the version is unavailable, the run has no adapter, or ``folder`` is not empty.
     """
     if adapter and not settings.policy.lora.rank:
-        raise PenstockError("expected a run with policy.lora.rank > 0 for --adapter, found whole weights: leave it out")
+        raise PenstockError(
+            "this run trains whole weights and has no adapter (policy.lora.rank = 0): leave --adapter out"
+        )
     check_free(folder)
     sources = _sources(settings, version, checkpoint, adapter=adapter)
     reasons = []
@@ -104,8 +106,8 @@ def newest_version(settings: Settings, *, adapter: bool = False) -> PolicyVersio
     known += [stored.state.version for stored in store.whole()] if store is not None else []
     if not known:
         raise PenstockError(
-            f"expected a trained version of run {settings.run.id}, found no snapshot and no checkpoint in {settings.run_folder}: "
-            "trainer.checkpoint_every_steps says when one is written; --version 0 is the initial policy"
+            f"run {settings.run.id} has no snapshot and no checkpoint in {settings.run_folder}: "
+            "trainer.checkpoint_every_steps sets when one is written; --version 0 is the initial policy"
         )
     return max(known)
 
@@ -114,8 +116,8 @@ def _refusal(settings: Settings, version: PolicyVersion, known: Collection[Polic
     there = ", ".join(str(other) for other in sorted(known)) or "none"
     why = "; ".join(reasons) or "no snapshot and no checkpoint holds it"
     return (
-        f"expected weights of version {version} of run {settings.run.id}, found none ({why}). Versions that can be "
-        f"exported: {there}. weights.keep and trainer.keep_last say how many are kept"
+        f"there are no weights of version {version} of run {settings.run.id} ({why}). Versions that can be "
+        f"exported: {there}. weights.keep and trainer.keep_last set how many are kept"
     )
 
 
@@ -190,7 +192,8 @@ def _write(weights: PolicyWeights, settings: Settings, folder: Path, *, adapter:
     missing = sorted(initial.keys() - whole.keys()) if whole else []
     if missing:
         raise PenstockError(
-            f"expected {missing[0]} and {len(missing) - 1} more tensors of {policy.model} in {settings.run_folder}, found "
-            "none: policy.model is no longer what the run was started with"
+            f"expected {missing[0]} and {len(missing) - 1} more tensors of {policy.model} in {settings.run_folder}, "
+            f"but "
+            "they are missing: policy.model has changed since the run was started"
         )
     export(model, ((name, whole[name] if whole else part.merged()) for name, part in initial.items()), policy, folder)

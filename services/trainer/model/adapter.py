@@ -78,9 +78,7 @@ def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_
         with uncompiled():  # it imports bitsandbytes if installed
             from peft import get_peft_model
     except ImportError as error:
-        raise SettingsError(
-            "expected peft for policy.lora.rank > 0, found none: install penstock[trainer] or set it to 0"
-        ) from error
+        raise SettingsError("policy.lora.rank > 0 needs peft: install penstock[trainer] or set it to 0") from error
     try:
         with warnings.catch_warnings():  # peft misses its own pattern of experts' ranks, but does use it
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
@@ -88,7 +86,8 @@ def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_
     except ValueError as error:
         setting = "policy.lora.dropout" if "lora_dropout" in str(error) else "policy.lora.target_modules"
         raise SettingsError(
-            f"expected layers named {lora.target_modules!r} in {settings.model!r} that adapters can be added to, found: {error}: "
+            f"expected layers named {lora.target_modules!r} in {settings.model!r} that adapters can be added to: "
+            f"{error}: "
             f"change {setting}"
         ) from error
     if reason := _reason_to_refuse(adapted, zero_stage, published_alone):
@@ -213,8 +212,9 @@ def take(model: nn.Module, factors: Mapping[str, Tensor]) -> None:
     if differing := sorted(expected.items() ^ given.items()):
         name = differing[0][0]
         raise PenstockError(
-            f"expected the adapter's {name} of shape {expected.get(name)}, found {given.get(name)}: policy.model or policy.lora is "
-            "no longer what the run was started with"
+            f"expected the adapter's {name} of shape {expected.get(name)}, found {given.get(name)}: policy.model or "
+            f"policy.lora "
+            "has changed since the run was started"
         )
     with torch.no_grad():
         for name, factor in own.items():

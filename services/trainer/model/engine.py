@@ -51,7 +51,7 @@ def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextl
 def pick_device(setting: str) -> str:
     """Return ``cuda`` or ``cpu``; SettingsError if the required GPU is missing."""
     if setting == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("expected a GPU for run.device = 'cuda', found none that torch can use: change run.device")
+        raise SettingsError("run.device = 'cuda' needs a GPU that torch can use: change run.device")
     return "cuda" if setting == "cuda" or (setting == "auto" and torch.cuda.is_available()) else "cpu"
 
 
@@ -281,7 +281,7 @@ class TrainingEngine:
         except WeightsError as error:
             raise SettingsError(f"{error}: put an intact copy in its place, or roll back to another version") from error
         if loaded is None:
-            raise RuntimeError(f"expected a DeepSpeed checkpoint in {folder}, found none")
+            raise RuntimeError(f"no DeepSpeed checkpoint in {folder}")
 
 
 def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:

@@ -68,11 +68,11 @@ class ForwardPasses:
         samples = len(micro_batch.batch.places_S)
         if samples == 0 and not fits:
             raise torch.OutOfMemoryError(
-                "expected memory for an empty forward pass, found none: lower trainer.micro_batch_tokens"
+                "not enough memory for an empty forward pass: lower trainer.micro_batch_tokens"
             )
         if samples <= self._together and not fits:
             tokens = micro_batch.batch.tokens
-            log.warning("sample left out: no memory", extra={"tokens": tokens, "samples": samples})
+            log.warning("sample skipped: not enough memory", extra={"tokens": tokens, "samples": samples})
             self.left_out += samples
             samples = 0
         if self._engine.device.type == "cuda":

@@ -35,7 +35,7 @@ def _import_bitsandbytes() -> Any:
         import bitsandbytes
     except (ImportError, OSError, RuntimeError) as error:  # a CUDA library may be missing
         raise SettingsError(
-            f'expected bitsandbytes for trainer.optimizer = "adamw_8bit", found none that loads ({error}): install '
+            f'trainer.optimizer = "adamw_8bit" needs bitsandbytes, which could not be loaded ({error}): install '
             'penstock[adam-8bit], or set it to "adamw"'
         ) from error
     return bitsandbytes

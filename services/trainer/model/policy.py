@@ -126,7 +126,8 @@ def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_to
         RuntimeError,
     ) as error:
         raise SettingsError(
-            f"expected a Hugging Face causal model in {settings.model!r}, found: {str(error).strip()}: change policy.model"
+            f"could not load a Hugging Face causal model from {settings.model!r}: {str(error).strip()}: change "
+            f"policy.model"
         ) from error
     check_numbers(model, settings.model)
     settle_rope(model, context_tokens)

@@ -62,7 +62,7 @@ def _active_share(name: str, shape: tuple[int, ...], config: Any) -> float:
     count = shape[0] if len(shape) == 3 else experts
     chosen = _setting(config, _EXPERTS_PER_TOKEN)
     if not count or not chosen:
-        log.warning("the model does not say how many experts a token has: all are counted", extra={"weight": name})
+        log.warning("the model does not give the number of experts per token: all are counted", extra={"weight": name})
         return 1.0
     return min(1.0, chosen / count)
 

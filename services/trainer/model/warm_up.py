@@ -49,7 +49,7 @@ def _run(config: Mapping[str, Any], device: torch.device) -> None:
             try:
                 part(text, {"device": device, "dtype": dtype})
             except Exception as error:  # noqa: BLE001 (of any model's sizes)
-                log.debug("warm-up left out", extra={"part": part.__name__, "detail": str(error)})
+                log.debug("warm-up skipped", extra={"part": part.__name__, "detail": str(error)})
 
 
 def _ones(*shape: int, **where: Any) -> torch.Tensor:

@@ -221,7 +221,7 @@ class Driver:
         assert isinstance(result, StepMade)
         self._skipped = 0
         if not await self._commit(batch, result, figures):
-            log.info("step left out: the run was rolled back", extra={"step": self._step + 1})
+            log.info("step skipped: the run was rolled back", extra={"step": self._step + 1})
             self._leave()
             return
         trainer, steps = self._settings.trainer, self._settings.run.steps
@@ -309,7 +309,7 @@ class Driver:
         try:
             await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
         except WeightsError as error:
-            log.warning("newest snapshot is gone, publishing again", extra={"error": str(error)})
+            log.warning("newest snapshot was removed, publishing again", extra={"error": str(error)})
             return False
         self._context.status.version = record.version
         return True

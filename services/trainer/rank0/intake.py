@@ -128,10 +128,10 @@ class Intake:
             await self._bury(delivery, str(error))
             return
         if experience.group_id in self._known():
-            await self._drop(delivery, "duplicate", "a group of this id is held already")
+            await self._drop(delivery, "duplicate", "a group with this id is held already")
             return
         if standing.trained:
-            await self._drop(delivery, "duplicate", "a group of this id was trained already")
+            await self._drop(delivery, "duplicate", "a group with this id was trained already")
             return
         if (tokens := self._longest_tokens(experience)) > self._settings.trainer.micro_batch_tokens:
             await self._drop(delivery, "too_long", f"{tokens} tokens > trainer.micro_batch_tokens")

@@ -134,7 +134,7 @@ def note_version(folder: Path, version: PolicyVersion) -> None:
             if error.errno not in NO_ROOM:
                 raise
             if not said:
-                log.warning("training waits for room on disk", extra={"reason": no_room(folder / _NOTE, error)})
+                log.warning("training waits for disk space", extra={"reason": no_room(folder / _NOTE, error)})
             said = True
             time.sleep(_AGAIN_S)
         else:

@@ -100,9 +100,10 @@ async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
         return True
     await _give_up(
         bus,
-        f"expected the checkpoint {checkpoint.folder} to load, found that the trainer ended {MOST_LOADS} times in it: it is "
-        "larger than this machine's memory, or not what this trainer can read (see its log); roll back to another version, or mend "
-        "it and roll back to this one again",
+        f"the trainer ended {MOST_LOADS} times while it loaded the checkpoint {checkpoint.folder}: it is "
+        "larger than this machine's memory, or not what this trainer can read (see its log); roll back to another "
+        "version, or "
+        "repair it and roll back to this one again",
     )
     return False
 
@@ -125,7 +126,7 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice)
         status = await ledger.status()
         if choice.damages and (state in ("loading", "pulling") or (state == "failed" and unloadable)):
             await _give_up(
-                bus, f"{choice.damages[0]}: roll back to another version, or mend it and roll back to this one again"
+                bus, f"{choice.damages[0]}: roll back to another version, or repair it and roll back to this one again"
             )
             return Resume(None, (), status, stranded=True)
         if status.state is RunState.STOPPED or (status.state in ENDED and status.step >= settings.run.steps):
@@ -180,7 +181,7 @@ async def _report_damage(bus: Bus, ledger: Ledger, choice: Choice, lost: str) ->
         else:
             await ledger.drop_checkpoint(damage.place)
             aside = await asyncio.to_thread(_set_aside, damage)
-        detail = f"{damage}{aside}; going on from the checkpoint of step {start}: {lost}"
+        detail = f"{damage}{aside}; continuing from the checkpoint of step {start}: {lost}"
         log.warning("checkpoint damaged", extra={"detail": detail})
         await tell(bus, "trainer", "checkpoint damaged", detail, step=damage.step, resumed_step=start)
 
@@ -243,7 +244,7 @@ async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint,
     position = state.cursor if state.position is None else state.position
     await ledger.restore(state.step, state.cursor, position, newest_version, state.counts)
     await live.restore(state.settings_revision, state.live_values)
-    detail = f"the bus was empty; going on from the checkpoint of step {state.step}"
+    detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 
 

@@ -97,7 +97,7 @@ class Retention:
     async def note_failed(self, step: int, error: str) -> None:
         """Report that the checkpoint of ``step`` failed; the previous one and the journal are kept."""
         metrics.CHECKPOINTS_FAILED.inc()
-        detail = f"the checkpoint of step {step} was refused, the one before stays: {error}: make room in run.folder"
+        detail = f"the checkpoint of step {step} was refused, the previous one is kept: {error}: free disk space in run.folder"
         log.warning("checkpoint failed", extra={"detail": detail})
         await tell(self._bus, "trainer", "checkpoint failed", detail, step=step)
 
@@ -138,7 +138,7 @@ class Retention:
     async def close(self, wait_s: float) -> None:
         """Finish copying, for at most ``wait_s``."""
         if self._uploader is not None and not await self._uploader.close(wait_s):
-            log.warning("left before everything was stored", extra={"uri": self._options.uri})
+            log.warning("exited before all checkpoints were stored", extra={"uri": self._options.uri})
 
     def _copy(self, checkpoint: Checkpoint) -> None:
         store = self.store
@@ -167,7 +167,7 @@ class Retention:
             await self._trim_journal(usable)
             await self._clean(store, usable)
         except StoreError as error:
-            log.warning("object storage was not tidied", extra={"error": str(error)})
+            log.warning("object storage was not cleaned up", extra={"error": str(error)})
 
     async def _usable(self, store: CheckpointStore) -> list[StoredCheckpoint]:
         revoked = await self._ledger.revoked()
@@ -192,6 +192,7 @@ class Retention:
     async def _tell_failure(self, job: Upload, error: StoreError) -> None:
         what = "denied" if error.denied else "away"
         detail = (
-            f"{job.folder.name} is not in object storage yet ({what}), training goes on and it is tried again: {error}"
+            f"{job.folder.name} is not in object storage yet ({what}), training continues and the upload is retried: "
+            f"{error}"
         )
         await tell(self._bus, "trainer", "checkpoint not stored", detail, denied=error.denied)

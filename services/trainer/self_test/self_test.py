@@ -167,7 +167,7 @@ def _chosen(policy: Subject, packing: Packing, seed: int, trial: "_Trial") -> "_
     if not trial.passed:
         raise SettingsError(
             f"expected {_compared(policy)} and gradients of the unmodified {type(policy.model).__name__}, within {trial.limit.gradient:.2g}, "
-            f"found that {_explain(policy, trial)}: change {_setting(policy)}{_advice(policy)}"
+            f"but {_explain(policy, trial)}: change {_setting(policy)}{_advice(policy)}"
         )
     return trial
 
@@ -181,10 +181,10 @@ def _compare_widened(policy: Subject, packing: Packing, seed: int) -> Gap | None
         try:
             trial = _best(policy, seed, widened=True)
         except SettingsError as error:
-            log.info("self-test in float32 left out", extra={"detail": str(error)})
+            log.info("self-test in float32 skipped", extra={"detail": str(error)})
             return None
         if trial.failure:
-            log.info("self-test in float32 left out", extra={"detail": trial.failure})
+            log.info("self-test in float32 skipped", extra={"detail": trial.failure})
             return None
         return _chosen(policy, packing, seed, trial).gap
 
@@ -333,7 +333,7 @@ def _reference(policy: Subject, rows: Sequence[PackedRow], *, causal: bool) -> _
         raise
     except Exception as error:
         raise SettingsError(
-            f"expected a causal language model that transformers can run, found that {type(model).__name__} raises "
+            f"expected a causal language model that transformers can run, but {type(model).__name__} raises "
             f"{type(error).__name__}: {_first_line(error)}: change {_setting(policy)}"
         ) from error
 

@@ -32,7 +32,7 @@ def _places(run_folder: Path, folder: str) -> str:
         ("report.html", "curves and rollouts; open it in a browser"),
         ("policy", "the trained policy in Hugging Face form"),
         ("summary.json", "the figures above, and more"),
-        ("logs", "what each process said"),
+        ("logs", "logs of all processes"),
     )
     present = [(f"{folder}/{name}", what) for name, what in known if (run_folder / name).exists()]
     width = max((len(place) for place, _ in present), default=0)
@@ -41,7 +41,7 @@ def _places(run_folder: Path, folder: str) -> str:
 
 def _next(run_folder: Path, folder: str, resumable: bool) -> str:
     if resumable:
-        return f"go on where it was:\n  penstock up --resume {_quoted(folder)}"
+        return f"continue the run:\n  penstock up --resume {_quoted(folder)}"
     if not (run_folder / "policy").is_dir():
         return ""
     load = f'from transformers import AutoModelForCausalLM as M; print(M.from_pretrained("{folder}/policy"))'

@@ -30,7 +30,7 @@ def find_program() -> str:
     program = shutil.which("prometheus")
     if program is None:
         raise SettingsError(
-            "expected a program named prometheus for --prometheus, found none on PATH: install it (Debian and Ubuntu: "
+            "--prometheus needs the program prometheus on PATH: install it (Debian and Ubuntu: "
             "the package prometheus), or leave --prometheus out"
         )
     return program

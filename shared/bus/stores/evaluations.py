@@ -67,7 +67,7 @@ class Description:
             if problem < asked.problems:
                 return asked
             problem -= asked.problems
-        raise IndexError(f"expected a problem below {self.problems}, found one of another evaluation: a bug")
+        raise IndexError(f"a problem of another evaluation, with an index of {self.problems} or more: a bug")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ async def holding(bus: Bus) -> Holding | None:
         replicas = tuple(str(name) for name in fields["replicas"])
         return Holding(PolicyVersion(int(fields["version"])), replicas, float(fields["timeout_s"]))
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-        log.warning("unreadable holding passed over", extra={"error": repr(error)})
+        log.warning("unreadable holding skipped", extra={"error": repr(error)})
         return None
 
 

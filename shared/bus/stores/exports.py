@@ -112,5 +112,5 @@ def _order(number: int, fields: dict[str, str]) -> ExportRequest | None:
             None if answer is None else ExportResult(**json.loads(answer)),
         )
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        log.warning("unreadable order of an export passed over", extra={"number": number, "error": repr(error)[:200]})
+        log.warning("unreadable export request skipped", extra={"number": number, "error": repr(error)[:200]})
         return None

@@ -109,5 +109,5 @@ def _heartbeat(text: bytes) -> Heartbeat | None:
     try:
         return _HEARTBEAT.validate_json(text)
     except ValueError as error:
-        log.warning("unreadable heartbeat passed over", extra={"error": str(error)[:200]})
+        log.warning("unreadable heartbeat skipped", extra={"error": str(error)[:200]})
         return None

@@ -105,7 +105,7 @@ class Live:
         stored = await self._bus.hget(LIVE, "revision")
         number = int(stored or 0)
         if not 0 <= number < 1 << 53:
-            raise ValueError(f"expected a revision of the settings, found {number}")
+            raise ValueError(f"there is no revision {number} of the settings")
         return number
 
     async def at(self, number: int) -> Settings:

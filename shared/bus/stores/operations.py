@@ -77,5 +77,5 @@ def _read(text: bytes) -> Operation | None:
         fields = json.loads(text)
         return Operation(**{**fields, "state": OperationState(fields["state"])})
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        log.warning("unreadable operation passed over", extra={"error": repr(error)[:200]})
+        log.warning("unreadable operation skipped", extra={"error": repr(error)[:200]})
         return None

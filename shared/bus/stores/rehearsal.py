@@ -29,5 +29,5 @@ async def offered(bus: Bus) -> list[Prompt]:
         try:
             prompts.append(wire.decode(rows[index], Prompt))
         except MessageError as error:
-            log.warning("unreadable prompt passed over", extra={"error": str(error)})
+            log.warning("unreadable prompt skipped", extra={"error": str(error)})
     return prompts

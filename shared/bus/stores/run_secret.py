@@ -11,9 +11,7 @@ from collections.abc import Callable
 from shared.bus.bus import Bus
 from shared.bus.keys import key
 
-SECRET = key(
-    "secret", "string", "the run's", "the secret by which processes of the run know each other on ports beside the bus"
-)
+SECRET = key("secret", "string", "the run's", "the secret by which processes of the run authenticate each other")
 
 
 class RunSecret:

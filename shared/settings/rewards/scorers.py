@@ -191,8 +191,9 @@ class JudgeScorer(BaseScorer):
             )
         if "{completion}" not in self.template:
             raise ValueError(
-                f"expected {{completion}} in the template of scorer {self.name!r}, found none: the judge would not see what "
-                "it judges; change template in [[reward.scorers]]"
+                f"expected {{completion}} in the template of scorer {self.name!r}, but it is missing: the judge would "
+                f"not see the "
+                "completion; change template in [[reward.scorers]]"
             )
         return self
 

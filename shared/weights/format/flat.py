@@ -31,7 +31,7 @@ class FlatSnapshot:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         if not layout.bucket_bytes:
-            raise WeightsError("expected a layout of at least one tensor, found none")
+            raise WeightsError("expected a layout of at least one tensor")
         self.layout = layout
         self.layout_digest = layout.digest
         self.device = device
@@ -60,7 +60,7 @@ class FlatSnapshot:
         Iterators are consumed one tensor at a time. Waits once for the device. Raises WeightsError for tensors that do
         not fit.
         """
-        self.void(f"version {version} took its place: the pull is torn")
+        self.void(f"version {version} replaced it: the pull is torn")
         self._copy(tensors)
         checksums = torch.stack([checksum(bucket) for bucket in self.buckets]).cpu()
         header = Header(version, step, self.layout_digest, tuple(text(value) for value in checksums))
@@ -110,7 +110,7 @@ class FlatSnapshot:
             interrupt()
             left_s -= _INTERRUPT_EVERY_S
             if left_s <= 0:
-                raise WeightsError(f"expected bucket {bucket} within {deadline_s:g} s, found that it has not arrived")
+                raise WeightsError(f"bucket {bucket} did not arrive within {deadline_s:g} s")
 
     def _ready(self, bucket: int, expected: Header | None, timeout_s: float) -> bool:
         with self._changed:
@@ -122,11 +122,11 @@ class FlatSnapshot:
 
     def _check(self, expected: Header | None) -> None:
         if self.header is None or expected is None:
-            raise WeightsError(f"expected a version of the weights, found none: {self._reason}")
+            raise WeightsError(f"there is no version of the weights: {self._reason}")
         if self.header is not expected:
             raise WeightsError(
-                f"expected version {expected.version} of the weights, found that version {self.header.version} "
-                "took its place: the pull is torn"
+                f"expected version {expected.version} of the weights, but version {self.header.version} "
+                "replaced it: the pull is torn"
             )
 
     def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -140,7 +140,7 @@ class FlatSnapshot:
                 for name, tensor in tensors:
                     _take(missing, name, tensor).copy_(tensor.detach())
         if missing:
-            raise WeightsError(f"expected every tensor of the layout, found none for {', '.join(sorted(missing)[:5])}")
+            raise WeightsError(f"tensors of the layout are missing: {', '.join(sorted(missing)[:5])}")
 
 
 def view(bucket: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

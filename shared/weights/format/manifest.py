@@ -104,7 +104,7 @@ def _check(manifest: Manifest, where: str) -> None:
         bucket = manifest.buckets[entry.bucket] if 0 <= entry.bucket < len(manifest.buckets) else None
         negative = min(entry.offset, *entry.shape, 0) < 0
         if bucket is None or negative or entry.offset + entry.nbytes > bucket.nbytes:
-            raise WeightsError(f"expected {entry.name} to lie within its bucket in {where}, found it outside")
+            raise WeightsError(f"expected {entry.name} to be within its bucket in {where}")
     for bucket in manifest.buckets:
         if not isinstance(bucket.file, str) or not _FILE.fullmatch(bucket.file):
             raise WeightsError(f"expected bucket files beside the manifest in {where}, found {bucket.file!r}")

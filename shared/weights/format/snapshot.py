@@ -112,7 +112,7 @@ def _write_whole(folder: Path, version: PolicyVersion, fill: Callable[[Path], Ma
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise WeightsError(
-            f"expected to write the snapshot {location}, found: {error}: make room there or change weights.folder"
+            f"could not write the snapshot {location}: {error}: free disk space there or change weights.folder"
         ) from error
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -126,7 +126,7 @@ def read_snapshot(location: Path, digest: str) -> dict[str, torch.Tensor]:
     try:
         data = (location / MANIFEST).read_bytes()
     except OSError as error:
-        raise WeightsError(f"expected a snapshot at {location}, found: {error.strerror or error}") from error
+        raise WeightsError(f"could not read the snapshot at {location}: {error.strerror or error}") from error
     if manifests.digest(data) != digest:
         raise WeightsError(
             f"expected the manifest {digest[:12]}… at {location}, found {manifests.digest(data)[:12]}…: "
@@ -245,7 +245,7 @@ def _read_bucket(location: Path, bucket: BucketEntry) -> torch.Tensor:
             if found_bytes != bucket.nbytes or file.readinto(content) != bucket.nbytes:
                 raise WeightsError(f"expected {bucket.nbytes} bytes in {path}, found {found_bytes}: it is torn")
     except OSError as error:
-        raise WeightsError(f"expected a bucket of weights at {path}, found: {error.strerror or error}") from error
+        raise WeightsError(f"could not read a bucket of weights at {path}: {error.strerror or error}") from error
     if hashlib.sha256(content).hexdigest() != bucket.sha256:
         raise WeightsError(f"expected the checksum {bucket.sha256[:12]}… for {path}, found another: it is corrupt")
     return torch.frombuffer(content, dtype=torch.uint8)

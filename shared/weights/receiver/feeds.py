@@ -79,7 +79,7 @@ class FileFeed(Feed):
         for entry in self._entries.get(number, ()):
             tensor = self._tensors.get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape or str(tensor.dtype) != f"torch.{entry.dtype}":
-                raise WeightsError(f"expected {entry.name} as the layout says in the snapshot, found otherwise")
+                raise WeightsError(f"expected {entry.name} as the layout says in the snapshot")
             view(into, entry).copy_(tensor)
 
 

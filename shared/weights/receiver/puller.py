@@ -101,10 +101,10 @@ class Puller:
                 return self._understood(fields, source, record)
         except TimeoutError as error:
             self._drop(source)
-            raise WeightsError(f"expected an answer of {source} within {deadline_s:g} s, found silence") from error
+            raise WeightsError(f"{source} did not answer within {deadline_s:g} s") from error
         except (OSError, PeerError) as error:
             self._drop(source)
-            raise WeightsError(f"expected a source of weights at {source}, found: {error}") from error
+            raise WeightsError(f"could not reach the source of weights at {source}: {error}") from error
         except BaseException:
             self._drop(source)
             raise
@@ -150,7 +150,7 @@ class Puller:
         if not offer.layout.tensors:
             known = self._layouts.get(offer.header.layout)
             if known is None:
-                raise WeightsError("expected the layout of the weights, found that the source left it out")
+                raise WeightsError("the source did not send the layout of the weights")
             return known
         digest = offer.layout.digest
         if digest != offer.header.layout:
@@ -174,7 +174,7 @@ def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
     try:
         data = (location / "manifest.json").read_bytes()
     except OSError as error:
-        raise WeightsError(f"expected a snapshot at {location}, found: {error.strerror or error}") from error
+        raise WeightsError(f"could not read the snapshot at {location}: {error.strerror or error}") from error
     if hashlib.sha256(data).hexdigest() != record.manifest_digest:
         raise WeightsError(f"expected the manifest {record.manifest_digest[:12]}… at {location}, found another")
     decoded = manifest.decode(data, str(location))

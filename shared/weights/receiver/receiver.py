@@ -182,11 +182,9 @@ class Receiver:
     def _prepare(self, offer: Offer) -> None:
         self._aborted.clear()
         if not self._quiet:
-            raise WeightsError(
-                "expected a GPU that ended an earlier transfer, found one that hangs: restart this replica"
-            )
+            raise WeightsError("the GPU hangs in an earlier transfer: restart this replica")
         if offer.transport != "file" and not offer.header.checksums:
-            raise WeightsError(f"expected checksums of version {offer.header.version}, found none")
+            raise WeightsError(f"version {offer.header.version} has no checksums")
 
     def _session(self, offer: Offer) -> _Session:
         known = self._sessions.get(offer.source)
@@ -206,7 +204,7 @@ class Receiver:
 
     def _check_aborted(self) -> None:
         if self._aborted.is_set():
-            raise WeightsError("expected to receive the weights to their end, found that it was aborted")
+            raise WeightsError("receiving the weights was aborted")
 
 
 class _Figures:

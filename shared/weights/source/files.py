@@ -23,7 +23,7 @@ class Files:
     def write(self, snapshot: FlatSnapshot, header: Header) -> Snapshot:
         """Return the snapshot's files, written now or before; raises WeightsError if that fails."""
         if self._folder is None:
-            raise WeightsError("expected a folder for snapshots at this source, found none: set weights.folder")
+            raise WeightsError("this source has no folder for snapshots: set weights.folder")
         with self._lock:
             if self._written is None or self._written[0] != header or not self._written[1].location.exists():
                 tensors = snapshot.tensors().items()

@@ -107,7 +107,7 @@ class Session:
         if not frames.readable(self.connection, self._idle_s if self._asked else self._deadline_s):
             if self._asked:
                 return False
-            raise WeightsError("expected a question of the peer, found silence until the deadline")
+            raise WeightsError("the peer sent no request before the deadline")
         if not self.connection.recv(1, socket.MSG_PEEK):
             return False
         frame = self._said()
@@ -259,9 +259,9 @@ class Session:
         if self._done is None and frames.readable(self.connection):
             frame = self._said()
             if frame.get("verb") != "done":
-                raise WeightsError("expected the puller to say done, found another verb")
+                raise WeightsError("expected the verb done from the puller")
             if frame.get("ok") is not True:
-                raise WeightsError(f"expected the puller to receive, found: {str(frame.get('error'))[:300]}")
+                raise WeightsError(f"the puller failed to receive: {str(frame.get('error'))[:300]}")
             self._done = frame
 
 

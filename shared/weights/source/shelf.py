@@ -70,13 +70,13 @@ class Shelf:
         """Count the block as a pull; the yielded function raises WeightsError some time after a withdrawal."""
         with self._changed:
             if self._snapshot is not snapshot:
-                raise WeightsError("expected the weights that were found, found that they just left this source")
+                raise WeightsError("the weights were just removed from this source")
             self._pulls += 1
             began = self._cut
 
         def interrupt() -> None:
             if self._cut != began:
-                raise WeightsError("expected the snapshot to stay until the end of the pull, found it withdrawn")
+                raise WeightsError("the snapshot was withdrawn during the pull")
 
         try:
             yield interrupt

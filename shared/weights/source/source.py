@@ -110,7 +110,7 @@ class WeightSource:
             try:
                 self._answer(connection)
             except PeerError as error:
-                log.debug("a connection was refused that is no puller's", extra={"reason": str(error)})
+                log.debug("refused a connection that is not a puller's", extra={"reason": str(error)})
             except Exception:
                 log.exception("a session with a puller broke")
             finally:

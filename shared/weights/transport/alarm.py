@@ -36,7 +36,7 @@ def listening(store: Store, pull: int) -> Iterator[Interrupt]:
 
     def interrupt() -> None:
         if failed.is_set():
-            raise WeightsError("expected a bucket, found that the source gave the pull up")
+            raise WeightsError("the source ended the pull")
 
     threading.Thread(target=listen, name="alarm of a pull", daemon=True).start()
     try:

@@ -72,7 +72,7 @@ class TransferGroup:
 
         def leave() -> None:
             if left.is_set():
-                raise WeightsError("nobody waits any more")
+                raise WeightsError("no process waits any longer")
 
         try:
             bounded(lambda: self._meet(pull, leave), self._deadline_s, "the peers of a pull", interrupt)
@@ -101,7 +101,7 @@ class TransferGroup:
         try:
             return self._backend.broadcast([tensor], options)
         except RuntimeError as error:
-            raise WeightsError(f"expected to move a bucket, found: {first_line(error)}") from error
+            raise WeightsError(f"could not transfer a bucket: {first_line(error)}") from error
 
     def abort(self) -> bool:
         """Free the group within twice the deadline; never raises.
@@ -178,7 +178,7 @@ class _GlooTransfer(Transfer):
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise WeightsError(f"expected a bucket, found: {first_line(error)}") from error
+            raise WeightsError(f"could not receive a bucket: {first_line(error)}") from error
         if self._bucket is not None and self._arriving is not None:
             self._bucket.copy_(self._arriving)
 
@@ -245,7 +245,7 @@ class _NcclTransfer(Transfer):
         if self._work.is_completed():  # NCCL error: the event will not come, unless both came just now
             self._completed_at_s = self._completed_at_s or time.monotonic()
             if time.monotonic() - self._completed_at_s > _ERROR_GRACE_S:
-                raise WeightsError("expected a bucket, found that NCCL lost the peer")
+                raise WeightsError("NCCL lost the peer")
         return False
 
 

@@ -24,7 +24,7 @@ def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
                 with torch.cuda.device(snapshot.device):
                     _shared[snapshot] = tuple(tuple(storage._share_cuda_()) for storage in storages)
             except RuntimeError as error:
-                raise WeightsError(f"expected memory that CUDA IPC can share, found: {first_line(error)}") from error
+                raise WeightsError(f"CUDA IPC cannot share this memory: {first_line(error)}") from error
         return _shared[snapshot]
 
 
@@ -35,7 +35,7 @@ def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torc
         with torch.cuda.device(index):
             return tuple(_map(handle, index) for handle in handles)
     except (RuntimeError, TypeError) as error:
-        raise WeightsError(f"expected to map the source's memory, found: {first_line(error)}") from error
+        raise WeightsError(f"could not map the source's memory: {first_line(error)}") from error
 
 
 def _map(handle: Handle, index: int) -> torch.Tensor:

@@ -25,5 +25,5 @@ def own_address(host: str, port: int) -> str:
         try:
             route.connect((host, port))
         except OSError as error:
-            raise WeightsError(f"expected a route to the source at {host}, found: {error}") from error
+            raise WeightsError(f"no route to the source at {host}: {error}") from error
         return str(route.getsockname()[0])

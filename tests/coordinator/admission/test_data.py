@@ -69,19 +69,19 @@ def test_other_columns_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ('{"prompt": ', "expected a JSON object, found no JSON"),
+        ('{"prompt": ', "expected a JSON object, but this is not JSON"),
         ("[1]", "expected a JSON object, found list"),
         ({"question": "q"}, "expected a column 'prompt' or 'messages', found 'question'"),
         ({}, "expected a column 'prompt' or 'messages', found no column"),
-        ({"prompt": ""}, "expected text in 'prompt', found none"),
+        ({"prompt": ""}, "expected text in 'prompt', found an empty one"),
         ({"prompt": 7}, "expected text or chat messages in 'prompt', found 7"),
         ({"messages": []}, "expected text or chat messages in 'messages', found []"),
         ({"messages": [{"role": "user"}]}, "expected {role, content} as texts in 'messages', found"),
         ({"prompt": "q", "answer": [1]}, "expected text or a number in 'answer', found [1]"),
         ({"prompt": "q", "answer": True}, "expected text or a number in 'answer', found true"),
-        ({"prompt": "q", "big": 2**64}, "expected values that a message can carry"),
-        ('{"prompt": "\\ud800"}', "expected values that a message can carry"),
-        ("[" * 100_000, "expected a JSON object, found no JSON"),
+        ({"prompt": "q", "big": 2**64}, "a value cannot be put into a message"),
+        ('{"prompt": "\\ud800"}', "a value cannot be put into a message"),
+        ("[" * 100_000, "expected a JSON object, but this is not JSON"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, words: str) -> None:
@@ -115,11 +115,11 @@ def test_bad_rows_are_counted_up_to_the_limit_and_the_first_are_listed(tmp_path:
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.touch()
-    assert refusal(path) == f"expected at least one row in {path}, found none: change data.path"
+    assert refusal(path) == f"expected at least one row in {path}, but it has no rows: change data.path"
 
 
 def test_a_missing_or_unknown_file_is_refused(tmp_path: Path) -> None:
-    assert "found nothing: change data.path" in refusal(tmp_path / "no.jsonl")
+    assert f"no dataset at {tmp_path / 'no.jsonl'}: change data.path" in refusal(tmp_path / "no.jsonl")
     (tmp_path / "a.csv").touch()
     assert "expected .jsonl, .parquet, or a folder" in refusal(tmp_path / "a.csv")
 
@@ -145,7 +145,7 @@ def test_a_column_that_json_cannot_hold_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"no")
-    assert "expected a Parquet file" in refusal(tmp_path / "a.parquet")
+    assert "as a Parquet file" in refusal(tmp_path / "a.parquet")
 
 
 def test_a_saved_hugging_face_dataset_is_read_and_a_dict_of_splits_is_refused(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_messages_that_end_with_the_policys_own_turn_are_bad_as_they_show_the_an
     with pytest.raises(SettingsError) as caught:
         dataset.load(path, DataSettings.model_validate({"path": path, "max_bad_rows": 0}), "data.path")
     assert (
-        f"chat.jsonl:2: expected messages that end with what the policy is asked, found {role!r} as the last role"
+        f"chat.jsonl:2: expected messages that end with the question to the policy, found {role!r} as the last role"
         in str(caught.value)
     )
     assert "data.answer_field" in str(caught.value)

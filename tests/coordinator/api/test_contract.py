@@ -125,7 +125,7 @@ async def test_commands_that_do_not_fit_are_conflicts_with_a_sentence(http: http
     assert is_problem(await http.post("/v1/run/resume"), 409, "POST /v1/run/start")
     await command(http, "start")
     await command(http, "pause")
-    assert is_problem(await http.post("/v1/run/start"), 409, "the run is paused; POST /v1/run/resume")
+    assert is_problem(await http.post("/v1/run/start"), 409, "the run is paused: POST /v1/run/resume")
     await command(http, "stop")
     for name in ("start", "pause", "resume"):
         assert is_problem(await http.post(f"/v1/run/{name}"), 409, "found it stopped: the run was stopped")
@@ -179,7 +179,9 @@ async def test_the_policy_has_a_history(http: httpx.AsyncClient, bus: Bus) -> No
     assert (second["version"], second["parent"], second["step"], second["state"]) == (1, 0, 1, "live")
     assert (second["checkpoint"], second["location"]) == ("/checkpoints/step-000001", "/snapshots/1")
     assert (await http.get("/v1/policies/1")).json() == second
-    assert is_problem(await http.get("/v1/policies/7"), 404, "found no version 7; there are versions up to 1")
+    assert is_problem(
+        await http.get("/v1/policies/7"), 404, "this run has no policy version 7; it has versions up to 1"
+    )
 
 
 async def test_replicas_that_beat_are_there(http: httpx.AsyncClient, bus: Bus) -> None:
@@ -286,7 +288,7 @@ async def test_a_bus_that_does_not_answer_is_unavailable_not_a_hang(
     from services.coordinator.api import dependencies as parts
 
     monkeypatch.setattr(parts, "ANSWER_WITHIN_S", 0.0)
-    assert is_problem(await http.get("/v1/policies"), 503, "expected the bus to answer")
+    assert is_problem(await http.get("/v1/policies"), 503, "the bus did not answer")
 
 
 def config(server: Server, folder: Path, **more: dict[str, object]) -> Path:
@@ -339,11 +341,11 @@ def test_what_a_process_cannot_start_with_is_a_sentence(server: Server, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         words = refusal(path, "--coordinator.port", str(port))
-        assert f"found 127.0.0.1:{port} not to be had" in words
+        assert f"the HTTP API cannot listen on 127.0.0.1:{port}" in words
         assert "change coordinator.port" in words
     (tmp_path / "file").touch()
     assert "change run.folder" in refusal(path, "--run.folder", str(tmp_path / "file"))
-    assert "found nothing: change evaluation.path" in refusal(path, "--evaluation.path", "no.jsonl")
+    assert "no dataset at no.jsonl: change evaluation.path" in refusal(path, "--evaluation.path", "no.jsonl")
 
 
 def test_a_host_of_another_machine_is_refused() -> None:

@@ -208,7 +208,7 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         await page.keyboard.press("Enter")
         await shows(page, "#state", "running")
         await page.get_by_role("button", name="Pause…").click()
-        await shows(page, "dialog", "Nothing more is admitted")
+        await shows(page, "dialog", "No more groups are admitted")
         await page.keyboard.press("Escape")
         assert (await Ledger(bus).status()).state is RunState.RUNNING
         assert await page.evaluate("document.activeElement.id") == "pause"  # the focus has not moved
@@ -362,7 +362,7 @@ async def test_live_settings_are_changed_from_what_is_now_and_the_server_says_at
         await rate.fill("2e-6")
         assert await live.change(0, {"algorithm.max_lag": 3}, "by another") is not None
         await page.get_by_role("button", name="Change", exact=True).click()
-        await shows(page, "dialog [role=alert]", "somebody else changed them meanwhile")
+        await shows(page, "dialog [role=alert]", "the settings changed meanwhile")
         assert [await one.input_value() for one in (lag, size)] == ["3", "6"]
         await page.get_by_label("Why?").fill(HOSTILE)
         await page.get_by_role("button", name="Change", exact=True).click()

@@ -98,8 +98,8 @@ def test_an_address_that_others_reach_needs_a_token(tmp_path: Path) -> None:
         (CoordinatorSettings(token_file=short), "expected a token of at least 16 characters"),
         (CoordinatorSettings(token_file=tmp_path / "none"), "No such file"),
         (CoordinatorSettings(token_file=shared), f"found {shared} with mode 0644: chmod 600 {shared}"),
-        (CoordinatorSettings(read_token_file=token), "expected coordinator.token_file beside"),
-        (CoordinatorSettings(token_file=token, read_token_file=same), "found the same twice"),
+        (CoordinatorSettings(read_token_file=token), "coordinator.read_token_file is set without"),
+        (CoordinatorSettings(token_file=token, read_token_file=same), "but both are the same"),
     ):
         with pytest.raises(SettingsError, match=sentence):
             open_access(wrong)
@@ -281,7 +281,7 @@ async def test_registered_runs_are_bounded_and_can_be_deleted(
         problem(large, 413, "expected settings of at most 131072 bytes")
         assert (await http.delete("/v1/runs/first")).status_code == 204
         assert await raw(bus).keys("penstock:{first}:*") == []
-        problem(await http.delete("/v1/runs/first"), 404, "found none of the id first")
+        problem(await http.delete("/v1/runs/first"), 404, "no run on this bus has the id first")
         assert (await http.post("/v1/runs", content='run.id = "third"', headers=toml)).status_code == 201
         await raw(bus).hset("penstock:{third}:run", "state", "running")
         problem(await http.delete("/v1/runs/third"), 409, "stop it first")
@@ -337,7 +337,7 @@ async def test_a_key_is_answered_once_and_again_with_the_same(parts: Coordinator
         assert first.json() == again.json() == {"state": "running", "changed": True, "reason": "start by HTTP"}
         assert ("idempotency-replayed" in first.headers, again.headers["idempotency-replayed"]) == (False, "true")
         other = await http.post("/v1/run/start", headers={"Idempotency-Key": "k-1"}, json={"reason": "x"})
-        problem(other, 422, "found another body")
+        problem(other, 422, "with another request body")
         elsewhere = await http.post("/v1/run/pause", headers={"Idempotency-Key": "k-1"})
         assert elsewhere.json()["state"] == "paused"
 

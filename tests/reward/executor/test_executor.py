@@ -223,7 +223,7 @@ async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pyte
     with escapes.targets() as targets, pytest.raises(SettingsError) as refusal:
         await probe.start(settings, ("stdlib",), targets, recycle_after=1000)
     lines = str(refusal.value).splitlines()
-    assert lines[0] == "expected isolation that holds on this host, found none:"
+    assert lines[0] == "no isolation tier works on this host:"
     assert lines[1] == "  namespace: bwrap not found: install bubblewrap"
     assert lines[2].startswith("  landlock: ")
     assert lines[3] == "docs/sandbox.md says what each tier needs (reward.executor.isolation)"
@@ -243,7 +243,7 @@ def test_a_refusal_is_one_message_and_exit_code_2() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "penstock executor: expected isolation that holds on this host, found none:\npenstock executor:   namespace: bwrap"
+        "penstock executor: no isolation tier works on this host:\npenstock executor:   namespace: bwrap"
     )
 
 
@@ -366,7 +366,8 @@ async def test_a_zygote_that_does_not_react_is_replaced(monkeypatch: pytest.Monk
 async def test_a_client_finds_an_executor_that_came_back_and_says_so_while_there_is_none(tmp_path: Path) -> None:
     client = ExecutorClient(f"unix:{tmp_path}/none.sock")
     with pytest.raises(
-        TemporaryError, match=r"expected the code executor at unix:.*: start it, or change reward\.executor\.address"
+        TemporaryError,
+        match=r"could not reach the code executor at unix:.*: start it, or change reward\.executor\.address",
     ):
         await client.run(Job("print(1)"))
     with running(*LANDLOCK) as found:
@@ -385,7 +386,7 @@ async def test_only_a_client_that_knows_the_secret_may_run_programs(tmp_path: Pa
     with running(*LANDLOCK, "--reward.executor.secret_file", str(file)) as found:
         for secret in (b"", b"another-secret-of-some-length"):
             stranger = ExecutorClient(found.address, secret=secret)
-            with pytest.raises(TemporaryError, match=r"expected the code executor at .* or secret_file"):
+            with pytest.raises(TemporaryError, match=r"could not reach the code executor at .* or secret_file"):
                 await stranger.run(Job("print(1)"))
             await stranger.close()
         client = ExecutorClient(found.address, secret=b"the-secret-of-executor-and-scorer")
@@ -401,7 +402,7 @@ async def test_only_a_client_that_knows_the_secret_may_run_programs(tmp_path: Pa
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "10.1.2.3:7070", "[::]:0", "executor:7070"])
 async def test_an_address_that_others_reach_needs_a_secret(address: str) -> None:
     with pytest.raises(
-        SettingsError, match=r"expected reward\.executor\.secret_file with an address that others can reach"
+        SettingsError, match=r"other machines can reach the executor at .*, which needs reward\.executor\.secret_file"
     ):
         async with serve(cast(Executor, None), address, 1):
             pass

@@ -207,7 +207,7 @@ async def test_a_completion_cut_at_its_length_is_wrong_format_where_it_must_stop
 
 @pytest.mark.parametrize("reference", [None, "", "  "])
 async def test_a_prompt_without_a_reference_answer_can_never_be_scored(reference: str | None) -> None:
-    with pytest.raises(PermanentError, match=r"found none: change data\.answer_field"):
+    with pytest.raises(PermanentError, match=r"but it is empty: change data\.answer_field"):
         await matcher().score(asked(reference, "46"))
 
 

@@ -73,7 +73,7 @@ async def test_the_value_is_the_share_of_rules_that_hold_and_the_first_broken_on
 
 async def test_a_completion_that_must_stop_is_wrong_when_it_was_cut() -> None:
     found = await check(checker(needs_stop=True, characters=[0, 10]), "46", FinishReason.LENGTH)
-    assert found == Score("format", ScoreStatus.WRONG_FORMAT, 0.5, "expected an end, found its length limit")
+    assert found == Score("format", ScoreStatus.WRONG_FORMAT, 0.5, "the completion was cut at its length limit")
 
 
 async def test_a_pattern_that_backtracks_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,8 @@ def questions(found: FormatChecker) -> int:
     ("rules", "sentence"),
     [
         ({"pattern": "("}, "expected a regular expression as pattern of scorer 'format', found '('"),
-        ({}, "expected at least one rule for scorer 'format', found none"),
-        ({"nothing_outside": True}, "expected at least one rule for scorer 'format', found none"),
+        ({}, "scorer 'format' has no rule"),
+        ({"nothing_outside": True}, "scorer 'format' has no rule"),
     ],
 )
 def test_rules_that_mean_nothing_are_refused(rules: dict[str, object], sentence: str) -> None:
@@ -162,7 +162,7 @@ async def test_json_keeps_its_schema_or_says_where_not() -> None:
             ('{"n": 1}', "expected JSON in <answer>…</answer>, found none"),
             (
                 '<answer>{"n": 10}</answer>',
-                "expected JSON that keeps the schema, found at $.n: 10 is greater than the maximum of 9",
+                "the JSON violates the schema at $.n: 10 is greater than the maximum of 9",
             ),
             (
                 "<answer>n = 1</answer>",
@@ -170,7 +170,7 @@ async def test_json_keeps_its_schema_or_says_where_not() -> None:
             ),
             (
                 '<answer>{"n": 1, "n": 2}</answer>',
-                "expected JSON, found ValueError: a name that stands twice in an object",
+                "expected JSON, found ValueError: a name that occurs twice in an object",
             ),
         ):
             assert await check(found, text) == Score("format", ScoreStatus.WRONG_FORMAT, 0.0, detail)
@@ -198,7 +198,7 @@ async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works
 )
 async def test_a_schema_that_is_none_stops_the_start(schema: dict[str, object], sentence: str) -> None:
     found = checker(json_schema=schema)
-    with pytest.raises(SettingsError, match="expected a JSON schema for scorer 'format'") as caught:
+    with pytest.raises(SettingsError, match="json_schema of scorer 'format' is not a JSON schema") as caught:
         await found.start()
     await found.close()
     assert sentence in str(caught.value)

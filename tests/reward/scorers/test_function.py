@@ -71,7 +71,7 @@ async def test_a_bug_in_the_function_makes_the_reward_unknown_not_0(lenient: Fun
     assert [one.detail for one in found] == [
         f"ZeroDivisionError: no (scorer_functions.py:{_line('raise ZeroDivisionError')})",
         f"SystemExit: 0 (scorer_functions.py:{_line('sys.exit(0)')})",
-        f"two processes died of it: {FUNCTIONS}:score",
+        f"two processes died while they computed it: {FUNCTIONS}:score",
         f"TypeError: expected a number or a Result from the function, found str (scorer_functions.py:{here})",
         f"ValueError: expected a finite value from the function, found nan (scorer_functions.py:{here})",
         f"TypeError: expected a number or a Result from the function, found list (scorer_functions.py:{here})",
@@ -131,7 +131,7 @@ async def test_a_function_that_is_not_there_stops_the_start() -> None:
     with pytest.raises(SettingsError) as caught:
         await wrong.start()
     await wrong.close()
-    assert "for scorer 'python', found ModuleNotFoundError: No module named 'no_such_module'" in str(caught.value)
+    assert "of scorer 'python': ModuleNotFoundError: No module named 'no_such_module'" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -156,8 +156,8 @@ async def test_what_may_pass_is_tried_again(failure: Reply | None) -> None:
     [
         ((429, {}, "slow down"), "found HTTP 429: 'slow down', as the last of 3 requests"),
         ((500, {}, "oops"), "found HTTP 500: 'oops', as the last of 3 requests"),
-        ((200, {}, "garbage"), "found HTTP 200 without a chat message: 'garbage', as the last of 3 requests"),
-        (says("hm"), "found no verdict in 'hm', as the last of 3 requests"),
+        ((200, {}, "garbage"), "the response (HTTP 200) has no chat message: 'garbage', as the last of 3 requests"),
+        (says("hm"), "there is no verdict in 'hm', as the last of 3 requests"),
     ],
 )
 async def test_what_does_not_pass_is_unavailable_never_worth_nothing(failure: Reply, detail: str) -> None:
@@ -187,7 +187,7 @@ async def test_an_endpoint_that_hangs_is_given_up() -> None:
     async with serving(hang) as endpoint:
         (score,) = await judged(endpoint, "46", timeout_s=0.1)
     assert score.status is ScoreStatus.UNAVAILABLE
-    assert score.detail == "found no answer within 0.1 s, as the last of 3 requests"
+    assert score.detail == "there was no answer within 0.1 s, as the last of 3 requests"
 
 
 async def test_an_endpoint_that_is_not_there_is_unavailable() -> None:
@@ -305,7 +305,7 @@ def test_the_template_is_filled_in_once_so_that_a_completion_cannot_write_in_it(
 
 
 def test_a_template_that_asks_for_what_is_not_there_can_never_be_filled_in() -> None:
-    with pytest.raises(PermanentError, match=r"expected the column 'rubric' of train\.jsonl:1 for a judge's template"):
+    with pytest.raises(PermanentError, match=r"the judge's template needs the column 'rubric' of train\.jsonl:1"):
         fill("{extra.rubric}", builders.prompt(), "46")
 
 
@@ -372,8 +372,8 @@ async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reply", "detail"),
     [
-        ((200, {}, "[" * 100_000), "found HTTP 200 without a chat message: "),
-        ((200, {}, " " * (4 * 1024**2 + 1)), "found a response of more than 4194304 bytes"),
+        ((200, {}, "[" * 100_000), "the response (HTTP 200) has no chat message: "),
+        ((200, {}, " " * (4 * 1024**2 + 1)), "the response has more than 4194304 bytes"),
     ],
 )
 async def test_a_response_that_is_too_deep_or_too_large_is_no_answer_and_no_crash(reply: Reply, detail: str) -> None:

@@ -42,12 +42,16 @@ def test_messages_go_through_the_chat_template() -> None:
 @pytest.mark.parametrize(
     ("fields", "template", "sentence"),
     [
-        ({"text": None}, None, "expected text or messages in train.jsonl:8, found neither"),
+        ({"text": None}, None, "expected text or messages in train.jsonl:8, found other content"),
         ({"text": ""}, None, "at least one token in train.jsonl:8, found an empty one"),
         ({"text": "1" * 509}, None, "at most 508 tokens .* context of 512 less 4 new ones.* found 509: shorten it"),
         ({"text": "ÄÖÜ"}, None, "tokens that hold the text of train.jsonl:8, found unknown ones and padding only"),
-        ({"text": None, "messages": (ChatMessage("user", "1"),)}, None, "no chat template, found messages"),
-        ({"text": None, "messages": (ChatMessage("user", "1"),) * 3}, CHAT, "fit the chat template .*too long"),
+        ({"text": None, "messages": (ChatMessage("user", "1"),)}, None, "no chat template, but found messages"),
+        (
+            {"text": None, "messages": (ChatMessage("user", "1"),) * 3},
+            CHAT,
+            "the chat template cannot render .*too long",
+        ),
     ],
 )
 def test_a_prompt_that_the_model_cannot_read_is_refused_with_a_sentence(
@@ -69,12 +73,12 @@ def test_a_saved_policy_is_opened_with_its_stop_tokens_and_limits(tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("", "hub name in policy.model, found nothing: set policy.model"),
+        ("", "hub name: set policy.model"),
         (
             "/no/such/folder",
-            "expected a folder in Hugging Face form at '/no/such/folder', found none: change policy.model",
+            "no folder in Hugging Face form at '/no/such/folder': change policy.model",
         ),
-        ("{empty}", r"expected tokenizer_config.json in the folder .*, found none: change policy.model"),
+        ("{empty}", r"the folder .* has no tokenizer_config.json: change policy.model"),
     ],
 )
 def test_a_model_that_is_none_is_told_in_one_sentence(tmp_path: Path, model: str, sentence: str) -> None:
@@ -85,21 +89,24 @@ def test_a_model_that_is_none_is_told_in_one_sentence(tmp_path: Path, model: str
 def test_a_hub_name_without_a_hub_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(SettingsError, match=r"found no folder 'nobody/nothing' and no hub \(.*\): change policy.model"):
+    with pytest.raises(
+        SettingsError,
+        match=r"there is no folder 'nobody/nothing', and the hub cannot be reached \(.*\): change policy.model",
+    ):
         open_tokenizer(PolicySettings(model="nobody/nothing"))
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingsError, match=r"expected a folder in Hugging Face form at 'models/mine', found none"):
+    with pytest.raises(SettingsError, match=r"no folder in Hugging Face form at 'models/mine'"):
         open_tokenizer(PolicySettings(model="models/mine"))
 
 
 def test_a_broken_model_or_device_names_its_setting(tmp_path: Path) -> None:
     policy = PolicySettings(model=str(tiny.save(tmp_path)))
     tokenizer = open_tokenizer(policy)
-    with pytest.raises(SettingsError, match=r"found 'cuda:77'.*: change run.device"):
+    with pytest.raises(SettingsError, match=r"'cuda:77' cannot be used .*: change run.device"):
         open_model(policy, tokenizer, "cuda:77")
     with pytest.raises(SettingsError, match=r"found 'gpu'.*: change run.device"):
         open_model(policy, tokenizer, "gpu")
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(SettingsError, match=r"found none that loads .*: change policy.model"):
+    with pytest.raises(SettingsError, match=r"could not load .*: change policy.model"):
         open_model(policy, tokenizer, "cpu")

@@ -97,8 +97,8 @@ def test_unknown_fields_are_ignored_and_missing_ones_take_their_default() -> Non
     [
         ({"schema": 2}, "expected 'prompt' with schema <= 1, found 2: update this service"),
         ({"kind": "rollout_group"}, "expected a message of kind 'prompt', found 'rollout_group'"),
-        ({"sampling": 3}, "expected the fields of 'prompt' schema 1, found others"),
-        ({"messages": "hello"}, "expected the fields of 'prompt' schema 1, found others"),
+        ({"sampling": 3}, "expected the fields of 'prompt' schema 1, found other ones"),
+        ({"messages": "hello"}, "expected the fields of 'prompt' schema 1, found other ones"),
     ],
 )
 def test_a_message_of_another_form_is_refused_with_a_sentence(change: dict[str, object], sentence: str) -> None:

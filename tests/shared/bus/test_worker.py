@@ -298,7 +298,7 @@ async def test_a_poison_group_that_kills_its_process_takes_no_honest_one_with_it
         deaths += 1
     assert deaths == 4, "in a crowd, beside others, and twice alone"
     assert await outputs(bus) == sorted(str(group) for group in range(41) if group != 13)
-    assert await _dead(bus) == [(b"13", b"failed 2 times: its process died each time, and left no message", b"3")]
+    assert await _dead(bus) == [(b"13", b"failed 2 times: its process died each time without a message", b"3")]
     assert await bus.length(PROMPTS) == 0
 
 

@@ -95,5 +95,5 @@ def test_what_a_source_gives_up_its_puller_gives_up_at_once(start: Start) -> Non
     call = replica.later("pull", trainer.call("address"), record)
     replica.until("arrived", lambda buckets: buckets == 2)
     trainer.call("void")
-    with pytest.raises(WeightsError, match=r"the source gave the pull up|lost the peer"):
+    with pytest.raises(WeightsError, match=r"the source ended the pull|lost the peer"):
         replica.result(call, SLACK_S)

@@ -47,7 +47,7 @@ def test_a_source_that_dies_in_a_pull_ends_it_and_another_source_serves(start: S
     trainer, other, replica = start(Trainer), start(Trainer), start(Replica)
     call = half_pulled(trainer, replica)
     trainer.signal(signal.SIGKILL)
-    refused(replica, call, "expected a bucket, found", within_s=SLACK_S)
+    refused(replica, call, "could not receive a bucket|NCCL lost the peer|the source ended the pull", within_s=SLACK_S)
     record = other.call("publish", 1, 11)
     assert replica.call("pull", other.call("address"), record) == fingerprint(policy(11))
 
@@ -69,9 +69,14 @@ def test_a_source_that_stops_holds_nobody_past_the_deadline_and_what_it_sends_la
     call = half_pulled(trainer, replica)
     source, record = trainer.call("address"), trainer.call("record")
     trainer.signal(signal.SIGSTOP)
-    refused(replica, call, "expected a bucket within 1 s|expected a bucket, found", within_s=SHORT_S + SLACK_S)
+    refused(
+        replica,
+        call,
+        "timeout of 1 s while waiting for a bucket|could not receive a bucket|NCCL lost the peer|the source ended the pull",
+        within_s=SHORT_S + SLACK_S,
+    )
     again = replica.later("pull", source, record)
-    refused(replica, again, "found silence", within_s=2 * SHORT_S + SLACK_S)
+    refused(replica, again, "did not answer", within_s=2 * SHORT_S + SLACK_S)
     found = replica.call("pull", other.call("address"), other.call("publish", 2, 12))
     trainer.signal(signal.SIGCONT)
     trainer.call("mark", 2)
@@ -91,7 +96,7 @@ async def test_a_rank_that_never_comes_is_given_up_at_the_deadline_by_both_sides
     puller = Puller(DeviceLocation(), 2, DEADLINE_S, weights.secret)
     offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
     call = one.later("receive", offer.pack())
-    await asyncio.to_thread(refused, one, call, "expected a gloo group of 3 ranks", SHORT_S + SLACK_S)
+    await asyncio.to_thread(refused, one, call, "waiting for a gloo group of 3 ranks", SHORT_S + SLACK_S)
     trainer.until("counts", lambda counts: counts == (0, 1), timeout_s=SHORT_S + SLACK_S)
     await puller.finish(offer, "a rank did not come")
     await puller.close()
@@ -111,8 +116,8 @@ def test_a_new_version_in_the_middle_of_a_pull_fails_it_as_torn(start: Start) ->
     trainer, replica = start(Trainer), start(Replica)
     call = half_pulled(trainer, replica)
     record = trainer.call("publish", 2, 12)
-    refused(replica, call, "expected a bucket, found", within_s=SLACK_S)
-    assert "took its place: the pull is torn" in replica.call("reasons")[0]
+    refused(replica, call, "could not receive a bucket|NCCL lost the peer|the source ended the pull", within_s=SLACK_S)
+    assert "replaced it: the pull is torn" in replica.call("reasons")[0]
     assert replica.call("pull", trainer.call("address"), record) == fingerprint(policy(12))
 
 
@@ -122,8 +127,8 @@ def test_what_a_relay_loses_its_puller_loses_too(start: Start) -> None:
     lower = second.later("pull", first.call("address"), trainer.call("record"))
     second.until("arrived", lambda buckets: buckets == 2)
     trainer.signal(signal.SIGKILL)
-    refused(first, upper, "expected a bucket, found", within_s=SLACK_S)
-    refused(second, lower, "expected a bucket, found", within_s=SLACK_S)
+    refused(first, upper, "could not receive a bucket|NCCL lost the peer|the source ended the pull", within_s=SLACK_S)
+    refused(second, lower, "could not receive a bucket|NCCL lost the peer|the source ended the pull", within_s=SLACK_S)
 
 
 def test_a_version_that_is_gone_or_not_there_yet_is_said_so_and_the_session_stays(start: Start) -> None:
@@ -167,14 +172,14 @@ def test_withdrawing_waits_no_longer_than_it_was_told_and_then_the_pull_fails(st
     trainer, replica = start(Trainer), start(Replica)
     call = half_pulled(trainer, replica)
     assert 0.2 <= trainer.call("withdraw", 0.2) < 0.2 + SLACK_S
-    refused(replica, call, "expected a bucket, found", within_s=SLACK_S)
+    refused(replica, call, "could not receive a bucket|NCCL lost the peer|the source ended the pull", within_s=SLACK_S)
 
 
 def test_a_receive_that_is_aborted_ends_at_once(start: Start) -> None:
     trainer, replica = start(Trainer, 30.0), start(Replica, 30.0)
     call = half_pulled(trainer, replica)
     replica.call("abort")
-    refused(replica, call, "it was aborted", within_s=SLACK_S)
+    refused(replica, call, "was aborted", within_s=SLACK_S)
     trainer.until("counts", lambda counts: counts == (0, 1), timeout_s=SLACK_S)
 
 
@@ -184,7 +189,7 @@ async def test_a_pull_without_a_group_to_join_ends_at_the_deadline(start: Start)
     offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
     trainer.signal(signal.SIGSTOP)  # torch alone would wait forever
     before_s = time.monotonic()
-    with pytest.raises(WeightsError, match="expected a gloo group of 2 ranks"):
+    with pytest.raises(WeightsError, match="waiting for a gloo group of 2 ranks"):
         await asyncio.to_thread(receiver.receive, offer, FlatSnapshot(offer.layout, CPU))
     assert time.monotonic() - before_s < SHORT_S + SLACK_S
     await puller.close()
@@ -247,7 +252,7 @@ async def test_a_source_that_does_not_finish_its_answer_is_left_at_the_deadline(
         host, port = server.sockets[0].getsockname()
         puller = Puller(DeviceLocation(), 1, 0.3, weights.secret)
         before_s = time.monotonic()
-        with pytest.raises(WeightsError, match="found silence"):
+        with pytest.raises(WeightsError, match="did not answer"):
             await puller.ask(f"{host}:{port}", record)
         assert time.monotonic() - before_s < 0.3 + SLACK_S
         await puller.close()
@@ -259,7 +264,7 @@ async def test_a_source_that_is_not_there_is_said_so() -> None:
     record = ours.publish(1, 11)
     ours.close()
     puller = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret)
-    with pytest.raises(WeightsError, match="expected a source of weights at"):
+    with pytest.raises(WeightsError, match="could not reach the source of weights at"):
         await puller.ask(ours.address(), record)
     with pytest.raises(WeightsError, match="expected host:port"):
         await puller.ask("nowhere", record)

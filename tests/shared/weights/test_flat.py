@@ -90,7 +90,7 @@ def test_equal_weights_have_equal_headers_whatever_the_snapshot_held_before() ->
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (tensors()[:2], "found none for c"),
+        (tensors()[:2], "tensors of the layout are missing: c"),
         ([*tensors(), ("d", torch.zeros(1))], "found 'd'"),
         ([*tensors(), tensors()[0]], "found 'a'"),
         ([("a", torch.zeros(2, 3)), *tensors()[1:]], r"expected a of shape \(3, 2\), found \(2, 3\)"),
@@ -121,13 +121,13 @@ def test_a_waiter_is_told_the_deadline_the_reason_and_the_new_version() -> None:
     held = snapshot()
     header = held.fill(tensors(), ONE, 1)
     held.begin(header)
-    with pytest.raises(WeightsError, match=r"expected bucket 0 within 0\.1 s, found that it has not arrived"):
+    with pytest.raises(WeightsError, match=r"bucket 0 did not arrive within 0\.1 s"):
         held.wait(0, 0.1)
     threading.Timer(0.05, lambda: held.void("its source died")).start()
     with pytest.raises(WeightsError, match="its source died"):
         held.wait(0, 5.0)
     held.fill(tensors(), TWO, 2)
-    with pytest.raises(WeightsError, match=r"expected version 1 .* version 2 took its place: the pull is torn"):
+    with pytest.raises(WeightsError, match=r"expected version 1 .* version 2 replaced it: the pull is torn"):
         held.wait(0, 5.0, header)
 
 

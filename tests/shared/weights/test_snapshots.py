@@ -119,8 +119,8 @@ def _other_manifest(location: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
-        (_missing, "expected a snapshot at .*found: No such file"),
-        (_without_bucket, "expected a bucket of weights at .*found: No such file"),
+        (_missing, "could not read the snapshot at .*: No such file"),
+        (_without_bucket, "could not read a bucket of weights at .*: No such file"),
         (_torn, "expected [0-9]+ bytes in .*it is torn"),
         (_flipped, "expected the checksum .*it is corrupt"),
         (_other_manifest, "expected the manifest .*found"),
@@ -137,7 +137,7 @@ def test_a_harmed_snapshot_is_refused(tmp_path: Path, harm: object, sentence: st
     ("change", "sentence"),
     [
         ((b'"format": 1', b'"format": 2'), "expected a manifest of format 1 .* found 2"),
-        ((b'"offset": ', b'"offset": 9999'), "expected .* to lie within its bucket"),
+        ((b'"offset": ', b'"offset": 9999'), "expected .* to be within its bucket"),
         ((b'"float32"', b'"float8"'), "expected a known number type"),
         ((b'"file": "', b'"file": "../'), "expected bucket files beside the manifest"),
         ((b'"tensors"', b'"tensor"'), "expected a manifest .* found other content"),

@@ -68,7 +68,7 @@ async def test_who_does_not_know_the_secret_gets_no_weights_and_orders_no_file(t
     with serving(tmp_path) as (_, record):
         puller = Puller(DeviceLocation(), 1, PATIENCE_S, lambda: b"the secret of another run")
         for ask in (puller.ask, puller.ask_for_file):
-            with pytest.raises(WeightsError, match="did not let this process in: do both belong to the same run"):
+            with pytest.raises(WeightsError, match="did not accept this process: do both belong to the same run"):
                 await ask(record.source, record)
         assert list(tmp_path.iterdir()) == []
         knows = Puller(DeviceLocation(), 1, PATIENCE_S, weights.secret)
@@ -100,7 +100,7 @@ async def test_a_source_that_does_not_know_the_secret_is_not_believed() -> None:
 
     async with await asyncio.start_server(pretend, "127.0.0.1", 0) as server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        with pytest.raises(PeerError, match="expected a peer that knows the secret of this run"):
+        with pytest.raises(PeerError, match="the peer does not know the secret of this run"):
             await introduce(reader, writer, weights.SECRET)
         writer.close()
         await left.wait()
@@ -116,7 +116,7 @@ def test_a_proof_is_good_for_one_connection_and_no_secret_is_never_proved() -> N
         ours, theirs = socket.socketpair()
         with ours, theirs:
             frames.send(theirs, {"challenge": bytes(32), "proof": proof}, PATIENCE_S)
-            with pytest.raises(PeerError, match="expected a peer that knows the secret"):
+            with pytest.raises(PeerError, match="the peer does not know the secret"):
                 admit(ours, secret, PATIENCE_S)
 
 
@@ -164,7 +164,7 @@ async def test_pullers_beyond_the_most_are_refused(monkeypatch: pytest.MonkeyPat
         first, second = (Puller(DeviceLocation(), 1, PATIENCE_S, weights.secret) for _ in range(2))
         with pytest.raises(WeightsError, match="version 7"):
             await first.ask(record.source, weights.record(7, "0" * 64))
-        with pytest.raises(WeightsError, match="closed the connection"):
+        with pytest.raises(WeightsError, match=r"closed the connection|could not reach the source"):
             await second.ask(record.source, record)
         await first.close()
         await second.close()

@@ -55,11 +55,11 @@ def empty(path: Path) -> None:
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (MODEL, truncate, f"{MODEL} has 49 bytes instead of 54"),
-    (MODEL, flip, f"the content of {MODEL} is not what was written"),
+    (MODEL, flip, f"the content of {MODEL} has changed"),
     (OPTIMIZER, Path.unlink, f"{OPTIMIZER} is missing"),
     (OPTIMIZER, empty, f"{OPTIMIZER} has 0 bytes instead of 69"),
-    ("state.json", truncate, "state.json is not what was written"),
-    ("state.json", flip, "state.json is not what was written"),
+    ("state.json", truncate, "state.json has changed"),
+    ("state.json", flip, "state.json has changed"),
     ("state.json", Path.unlink, "state.json is missing"),
 ]
 IDS = [f"{Path(name).name}-{how.__name__}" for name, how, _ in DAMAGES]
@@ -174,7 +174,7 @@ async def test_a_damaged_newest_checkpoint_takes_the_run_back_to_the_one_before_
         (told,) = await run.events("checkpoint damaged")
         assert told.startswith("the checkpoint of step 4 is damaged (")
         assert str(newest) in told
-        assert told.endswith("going on from the checkpoint of step 2: steps 3 to 5 are trained again")
+        assert told.endswith("continuing from the checkpoint of step 2: steps 3 to 5 are trained again")
         assert not newest.exists()
         assert (run.root / "damaged-step-000004").is_dir() == (how != "no folder")
         assert await run.ledger.checkpoints() == {2: str(run.folder(2))}
@@ -203,7 +203,7 @@ async def test_where_the_journal_reaches_back_to_the_one_before_nothing_is_lost(
         status = await run.ledger.status()
         assert (status.state, status.step) == (RunState.RUNNING, 5)
         (told,) = await run.events("checkpoint damaged")
-        assert told.endswith("going on from the checkpoint of step 2: nothing is lost")
+        assert told.endswith("continuing from the checkpoint of step 2: nothing is lost")
         assert await run.resume() == found, "a second resume finds the same, and no damage any more"
         assert len(await run.events("checkpoint damaged")) == 1
 
@@ -221,7 +221,7 @@ async def test_several_damaged_checkpoints_are_passed_over_and_where_all_are_the
                 await run.resume()
         sentence = str(refused.value)
         for step in (6, 4, 2):
-            damage = f"the checkpoint of step {step} is damaged (the content of {MODEL} is not what was written; it is"
+            damage = f"the checkpoint of step {step} is damaged (the content of {MODEL} has changed; it is"
             assert f"{damage} {run.folder(step)})" in sentence
         status = await run.ledger.status()
         assert (status.state, status.reason, status.step) == (RunState.PAUSED, sentence, 7)
@@ -255,7 +255,7 @@ async def test_an_intact_copy_in_object_storage_takes_the_place_of_a_damaged_che
         assert local_store.damage(run.folder(4)) == ""
         (told,) = await run.events("checkpoint damaged")
         assert (
-            f"and was replaced by the copy in {found.stored.uri}; going on from the checkpoint of step 4: nothing is"
+            f"and was replaced by the copy in {found.stored.uri}; continuing from the checkpoint of step 4: nothing is"
             in told
         )
         assert (await run.ledger.checkpoints())[V(4)] == str(run.folder(4))
@@ -295,7 +295,7 @@ async def test_a_bus_that_was_lost_is_restored_from_the_newest_intact_checkpoint
     assert found.checkpoint is not None
     assert (found.checkpoint.state.step, found.status.step, found.went_back) == (2, 2, False)
     (told,) = await run.events("checkpoint damaged")
-    assert told.endswith("going on from the checkpoint of step 2: steps 3 to 4 are trained again")
+    assert told.endswith("continuing from the checkpoint of step 2: steps 3 to 4 are trained again")
 
 
 async def test_a_rollback_to_a_damaged_checkpoint_is_given_up_before_anything_is_loaded(

@@ -135,7 +135,7 @@ def test_a_folder_that_became_another_checkpoints_is_not_stored_as_the_first(
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", slow)
-        with pytest.raises(StoreError, match="to stay as it was, found it gone or another's"):
+        with pytest.raises(StoreError, match="was removed or replaced meanwhile"):
             store.put(made)
     assert store.whole() == []
 
@@ -443,9 +443,7 @@ def test_credentials_in_a_url_are_refused(tmp_path: Path, key: str) -> None:
 
 def test_without_boto3_the_setting_is_refused_in_a_sentence(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(
-        SettingsError, match=r"expected boto3 for trainer\.store\.uri, found none .*: install penstock\[s3\]"
-    ):
+    with pytest.raises(SettingsError, match=r"trainer\.store\.uri needs boto3 .*: install penstock\[s3\]"):
         store_of(storage)
 
 

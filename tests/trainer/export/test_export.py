@@ -127,7 +127,7 @@ def test_an_export_is_bit_equal_to_what_was_published_from_a_checkpoint_and_from
 def test_weights_that_a_rollback_published_again_are_exported_under_their_new_number(tmp_path: Path) -> None:
     run = Run(tmp_path, 1, 0)
     checkpoint = run.checkpoint()
-    with pytest.raises(PenstockError, match=r"expected weights of version 5 .* exported: 0, 1\."):
+    with pytest.raises(PenstockError, match=r"there are no weights of version 5 .* exported: 0, 1\."):
         export_version(run.settings, PolicyVersion(5), tmp_path / "out")
     found = export_version(run.settings, PolicyVersion(5), tmp_path / "out", checkpoint=str(checkpoint))
     assert (found.version, found.step, found.source) == (5, 1, str(checkpoint))
@@ -203,7 +203,9 @@ def test_a_damaged_snapshot_is_not_used_and_the_checkpoint_stands_in(tmp_path: P
     assert export_version(run.settings, PolicyVersion(1), tmp_path / "out").source == str(checkpoint)
     assert_is(loaded(tmp_path / "out"), expected)
     shutil.rmtree(checkpoint)
-    with pytest.raises(PenstockError, match=r"found none \(.*it is corrupt\)\. Versions that can be exported: 0, 1"):
+    with pytest.raises(
+        PenstockError, match=r"there are no weights of .* \(.*it is corrupt\)\. Versions that can be exported: 0, 1"
+    ):
         export_version(run.settings, PolicyVersion(1), tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -214,7 +216,7 @@ def test_latest_is_the_newest_version_that_is_there_and_a_damaged_checkpoint_is_
     run = Run(tmp_path, 1, 0)
     words = ["export", str(run.settings.run_folder), "--to", str(tmp_path / "out")]
     assert main(words) == 1
-    assert "expected a trained version of run exported, found no snapshot and no checkpoint" in capsys.readouterr().err
+    assert "run exported has no snapshot and no checkpoint" in capsys.readouterr().err
     folder = run.checkpoint()
     optimizer, weights = sorted((folder / "engine" / "engine").iterdir(), reverse=True)
     assert {folder / file.name for file in local_store.find(folder.parent)[0].files} > {optimizer, weights}
@@ -222,7 +224,7 @@ def test_latest_is_the_newest_version_that_is_there_and_a_damaged_checkpoint_is_
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
     assert main(words) == 1
-    damage = f"it is damaged (the content of engine/engine/{weights.name} is not what was written)"
+    damage = f"it is damaged (the content of engine/engine/{weights.name} has changed)"
     assert damage in capsys.readouterr().err
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
@@ -245,8 +247,8 @@ def test_version_0_is_the_initial_policy_and_other_versions_are_refused_by_name(
     words = ["export", str(run.settings.run_folder), "--version", "7", "--to", str(tmp_path / "out")]
     capsys.readouterr()
     assert main(words) == 1
-    assert capsys.readouterr().err.startswith("penstock export: expected weights of version 7 of run exported, found")
-    with pytest.raises(PenstockError, match=r"policy\.lora\.rank > 0 for --adapter"):
+    assert capsys.readouterr().err.startswith("penstock export: there are no weights of version 7 of run exported")
+    with pytest.raises(PenstockError, match=r"policy\.lora\.rank = 0\): leave --adapter out"):
         export_version(run.settings, PolicyVersion(1), tmp_path / "out", adapter=True)
 
 

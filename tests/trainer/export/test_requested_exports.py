@@ -154,7 +154,7 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
 
         assert (await http.post("/v1/policies/1/export")).json()["id"] == 2
         again = await ended(http, 2)
-        assert (again["result"], again["detail"]) == (done["result"], f"it lies in {folder}: it was there already")
+        assert (again["result"], again["detail"]) == (done["result"], f"it is in {folder}: it existed already")
         async with served(parts, parts.api.folder, Access()) as url:
             announced = json.dumps({"url": url, "run_id": bus.run_id})
             (parts.api.folder / "coordinator.json").write_text(announced)
@@ -175,7 +175,7 @@ async def test_a_process_that_is_killed_ends_its_export_as_failed(http: httpx.As
         child.kill()
         done = await ended(http)
     assert done["state"] == "failed"
-    assert "found it killed by SIGKILL" in done["detail"]
+    assert "was killed by SIGKILL" in done["detail"]
     assert list((run.settings.run_folder / "exports").iterdir()) == []
 
 
@@ -201,7 +201,7 @@ async def test_an_export_that_every_trainer_dies_of_is_not_tried_for_ever(
     async with trainer(bus, run):
         done = await ended(http)
     assert done["state"] == "failed"
-    assert "found that it ended 2 times" in done["detail"]
+    assert "the trainer ended 2 times" in done["detail"]
 
 
 async def test_without_a_trainer_an_export_ends_as_failed_and_says_what_to_do(bus: Bus, parts: Coordinator) -> None:
@@ -214,7 +214,10 @@ async def test_without_a_trainer_an_export_ends_as_failed_and_says_what_to_do(bu
 
     outcome = await exporting.see_through(begun, ignore)
     assert outcome.state.value == "failed"
-    assert "found none for 0 s: start it, or where the run's folder is, `penstock export --here`" in outcome.detail
+    assert (
+        "no trainer took the export for 0 s: start one, or run on a machine with the run's folder: `penstock export --here`"
+        in outcome.detail
+    )
     assert await Exports(bus).orders() == []
 
 
@@ -237,17 +240,17 @@ async def test_an_export_that_is_under_way_when_the_run_and_its_trainer_end_ends
     done = await operation(http)
     assert (done["state"], done["detail"].partition(": ")[0]) == (
         "failed",
-        "expected the run's services to see it through, found that they ended with the run",
+        "the run's services ended before it was complete",
     )
 
 
 @pytest.mark.parametrize(
     ("version", "body", "status", "words"),
     [
-        (9, None, 404, "found no version 9; there are versions up to 4"),
-        (3, None, 409, "expected a version with a checkpoint, found none of version 3; there are 0, 1"),
-        (2, None, 409, "expected a version that was not revoked, found version 2 revoked"),
-        (1, {"adapter": True}, 409, "expected a run with policy.lora.rank > 0 for an adapter, found whole weights"),
+        (9, None, 404, "this run has no policy version 9; it has versions up to 4"),
+        (3, None, 409, "version 3 has no checkpoint; there are 0, 1"),
+        (2, None, 409, "version 2 was revoked"),
+        (1, {"adapter": True}, 409, "this run trains whole weights and has no adapter"),
         (1, {"to": "/etc"}, 422, "Extra inputs are not permitted"),
     ],
 )
@@ -299,6 +302,6 @@ def test_a_coordinator_that_is_gone_or_leads_another_run_is_not_asked(
     )
     words = ["export", str(run.settings.run_folder), "--version", "7"]
     assert main(words) == 1
-    assert capsys.readouterr().err.startswith("penstock export: expected weights of version 7 of run exported, found")
+    assert capsys.readouterr().err.startswith("penstock export: there are no weights of version 7 of run exported")
     assert main([*words, "--url", "http://127.0.0.1:9"]) == 1
-    assert "expected a coordinator at http://127.0.0.1:9" in capsys.readouterr().err
+    assert "no coordinator answers at http://127.0.0.1:9" in capsys.readouterr().err

@@ -136,7 +136,7 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
 
 def test_moments_of_eight_bits_are_refused_where_their_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(SettingsError, match=r"expected bitsandbytes .* install penstock\[adam-8bit\], or set it to"):
+    with pytest.raises(SettingsError, match=r"needs bitsandbytes, .* install penstock\[adam-8bit\], or set it to"):
         Stepper(settings(optimizer="adamw_8bit"))
 
 

@@ -175,9 +175,7 @@ def test_a_model_that_sees_ahead_is_refused(folders: dict[str, Path]) -> None:
 def test_what_transformers_cannot_run_is_refused_in_a_sentence(folders: dict[str, Path]) -> None:
     policy = opened(folders["qwen3"], "sequences")
     policy.model.model.norm.weight = nn.Parameter(torch.ones(3))
-    with pytest.raises(
-        SettingsError, match="that transformers can run, found that Qwen3ForCausalLM raises RuntimeError"
-    ):
+    with pytest.raises(SettingsError, match="that transformers can run, but Qwen3ForCausalLM raises RuntimeError"):
         self_test.run(policy, "sequences")
 
 

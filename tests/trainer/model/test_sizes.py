@@ -160,7 +160,7 @@ def test_a_model_that_does_not_say_how_many_experts_a_token_has_counts_all(caplo
     model.config.num_experts_per_tok = 0
     # two layers of four experts of 32 · 32 + 16 · 32 weights, two counted
     assert measure(model).linear_weights == whole + 2 * 2 * (1024 + 512)
-    assert "does not say how many experts a token has" in caplog.text
+    assert "does not give the number of experts per token" in caplog.text
 
 
 def test_a_window_limits_the_pairs_that_a_layer_with_it_computes() -> None:

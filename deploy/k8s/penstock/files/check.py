@@ -47,7 +47,7 @@ def await_services(url: str, wanted: set[str], deadline_s: float) -> None:
         if wanted <= found:
             return
         if time.monotonic() > deadline_s:
-            sys.exit(f"expected a working replica of {sorted(wanted)}, found {sorted(found)}")
+            sys.exit(f"expected working replicas of {sorted(wanted)}, but only these answered: {sorted(found)}")
         time.sleep(1.0)
 
 

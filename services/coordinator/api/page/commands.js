@@ -4,21 +4,21 @@ import { forgetToken, keepToken, Problem, post } from "./api.js";
 import { ask, choice, field } from "./dialog.js";
 import { el, figure } from "./dom.js";
 
-const REASON = () => field("reason", "Why? It is shown wherever the run's state is.");
+const REASON = () => field("reason", "Reason, shown with the run's state.");
 
 export const start = (run, done) => steer("start", "Start the run?", [
   el("p", {}, `Problems are admitted, and training begins at step ${figure(run.step)} of ${figure(run.steps)}.`),
 ], "Start", done);
 
 export const resume = (run, done) => steer("resume", "Resume the run?", [
-  el("p", {}, `It goes on exactly where it was paused, at step ${figure(run.step)}.`),
+  el("p", {}, `It continues exactly where it was paused, at step ${figure(run.step)}.`),
 ], "Resume", done);
 
 export const pause = (run, done) => steer("pause", "Pause the run?", [
-  el("p", {}, `Nothing more is admitted. ${figure(run.groups_in_flight)} groups in flight end, and those that fill a step are trained on. Nothing is lost.`),
+  el("p", {}, `No more groups are admitted. ${figure(run.groups_in_flight)} groups in flight end, and those that fill a step are trained on. Nothing is lost.`),
   choice("mode", [
     ["admission", "Pause at once"],
-    ["drain", "Pause, and tell when nothing is generated or scored any more"],
+    ["drain", "Pause, and report when generation and scoring have finished"],
   ]),
 ], "Pause", done);
 
@@ -40,7 +40,7 @@ export function rollBack(target, policies, run, done) {
       el("ul", {},
         el("li", {}, lost),
         el("li", {}, `Weights, optimizer and place in the dataset go from step ${figure(run.step)} back to step ${figure(target.step)}.`),
-        el("li", {}, `These weights become version ${next}, which every rollout replica pulls; the run goes on from there${run.state === "paused" ? " when it is resumed" : ""}.`)),
+        el("li", {}, `These weights become version ${next}, which every rollout replica pulls; the run continues from there${run.state === "paused" ? " when it is resumed" : ""}.`)),
       REASON(),
     ],
     act: (form) => told(`v1/policies/${target.version}/rollback`, { reason: form.get("reason") }, done),
@@ -55,7 +55,7 @@ export async function askToken(status) {
     yes: "Use it",
     body: [
       el("p", {}, status === 403 ? "The token of this tab may only read." : "This coordinator asks for a bearer token."),
-      el("p", { class: "soft" }, "`penstock page` prints a link that needs none. The token is the first line of the file token in the run's folder, or of the one that coordinator.token_file names, and is kept in this tab until you close it."),
+      el("p", { class: "soft" }, "`penstock page` prints a link that needs no token. The token is the first line of the file token in the run's folder, or of the one that coordinator.token_file names, and is kept in this tab until you close it."),
       field("token", "Token", { type: "password", required: true, minlength: 16 }),
     ],
     act: async (form) => { keepToken(form.get("token").trim()); return true; },
@@ -66,7 +66,7 @@ export async function askToken(status) {
 /** Ask whether to do one thing to a version, a replica or a dead letter. With `why` a reason is asked for, too. */
 export const confirm = ({ title, sentence, yes, path, done, why = false, danger = false, body = {} }) => ask({
   title, yes, danger,
-  body: [el("p", {}, sentence), why ? field("reason", "Why? It is kept with the event.") : ""],
+  body: [el("p", {}, sentence), why ? field("reason", "Reason, recorded with the event.") : ""],
   act: (form) => told(path, why ? { ...body, reason: form.get("reason") } : body, done),
 });
 

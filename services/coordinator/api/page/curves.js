@@ -41,9 +41,9 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Learning rate", "mean over the step's updates", plain(["learning_rate"])],
     ["Clipped tokens", "share of trained tokens", plain(["clip_fraction", "masked_fraction"])],
     ["Effective sample size", "share of trained tokens; 1 is on policy", plain(["ess"], { high: 1 })],
-    ["Zero-variance groups", "a step's groups that teach nothing", plain(["zero_std_groups"])],
+    ["Zero-variance groups", "a step's groups without signal", plain(["zero_std_groups"])],
     ["KL to the reference", "nats a token", plain(["reference_kl"]), "kl_coefficient"],
-    ["Critic", "share of the returns that it foresaw", plain(["explained_variance"], { low: null }), "explained_variance"],
+    ["Critic", "explained variance of returns", plain(["explained_variance"], { low: null }), "explained_variance"],
     ["Preferences", "share of pairs that the policy orders right", plain(["preference_accuracy"]), "preference_accuracy"],
   ];
   const sign = [reports.at(-1)?.id ?? null, reports.length, evaluations.map((one) => one.version), maxLag];

@@ -26,7 +26,7 @@ export function drawFlow(node, run, services, maxLag, look) {
     pipe("experience", run, rates.scored),
     stage("trainer", of("trainer"), [
       pair("a step takes", seconds(run.last.step_s)),
-      pair("of that it waits", seconds(run.last.phase_wait_s)),
+      pair("of that, waiting", seconds(run.last.phase_wait_s)),
       pair("lag, mean", maxLag === null ? figure(run.last.lag_mean) : `${figure(run.last.lag_mean)} of ${maxLag}`),
       pair("groups a second", figure(rates.trained)),
     ]),

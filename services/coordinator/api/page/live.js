@@ -1,4 +1,4 @@
-// The settings that may change while the run goes on: a form with what is now, changed from the revision that was read.
+// The settings that may change during the run: a form with what is now, changed from the revision that was read.
 
 import { getTagged, patch, Problem } from "./api.js";
 import { ask, field } from "./dialog.js";
@@ -27,7 +27,7 @@ export async function changeSettings(done) {
   return ask({
     title: "Settings that may change",
     yes: "Change",
-    body: [last, ...lines.map((one) => one.node), field("reason", "Why? It is kept with the change.")],
+    body: [last, ...lines.map((one) => one.node), field("reason", "Reason, recorded with the change.")],
     act: async (form) => {
       const changes = Object.fromEntries(lines.filter((one) => one.changed()).map((one) => [one.key, one.value()]));
       lines.forEach((one) => one.wrong(""));
@@ -38,7 +38,7 @@ export async function changeSettings(done) {
         if (problem.status !== 412) throw told(problem, lines);
         ({ found, tag } = await getTagged(PATH));
         read();
-        throw new Problem(412, "somebody else changed them meanwhile: look at what is now, and confirm again");
+        throw new Problem(412, "the settings changed meanwhile: check the current values and confirm again");
       }
       await done();
       return true;
@@ -86,5 +86,5 @@ function told(problem, lines) {
     one?.wrong(sentence.slice(sentence.indexOf(`${one.key}: `) < 0 ? 0 : sentence.indexOf(`${one.key}: `) + one.key.length + 2));
     return one === undefined;
   });
-  return new Problem(problem.status, rest.length > 0 ? rest.join("; ") : "nothing was changed: see what stands at the fields");
+  return new Problem(problem.status, rest.length > 0 ? rest.join("; ") : "nothing was changed: see the messages at the fields");
 }

@@ -60,7 +60,7 @@ function drawNotices(run) {
 }
 
 function drawWatch(run) {
-  redraw(byId("guards"), run.guards, () => (run.guards.length === 0 ? el("p", { class: "soft" }, "none has tripped")
+  redraw(byId("guards"), run.guards, () => (run.guards.length === 0 ? el("p", { class: "soft" }, "no guard has tripped")
     : run.guards.map((one) => el("p", { class: "bad" }, `${one.guard} (${one.action === "pause" ? "paused the run" : "told"}, ${clock(one.since_s)}): ${one.detail}`))));
   const under = shown.operations.filter((one) => one.state === "running");
   const last = shown.operations[0];

@@ -33,6 +33,6 @@ const factsOf = (one) => [
 ];
 
 const tell = (one, word, done, title, sentence, yes) => confirm({ title, sentence, yes, path: `v1/services/${encodeURIComponent(one.replica)}/${word}`, done, why: true });
-const cordon = (one, done) => tell(one, "cordon", done, `Cordon ${one.replica}?`, "It finishes what it holds, takes nothing new, and stays.", "Cordon");
+const cordon = (one, done) => tell(one, "cordon", done, `Cordon ${one.replica}?`, "It finishes its work, takes nothing new, and keeps running.", "Cordon");
 const uncordon = (one, done) => tell(one, "uncordon", done, `Uncordon ${one.replica}?`, "It takes work again.", "Uncordon");
-const drain = (one, done) => tell(one, "drain", done, `Drain ${one.replica}?`, "It finishes what it holds and leaves. Whoever supervises it decides whether it comes back.", "Drain");
+const drain = (one, done) => tell(one, "drain", done, `Drain ${one.replica}?`, "It finishes its work and exits. Its supervisor decides whether it restarts.", "Drain");

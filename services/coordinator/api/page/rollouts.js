@@ -5,7 +5,7 @@ import { el, figure, redraw } from "./dom.js";
 /** Show `groups` (GET /v1/run/rollouts, newest first), the first of them open; what a person opened of `held` ones stays open. */
 export function drawRollouts(node, groups, held) {
   redraw(node, groups.map((group) => group.id), () => {
-    if (groups.length === 0) return el("p", { class: "card soft" }, "none yet: they come with the first step");
+    if (groups.length === 0) return el("p", { class: "card soft" }, "no steps yet");
     const folds = new Map(held ? [...node.querySelectorAll("details")].map((one) => [one.dataset.key, one.open]) : []);
     return groups.map((group, index) => groupOf(group, folds.get(group.id) ?? (!held && index === 0)));
   });

@@ -35,7 +35,7 @@ LastEvent = Annotated[
     Header(
         alias="Last-Event-ID",
         pattern=r"^[0-9]{1,15}-[0-9]{1,15}$",
-        description="The last event that was seen; none: only what happens from now on.",
+        description="The last event received. Without it, the stream begins with the next event.",
     ),
 ]
 _STREAMED_EVENT = {
@@ -48,7 +48,9 @@ _STREAMED_EVENT = {
         "retry": {"type": "integer"},
     },
 }
-Seconds = Annotated[float, Query(gt=0, le=3600, allow_inf_nan=False, description="End after so many seconds.")]
+Seconds = Annotated[
+    float, Query(gt=0, le=3600, allow_inf_nan=False, description="Seconds after which the stream ends.")
+]
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,7 +69,7 @@ class OpenStreams:
         """
         if self.open.total() >= self.total or self.open[address] >= self.each:
             detail = (
-                f"expected at most {self.total} event streams, {self.each} from one address, and there are as many now"
+                f"expected at most {self.total} event streams, {self.each} from one address, and the limit is reached"
             )
             raise HTTPException(503, f"{detail}: close one, or try again", {"Retry-After": str(RETRY_AFTER_S)})
         self.open[address] += 1
@@ -96,14 +98,14 @@ def event_routes(parts: Parts) -> APIRouter:
     router = APIRouter(prefix="/v1/events", tags=["events"])
     streams = OpenStreams()
 
-    @router.get("", operation_id="listEvents", summary="What happened, newest first")
+    @router.get("", operation_id="listEvents", summary="Events, newest first")
     async def events(cursor: EntryCursor = None, limit: Limit = 100) -> Page[EventView]:
         return await soon(_events(parts, cursor, limit))
 
     @router.get(
         "/stream",
         operation_id="streamEvents",
-        summary="What happens, as it happens",
+        summary="Event stream",
         response_class=StreamingResponse,
         responses={200: {"content": {"text/event-stream": {"schema": _STREAMED_EVENT}}}},
     )

@@ -66,7 +66,7 @@ def page_routes(parts: Parts) -> APIRouter:
     @router.get(PREFIX + "{name}")
     async def file(name: str) -> Response:
         if name not in files:
-            raise HTTPException(404, f"expected a file of the page, found none of the name {name!r}")
+            raise HTTPException(404, f"the page has no file named {name!r}")
         return Response(files[name], media_type=page_type(PREFIX + name), headers=HEADERS)
 
     @router.post(SESSION_PATH)
@@ -74,9 +74,7 @@ def page_routes(parts: Parts) -> APIRouter:
         code = request.headers.get("authorization", "").partition(" ")[2]
         entered = parts.access.enter(code)
         if entered is None or not await soon(_use(parts.bus, code)):
-            raise HTTPException(
-                401, "expected the code of a new link, found one that was used or has expired: try `penstock page`"
-            )
+            raise HTTPException(401, "this link was used or has expired: try `penstock page`")
         cookie, ticket = entered
         answer = JSONResponse({"ticket": ticket}, headers={"Cache-Control": "no-store"})
         is_secure = request.headers.get("origin", "").startswith("https://")

@@ -48,7 +48,7 @@ def policy_routes(parts: Parts) -> APIRouter:
     @router.post(
         "/{version}/rollback",
         operation_id="rollBack",
-        summary="Take the run back to it: weights, optimizer, step and place in the dataset",
+        summary="Roll the run back to this version: weights, optimizer, step and dataset position",
         status_code=202,
     )
     async def roll_back(version: Version, response: Response, command: Command | None = None) -> OperationView:
@@ -59,7 +59,7 @@ def policy_routes(parts: Parts) -> APIRouter:
     @router.post(
         "/{version}/export",
         operation_id="exportPolicy",
-        summary="Write it in Hugging Face form to the run's folder",
+        summary="Export it in Hugging Face form to the run's folder",
         status_code=202,
     )
     async def export(version: Version, response: Response, command: Export | None = None) -> OperationView:
@@ -69,21 +69,19 @@ def policy_routes(parts: Parts) -> APIRouter:
         asked = {"version": int(record.version), "adapter": adapter}
         return accepted(response, await soon(parts.operations.begin(EXPORT, "waiting", asked)))
 
-    @router.post("/{version}/pin", operation_id="pinPolicy", summary="Keep its checkpoint from cleanup")
+    @router.post("/{version}/pin", operation_id="pinPolicy", summary="Protect its checkpoint from cleanup")
     async def pin(version: Version) -> PolicyMark:
         return await soon(_mark(parts, version, pinned=True))
 
-    @router.post("/{version}/unpin", operation_id="unpinPolicy", summary="Let cleanup take its checkpoint")
+    @router.post("/{version}/unpin", operation_id="unpinPolicy", summary="Allow cleanup to delete its checkpoint")
     async def unpin(version: Version) -> PolicyMark:
         return await soon(_mark(parts, version, pinned=False))
 
-    @router.post("/{version}/release", operation_id="releasePolicy", summary="Say that people may use it")
+    @router.post("/{version}/release", operation_id="releasePolicy", summary="Mark it as released")
     async def release(version: Version) -> PolicyMark:
         return await soon(_mark(parts, version, released=True))
 
-    @router.post(
-        "/{version}/withdraw", operation_id="withdrawPolicy", summary="Say that people may not use it any more"
-    )
+    @router.post("/{version}/withdraw", operation_id="withdrawPolicy", summary="Remove the released mark")
     async def withdraw(version: Version) -> PolicyMark:
         return await soon(_mark(parts, version, released=False))
 
@@ -128,9 +126,7 @@ async def _record(parts: Parts, version: int) -> PolicyRecord:
     if record is None:
         newest = (await parts.ledger.status()).newest_version
         known = "none yet" if newest is None else f"versions up to {newest}"
-        raise HTTPException(
-            404, f"expected a policy version of this run, found no version {version}; there are {known}"
-        )
+        raise HTTPException(404, f"this run has no policy version {version}; it has {known}")
     return record
 
 
@@ -149,12 +145,12 @@ async def _mark(parts: Parts, number: int, *, pinned: bool | None = None, releas
     changed, word = False, ""
     if pinned is not None:
         if pinned and version not in await ledger.checkpoints():
-            raise Conflict(f"expected a version with a checkpoint to keep, found version {version} without one")
+            raise Conflict(f"version {version} has no checkpoint to keep")
         changed, word = await ledger.pin(version, pinned=pinned), "pinned" if pinned else "unpinned"
     if released is not None:
         state = (await ledger.policy_states()).get(version)
         if released and state is PolicyState.REVOKED:
-            raise Conflict(f"expected a version that was not revoked, found version {version} revoked")
+            raise Conflict(f"version {version} was revoked")
         changed, word = await ledger.release(version, released=released), "released" if released else "withdrawn"
     if changed:
         await tell(parts.bus, "api", f"policy {word}", f"version {version} was {word}", version=int(version))

@@ -29,14 +29,14 @@ from shared.bus.stores import records
 from shared.bus.streams import JOURNAL, STEPS, Row
 from shared.errors import MessageError
 
-Few = Annotated[int, Query(ge=1, le=50, description="At most so many groups.")]
+Few = Annotated[int, Query(ge=1, le=50, description="Maximum number of groups.")]
 
 
 def record_routes(parts: Parts) -> APIRouter:
     """Return the routes for training records."""
     router = APIRouter(prefix="/v1/run", tags=["run"])
 
-    @router.get("/steps", operation_id="listSteps", summary="What the trainer reported of each step, newest first")
+    @router.get("/steps", operation_id="listSteps", summary="The trainer's report of each step, newest first")
     async def steps(cursor: EntryCursor = None, limit: Limit = 100) -> Page[StepView]:
         rows = await soon(records.page(parts.bus, STEPS, cursor, limit + 1))
         page = page_of(rows, limit, lambda row: row[0])

@@ -27,7 +27,7 @@ After = Annotated[str | None, Query(pattern=_ID, description="`next` of the page
 _TOML_BODY = {
     "requestBody": {
         "required": True,
-        "description": "The run's settings, as in its file; with run.id.",
+        "description": "The run's settings as TOML, with run.id.",
         "content": {"application/toml": {"schema": {"type": "string"}}},
     }
 }
@@ -59,7 +59,7 @@ def registry_routes(parts: Parts) -> APIRouter:
     @router.delete(
         "/{run_id}",
         operation_id="deleteRun",
-        summary="Take a registered run, and all that it has on the bus, off the bus",
+        summary="Delete a registered run and its data from the bus",
         status_code=204,
     )
     async def delete(run_id: RunId) -> None:
@@ -69,7 +69,7 @@ def registry_routes(parts: Parts) -> APIRouter:
     async def run(run_id: RunId) -> RunSummary:
         summary = await soon(_summary(parts, run_id))
         if summary is None:
-            raise HTTPException(404, f"expected a run on this bus, found none of the id {run_id}")
+            raise HTTPException(404, f"no run on this bus has the id {run_id}")
         return summary
 
     return router
@@ -95,16 +95,16 @@ async def _summary(parts: Parts, run_id: str) -> RunSummary | None:
 async def _delete(parts: Parts, run_id: str) -> None:
     summary = await _summary(parts, run_id)
     if summary is None:
-        raise HTTPException(404, f"expected a run on this bus, found none of the id {run_id}")
+        raise HTTPException(404, f"no run on this bus has the id {run_id}")
     registry = Registry(parts.bus)
     if summary.here:
-        raise Conflict(f"expected another run than this coordinator's own, found {run_id}")
+        raise Conflict(f"a coordinator cannot delete its own run, {run_id}")
     if not summary.registered:
-        raise Conflict(f"expected a run that was registered over HTTP, and {run_id} was not: it stays on the bus")
+        raise Conflict(f"{run_id} was not registered over HTTP: it stays on the bus")
     if working := await registry.working(run_id):
-        raise Conflict(f"expected a run without services, and {working} work for {run_id}: stop them first")
+        raise Conflict(f"{working} still work for run {run_id}: stop them first")
     if not await registry.delete(run_id):
-        raise Conflict(f"expected a run that is not running or paused, and {run_id} is: stop it first")
+        raise Conflict(f"run {run_id} is running or paused: stop it first")
     await tell(parts.bus, "api", "run deleted", run_id, run=run_id)
 
 
@@ -116,16 +116,17 @@ async def _register(parts: Parts, body: bytes) -> RunSummary:
     except UnicodeDecodeError as error:
         raise SettingsError(f"expected TOML in UTF-8, found {error.reason} at byte {error.start}") from error
     if not settings.run.id:
-        raise SettingsError("request: expected run.id, found none: a run on the bus is found by it")
+        raise SettingsError("request: run.id is missing: runs on a bus are identified by it")
     registry = Registry(parts.bus)
     registered = await registry.registered()
     if settings.run.id not in registered and len(registered) >= _MOST_REGISTERED:
         raise Conflict(
-            f"expected at most {_MOST_REGISTERED} registered runs on this bus, and there are as many now: delete one (DELETE /v1/runs/ID)"
+            f"expected at most {_MOST_REGISTERED} registered runs on this bus, and the limit is reached: delete one "
+            f"(DELETE /v1/runs/ID)"
         )
     kept = settings.model_copy(update={"bus": settings.bus.model_copy(update={"url": "embedded"})})
     if not await registry.register(settings.run.id, dumps(kept)):
-        raise Conflict(f"expected an id that no run on this bus has, found {settings.run.id}: change run.id")
+        raise Conflict(f"a run with the id {settings.run.id} exists on this bus: change run.id")
     await tell(parts.bus, "api", "run registered", settings.run.id, run=settings.run.id)
     summary = await _summary(parts, settings.run.id)
     assert summary is not None

@@ -47,7 +47,7 @@ def run_routes(parts: Parts) -> APIRouter:
     @router.post(
         "/pause",
         operation_id="pauseRun",
-        summary="Admit nothing more; groups in flight end",
+        summary="Stop admission; groups in flight finish",
         responses={202: {"model": OperationView, "description": "With `mode` `drain`: what to poll."}},
     )
     async def pause(response: Response, command: Pause | None = None) -> RunChange | OperationView:
@@ -56,11 +56,11 @@ def run_routes(parts: Parts) -> APIRouter:
             return changed
         return accepted(response, await soon(parts.operations.begin("pause", "draining", {"mode": "drain"})))
 
-    @router.post("/resume", operation_id="resumeRun", summary="Go on exactly where the run was paused")
+    @router.post("/resume", operation_id="resumeRun", summary="Resume the run exactly where it was paused")
     async def resume(command: Command | None = None) -> RunChange:
         return await soon(_steer(parts, "resume", command))
 
-    @router.post("/stop", operation_id="stopRun", summary="End the run now; what is in flight is dropped and counted")
+    @router.post("/stop", operation_id="stopRun", summary="End the run now; groups in flight are dropped and counted")
     async def stop(command: Command | None = None) -> RunChange:
         return await soon(_steer(parts, "stop", command))
 
@@ -95,18 +95,18 @@ def settings_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/run/settings."""
     router = APIRouter(prefix="/v1/run/settings", tags=["settings"])
 
-    @router.get("", operation_id="getSettings", summary="The settings that may change while the run goes on")
+    @router.get("", operation_id="getSettings", summary="The settings that may change during the run")
     async def get_settings(response: Response) -> LiveSettings:
         return _tagged(response, await soon(_settings(parts)))
 
-    @router.patch("", operation_id="changeSettings", summary="Change settings while the run goes on")
+    @router.patch("", operation_id="changeSettings", summary="Change settings during the run")
     async def change_settings(
         response: Response,
         change: SettingsChange,
         if_match: Annotated[str | None, Header(description="The `ETag` of the revision to change.")] = None,
     ) -> LiveSettings:
         if if_match is None:
-            raise HTTPException(428, "expected If-Match with the ETag of GET /v1/run/settings, found none")
+            raise HTTPException(428, "the request needs an If-Match header with the ETag of GET /v1/run/settings")
         return _tagged(response, await soon(_change(parts, change, if_match)))
 
     @router.get("/history", operation_id="listRevisions", summary="Every change of the settings, newest first")
@@ -135,7 +135,7 @@ async def _settings(parts: Parts) -> LiveSettings:
 async def _change(parts: Parts, change: SettingsChange, if_match: str) -> LiveSettings:
     changes: dict[str, Json] = change.changes.model_dump(by_alias=True, exclude_unset=True)
     if not changes:
-        raise HTTPException(422, "expected at least one setting in changes, found none")
+        raise HTTPException(422, "changes must name at least one setting")
     expected = await parts.live.newest()
     if if_match != f'"{expected}"':
         raise HTTPException(412, f'expected If-Match: "{expected}", found {if_match}: read the settings again')
@@ -167,18 +167,18 @@ def operation_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/operations."""
     router = APIRouter(prefix="/v1/operations", tags=["operations"])
 
-    @router.get("", operation_id="listOperations", summary="Commands that take a while, newest first")
+    @router.get("", operation_id="listOperations", summary="Long-running commands, newest first")
     async def operations(cursor: NumberCursor = None, limit: Limit = 100) -> Page[OperationView]:
         matching = [
             record for record in await soon(parts.operations.all()) if cursor is None or record.id < int(cursor)
         ]
         return page_of([view_of(record) for record in matching], limit, lambda record: str(record.id))
 
-    @router.get("/{number}", operation_id="getOperation", summary="How far one is")
+    @router.get("/{number}", operation_id="getOperation", summary="One long-running command")
     async def operation(number: Number) -> OperationView:
         record = await soon(parts.operations.get(number))
         if record is None:
-            raise HTTPException(404, f"expected an operation of this run, found none of number {number}")
+            raise HTTPException(404, f"this run has no operation {number}")
         return view_of(record)
 
     return router

@@ -30,7 +30,7 @@ from shared.process.telemetry import tell
 Replica = Annotated[str, Path(min_length=1, max_length=200, description="The replica's name.")]
 After = Annotated[str | None, Query(min_length=1, max_length=200, description="`next` of the page before.")]
 LetterCursor = Annotated[str | None, Query(pattern=CURSOR_PATTERN, description="`next` of the page before.")]
-Entry = Annotated[str, Path(pattern=ENTRY_PATTERN, description="Its name among the stream's dead letters.")]
+Entry = Annotated[str, Path(pattern=ENTRY_PATTERN, description="Its ID among the stream's dead letters.")]
 _TAKING = ("rollout", "reward")
 _READY = ("working", "waiting")
 
@@ -39,7 +39,7 @@ def service_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/services."""
     router = APIRouter(prefix="/v1/services", tags=["services"])
 
-    @router.get("", operation_id="listServices", summary="Every replica that is there, by name")
+    @router.get("", operation_id="listServices", summary="Every live replica, by name")
     async def services(cursor: After = None, limit: Limit = 100) -> Page[ServiceView]:
         matching = [view for view in await soon(_services(parts)) if cursor is None or view.replica > cursor]
         return page_of(matching, limit, lambda view: view.replica)
@@ -51,18 +51,18 @@ def service_routes(parts: Parts) -> APIRouter:
             raise _nobody(replica)
         return matching[0]
 
-    @router.post("/{replica}/cordon", operation_id="cordonService", summary="Let it take nothing new and stay")
+    @router.post("/{replica}/cordon", operation_id="cordonService", summary="Give it no new work; it keeps running")
     async def cordon(replica: Replica, command: Command | None = None) -> ReplicaChange:
         return await soon(_tell(parts, replica, Word.CORDONED, command))
 
-    @router.post("/{replica}/uncordon", operation_id="uncordonService", summary="Let it take work again")
+    @router.post("/{replica}/uncordon", operation_id="uncordonService", summary="Give it work again")
     async def uncordon_(replica: Replica, command: Command | None = None) -> ReplicaChange:
         return await soon(_tell(parts, replica, None, command))
 
     @router.post(
         "/{replica}/drain",
         operation_id="drainService",
-        summary="Let it finish what it holds and leave",
+        summary="Let it finish its work and exit",
         status_code=202,
     )
     async def drain(response: Response, replica: Replica, command: Command | None = None) -> OperationView:
@@ -98,7 +98,8 @@ async def _tell(parts: Parts, replica: str, word: Word | None, command: Command 
         raise _nobody(replica)
     if replica in beats and beats[replica].service not in _TAKING:
         raise Conflict(
-            f"expected a {' or '.join(_TAKING)} replica, found {replica}, a {beats[replica].service}: there is one of it"
+            f"expected a {' or '.join(_TAKING)} replica, but {replica} is a {beats[replica].service}, of which there "
+            f"is only one"
         )
     if word is None:
         await uncordon(parts.bus, replica)
@@ -112,7 +113,7 @@ async def _tell(parts: Parts, replica: str, word: Word | None, command: Command 
 
 
 def _nobody(replica: str) -> HTTPException:
-    return HTTPException(404, f"expected a replica that is there, found none of the name {replica!r}")
+    return HTTPException(404, f"no live replica is named {replica!r}")
 
 
 # ---------------------------------------------------------------- dead letters
@@ -122,7 +123,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/dead-letters."""
     router = APIRouter(prefix="/v1/dead-letters", tags=["dead letters"])
 
-    @router.get("", operation_id="listDeadLetters", summary="What could not be handled, by stream, oldest first")
+    @router.get("", operation_id="listDeadLetters", summary="Dead letters by stream, oldest first")
     async def letters(
         cursor: LetterCursor = None, limit: Limit = 100, stream: DeadLetterSource | None = None
     ) -> Page[DeadLetterView]:
@@ -130,7 +131,7 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
         page = page_of(buried, limit, lambda letter: letter.cursor)
         return Page(items=[_letter(letter) for letter in page.items], next=page.next)
 
-    @router.get("/{stream}/{entry}", operation_id="getDeadLetter", summary="One of them, decoded")
+    @router.get("/{stream}/{entry}", operation_id="getDeadLetter", summary="One dead letter, decoded")
     async def letter(stream: DeadLetterSource, entry: Entry) -> DeadLetterMessage:
         dead_letter = await soon(dead_letters.read_one(parts.bus, stream, entry))
         if dead_letter is None:
@@ -138,18 +139,18 @@ def dead_letter_routes(parts: Parts) -> APIRouter:
         message, unreadable = decode(dead_letter)
         return DeadLetterMessage(**_letter(dead_letter).model_dump(), message=message, unreadable=unreadable)
 
-    @router.post("/{stream}/{entry}/requeue", operation_id="requeueDeadLetter", summary="Put it back onto its stream")
+    @router.post("/{stream}/{entry}/requeue", operation_id="requeueDeadLetter", summary="Requeue it")
     async def requeue(stream: DeadLetterSource, entry: Entry) -> DeadLetterChange:
         done = await soon(dead_letters.revive(parts.bus, stream, entry))
         if done < 0:
-            raise Conflict("expected a run that goes on, found that it has ended: nobody would handle the group")
+            raise Conflict("the run has ended: no replica would handle the group")
         if not done:
             raise _gone(stream, entry)
         parts.changed()
         await tell(parts.bus, "api", "dead letter requeued", f"{entry} of {stream.value}", stream=stream.value)
         return DeadLetterChange(stream=stream, entry=entry, outcome="requeued")
 
-    @router.post("/{stream}/{entry}/discard", operation_id="discardDeadLetter", summary="Let it leave the run for good")
+    @router.post("/{stream}/{entry}/discard", operation_id="discardDeadLetter", summary="Remove it from the run")
     async def discard(stream: DeadLetterSource, entry: Entry, command: Command | None = None) -> DeadLetterChange:
         reason = command.reason if command is not None else ""
         if not await soon(dead_letters.discard(parts.bus, stream, entry, reason)):
@@ -174,4 +175,4 @@ def _letter(dead_letter: DeadLetter) -> DeadLetterView:
 
 
 def _gone(stream: DeadLetterSource, entry: str) -> HTTPException:
-    return HTTPException(404, f"expected a dead letter of {stream.value}, found none at {entry}")
+    return HTTPException(404, f"{stream.value} has no dead letter {entry}")

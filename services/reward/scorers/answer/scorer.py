@@ -96,7 +96,7 @@ class AnswerMatcher:
             return
         if importlib.util.find_spec("math_verify") is None:
             raise SettingsError(
-                f"expected the package math-verify for scorer {self.name!r} with mode = 'math', found none: "
+                f"scorer {self.name!r} with mode = 'math' needs the package math-verify: "
                 "pip install 'penstock[reward]', or change mode in [[reward.scorers]]"
             )
         await self._processes.warm()
@@ -121,7 +121,7 @@ class AnswerMatcher:
         if not text:
             raise PermanentError(
                 f"expected an answer for scorer {self.name!r} in the column {self._answer_field!r} of {prompt.problem}, "
-                "found none: change data.answer_field"
+                "but it is empty: change data.answer_field"
             )
         reference = self._extract(text) or text
         if self._scorer.place == "choice" and reference not in self._scorer.choices:

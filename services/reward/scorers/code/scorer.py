@@ -104,7 +104,7 @@ class CodeTester:
     def __init__(self, scorer: CodeScorer, address: str, secret: bytes = b"", wait_s: float = WAIT_S) -> None:
         if not address:
             raise SettingsError(
-                f"expected the executor's address for scorer {scorer.name!r}, found none: start one (python -m "
+                f"scorer {scorer.name!r} needs the executor's address: start one (python -m "
                 "services.reward.executor) and set reward.executor.address, or let `penstock up` do both"
             )
         self.name = scorer.name

@@ -84,7 +84,7 @@ def _asserts(texts: Json, function: Json) -> list[Test]:
     try:
         splits = asserts.split([str(text) for text in texts], "" if function is None else _name(function))
     except Unsupported as error:
-        raise BadTests(f"expected asserts of {asserts.SUPPORTED}; found {error}") from error
+        raise BadTests(f"asserts may be {asserts.SUPPORTED}; this row has {error}") from error
     return [AssertTest(split) for split in splits]
 
 

@@ -53,12 +53,10 @@ def make_check(schema: Mapping[str, Any]) -> Callable[[str], str]:
         try:
             problem = next(validator.iter_errors(value), None)
         except RecursionError:
-            return "expected JSON that keeps the schema, found it nested too deeply"
+            return "the JSON is nested too deeply"
         if problem is None:
             return ""
-        return f"expected JSON that keeps the schema, found at {problem.json_path}: {problem.message}"[
-            :_LONGEST_SENTENCE
-        ]
+        return f"the JSON violates the schema at {problem.json_path}: {problem.message}"[:_LONGEST_SENTENCE]
 
     return check
 
@@ -75,7 +73,7 @@ def _references(schema: object) -> list[str]:
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        raise ValueError("a name that stands twice in an object")
+        raise ValueError("a name that occurs twice in an object")
     return members
 
 

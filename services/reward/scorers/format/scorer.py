@@ -98,8 +98,8 @@ class FormatChecker:
         rules = self._declared()
         if not rules:
             raise SettingsError(
-                f"expected at least one rule for scorer {scorer.name!r}, found none: "
-                "give it tags, pattern, characters, needs_stop or another in [[reward.scorers]]"
+                f"scorer {scorer.name!r} has no rule: give "
+                "it tags, pattern, characters, needs_stop or another in [[reward.scorers]]"
             )
         if unused := set(scorer.weights) - rules:
             raise SettingsError(
@@ -141,14 +141,15 @@ class FormatChecker:
             return
         if self._scorer.json_schema and importlib.util.find_spec("jsonschema") is None:
             raise SettingsError(
-                f"expected the package jsonschema for scorer {self.name!r} with json_schema, found none: "
+                f"scorer {self.name!r} with json_schema needs the package jsonschema: "
                 "pip install 'penstock[reward]', or remove json_schema in [[reward.scorers]]"
             )
         try:
             await self._checkers.warm()
         except NotReady as error:
             raise SettingsError(
-                f"expected a JSON schema for scorer {self.name!r}, found {error}: change json_schema in [[reward.scorers]]"
+                f"json_schema of scorer {self.name!r} is not a JSON schema: {error}: change json_schema in "
+                f"[[reward.scorers]]"
             ) from error
 
     async def close(self) -> None:
@@ -250,7 +251,7 @@ class FormatChecker:
         if rules.json_schema:
             yield "json", json_problem
         if rules.needs_stop:
-            yield "stop", "expected an end, found its length limit" if is_cut(sample) else ""
+            yield "stop", "the completion was cut at its length limit" if is_cut(sample) else ""
 
 
 def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatRule, str]]:

@@ -44,8 +44,8 @@ class FunctionScorer:
             await self._processes.warm()
         except NotReady as error:
             raise SettingsError(
-                f"expected a function {self._scorer.function!r} for scorer {self.name!r}, found {error}: "
-                "change function in [[reward.scorers]], or PYTHONPATH"
+                f"could not load the function {self._scorer.function!r} of scorer {self.name!r}: "
+                f"{error}: change function in [[reward.scorers]], or PYTHONPATH"
             ) from error
 
     async def close(self) -> None:

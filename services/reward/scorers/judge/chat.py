@@ -133,7 +133,7 @@ class ChatClient:
         verdict = await asyncio.to_thread(read, answer)
         REQUESTS.labels(self._scorer.name, "ok" if verdict is not None else "unparsable").inc()
         if verdict is None:
-            raise _Passing(f"found no verdict in {self._hidden(answer)[-_LONGEST_ERROR:]!r}", ending=NoVerdict)
+            raise _Passing(f"there is no verdict in {self._hidden(answer)[-_LONGEST_ERROR:]!r}", ending=NoVerdict)
         return verdict
 
     async def _post(self, question: str) -> httpx.Response:
@@ -141,7 +141,7 @@ class ChatClient:
             async with asyncio.timeout(self._scorer.timeout_s):
                 return await self._bounded(question)
         except TimeoutError as error:
-            raise _Passing(f"found no answer within {self._scorer.timeout_s:g} s") from error
+            raise _Passing(f"there was no answer within {self._scorer.timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise _Passing(f"found {type(error).__name__}: {self._shown(str(error))}") from error
 
@@ -151,7 +151,7 @@ class ChatClient:
             async for part in response.aiter_bytes():
                 content += part
                 if len(content) > _LARGEST_RESPONSE_BYTES:
-                    raise _Passing(f"found a response of more than {_LARGEST_RESPONSE_BYTES} bytes")
+                    raise _Passing(f"the response has more than {_LARGEST_RESPONSE_BYTES} bytes")
         headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
         return httpx.Response(response.status_code, headers=headers, content=bytes(content))
 
@@ -175,9 +175,9 @@ class ChatClient:
             answer = response.json()
             content = answer["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise _Passing(f"found HTTP 200 without a chat message: {self._shown(response.text)}") from error
+            raise _Passing(f"the response (HTTP 200) has no chat message: {self._shown(response.text)}") from error
         if not isinstance(content, str):
-            raise _Passing("found HTTP 200 with a chat message that is no text")
+            raise _Passing("the response (HTTP 200) has a chat message that is not text")
         self._count(answer.get("usage"))
         return content
 
@@ -241,7 +241,7 @@ def read_key(scorer: JudgeScorer) -> str:
         key = secret.decode(errors="replace").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise SettingsError(
-            f"expected a key in {place} for scorer {scorer.name!r}, found none that a header can carry: "
-            "set it, or change key_source in [[reward.scorers]]"
+            f"expected a key in {place} for scorer {scorer.name!r}, but it is empty or has characters "
+            "that a header cannot carry: set it, or change key_source in [[reward.scorers]]"
         )
     return key

@@ -46,7 +46,7 @@ def _text(prompt: Prompt) -> str:
 def _known(value: object, what: str, prompt: Prompt) -> str:
     if value is None:
         raise PermanentError(
-            f"expected {what} of {prompt.problem} for a judge's template, found none: "
+            f"the judge's template needs {what} of {prompt.problem}, which is empty: "
             "change the data, or template in [[reward.scorers]]"
         )
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -68,7 +68,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=policy.trust_remote_code)
     except _UNUSABLE as error:
         raise SettingsError(
-            f"expected a tokenizer in {source!r}, found none that loads ({_first_line(error)}): change {setting}"
+            f"could not load a tokenizer from {source!r} ({_first_line(error)}): change {setting}"
         ) from error
     return tokenizer
 
@@ -111,8 +111,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
         )
     except _UNUSABLE as error:
         raise SettingsError(
-            f"expected a causal language model in {policy.model!r}, found none that loads ({_first_line(error)}): "
-            "change policy.model"
+            f"could not load a causal language model from {policy.model!r} ({_first_line(error)}): change policy.model"
         ) from error
     settle_rope(model, context_tokens)
     model = model.eval().requires_grad_(False).to(place)
@@ -145,7 +144,8 @@ def _device(name: str) -> "torch.device":
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise SettingsError(
-            f"expected auto, cpu or a device of this machine, found {name!r} ({_first_line(error)}): change run.device"
+            f"expected auto, cpu or a device of this machine, but {name!r} cannot be used ({_first_line(error)}): "
+            f"change run.device"
         ) from error
     return device
 

@@ -49,7 +49,7 @@ class Shadow:
     def receive(self, offer: Offer) -> None:
         """Receive and serve a version, from one thread; raises WeightsError."""
         if self._closed.is_set():
-            raise WeightsError("expected an open replica, found that it stops")
+            raise WeightsError("the replica is stopping")
         if self._source is not None:
             self._source.withdraw(_LEAVE_S)
         snapshot = self._snapshot_for(offer.layout)

@@ -91,7 +91,7 @@ def check_version() -> str:
                     f"expected vLLM 0.26 to 0.33, found {installed}: install another or change rollout.engine"
                 )
             return installed
-    raise SettingsError("expected vLLM to be installed, found none: install penstock[vllm] or change rollout.engine")
+    raise SettingsError("vLLM is not installed: install penstock[vllm] or change rollout.engine")
 
 
 def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
@@ -102,7 +102,7 @@ def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
                 f"expected only what has no setting of its own in rollout.vllm.arguments, found {name}: leave it out"
             )
         if name in NOT_SERVED:
-            raise SettingsError(f"expected no {name} in rollout.vllm.arguments, found it; {NOT_SERVED[name]}")
+            raise SettingsError(f"{name} is not allowed in rollout.vllm.arguments; {NOT_SERVED[name]}")
 
 
 def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
@@ -137,7 +137,7 @@ def serving(model: str) -> Iterator[None]:
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if "root cause above" in said:
-            said = "the last error above this line in the replica's log is why"
+            said = "see the last error above this line in the replica's log"
         raise SettingsError(
-            f"expected vLLM to start with {model!r}, found that it cannot ({said}): change policy.model or rollout.vllm"
+            f"vLLM could not start with {model!r} ({said}): change policy.model or rollout.vllm"
         ) from error

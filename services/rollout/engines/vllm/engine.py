@@ -152,7 +152,7 @@ class VllmEngine:
                 'set rollout.vllm.arguments.enable_lora (weights.lora = "adapter" does)'
             )
         if not (Path(offer.source) / "adapter_model.safetensors").is_file():
-            raise WeightsError(f"expected adapter_model.safetensors in {offer.source}, found none")
+            raise WeightsError(f"{offer.source} has no adapter_model.safetensors")
         if offer.manifest_digest:
             read_snapshot(Path(offer.source), offer.manifest_digest)  # raises if torn or another version's
 
@@ -164,7 +164,9 @@ class VllmEngine:
                 error, self.receive_s = await self._living(self._reports.staged(staging, self.ranks))
         except TimeoutError as late:
             self._reports.tell({"kind": "abort"})
-            raise WeightsError(f"expected version {offer.header.version} from {offer.source}, found it late") from late
+            raise WeightsError(
+                f"expected version {offer.header.version} from {offer.source}, but it came late"
+            ) from late
         except asyncio.CancelledError:
             self._reports.tell({"kind": "abort"})
             raise
@@ -175,7 +177,7 @@ class VllmEngine:
         """Put staged weights in place between two steps."""
         offer = self._staged
         if offer is None or offer.header.version != version:
-            raise WeightsError(f"expected policy version {version} to be staged, found another or none")
+            raise WeightsError(f"policy version {version} is not staged")
         async with self._swapping:
             started_s = time.monotonic()
             async with self._quiet():

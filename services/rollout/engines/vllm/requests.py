@@ -102,13 +102,11 @@ class Requests:
             async for output in self._llm.generate(prompt, parameters, name, lora_request=self.adapter):
                 last = output
         except refusals as error:
-            raise PermanentError(
-                f"expected a prompt that vLLM can serve, found one that it refuses: {error}"
-            ) from error
+            raise PermanentError(f"vLLM refuses the prompt: {error}") from error
         except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineDied(f"vLLM cannot go on: {error}") from error
+            raise EngineDied(f"vLLM failed: {error}") from error
         if last is None or not last.finished:
-            raise EngineDied("expected a finished request from vLLM, found none: a bug")
+            raise EngineDied("vLLM ended a request that is not finished: a bug")
         return last
 
     async def rows(self, name: str, count: int) -> list[TokenRow]:
@@ -121,7 +119,7 @@ class Requests:
             except TimeoutError as error:
                 if not held and not self._held():
                     raise EngineDied(
-                        f"expected the logprobs of a finished request within {_ROW_S:.0f} s, found none"
+                        f"the logprobs of a finished request did not arrive within {_ROW_S:.0f} s"
                     ) from error
 
 

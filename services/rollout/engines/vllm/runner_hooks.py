@@ -106,7 +106,7 @@ def can_listen(runner: Any) -> str:
     if getattr(runner, "speculative_config", None) is not None:
         return "speculative decoding accepts several tokens a step"
     if not callable(getattr(sampler, "sample", None)) or not callable(getattr(runner, "execute_model", None)):
-        return f"{type(runner).__name__} has no sampler of a kind that is known"
+        return f"{type(runner).__name__} has no sampler of a known kind"
     if hasattr(runner, "req_states"):
-        return "" if callable(getattr(runner, "sample", None)) else "the runner does not sample by itself"
+        return "" if callable(getattr(runner, "sample", None)) else "the runner does not sample itself"
     return "" if hasattr(runner, "input_batch") else "the runner has no batch"

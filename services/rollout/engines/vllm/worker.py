@@ -70,7 +70,7 @@ class PolicyWorker:
         beside = worker.parallel_config.node_rank == 0
         # vLLM notices a dead parent only at the next step, which never comes.
         if not beside and not die_with(os.getppid(), signal.SIGKILL):
-            raise PeerError("expected the process that started this worker, found it gone")
+            raise PeerError("the process that started this worker has ended")
         address, secret_file = reporting
         self._reporter = Reporter(
             address,
@@ -90,7 +90,7 @@ class PolicyWorker:
         self._secret = b""
         if peers[0] and self._rank == 0:
             self._source = WeightSource(peers[0], peers[1], lambda: self._secret, deadline_s=peers[2])
-        self.refusal = can_listen(worker.model_runner) if capture else "internal.logprobs says so"
+        self.refusal = can_listen(worker.model_runner) if capture else "as internal.logprobs says"
         self.record: TokenRecord | None = None
         if self._rank == 0:  # tensor-parallel ranks draw the same tokens
             self.record = TokenRecord(self._device, logprobs=not self.refusal)
@@ -117,7 +117,7 @@ class PolicyWorker:
     def stage(self, offer: Offer, staging: int) -> None:
         """Receive ``offer`` into the shadow; report the end as ``staging``."""
         if self._thread is not None and self._thread.is_alive():
-            raise WeightsError("expected the staging before to have ended, found it in progress")
+            raise WeightsError("the previous staging is still in progress")
         self._staged = None
         self._thread = threading.Thread(target=self._receive, args=(offer, staging), name="staging", daemon=True)
         self._thread.start()

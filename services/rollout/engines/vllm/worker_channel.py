@@ -78,7 +78,7 @@ class Reporter:
                 self._socket.settimeout(None)
                 refused.pop_all()
         except (OSError, PeerError) as error:
-            raise PeerError(f"expected the replica at {address} to let rank {rank} in, found: {error}") from error
+            raise PeerError(f"the replica at {address} did not accept rank {rank}: {error}") from error
         self._waiting: queue.SimpleQueue[Callable[[], Iterable[Frame]]] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="reports", daemon=True).start()
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
@@ -243,12 +243,10 @@ class Reports:
             async with asyncio.timeout(_GREETING_S):
                 rank, pids, proof = _hello(await frames.receive_async(reader, _STRANGER_BYTES))
         except (OSError, PeerError) as error:
-            log.debug("a connection was refused that is no worker's", extra={"found": repr(error)})
+            log.debug("refused a connection that is not a worker's", extra={"found": repr(error)})
             return None
         if not hmac.compare_digest(proof, prove(self._secret, nonce, rank)):
-            log.warning(
-                "a worker was refused: it does not know the secret in rollout.secret_file", extra={"rank": rank}
-            )
+            log.warning("refused a worker that does not know the secret in rollout.secret_file", extra={"rank": rank})
             return None
         if self._host:
             _keep_alive(writer.get_extra_info("socket"))
@@ -289,7 +287,7 @@ def _hello(message: Frame) -> tuple[int, set[int], bytes]:
     if not _is_whole(rank, 0, _MAX_RANKS - 1) or not isinstance(pids, list) or not isinstance(proof, bytes):
         raise OSError("a greeting without rank, processes and proof")
     if len(pids) > _MAX_PIDS or not all(_is_whole(pid, 1, 1 << 30) for pid in pids):
-        raise OSError("a greeting with processes that are none")
+        raise OSError("a greeting with malformed processes")
     return rank, set(pids), proof
 
 

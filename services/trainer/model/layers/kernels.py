@@ -83,7 +83,7 @@ def _missing(model: Any, device: str) -> str:
     if device != "cuda":
         return f"a GPU, found {device},"
     if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel, found none (install penstock[fused-kernels]),"
+        return "liger-kernel (install penstock[fused-kernels]),"
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     model_type = model.config.model_type

@@ -222,7 +222,7 @@ async def test_the_probe_is_teacher_forced_at_temperature_1(engine: VllmEngine) 
 
 
 async def test_a_prompt_that_vllm_refuses_is_no_death(engine: VllmEngine) -> None:
-    with pytest.raises(PermanentError, match="vLLM can serve"):
+    with pytest.raises(PermanentError, match="vLLM refuses the prompt"):
         await engine.generate(request(np.full(400, 5, dtype=np.int32)))
     assert len((await engine.generate(request(samples=1))).samples) == 1
 

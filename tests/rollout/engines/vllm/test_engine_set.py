@@ -177,7 +177,7 @@ async def test_a_swap_falls_into_the_groups_of_every_engine(engines: EngineSet, 
 async def test_a_pull_that_fails_in_one_engine_fails_the_version_until_it_succeeds_in_all(
     engines: EngineSet, trainer: Trainer
 ) -> None:
-    with cut_off(engines), pytest.raises(WeightsError, match=r"^engine 1 of 2: expected a source of weights"):
+    with cut_off(engines), pytest.raises(WeightsError, match=r"^engine 1 of 2: could not reach the source of weights"):
         await trainer.stage(engines, 2)
     with pytest.raises(WeightsError, match=r"^engine 1 of 2: expected policy version 2 to be staged"):
         await engines.swap(PolicyVersion(2))

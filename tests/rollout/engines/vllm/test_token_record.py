@@ -333,7 +333,7 @@ async def test_a_worker_does_not_outlive_its_replica(reports: Reports) -> None:
 async def test_a_worker_that_does_not_know_the_secret_is_told_which_setting_to_change() -> None:
     reports = Reports("127.0.0.1", SECRET)
     await reports.open()
-    with pytest.raises(PeerError, match=r"let rank 1 in, found: it refused: rollout\.secret_file must hold the same"):
+    with pytest.raises(PeerError, match=r"did not accept rank 1: it refused: rollout\.secret_file must hold the same"):
         await asyncio.to_thread(Reporter, reports.address, 1, print, secret=b"something else entirely")
     assert not reports.died.done()
     await reports.close()

@@ -70,7 +70,7 @@ class TestAnEngineWhoseLayersArePacked:
     def test_keeps_its_weights_where_others_do_not_fit(self, tied: str) -> None:
         found = seen()[tied]
         assert len(found["refusals"]) == 2
-        assert all(error.startswith("expected weights of this model, found others") for error in found["refusals"])
+        assert all(error.startswith("these are not weights of this model") for error in found["refusals"])
         assert found["unchanged"] < WHOLE_GAP_NATS
 
     def test_streams_buckets_through_one_buffer(self, tied: str) -> None:

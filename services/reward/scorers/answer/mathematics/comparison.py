@@ -66,7 +66,7 @@ def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, ob
     try:
         candidates = read(answer)
     except (MemoryError, RecursionError) as error:
-        return _verdict("crashed", f"reading it ended in {type(error).__name__}")
+        return _verdict("crashed", f"reading it raised {type(error).__name__}")
     except Exception as error:  # noqa: BLE001 (the edge of the process: any complaint of the library is a verdict)
         return _verdict("wrong_format", f"cannot be read: {type(error).__name__}")
     if not candidates:
@@ -80,7 +80,7 @@ def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, ob
             return _verdict("ok", equal=True)
         rounded = tolerance > 0 and any(_near(expected, given, tolerance) for expected, given in pairs)
     except (MemoryError, RecursionError) as error:
-        return _verdict("crashed", f"comparing it ended in {type(error).__name__}")
+        return _verdict("crashed", f"comparing it raised {type(error).__name__}")
     return _verdict("ok", equal=rounded, rounded=rounded)
 
 

@@ -87,7 +87,7 @@ class Workers:
             return MultiprocExecutor(made.create_engine_config(headless=True), monitor_workers=False)
 
     def _watch_first(self) -> None:
-        self._tell(self.ended.set_result, f"the first host does not answer: {outlast(self._hosts.rendezvous)}")
+        self._tell(self.ended.set_result, f"the first host does not respond: {outlast(self._hosts.rendezvous)}")
 
     def _tell(self, call: Any, value: Any) -> None:
         def once() -> None:

@@ -30,7 +30,7 @@ class Gpu:
             self.memory = self._memory()
         except (pynvml.NVMLError, ValueError) as error:
             raise SettingsError(
-                f"expected NVML to report the GPU {name or 0}, found: {error}: set rollout.engines_per_gpu = 1"
+                f"NVML does not report the GPU {name or 0}: {error}: set rollout.engines_per_gpu = 1"
             ) from error
 
     def _memory(self) -> Memory:

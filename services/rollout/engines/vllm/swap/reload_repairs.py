@@ -111,8 +111,9 @@ class DirectWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         deferred = getattr(self._vllm, "is_deferred_attention_layer", lambda _: False)(module)
         if operation is not torch.ops.aten.copy_.default or mixed or deferred:
             raise WeightsError(
-                f"expected weights that vLLM can reload layer by layer, found that its loader changes {name} of {type(module).__name__} "
-                f"by {operation}: such a swap would keep old weights; change policy.model, or rollout.engine"
+                f"vLLM cannot reload these weights layer by layer: its loader changes {name} of "
+                f"{type(module).__name__} by {operation}, "
+                f"so a swap would keep old weights; change policy.model, or rollout.engine"
             )
         target, value = args[0], args[1].expand(args[0].shape)
         setattr(parameter, "weight_loader", _copy_to_place)  # noqa: B010 (a tensor of vLLM's, which declares none)

@@ -135,7 +135,7 @@ class WeightSwapper:
         expert_parallel = self._config.parallel_config.enable_expert_parallel
         if name and get_tensor_model_parallel_world_size() == 1 and not expert_parallel:
             raise WeightsError(
-                f"expected vLLM to take all of {name} {tuple(tensors[name].shape)}, found that it takes a part: its model has other "
+                f"vLLM takes only a part of {name} {tuple(tensors[name].shape)}: its model has other "
                 "sizes than the checkpoint's configuration says (of heads, for example); change policy.model, the version of vLLM, "
                 "or rollout.engine"
             )
@@ -203,13 +203,13 @@ class WeightSwapper:
                 self._load(stand_ins.items())
             except Exception as error:  # loaders raise anything on unknown tensors
                 reason = str(error) if isinstance(error, WeightsError) else repr(error)
-                raise WeightsError(f"expected weights of this model, found others: {reason}") from error
+                raise WeightsError(f"these are not weights of this model: {reason}") from error
             missing = [name for name, parameter in self._model.named_parameters() if not writes.reached(parameter)]
         self._refuse_cut(writes.cut(stand_ins), tensors)
         if missing and self._config.quant_config is None:
             raise WeightsError(
-                f"expected weights of this model, found none for {missing[0]} and {len(missing) - 1} more: vLLM would go on with the "
-                "old ones; change policy.model, or rollout.engine"
+                f"the weights of {missing[0]} and {len(missing) - 1} more are missing: vLLM would keep the old "
+                "ones; change policy.model, or rollout.engine"
             )
 
     def _wait(self) -> None:
