@@ -28,7 +28,7 @@ help:
 	@echo "make storm   30 minutes of faults over a real run, then the audit; ARGS='--seed 7'"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests, the faults"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
-	@echo "make dashboards write deploy/k8s/penstock/dashboards from deploy/dashboards"
+	@echo "make dashboards write deploy/k8s/penstock-monitoring/dashboards from deploy/dashboards"
 	@echo "make models  write docs/models.md from tests/support/model_verdicts.toml"
 	@echo "make format  let ruff format the code       make clean   remove .venv and caches (runs/ stays)"
 

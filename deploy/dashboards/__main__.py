@@ -5,7 +5,7 @@ from pathlib import Path
 from deploy.dashboards import bus, grafana, overview, policies, reward, rollout, trainer
 
 BOARDS = (overview.BOARD, rollout.BOARD, reward.BOARD, trainer.BOARD, bus.BOARD, policies.BOARD)
-FOLDER = Path(__file__).parents[1] / "k8s" / "penstock" / "dashboards"
+FOLDER = Path(__file__).parents[1] / "k8s" / "penstock-monitoring" / "dashboards"
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Literal
 
-CHOICE = 'run=~"$run",instance=~"$replica"'
+CHOICE = 'namespace=~"$namespace",run=~"$run",instance=~"$replica"'
 _MARK = re.compile(r"(?<=[\w:])<([^<>]*)>")
 
 
@@ -23,7 +23,7 @@ class Query:
         """The PromQL, with Grafana's variables.
 
         >>> Query('up<service="trainer">').expression
-        'up{run=~"$run",instance=~"$replica",service="trainer"}'
+        'up{namespace=~"$namespace",run=~"$run",instance=~"$replica",service="trainer"}'
         """
         return _MARK.sub(lambda found: "{" + ",".join(filter(None, (CHOICE, found.group(1)))) + "}", self.text)
 

@@ -11,7 +11,7 @@ _STREAMS = Row(
         Panel("Hand-overs", "Entries handed over per second, by stream.", "ops", (rate("penstock_bus_entries_total", "stream", 'outcome="handed_over"'),)),
         Panel("Redeliveries", "Entries that were tried again, given back, taken over from a silent replica, or finished late.", "ops",
               (rate("penstock_bus_entries_total", "outcome", 'outcome!="handed_over"'),)),
-        Panel("Dead letters", "Entries that failed for good (dead letters), with their reasons.", "short", (Query("max by (run) (penstock_coordinator_dead_letters<>)", "{{run}}"),)),
+        Panel("Dead letters", "Entries that failed for good (dead letters), with their reasons.", "short", (Query("max by (namespace, run) (penstock_coordinator_dead_letters<>)", "{{run}}"),)),
         Panel("Handler errors", "Exceptions of handlers per second, by stream; each costs its group an attempt.", "ops", (rate("penstock_handler_errors_total", "stream"),), width=24),
         Panel("Bus reached", "1 while a process reaches the bus.", "short", (Query("penstock_bus_available<>"),), width=12),
         Panel("Admission", "Groups admitted per second.", "ops", (rate("penstock_coordinator_admitted_total"),), width=12),
@@ -30,7 +30,7 @@ _WEIGHTS = Row(
                Query("sum(rate(penstock_weights_pull_failures_total<>[$__rate_interval]))", "at the source"))),
         Panel("Overtaken", "Versions that were skipped for a newer one, per second.", "ops", (rate("penstock_rollout_weight_pulls_overtaken_total"),)),
         Panel("Versions behind", "How many versions each replica is behind the head.", "short",
-              (Query("max by (run) (penstock_coordinator_head_version<>) - on (run) group_right () penstock_rollout_policy_version<>"),)),
+              (Query("max by (namespace, run) (penstock_coordinator_head_version<>) - on (namespace, run) group_right () penstock_rollout_policy_version<>"),)),
     ),
 )  # fmt: skip
 

@@ -17,9 +17,9 @@ TAG = "penstock"
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _HEIGHT = {"lines": 8, "stack": 8, "figure": 5}
 _MARKS = (
-    ("Versions", "changes(penstock_coordinator_head_version{run=~\"$run\"}[$__interval]) > 0", "blue", False),
-    ("Rollbacks", "increase(penstock_coordinator_rollbacks_total{run=~\"$run\"}[$__rate_interval]) > 0", "red", True),
-    ("Pauses", "max by (run) (penstock_coordinator_run_state{run=~\"$run\",state=\"paused\"}) > 0", "orange", True),
+    ("Versions", "changes(penstock_coordinator_head_version{namespace=~\"$namespace\",run=~\"$run\"}[$__interval]) > 0", "blue", False),
+    ("Rollbacks", "increase(penstock_coordinator_rollbacks_total{namespace=~\"$namespace\",run=~\"$run\"}[$__rate_interval]) > 0", "red", True),
+    ("Pauses", "max by (namespace, run) (penstock_coordinator_run_state{namespace=~\"$namespace\",run=~\"$run\",state=\"paused\"}) > 0", "orange", True),
 )  # fmt: skip
 """Name, expression, color, enabled by default."""
 
@@ -40,8 +40,15 @@ def text(board: Board) -> str:
         )
         .annotations([_annotation(*mark) for mark in _MARKS])
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(_choice("run", "Run", "label_values(penstock_build_info, run)"))
-        .with_variable(_choice("replica", "Replica", 'label_values(penstock_build_info{run=~"$run"}, instance)'))
+        .with_variable(_choice("namespace", "Namespace", "label_values(penstock_build_info, namespace)", ".*"))
+        .with_variable(_choice("run", "Run", 'label_values(penstock_build_info{namespace=~"$namespace"}, run)'))
+        .with_variable(
+            _choice(
+                "replica",
+                "Replica",
+                'label_values(penstock_build_info{namespace=~"$namespace",run=~"$run"}, instance)',
+            )
+        )
     )
     numbers = itertools.count(1)
     for row in board.rows:
@@ -51,7 +58,7 @@ def text(board: Board) -> str:
     return JSONEncoder(sort_keys=True, indent=2).encode(made.build()) + "\n"
 
 
-def _choice(name: str, label: str, query: str) -> dashboard.QueryVariable:
+def _choice(name: str, label: str, query: str, every: str = ".+") -> dashboard.QueryVariable:
     return (
         dashboard.QueryVariable(name)
         .label(label)
@@ -61,7 +68,7 @@ def _choice(name: str, label: str, query: str) -> dashboard.QueryVariable:
         .sort(models.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
-        .all_value(".+")
+        .all_value(every)
         .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
     )
 

@@ -17,7 +17,7 @@ from tests.chaos import hurried
 from tests.conftest import PATIENCE_S, need
 
 ROOT = Path(__file__).parents[2]
-RULES = ROOT / "deploy" / "k8s" / "penstock" / "rules" / "penstock.yaml"
+RULES = ROOT / "deploy" / "k8s" / "penstock-monitoring" / "rules" / "penstock.yaml"
 RUN = 'run="r"'
 ONE = 'run="r",instance="x",service="s"'
 

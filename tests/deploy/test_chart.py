@@ -16,8 +16,8 @@ from tests.conftest import need, need_module
 from tests.support.chart import (
     ALL_CRDS,
     CASES,
-    CHART,
     GPU,
+    MONITORING,
     NEWEST,
     OLDEST,
     ROOT,
@@ -27,6 +27,7 @@ from tests.support.chart import (
     environment,
     labels,
     play_all,
+    refusal,
     render,
     template_of,
     values,
@@ -89,8 +90,9 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
 
     models = {"ScaledObject": keda.ScaledObject, "TriggerAuthentication": keda.TriggerAuthentication}
     models |= {"PodMonitor": operator.PodMonitor, "PrometheusRule": operator.PrometheusRule}
+    monitoring = render({}, crds=ALL_CRDS, chart=MONITORING)
     seen = set()
-    for one in itertools.chain.from_iterable(release.objects for release in releases):
+    for one in itertools.chain.from_iterable(release.objects for release in [*releases, monitoring]):
         if one["kind"] in models:
             found = models[one["kind"]].model_validate(one).model_dump(mode="json", by_alias=True, exclude_unset=True)
             assert found["spec"] == one["spec"]  # an unknown field would be gone
@@ -159,17 +161,28 @@ def test_custom_resources_are_made_only_where_their_crds_are(
     assert "This cluster has no Prometheus operator" not in full.notes
 
 
-def test_dashboards_alerts_and_their_labels_come_with_the_chart(
-    matrix: Mapping[tuple[str, int, bool], Release],
-) -> None:
-    full = matrix["defaults", NEWEST, True]
-    shown = {name: json.loads(text) for one in full.of("ConfigMap", "metrics") for name, text in one["data"].items()}
-    assert shown == {file.name: json.loads(file.read_text()) for file in (CHART / "dashboards").iterdir()}
-    (rules,) = full.of("PrometheusRule")
-    assert rules["spec"] == yaml.safe_load((CHART / "rules" / "penstock.yaml").read_text())
-    (monitor,) = full.of("PodMonitor")
+def test_one_release_has_the_alerts_and_dashboards_of_all_runs(matrix: Mapping[tuple[str, int, bool], Release]) -> None:
+    labelled = {"rules": {"labels": {"release": "prometheus"}}}
+    release = render(labelled, crds=ALL_CRDS, chart=MONITORING)
+    shown = {name: json.loads(text) for one in release.of("ConfigMap") for name, text in one["data"].items()}
+    files = (MONITORING / "dashboards").iterdir()
+    assert shown == {f"penstock-{file.name}": json.loads(file.read_text()) for file in files}
+    (rules,) = release.of("PrometheusRule")
+    assert rules["spec"] == yaml.safe_load((MONITORING / "rules" / "penstock.yaml").read_text())
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
+    assert "expected the Prometheus operator" in refusal({}, chart=MONITORING)
+    run = matrix["defaults", NEWEST, True]
+    assert not run.of("PrometheusRule")
+    (monitor,) = run.of("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert {found["targetLabel"] for found in endpoint["relabelings"]} == {"service", "instance", "run"}
+    assert {label["targetLabel"] for label in endpoint["relabelings"]} == {"service", "instance", "run"}
+
+
+def test_every_rule_keeps_runs_of_several_namespaces_apart() -> None:
+    text = (MONITORING / "rules" / "penstock.yaml").read_text()
+    kept = re.findall(r"\b(?:by|on) \(([^)]*)\)", text)
+    assert len(kept) > 20
+    assert all(names.startswith("namespace, run") for names in kept)
 
 
 def test_every_selector_selects_the_pods_that_it_means_and_no_others(releases: list[Release]) -> None:

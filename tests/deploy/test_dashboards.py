@@ -135,15 +135,16 @@ def test_every_panel_has_a_title_a_description_and_a_unit(board: Board) -> None:
 
 
 @each_board
-def test_data_source_run_and_replica_are_variables(board: Board) -> None:
+def test_data_source_namespace_run_and_replica_are_variables(board: Board) -> None:
     made = json.loads(grafana.text(board))
     variables = made["templating"]["list"]
     assert [(found["name"], found["type"]) for found in variables] == [
         ("datasource", "datasource"),
+        ("namespace", "query"),
         ("run", "query"),
         ("replica", "query"),
     ]
-    assert [found["refresh"] for found in variables[1:]] == [2, 2], "when the time range changes"
+    assert [found["refresh"] for found in variables[1:]] == [2, 2, 2], "when the time range changes"
     assert made["editable"] is False
     assert made["uid"] == f"penstock-{board.name}"
     assert len(grafana.text(board)) < 1_000_000, "a ConfigMap holds 1 MiB"

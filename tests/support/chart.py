@@ -16,6 +16,7 @@ from tests.support.fake_kubernetes import JOB_SET, KEDA, LEADER_WORKER_SET, OPER
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/k8s/penstock"
+MONITORING = ROOT / "deploy/k8s/penstock-monitoring"
 EXAMPLES = ROOT / "deploy/k8s/examples"
 OLDEST, NEWEST = 28, 37
 """Supported minor versions of Kubernetes 1."""
@@ -87,18 +88,22 @@ def merged(old: Json, new: Json) -> Json:
     return {**old, **new, **both}
 
 
-def play(steps: Sequence[Json], *, version: int = NEWEST, crds: Kinds | None = None) -> list[Release]:
+def play(
+    steps: Sequence[Json], *, version: int = NEWEST, crds: Kinds | None = None, chart: Path = CHART
+) -> list[Release]:
     """Install ``steps[0]``, then upgrade to the others, on a cluster of that version with those CRDs."""
-    (found,) = play_all([steps], version=version, crds=crds)
+    (found,) = play_all([steps], version=version, crds=crds, chart=chart)
     return found
 
 
-def play_all(releases: Sequence[Sequence[Json]], *, version: int, crds: Kinds | None) -> list[list[Release]]:
+def play_all(
+    releases: Sequence[Sequence[Json]], *, version: int, crds: Kinds | None, chart: Path = CHART
+) -> list[list[Release]]:
     """Like :func:`play`, for several releases named demo in their own namespaces, the first in `research`."""
     fake = FakeKubernetes(version, crds)
     job = {
         "kubeconfig": fake.kubeconfig,
-        "chart": str(CHART),
+        "chart": str(chart),
         "releases": [
             {"namespace": f"research-{number}" if number else "research", "name": "demo", "steps": steps}
             for number, steps in enumerate(releases)
@@ -137,7 +142,7 @@ def _release(found: Json) -> Release:
         return Release((), (), "", found["error"])
     objects = [one for one in yaml.safe_load_all(found["manifest"]) if one]
     hooks = [yaml.safe_load(hook["manifest"]) for hook in found.get("hooks") or ()]
-    return Release(objects, hooks, found["info"]["notes"], "")
+    return Release(objects, hooks, found["info"].get("notes", ""), "")
 
 
 def environment(container: Json) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import promql_parser
 
-VARIABLES = {"$__rate_interval": "20s", "$__interval": "20s", "$run": ".+", "$replica": ".+"}
+VARIABLES = {"$__rate_interval": "20s", "$__interval": "20s", "$namespace": ".*", "$run": ".+", "$replica": ".+"}
 
 
 def filled(expression: str) -> str:

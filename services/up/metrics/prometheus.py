@@ -13,7 +13,7 @@ from services.up.plan import PROMETHEUS, ProcessPlan, free_port
 from shared.errors import SettingsError
 from shared.settings import Settings
 
-RULES = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock" / "rules"
+RULES = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock-monitoring" / "rules"
 _PORT = 9090
 """Default; another free port if taken."""
 _HOST = "127.0.0.1"
