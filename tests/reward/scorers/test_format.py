@@ -77,7 +77,7 @@ async def test_a_completion_that_must_stop_is_wrong_when_it_was_cut() -> None:
 
 
 async def test_a_pattern_that_backtracks_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_module, "PATTERN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(format_module, "CHECK_TIMEOUT_S", 0.1)
     found = checker(pattern=r"(a|aa|a?a)+c[0-9]?")
     assert (await check(found, "aac")).status is ScoreStatus.OK
     hostile = await check(found, "a" * 5_000 + "cb")
@@ -183,7 +183,7 @@ async def test_json_keeps_its_schema_or_says_where_not() -> None:
 async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(format_module, "JSON_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(format_module, "CHECK_TIMEOUT_S", 0.5)
     found = checker(json_schema={"type": "string", "pattern": "^(a+)+$"})
     try:
         assert (await check(found, f'"{"a" * 60}!"')).status is ScoreStatus.TIMEOUT
