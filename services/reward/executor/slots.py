@@ -7,9 +7,8 @@
                            ▼   │                   takes the slot of a program with ``QUANTUM_S`` more debt
                          suspended                 debt: shrinks
 
-So a new program starts at once beside programs that use their whole limit, and a stream of new ones starves none. While
-programs with less debt than a quantum run, those with more leave one slot free, so that other work of the host has a
-core. A program stays on its first core, so that neighbours' threads cost it no time.
+So a new program starts at once beside programs that use their whole limit, and a stream of new ones starves none. A
+program stays on its first core, so that neighbours' threads cost it no time.
 """
 
 import asyncio
@@ -105,15 +104,9 @@ class Claim:
             return self.debt_s
         return max(0.0, self.debt_s - _FORGIVENESS * (time.monotonic() - self.since_s))
 
-    @property
-    def is_new(self) -> bool:
-        """Whether its debt is at most a quantum."""
-        return self._left_s() <= QUANTUM_S
-
-    def is_outdated_for(self, other: "Claim | None") -> bool:
-        """Whether its debt may have grown enough to change its turn, or to yield to ``other``."""
-        at_most_s = self.debt_s + time.monotonic() - self.since_s
-        return at_most_s > QUANTUM_S if self.is_new else other is not None and at_most_s > other.rank()[0] + QUANTUM_S
+    def may_yield_to(self, other: "Claim") -> bool:
+        """Whether its debt may have grown to a quantum more than the other's."""
+        return self.debt_s + time.monotonic() - self.since_s > other.rank()[0] + QUANTUM_S
 
     def yields_to(self, other: "Claim") -> bool:
         """Whether its debt is a quantum more than the other's."""
@@ -167,7 +160,7 @@ class Slots:
 
     @property
     def _is_crowded(self) -> bool:
-        return sum(map(len, self._claims.values())) >= max(2, self._count)
+        return bool(self._claims[State.WAITING] or self._claims[State.SUSPENDED])
 
     def _fill(self) -> None:
         while new := next(filter(self._fits, self._candidates()), None):
@@ -177,8 +170,7 @@ class Slots:
 
     def _fits(self, new: Claim) -> bool:
         running = self._claims[State.RUNNING]
-        spare = not new.is_new and any(claim.is_new for claim in running)
-        return len(running) + spare < self._count and new.core not in {claim.core for claim in running}
+        return len(running) < self._count and new.core not in {claim.core for claim in running}
 
     def _candidates(self) -> list[Claim]:
         """Return the claims that may start now, least debt first."""
@@ -212,8 +204,6 @@ class Slots:
             while self._is_crowded:
                 await self._look()
                 self._preempt()
-                self._spare()
-                self._fill()
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:
             self._sharing = None
@@ -221,7 +211,7 @@ class Slots:
     async def _look(self) -> None:
         least = next(iter(self._candidates()), None)
         for claim in tuple(self._claims[State.RUNNING]):
-            if claim.is_outdated_for(least):
+            if least is not None and claim.may_yield_to(least):
                 await claim.look()
 
     def _preempt(self) -> None:
@@ -236,13 +226,6 @@ class Slots:
             for old in self._suspendable(new.usage.resident_bytes):
                 if old.yields_to(new) and (old.core == new.core or new.core not in cores):
                     yield old, new
-
-    def _spare(self) -> None:
-        """Suspend a program if new and older ones hold all slots."""
-        running = self._claims[State.RUNNING]
-        if len(running) == self._count and any(claim.is_new for claim in running):
-            for old in [claim for claim in self._suspendable(0) if not claim.is_new][:1]:
-                self._suspend(old)
 
     def _suspendable(self, freed_bytes: int) -> list[Claim]:
         """Return the running claims whose memory may stay, most debt first."""

@@ -63,4 +63,7 @@ class Sequence:
 
 def _ends(text: str, literal: str) -> int:
     """Return in how many places a repetition before ``literal`` can end."""
-    return max(1, len(literal) * text.count(literal)) if literal else len(text) + 1
+    if not literal:
+        return len(text) + 1
+    overlaps = any(literal.startswith(literal[start:]) for start in range(1, len(literal)))
+    return max(1, (len(literal) if overlaps else 1) * text.count(literal))
