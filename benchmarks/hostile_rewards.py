@@ -1,13 +1,15 @@
 """Hostile output through a live reward service: restarts, and stalls of its event loop.
 
-Limits: no restart, no stall over 50 ms of processor time, each group's correct last answer scored 1.
+Limits: no restart, no stall over 50 ms (``stall_process_ms``), each group's correct last answer scored 1.
 
 ::
 
     answers    default answer matcher, format scorer with slow patterns and a JSON schema
     programs   default code scorer, executor in the host's strongest tier
 
-``stall_cpu_ms`` is the event loop thread's processor time in the longest stall, ``stall_ms`` wall time.
+``stall_ms`` is the event loop's longest stall by the clock; ``stall_process_ms`` without waits for a core, which other
+work of the machine causes; ``stall_cpu_ms`` the processor time of the loop's thread. ``--seconds`` bounds a part: what
+was not sent by then is not measured. ``--stacks`` prints the service's stacks at stalls over the limit.
 
     python -m benchmarks.hostile_rewards --answers 100000 --programs 20000
 """
@@ -58,6 +60,7 @@ class Figures:
     buried: int = 0
     right_scored_1: int = 0
     stall_ms: float = 0.0
+    stall_process_ms: float = 0.0
     stall_cpu_ms: float = 0.0
     stalls_over_bar: int = 0
     seconds: float = 0.0
@@ -69,14 +72,15 @@ class Figures:
     def kept(self) -> bool:
         """Whether every limit holds."""
         right = self.right_scored_1 == self.groups - self.buried and self.buried == 0
-        return self.restarts == 0 and self.stall_cpu_ms <= LONGEST_STALL_S * 1000 and right
+        return self.restarts == 0 and self.stall_process_ms <= LONGEST_STALL_S * 1000 and right
 
 
 class Service:
     """The reward service, restarted when it dies."""
 
-    def __init__(self, config: Path, folder: Path) -> None:
+    def __init__(self, config: Path, folder: Path, module: str) -> None:
         self._config = config
+        self._module = module
         self._log = (folder / "reward.log").open("ab")
         self._process: asyncio.subprocess.Process | None = None
         self.starts = 0
@@ -85,7 +89,7 @@ class Service:
     async def keep(self, port: int) -> None:
         """Keep it running."""
         while True:
-            command = [sys.executable, "-m", "services.reward", "--config", str(self._config), "--replica", "reward-0"]
+            command = [sys.executable, "-m", self._module, "--config", str(self._config), "--replica", "reward-0"]
             command += [f"--run.metrics_port={port}"]
             self._process = await asyncio.create_subprocess_exec(*command, stdout=self._log, stderr=self._log)
             self.starts += 1
@@ -114,7 +118,7 @@ async def scrape(port: int) -> dict[str, float]:
         each.labels["le"]: each.value for each in samples if each.name == "penstock_event_loop_stall_seconds_bucket"
     }
     over = buckets.get("+Inf", 0.0) - buckets.get(str(LONGEST_STALL_S), 0.0)
-    return {"elapsed": stalls.get("elapsed", 0.0), "cpu": stalls.get("cpu", 0.0), "over": over}
+    return {clock: stalls.get(clock, 0.0) for clock in ("elapsed", "process", "cpu")} | {"over": over}
 
 
 def groups(families: tuple[Family, ...], count: int, seed: int, samples: int) -> Iterator[tuple[str, RolloutGroup]]:
@@ -156,10 +160,11 @@ async def measure(bus: Bus, service: Service, port: int, made: Iterator[tuple[st
         await _through(bus, (group for _, group in rows), figures)
         seen = await scrape(port)
         figures.stall_ms = max(figures.stall_ms, 1000 * seen.get("elapsed", 0.0))
+        figures.stall_process_ms = max(figures.stall_process_ms, 1000 * seen.get("process", 0.0))
         figures.stall_cpu_ms = max(figures.stall_cpu_ms, 1000 * seen.get("cpu", 0.0))
         over = int(seen.get("over", 0.0) - before.get("over", 0.0))
         figures.stalls_over_bar += max(0, over)
-        figures.families[family] = {"seconds": round(time.monotonic() - began_s, 1), "stalls_over_bar": over, "restarts": service.starts - 1, "stall_cpu_ms_so_far": round(figures.stall_cpu_ms, 1)}  # fmt: skip
+        figures.families[family] = {"seconds": round(time.monotonic() - began_s, 1), "stalls_over_bar": over, "restarts": service.starts - 1, "stall_process_ms_so_far": round(figures.stall_process_ms, 1)}  # fmt: skip
         print(family, figures.families[family], file=sys.stderr)
     figures.seconds = round(time.monotonic() - started_s, 1)
     figures.restarts = service.starts - 1
@@ -230,13 +235,16 @@ async def run_part(name: str, scorers: list[dict[str, Any]], address: str, argum
         tomllib.loads(config.read_text())
         bus = await Bus.connect(url, name, wait_s=START_WITHIN_S)
         await bus.make_groups()
-        service = Service(config, folder)
+        service = Service(config, folder, "benchmarks.stalled_stacks" if arguments.stacks else "services.reward")
         keeping = asyncio.create_task(service.keep(port))
         try:
             count = arguments.answers if name == "answers" else arguments.programs
             families = hostile_texts.ANSWERS if name == "answers" else hostile_texts.PROGRAMS
             chosen = tuple(each for each in families if not arguments.families or each.name in arguments.families)
-            figures = await measure(bus, service, port, groups(chosen if arguments.families else families, count, arguments.seed, arguments.group_size))  # fmt: skip
+            made = groups(chosen if arguments.families else families, count, arguments.seed, arguments.group_size)
+            until_s = time.monotonic() + arguments.seconds
+            in_time = itertools.takewhile(lambda _: time.monotonic() < until_s, made)
+            figures = await measure(bus, service, port, in_time)
             for _, fields in await raw(bus).xrange(bus.keys.of(ROLLOUTS.dead), count=1000):
                 _count(figures.reasons, fields[b"reason"].decode(errors="replace")[:120])
         finally:
@@ -245,6 +253,8 @@ async def run_part(name: str, scorers: list[dict[str, Any]], address: str, argum
             await service.stop()
             await bus.close()
             sys.stderr.write(_tail(folder / "reward.log"))
+            if arguments.stacks:
+                sys.stderr.write((folder / "reward.log").read_text(errors="replace"))
         return figures
 
 
@@ -295,6 +305,8 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=100_000)
     parser.add_argument("--programs", type=int, default=20_000)
     parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=900.0, help="of a part")
+    parser.add_argument("--stacks", action="store_true", help="print the service's stacks at stalls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--families", nargs="*", default=[], help="only these")
     found = asyncio.run(run(parser.parse_args()))

@@ -55,7 +55,7 @@ _BOTTLENECK = Row(
         Panel("Processor time", "Seconds of processor time per second of each process.", "short", (rate("process_cpu_seconds_total"),), width=12),
         Panel("Event loop stalls", "Share of a process's timers that ran more than 50 ms late: other work blocked its event loop.", "percentunit",
               (Query('1 - sum by (service, instance) (rate(penstock_event_loop_stall_seconds_bucket<le="0.05">[$__rate_interval])) / sum by (service, instance) (rate(penstock_event_loop_stall_seconds_count<>[$__rate_interval]))', "{{instance}}"),), width=12),
-        Panel("Longest stall", "Longest time that each event loop was blocked since its process started, on the clock and in processor time of the loop.", "s",
+        Panel("Longest stall", "Longest time that each event loop was blocked since its process started, on the clock, without waits for a core (process), and in processor time of the loop.", "s",
               (Query("penstock_event_loop_longest_stall_seconds<>", "{{instance}} {{clock}}"),), width=12),
     ),
 )  # fmt: skip

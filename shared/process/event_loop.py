@@ -3,15 +3,18 @@
 ::
 
     timer due ──────── delay ────────▶ timer runs        elapsed: time on the clock
-                 └─ of it, the thread ran                cpu: computed by callbacks
+                 ├─ the thread ran                       cpu: computed by callbacks
+                 └─ the thread ran, or waited in the     process: elapsed without waits for a core
+                    process, say for the interpreter's lock
 
-Delay that is not CPU time of the loop's thread is due to a busy machine or another thread.
+Delay that is in none but ``elapsed`` is due to a busy machine.
 """
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from prometheus_client import Gauge, Histogram
 
@@ -22,7 +25,7 @@ STALL = Histogram(
 )
 LONGEST = Gauge(
     "penstock_event_loop_longest_stall_seconds",
-    "Longest such delay since the process began its work, by clock: elapsed, or cpu (processor time of the loop's thread in it).",
+    "Longest such delay since the process began its work, by clock: elapsed, process (without waits for a core), or cpu (processor time of the loop's thread in it).",
     ["clock"],
 )
 _PERIOD_S = 0.01
@@ -40,13 +43,37 @@ async def watched() -> AsyncIterator[None]:
 
 
 async def _watch() -> None:
-    longest_s, longest_cpu_s = 0.0, 0.0
-    while True:
-        due_s, cpu_s = time.monotonic() + _PERIOD_S, time.thread_time()
-        await asyncio.sleep(_PERIOD_S)
-        stall_s = max(0.0, time.monotonic() - due_s)
-        STALL.observe(stall_s)
-        longest_s = max(longest_s, stall_s)
-        longest_cpu_s = max(longest_cpu_s, min(stall_s, time.thread_time() - cpu_s))
-        LONGEST.labels("elapsed").set(longest_s)
-        LONGEST.labels("cpu").set(longest_cpu_s)
+    longest_s = {"elapsed": 0.0, "process": 0.0, "cpu": 0.0}
+    with _schedstat() as schedstat:
+        while True:
+            due_s, cpu_s, waited_s = time.monotonic() + _PERIOD_S, time.thread_time(), _waited_s(schedstat)
+            await asyncio.sleep(_PERIOD_S)
+            stall_s = max(0.0, time.monotonic() - due_s)
+            STALL.observe(stall_s)
+            stalls_s = {
+                "elapsed": stall_s,
+                "process": max(0.0, stall_s - (_waited_s(schedstat) - waited_s)),
+                "cpu": min(stall_s, time.thread_time() - cpu_s),
+            }
+            for clock, seconds in stalls_s.items():
+                longest_s[clock] = max(longest_s[clock], seconds)
+                LONGEST.labels(clock).set(longest_s[clock])
+
+
+@contextlib.contextmanager
+def _schedstat() -> Iterator[int | None]:
+    """Yield a descriptor of this thread's scheduling statistics, if the kernel has them."""
+    try:
+        descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _waited_s(schedstat: int | None) -> float:
+    """Return how long the thread was runnable without a core."""
+    return 0.0 if schedstat is None else int(os.pread(schedstat, 100, 0).split()[1]) / 1e9

@@ -8,7 +8,8 @@
                                 ├── deadline                  killed: timeout
                                 └── ended                     verdict.judge(wait status, …)
 
-Programs are charged wall time minus runnable time while others had their core. A dead or hanging zygote is replaced;
+Programs are charged wall time minus runnable time while others had their core, and minus the time in which they were
+suspended (:mod:`slots`). A dead or hanging zygote is replaced;
 its programs end as ``sandbox_error``.
 """
 
@@ -24,11 +25,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Histogram
 
-from services.reward.executor.cores import Cores
 from services.reward.executor.isolation import Isolation
 from services.reward.executor.protocol import Execution, Job, Limits, Outcome
+from services.reward.executor.slots import Claim, Slots, Usage
 from services.reward.executor.verdict import Ended, judge, read_report
 from services.reward.executor.zygote_process import ZygoteLost, ZygoteProcess, Zygotes
 
@@ -39,8 +40,6 @@ EXECUTIONS = Counter("penstock_executor_executions_total", "Programs that were r
 SECONDS = Histogram(
     "penstock_executor_execution_seconds", "Time of one program in its slot.", ["profile"], buckets=_SECONDS
 )
-WAITING = Gauge("penstock_executor_queue_programs", "Programs that wait for a slot.")
-IN_PROGRESS = Gauge("penstock_executor_programs_in_progress", "Programs that run now.")
 _REACTS_WITHIN_S = 10.0
 """Deadline for a zygote to report the end of a killed child."""
 _READ_BYTES = 1 << 16
@@ -64,8 +63,7 @@ class Executor:
         self._zygotes = {profile: Zygotes(isolation, profile, recycle_after) for profile in profiles}
         for outcome, profile in itertools.product(Outcome, profiles):
             EXECUTIONS.labels(outcome.value, profile)  # create the series at 0
-        self._slots = asyncio.Semaphore(slots)
-        self._cores = Cores()
+        self._slots = Slots(slots)
 
     async def start(self) -> None:
         """Warm every interpreter. Raises ZygoteLost."""
@@ -74,6 +72,7 @@ class Executor:
 
     async def close(self) -> None:
         """Kill everything."""
+        await self._slots.close()
         for zygotes in self._zygotes.values():
             await zygotes.close()
 
@@ -84,23 +83,18 @@ class Executor:
             return self._failed(
                 f"expected a profile of {known}, found {job.profile[:40]!r}: start the executor with the settings of the run"
             )
-        with WAITING.track_inprogress():
-            await self._slots.acquire()
-        try:
-            with IN_PROGRESS.track_inprogress(), self._cores.take() as core:
-                execution = await self._run(job, core)
-        finally:
-            self._slots.release()
+        async with self._slots.claim() as claim:
+            execution = await self._run(job, claim)
         EXECUTIONS.labels(execution.outcome.value, job.profile).inc()
         SECONDS.labels(job.profile).observe(execution.wall_s)
         return execution
 
-    async def _run(self, job: Job, core: int) -> Execution:
+    async def _run(self, job: Job, claim: Claim) -> Execution:
         zygotes = self._zygotes[job.profile]
         started_s = time.monotonic()
         try:
             zygote = await zygotes.take()
-            run = _Run(zygote, job, core)
+            run = claim.program = _Run(zygote, job, claim.core)
             try:
                 return await run.result(self.tier)
             finally:
@@ -120,6 +114,7 @@ class _Run:
         self._job = job
         self._killed: tuple[Outcome, str] | None = None
         limits = job.limits
+        self._files_bytes = limits.file_bytes + len(job.stdin or "") + len(job.code)
         over = f"wrote more than {limits.output_bytes} bytes"
         with contextlib.ExitStack() as theirs:
             payload = theirs.enter_context(_sealed(_payload(job)))
@@ -157,46 +152,52 @@ class _Run:
     async def end(self) -> bool:
         """Kill the program if it runs; return False if its end is not confirmed."""
         try:
-            self._zygote.kill(self._number)
+            self._zygote.tell(self._number, "kill")
             done, _ = await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
             return bool(done) and not self._zygote.lost
         finally:
             self._close()
 
+    async def usage(self) -> Usage | None:
+        """Return what it has used; None if it ended or its zygote hangs."""
+        if self._ended.done():
+            return None
+        usage = await self._zygote.usage(self._number, self._ended, _REACTS_WITHIN_S)
+        return usage and dataclasses.replace(usage, resident_bytes=usage.resident_bytes + self._files_bytes)
+
+    def suspend(self) -> None:
+        """Stop it; its deadlines stop, too."""
+        self._zygote.tell(self._number, "suspend")
+
+    def resume(self) -> None:
+        """Let it continue."""
+        self._zygote.tell(self._number, "resume")
+
     async def _until_gone(self) -> Ended:
-        wall_s = self._job.limits.wall_s
-        last_s = time.monotonic() + LONGEST * wall_s
-        left_s = wall_s
-        while not self._ended.done() and left_s > 0 and time.monotonic() < last_s:
-            await asyncio.wait([self._ended], timeout=min(max(left_s, _ASK_AGAIN_S), last_s - time.monotonic()))
-            left_s = wall_s - await self._charged_s()
-        if not self._ended.done():
-            over = f"ran longer than {wall_s:g} s" if left_s <= 0 else f"did not end within {LONGEST * wall_s:g} s"
+        wall_s = left_s = self._job.limits.wall_s
+        over = f"ran longer than {wall_s:g} s"
+        while not self._ended.done() and left_s > 0:
+            await asyncio.wait([self._ended], timeout=max(left_s, _ASK_AGAIN_S))
+            usage = await self.usage()
+            if usage is None:
+                break
+            left_s = wall_s - usage.charged_s
+            if usage.held_s >= LONGEST * wall_s:
+                left_s, over = 0.0, f"did not end within {LONGEST * wall_s:g} s"
+        if not self._ended.done() and left_s <= 0:
             self._kill(Outcome.TIMEOUT, over)
             await asyncio.wait([self._ended], timeout=_REACTS_WITHIN_S)
         if not self._ended.done():
-            raise _stuck()
+            raise ZygoteLost(f"the warm interpreter did not end a program within {_REACTS_WITHIN_S:g} s")
         return self._ended.result()
-
-    async def _charged_s(self) -> float:
-        charged_s = None
-        if not self._ended.done():
-            charged_s = await self._zygote.charged_s(self._number, self._ended, _REACTS_WITHIN_S)
-        if charged_s is None and not self._ended.done():
-            raise _stuck()
-        return charged_s or 0.0
 
     def _kill(self, outcome: Outcome, detail: str) -> None:
         self._killed = self._killed or (outcome, detail)
-        self._zygote.kill(self._number)
+        self._zygote.tell(self._number, "kill")
 
     def _close(self) -> None:
         self._output.close()
         self._report.close()
-
-
-def _stuck() -> ZygoteLost:
-    return ZygoteLost(f"the warm interpreter did not end a program within {_REACTS_WITHIN_S:g} s")
 
 
 class _Pipe:

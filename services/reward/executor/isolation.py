@@ -158,8 +158,12 @@ class Isolation:
         return [*command, "--ro-bind", str(INSIDE), f"/penstock/{INSIDE.name}", "--chdir", "/"]
 
 
-def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) -> list[Isolation]:
-    """Return the ways to build ``tier`` here, best first; ``user_id`` is for programs if this process is root.
+def candidates(tier: str, interpreter: Interpreter, user_id: int, programs: int) -> list[Isolation]:
+    """Return the ways to build ``tier`` here, best first.
+
+    Args:
+        user_id: for programs if this process is root.
+        programs: maximum number of existing programs.
 
     Raises:
         SettingsError: a required program is missing.
@@ -168,7 +172,7 @@ def candidates(tier: str, interpreter: Interpreter, user_id: int, slots: int) ->
     if tier == "unsafe":
         return [Isolation(tier, interpreter, 0, 0)]
     if tier == "landlock":
-        threads = _tasks_of(switch or os.geteuid()) + (THREADS + 1) * (slots + 1)
+        threads = _tasks_of(switch or os.geteuid()) + (THREADS + 1) * (programs + 1)
         unreadable = interpreter.unreadable(switch) if switch else ()
         return [Isolation(tier, interpreter, switch, threads, unreadable=unreadable)]
     if shutil.which("bwrap") is None:

@@ -9,10 +9,11 @@
 
 import logging
 
-from services.reward.executor import cores, escapes
+from services.reward.executor import escapes
 from services.reward.executor.executor import Executor
 from services.reward.executor.inside import confinement
 from services.reward.executor.isolation import Interpreter, Isolation, candidates
+from services.reward.executor.slots import RESIDENT_PER_SLOT, count
 from services.reward.executor.zygote_process import ZygoteLost
 from shared.errors import SettingsError
 from shared.settings import ExecutorSettings
@@ -42,7 +43,7 @@ async def start(
     reasons: list[str] = []
     for tier in _ORDER if settings.isolation == "auto" else (settings.isolation,):
         try:
-            ways = candidates(tier, interpreter, _USER_ID, slots(settings))
+            ways = candidates(tier, interpreter, _USER_ID, RESIDENT_PER_SLOT * slots(settings))
         except SettingsError as error:
             reasons.append(f"{tier}: {error}")
             continue
@@ -59,7 +60,7 @@ async def start(
 
 def slots(settings: ExecutorSettings) -> int:
     """Return the number of concurrent programs, at most one per core."""
-    return min(settings.slots or cores.count(), cores.count())
+    return min(settings.slots or count(), count())
 
 
 def _advice() -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from services.reward.executor.isolation import Isolation
+from services.reward.executor.slots import Usage
 from services.reward.executor.verdict import Ended
 from shared.errors import TemporaryError
 
@@ -41,7 +42,7 @@ class ZygoteProcess:
         self._control = control
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Ended]] = {}
-        self._asked: dict[int, asyncio.Future[float]] = {}
+        self._asked: dict[int, asyncio.Future[Usage]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.jobs = 0
         self.lost = False
@@ -109,25 +110,21 @@ class ZygoteProcess:
         self._waiting[number] = ended
         return number, ended
 
-    def kill(self, number: int) -> None:
-        """Kill job ``number``, if it still runs."""
+    def tell(self, number: int, verb: str) -> None:
+        """Kill, suspend, resume or ask about job ``number``, if it has not ended."""
         if number in self._waiting:
             with contextlib.suppress(OSError):
-                self._control.send(json.dumps({"kill": number}).encode())
+                self._control.send(json.dumps({verb: number}).encode())
 
-    async def charged_s(self, number: int, ended: asyncio.Future[Ended], within_s: float) -> float | None:
-        """Return a job's charged time, without waits for its core.
-
-        None: it ended meanwhile, or there is no answer ``within_s``.
-        """
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        try:
-            with contextlib.suppress(OSError):
-                self._control.send(json.dumps({"ask": number}).encode())
-            await asyncio.wait([answer, ended], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-            return answer.result() if answer.done() else None
-        finally:
-            del self._asked[number]
+    async def usage(self, number: int, ended: asyncio.Future[Ended], within_s: float) -> Usage | None:
+        """Return what a job has used; None if it ended meanwhile, or without an answer ``within_s``."""
+        answer = self._asked.get(number)
+        if answer is None:
+            answer = self._asked[number] = asyncio.get_running_loop().create_future()
+            self.tell(number, "ask")
+        either: list[asyncio.Future[Any]] = [answer, ended]
+        await asyncio.wait(either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
 
     async def close(self) -> None:
         """Kill it with its children, and wait for its end."""
@@ -154,12 +151,13 @@ class ZygoteProcess:
         if "ready" in message:
             self._ready.set_result(None)
             return
+        number = message.pop("id")
+        answer = self._asked.pop(number, None)
         if "charged_s" in message:
-            answer = self._asked.get(message["id"])
-            if answer is not None and not answer.done():
-                answer.set_result(message["charged_s"])
+            if answer is not None:
+                answer.set_result(Usage(**message))
             return
-        ended = self._waiting.pop(message.pop("id"), None)
+        ended = self._waiting.pop(number, None)
         if ended is None or ended.done():
             return
         if "error" in message:

@@ -1,5 +1,6 @@
 """Neither neighbours nor other load use up a program's deadline."""
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -11,14 +12,15 @@ import pytest
 
 from services.reward.executor import executor as supervisor
 from services.reward.executor import probe
-from services.reward.executor.cores import Cores, quota
 from services.reward.executor.executor import Executor
 from services.reward.executor.isolation import Interpreter, candidates
-from services.reward.executor.protocol import Job, Limits, Outcome
+from services.reward.executor.protocol import Execution, Job, Limits, Outcome
+from services.reward.executor.slots import SUSPENDED_BYTES_PER_SLOT, Slots, Usage, quota
 from shared.settings import ExecutorSettings
 
 BUSY = "print('ready', flush=True)\nwhile True: pass"
 NEIGHBOURS = 5
+PATIENT = Limits(wall_s=60.0, cpu_s=60.0)
 
 
 @pytest.fixture
@@ -76,22 +78,106 @@ async def test_waiting_has_an_end(core: int, executor: Executor, monkeypatch: py
     assert (ended.outcome, ended.detail) == (Outcome.TIMEOUT, "did not end within 2 s")
 
 
-def test_programs_share_a_core_only_when_there_are_more_of_them_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.asynccontextmanager
+async def beside(executor: Executor, programs: int) -> AsyncIterator[list[asyncio.Task[Execution]]]:
+    """Run endless programs."""
+    tasks = [asyncio.create_task(executor.run(Job("while True: pass", limits=PATIENT))) for _ in range(programs)]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_new_program_ends_before_endless_ones_that_came_first(executor: Executor) -> None:
+    async with beside(executor, 3) as endless:
+        ended = await executor.run(Job("print(6)", limits=PATIENT))
+        assert (ended.outcome, ended.stdout) == (Outcome.FINISHED, "6\n"), ended
+        assert not any(task.done() for task in endless)
+
+
+async def test_the_deadlines_of_a_program_stop_while_it_is_suspended(executor: Executor) -> None:
+    code = "import time\nwhile time.process_time() < 0.7: pass\nprint(6)"
+    async with beside(executor, 3) as endless:
+        ended = await executor.run(Job(code, limits=Limits(wall_s=1.4, cpu_s=60.0)))
+        assert (ended.outcome, ended.stdout) == (Outcome.FINISHED, "6\n"), ended
+        assert not any(task.done() for task in endless)
+
+
+async def test_a_stream_of_new_programs_starves_no_old_one(executor: Executor) -> None:
+    code = "import time\nwhile time.process_time() < 0.6: pass\nprint(6)"
+    old = asyncio.create_task(executor.run(Job(code, limits=PATIENT)))
+
+    async def stream() -> None:
+        while not old.done():
+            await executor.run(Job("import time\nwhile time.process_time() < 0.02: pass", limits=PATIENT))
+
+    await asyncio.gather(*(stream() for _ in range(3)))
+    assert (await old).stdout == "6\n"
+
+
+async def test_a_suspended_program_is_killed_when_its_caller_leaves(executor: Executor) -> None:
+    async with beside(executor, 4):
+        assert (await executor.run(Job("print(6)", limits=PATIENT))).stdout == "6\n"
+    assert (await executor.run(Job("print(7)"))).stdout == "7\n"
+
+
+class Recorded:
+    """A program that has used a minute and ``resident_bytes``."""
+
+    def __init__(self, resident_bytes: int = 0) -> None:
+        self.resident_bytes = resident_bytes
+        self.suspended = asyncio.Event()
+
+    async def usage(self) -> Usage:
+        return Usage(60.0, 60.0, self.resident_bytes)
+
+    def suspend(self) -> None:
+        self.suspended.set()
+
+    def resume(self) -> None:
+        self.suspended.clear()
+
+
+async def test_no_more_memory_is_suspended_than_the_host_was_sized_for() -> None:
+    slots, light, heavy = Slots(1), Recorded(), Recorded(SUSPENDED_BYTES_PER_SLOT + 1)
+    async with contextlib.AsyncExitStack() as stack:
+        (await stack.enter_async_context(slots.claim())).program = light
+        (await stack.enter_async_context(slots.claim())).program = heavy
+        third = asyncio.create_task(stack.enter_async_context(slots.claim()))
+        await light.suspended.wait()
+        await asyncio.sleep(0.1)  # several looks
+        assert not third.done()
+        assert not heavy.suspended.is_set()
+        heavy.resident_bytes = SUSPENDED_BYTES_PER_SLOT
+        await third
+        assert heavy.suspended.is_set()
+    await slots.close()
+
+
+async def test_programs_share_a_core_only_when_there_are_more_of_them_than_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 8})
-    cores = Cores()
-    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-        assert sorted(first.enter_context(cores.take()) for _ in range(3)) == [3, 5, 8]
-        assert sorted(second.enter_context(cores.take()) for _ in range(3)) == [3, 5, 8]
-        second.close()
+    slots = Slots(7)
+
+    async def cores(stack: contextlib.AsyncExitStack, programs: int) -> list[int]:
+        return sorted([(await stack.enter_async_context(slots.claim())).core for _ in range(programs)])
+
+    async with contextlib.AsyncExitStack() as first, contextlib.AsyncExitStack() as second:
+        assert await cores(first, 3) == [3, 5, 8]
+        assert await cores(second, 3) == [3, 5, 8]
+        await second.aclose()
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 9})
-        assert second.enter_context(cores.take()) == 9
+        assert await cores(second, 1) == [9]
 
 
 @pytest.mark.parametrize(("asked", "slots"), [(0, 3), (2, 2), (3, 3), (64, 3)])
 def test_no_more_programs_run_at_a_time_than_there_are_cores(
     monkeypatch: pytest.MonkeyPatch, asked: int, slots: int
 ) -> None:
-    monkeypatch.setattr("services.reward.executor.cores.count", lambda: 3)
+    monkeypatch.setattr("services.reward.executor.probe.count", lambda: 3)
     assert probe.slots(ExecutorSettings(slots=asked)) == slots
 
 

@@ -14,8 +14,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.reward.scorers.judge import chat
+from services.reward.scorers.judge import chat, verdict
 from services.reward.scorers.judge.chat import Pace, retry_after_s
+from services.reward.scorers.judge.reading import make_read
 from services.reward.scorers.judge.scorer import Judge
 from services.reward.scorers.judge.verdict import VerdictReader, fill
 from shared.bus.messages import ChatMessage, Score, ScoreStatus
@@ -291,7 +292,8 @@ async def test_a_judge_without_a_verdict_may_count_as_nothing_where_the_user_say
 def test_a_verdict_is_what_was_declared_and_nothing_else(
     rules: dict[str, object], answer: str, value: float | None
 ) -> None:
-    assert VerdictReader(settings(**rules)).read(answer) == value
+    reader = VerdictReader(settings(**rules))
+    assert reader.value(make_read(reader.rules)(answer)) == value
 
 
 def test_the_template_is_filled_in_once_so_that_a_completion_cannot_write_in_it() -> None:
@@ -391,6 +393,22 @@ async def test_a_count_of_tokens_that_no_number_holds_is_not_counted() -> None:
 
 
 def test_an_answer_of_nothing_but_opened_objects_holds_no_verdict() -> None:
-    reader = VerdictReader(JudgeScorer(kind="judge", url="http://x", model="m", pattern="json:score"))
-    assert reader.read('{"a":' * 4_000) is None
-    assert reader.read("{" * 10_000 + '{"score": 5}') == 0.5
+    read = make_read({"json_field": "score"})
+    assert read('{"a":' * 4_000) is None
+    assert read("{" * 10_000 + '{"score": 5}') == 5
+
+
+async def test_an_answer_on_which_the_pattern_runs_for_ever_holds_no_verdict_and_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verdict, "TIMEOUT_S", 0.1)
+    reader, passes = VerdictReader(settings(pattern=r"(?:(?:a|a)+b|score: )(\d)")), 0
+    try:
+        reading = asyncio.create_task(reader.read("a" * 200))
+        while not reading.done():
+            passes += 1
+            await asyncio.sleep(0.001)
+        assert (reading.result(), await reader.read("score: 7")) == (None, 0.7)
+    finally:
+        await reader.close()
+    assert passes > 1, "the event loop ran meanwhile"

@@ -1,4 +1,4 @@
-"""Measure how long a program was runnable while others had its core, so that deadlines exclude it."""
+"""Measure a program: how long it was runnable while others had its core, and its resident memory."""
 
 import contextlib
 import os
@@ -15,6 +15,13 @@ def waited_s(watched: int) -> float:
     threads = list(_threads(watched))
     ran_ns = sum(ran for ran, _ in threads)
     return max((waited - (ran_ns - ran) for ran, waited in threads), default=0) / _NANOSECONDS if threads else 0.0
+
+
+def resident_bytes(watched: int) -> int:
+    """Return the resident memory of the process of pid descriptor ``watched``; 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{_number(watched)}/statm") as file:  # noqa: PTH123
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _threads(watched: int) -> Iterator[tuple[int, int]]:

@@ -3,10 +3,9 @@
 ::
 
     supervisor ── {id, bounds, core} + [payload, stdin, stdout, report] ──▶ zygote ── fork ──▶ child: confine, run
-               ── {kill: id}                                            ──▶
-               ── {ask: id}                                             ──▶
+               ── {kill: id}, {suspend: id}, {resume: id}, {ask: id}    ──▶
                ◀── {ready: true, base_bytes}                                     once
-               ◀── {id, charged_s}                                               the answer, while the child runs
+               ◀── {id, charged_s, held_s, resident_bytes}                       the answer, while the child exists
                ◀── {id, status, wall_s, cpu_s, peak_bytes}                       at the child's end; its wait status
 
 Single-threaded; reads nothing that a program wrote. Messages are one JSON packet each; programs and inputs are sealed
@@ -49,6 +48,33 @@ timeit traceback types typing unicodedata unittest uuid warnings zlib encodings.
 """.split()  # noqa: SIM905
 
 
+@dataclasses.dataclass(slots=True)
+class Child:
+    """One forked process."""
+
+    number: int
+    """Of its job."""
+    pid: int
+    started_s: float
+    suspended_s: float = 0.0
+    suspended_since_s: float | None = None
+
+    def suspend(self, watched: int) -> None:
+        """Stop it."""
+        signal.pidfd_send_signal(watched, signal.SIGSTOP)
+        self.suspended_since_s = self.suspended_since_s or time.monotonic()
+
+    def resume(self, watched: int) -> None:
+        """Let it continue."""
+        self.suspended_s = time.monotonic() - self.started_s - self.held_s()
+        self.suspended_since_s = None
+        signal.pidfd_send_signal(watched, signal.SIGCONT)
+
+    def held_s(self) -> float:
+        """Return the time since its start in which it was not suspended."""
+        return (self.suspended_since_s or time.monotonic()) - self.started_s - self.suspended_s
+
+
 class Zygote:
     """The children of one warm interpreter."""
 
@@ -60,8 +86,8 @@ class Zygote:
             os.close(ruleset)
         self._control = socket.socket(fileno=settings["control"])
         self._poll = select.poll()
-        self._children: dict[int, tuple[int, int, float]] = {}
-        """By pid descriptor: job number, pid, start."""
+        self._children: dict[int, Child] = {}
+        """By pid descriptor."""
         self._own_pids = -1
         self._profile = settings["profile"]
         if self._how.tier == "namespace":
@@ -87,11 +113,8 @@ class Zygote:
         if not packet:
             return False
         message = json.loads(packet)
-        if "kill" in message:
-            self._kill(message["kill"])
-            return True
-        if "ask" in message:
-            self._charge(message["ask"])
+        if "bounds" not in message:
+            self._obey(*message.popitem())
             return True
         try:
             self._start(message, descriptors)
@@ -114,30 +137,45 @@ class Zygote:
             if self._own_pids >= 0:
                 confinement.enter(self._own_pids, confinement.NEW_PID)
         watched = os.pidfd_open(pid)
-        self._children[watched] = (message["id"], pid, started_s)
+        self._children[watched] = Child(message["id"], pid, started_s)
         self._poll.register(watched, select.POLLIN)
 
-    def _kill(self, number: int) -> None:
-        for watched, (job, _, _) in self._children.items():
-            if job == number:
-                signal.pidfd_send_signal(watched, signal.SIGKILL)
+    def _obey(self, verb: str, number: int) -> None:
+        for watched, child in self._children.items():
+            if child.number != number:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                match verb:
+                    case "kill":
+                        signal.pidfd_send_signal(watched, signal.SIGKILL)
+                    case "suspend":
+                        child.suspend(watched)
+                    case "resume":
+                        child.resume(watched)
+                    case "ask":
+                        self._report_usage(watched, child)
 
-    def _charge(self, number: int) -> None:
-        for watched, (job, _, started_s) in self._children.items():
-            if job == number:
-                charged_s = time.monotonic() - started_s - waiting.waited_s(watched)
-                self._say({"id": number, "charged_s": charged_s})
-
-    def _reap(self, watched: int) -> None:
-        number, pid, started_s = self._children.pop(watched)
-        self._poll.unregister(watched)
-        os.close(watched)
-        _, status, used = os.wait4(pid, 0)
+    def _report_usage(self, watched: int, child: Child) -> None:
+        held_s = child.held_s()
         self._say(
             {
-                "id": number,
+                "id": child.number,
+                "charged_s": held_s - waiting.waited_s(watched),
+                "held_s": held_s,
+                "resident_bytes": waiting.resident_bytes(watched),
+            }
+        )
+
+    def _reap(self, watched: int) -> None:
+        child = self._children.pop(watched)
+        self._poll.unregister(watched)
+        os.close(watched)
+        _, status, used = os.wait4(child.pid, 0)
+        self._say(
+            {
+                "id": child.number,
                 "status": os.waitstatus_to_exitcode(status),
-                "wall_s": time.monotonic() - started_s,
+                "wall_s": child.held_s(),
                 "cpu_s": used.ru_utime + used.ru_stime,
                 "peak_bytes": used.ru_maxrss * 1024,
             }

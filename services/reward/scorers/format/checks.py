@@ -2,8 +2,8 @@ r"""Check text against a pattern or a JSON schema: the program of a checking pro
 
 ::
 
-    question   {"check": "pattern", "text": "…"}                     answer   {"broken": ""}, or how it breaks the rule
-    question   {"check": "json", "text": "{\"answer\": 7}"}
+    question   {"texts": [["pattern", "…"], ["json", "{\"answer\": 7}"]]}
+    answer     {"broken": ["", "how it breaks the rule"]}
 
 A pattern or ``uniqueItems`` can run for ever on a model's text, holding the GIL. Duplicate names, NaN and Infinity are
 not JSON. Schema references are never fetched.
@@ -97,7 +97,7 @@ def _prepare() -> child.Answerer:
     checks = {"pattern": make_match(rules["pattern"])} if "pattern" in rules else {}
     if "json" in rules:
         checks["json"] = make_check(rules["json"])
-    return lambda question: {"broken": checks[question["check"]](question["text"])}
+    return lambda question: {"broken": [checks[check](text) for check, text in question["texts"]]}
 
 
 if __name__ == "__main__":

@@ -13,37 +13,41 @@
     stop      ended by itself
 
 Rules count in this order. Tags are found literally, without attributes or nesting. Pattern and schema are checked in a
-killable process (:mod:`checks`); a text that timed out or killed two processes is not checked again.
+killable process (:mod:`checks`), a group at a time; if that fails, each text alone. A text that timed out or killed two
+processes is not checked again. Patterns whose work is bounded (:mod:`patterns`) are matched in the service.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import pairwise
+from typing import TypeAlias, cast
 
 import regex
 
 from services.reward.scorers.answer.extraction import tagged
 from services.reward.scorers.format import checks
+from services.reward.scorers.format.patterns import MOST_STEPS, Sequence
 from services.reward.scorers.scorer import is_cut, unavailable, valued
 from services.reward.scorers.turns import Turns
 from services.reward.subprocess_pool.cache import Recent
 from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
 from shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
-from shared.errors import PenstockError, SettingsError, TemporaryError
+from shared.errors import SettingsError, TemporaryError
 from shared.settings.rewards import scorers
 from shared.settings.rewards.scorers import FormatRule
 
 _SHORT = 4_000
 """Characters; longer texts are read in chunks of this size."""
-PATTERN_TIMEOUT_S = 0.5
-"""CPU time of a pattern: status ``timeout``, value 0."""
-JSON_TIMEOUT_S = 0.5
-"""CPU time of a json_schema check: status ``timeout``, value 0."""
+CHECK_TIMEOUT_S = 0.5
+"""CPU time of a pattern or json_schema check: status ``timeout``, value 0."""
+_BATCH_TEXTS, _BATCH_CHARACTERS = 64, 64_000
+"""Largest question with several texts, so that writing it does not hold the event loop."""
 _MIN_SCRIPT_SHARE = 0.95
 """Tolerates names and symbols of another script, not a paragraph."""
 _COMMAND = (sys.executable, "-m", "services.reward.scorers.format.checks")
@@ -51,8 +55,8 @@ _REMEMBERED = 4096
 _LETTERS = regex.compile(r"\p{L}+")
 
 
-class _TookTooLong(PenstockError):
-    """A check was killed because it took too long."""
+_Check: TypeAlias = tuple[str, str]
+"""(pattern or json, text)"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,9 +87,11 @@ class FormatChecker:
         self.name = scorer.name
         self._scorer = scorer
         self._turns = Turns()
+        self._sequence = Sequence.read(scorer.pattern)
         slow: dict[str, object] = {}
         if scorer.pattern:
             self._compiled("pattern", lambda: checks.compile_pattern(scorer.pattern))
+            self._match = checks.make_match(scorer.pattern)
             slow["pattern"] = scorer.pattern
         if scorer.json_schema:
             slow["json"] = scorer.json_schema
@@ -159,26 +165,73 @@ class FormatChecker:
 
     async def score(self, group: RolloutGroup) -> list[Score]:
         """Check each sample; long ones in a thread."""
-        return [await self._check(sample) for sample in group.samples]
+        checks = [self._checks(sample.text) for sample in group.samples]
+        problems = await self._problems(dict.fromkeys(itertools.chain(*checks)))
+        return [await self._check(sample, own, problems) for sample, own in zip(group.samples, checks, strict=True)]
 
-    async def _check(self, sample: Sample) -> Score:
-        failed = self._failed.get(sample.text)
-        if failed is not None:
-            return failed
-        try:
-            mismatch = await self._mismatch(sample.text)
-            json_problem = await self._json_problem(sample.text)
-        except (_TookTooLong, Crashed) as error:
-            status = ScoreStatus.CRASHED if isinstance(error, Crashed) else ScoreStatus.TIMEOUT
-            score = valued(self.name, status, 0.0, str(error))
-            self._failed.put(score, sample.text)
-            return score
-        except TemporaryError as error:
-            return unavailable(self.name, str(error))
-        rules = partial(self._broken, sample, mismatch, json_problem, await self._script_problem(sample.text))
+    def _checks(self, text: str) -> list[_Check]:
+        content = self._json_content(text)
+        return [
+            *([("pattern", text)] if self._scorer.pattern else []),
+            *([("json", content)] if content is not None else []),
+        ]
+
+    def _json_content(self, text: str) -> str | None:
+        if not self._scorer.json_schema:
+            return None
+        return tagged(text, self._scorer.json_tag) if self._scorer.json_tag else text
+
+    async def _problems(self, checks: Iterable[_Check]) -> dict[_Check, str]:
+        """Return how texts break rules, without those whose batch failed."""
+        problems: dict[_Check, str] = {}
+        slow: list[_Check] = []
+        for check in checks:
+            if self._is_fast(*check):
+                problems[check] = await self._turns.take(partial(self._match, check[1]))
+            elif self._failed.get(*check) is None:
+                slow.append(check)
+        for batch in _batches(slow):
+            with contextlib.suppress(Overdue, Crashed, TemporaryError):
+                problems |= await self._ask(batch)
+        return problems
+
+    def _is_fast(self, check: str, text: str) -> bool:
+        return check == "pattern" and self._sequence is not None and self._sequence.steps(text) <= MOST_STEPS
+
+    async def _ask(self, checks: list[_Check]) -> dict[_Check, str]:
+        """Return how texts break rules. Raises what :meth:`Processes.ask` raises."""
+        assert self._checkers is not None
+        answer = await self._checkers.ask({"texts": [list(check) for check in checks]}, CHECK_TIMEOUT_S)
+        return dict(zip(checks, map(str, cast(list[object], answer["broken"])), strict=True))
+
+    async def _check(self, sample: Sample, checks: list[_Check], problems: dict[_Check, str]) -> Score:
+        for check in checks:
+            if check not in problems:
+                failed = await self._ask_alone(check, problems)
+                if failed is not None:
+                    return failed
+        rules = partial(self._broken, sample, problems, await self._script_problem(sample.text))
         if len(sample.text) > _SHORT:
             return self._valued(await asyncio.to_thread(rules))
         return self._valued(await self._turns.take(rules))
+
+    async def _ask_alone(self, check: _Check, problems: dict[_Check, str]) -> Score | None:
+        """Ask about one text; return its score if that fails."""
+        failed = self._failed.get(*check)
+        if failed is not None:
+            return failed
+        try:
+            problems |= await self._ask([check])
+            return None
+        except Overdue:
+            setting = "json_schema" if check[0] == "json" else check[0]
+            failed = valued(self.name, ScoreStatus.TIMEOUT, 0.0, f"{setting} took longer than {CHECK_TIMEOUT_S:g} s")
+        except Crashed as error:
+            failed = valued(self.name, ScoreStatus.CRASHED, 0.0, str(error))
+        except TemporaryError as error:
+            return unavailable(self.name, str(error))
+        self._failed.put(failed, *check)
+        return failed
 
     def _valued(self, rules: list[tuple[FormatRule, str]]) -> Score:
         weights = [self._scorer.weights.get(rule, 1.0) for rule, _ in rules]
@@ -187,18 +240,6 @@ class FormatChecker:
             return valued(self.name, ScoreStatus.OK, 1.0)
         lost = sum(weight for weight, (_, problem) in zip(weights, rules, strict=True) if problem)
         return valued(self.name, ScoreStatus.WRONG_FORMAT, max(0.0, 1 - lost / sum(weights)), broken[0])
-
-    async def _mismatch(self, text: str) -> str:
-        return await self._ask("pattern", text, PATTERN_TIMEOUT_S) if self._scorer.pattern else ""
-
-    async def _json_problem(self, text: str) -> str:
-        if not self._scorer.json_schema:
-            return ""
-        tag = self._scorer.json_tag
-        content = tagged(text, tag) if tag else text
-        if content is None:
-            return f"expected JSON in <{tag}>…</{tag}>, found none"
-        return await self._ask("json", content, JSON_TIMEOUT_S)
 
     async def _script_problem(self, text: str) -> str:
         script, rules = self._script, self._scorer
@@ -215,33 +256,16 @@ class FormatChecker:
         names = ", ".join(rules.scripts)
         return f"expected a share of {_MIN_SCRIPT_SHARE:g} of letters in {names}, found {share:.3g}"
 
-    async def _ask(self, check: str, text: str, timeout_s: float) -> str:
-        """Return how ``text`` breaks a rule.
-
-        Raises:
-            _TookTooLong: it was killed.
-            Crashed: it killed two processes.
-            TemporaryError: not possible now.
-        """
-        assert self._checkers is not None
-        try:
-            return str((await self._checkers.ask({"check": check, "text": text}, timeout_s))["broken"])
-        except Overdue as error:
-            setting = "json_schema" if check == "json" else check
-            raise _TookTooLong(f"{setting} took longer than {timeout_s:g} s") from error
-
-    def _broken(
-        self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
-    ) -> list[tuple[FormatRule, str]]:
-        return list(self._rules(sample, mismatch, json_problem, script_problem))
+    def _broken(self, sample: Sample, problems: dict[_Check, str], script_problem: str) -> list[tuple[FormatRule, str]]:
+        return list(self._rules(sample, problems, script_problem))
 
     def _rules(
-        self, sample: Sample, mismatch: str, json_problem: str, script_problem: str
+        self, sample: Sample, problems: dict[_Check, str], script_problem: str
     ) -> Iterator[tuple[FormatRule, str]]:
         text, rules = sample.text, self._scorer
         yield from _tag_rules(rules, text)
         if rules.pattern:
-            yield "pattern", mismatch
+            yield "pattern", problems["pattern", text]
         if any(rules.characters):
             yield "length", _broken_length(len(text), *rules.characters, "characters")
         if any(rules.tokens):
@@ -249,9 +273,27 @@ class FormatChecker:
         if rules.scripts:
             yield "scripts", script_problem
         if rules.json_schema:
-            yield "json", json_problem
+            yield "json", self._json_problem(text, problems)
         if rules.needs_stop:
             yield "stop", "the completion was cut at its length limit" if is_cut(sample) else ""
+
+    def _json_problem(self, text: str, problems: dict[_Check, str]) -> str:
+        content = self._json_content(text)
+        tag = self._scorer.json_tag
+        return f"expected JSON in <{tag}>…</{tag}>, found none" if content is None else problems["json", content]
+
+
+def _batches(checks: Iterable[_Check]) -> Iterator[list[_Check]]:
+    batch: list[_Check] = []
+    characters = 0
+    for check in checks:
+        if len(batch) == _BATCH_TEXTS or (batch and characters + len(check[1]) > _BATCH_CHARACTERS):
+            yield batch
+            batch, characters = [], 0
+        batch.append(check)
+        characters += len(check[1])
+    if batch:
+        yield batch
 
 
 def _tag_rules(rules: scorers.FormatScorer, text: str) -> Iterator[tuple[FormatRule, str]]:
@@ -293,7 +335,7 @@ def _broken_tag(rule: _Tag, places: list[TextSpan], text: str) -> str:
 
 
 def _broken_order(firsts: list[tuple[str, TextSpan]]) -> str:
-    for (before, earlier), (after, later) in pairwise(firsts):
+    for (before, earlier), (after, later) in itertools.pairwise(firsts):
         if later.start < earlier.end:
             return f"expected <{after}> after </{before}>"
     return ""

@@ -17,7 +17,7 @@ import datetime
 import email.utils
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -98,12 +98,13 @@ class ChatClient:
         """Close the connections."""
         await self._http.aclose()
 
-    async def ask(self, question: str, read: Callable[[str], T | None]) -> T:
+    async def ask(self, question: str, read: Callable[[str], Awaitable[T | None]]) -> T:
         """Return ``read(answer)``; asks again while that is None.
 
         Raises:
             NoVerdict: the last answer was unreadable.
             NoAnswer: no answer.
+            TemporaryError: ``read`` cannot work now.
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -119,7 +120,7 @@ class ChatClient:
                     await asyncio.sleep(_BACKOFF.jittered_s(attempt))
         raise AssertionError("expected at least one attempt")
 
-    async def _ask_once(self, question: str, read: Callable[[str], T | None]) -> T:
+    async def _ask_once(self, question: str, read: Callable[[str], Awaitable[T | None]]) -> T:
         async with self._places:
             await self._pace.turn()
             started_s = time.monotonic()
@@ -130,7 +131,7 @@ class ChatClient:
                 REQUESTS.labels(self._scorer.name, "retried").inc()
                 raise
         SECONDS.labels(self._scorer.name).observe(time.monotonic() - started_s)
-        verdict = await asyncio.to_thread(read, answer)
+        verdict = await read(answer)
         REQUESTS.labels(self._scorer.name, "ok" if verdict is not None else "unparsable").inc()
         if verdict is None:
             raise _Passing(f"there is no verdict in {self._hidden(answer)[-_LONGEST_ERROR:]!r}", ending=NoVerdict)

@@ -10,11 +10,12 @@
 
 import asyncio
 
-from services.reward.scorers.judge.chat import ChatClient, NoAnswer, NoVerdict
+from services.reward.scorers.judge.chat import ChatClient, NoVerdict
 from services.reward.scorers.judge.verdict import VerdictReader, fill
 from services.reward.scorers.scorer import unavailable, valued
 from services.reward.subprocess_pool.cache import Recent
 from shared.bus.messages import RolloutGroup, Score, ScoreStatus
+from shared.errors import TemporaryError
 from shared.settings.rewards.scorers import JudgeScorer
 
 _REMEMBERED = 16_384
@@ -34,8 +35,9 @@ class Judge:
         """Do nothing: groups wait for an endpoint that is not up yet."""
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections and kill the reading process."""
         await self._client.close()
+        await self._reader.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
         """Grade each sample.
@@ -63,6 +65,6 @@ class Judge:
             if self._scorer.on_unparsable == "zero":
                 return valued(self.name, ScoreStatus.CRASHED, 0.0, str(error))
             return unavailable(self.name, str(error))
-        except NoAnswer as error:
+        except TemporaryError as error:
             return unavailable(self.name, str(error))
         return valued(self.name, ScoreStatus.OK, value)

@@ -6,19 +6,20 @@ The template is filled in one pass, so braces in completions, and unknown ones (
 import json
 import math
 import re
+import sys
 
 import regex
 
+from services.reward.scorers.judge.reading import LONGEST_ANSWER
+from services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
 from shared.bus.messages import Prompt
 from shared.errors import PermanentError, SettingsError
 from shared.settings.rewards.scorers import JudgeScorer
 
 _PLACE = re.compile(r"\{(prompt|completion|answer|extra\.(?P<column>[^{}\s]+))\}")
-_PATTERN_TIMEOUT_S = 0.5
-_LONGEST_ANSWER = 20_000
-"""In characters; only the end of a longer answer is read."""
-_MOST_OBJECTS = 200
-"""Maximum opening braces, from the end, tried as the verdict's start."""
+TIMEOUT_S = 0.5
+"""CPU time of reading one answer."""
+_COMMAND = (sys.executable, "-m", "services.reward.scorers.judge.reading")
 
 
 def fill(template: str, prompt: Prompt, completion: str) -> str:
@@ -53,20 +54,24 @@ def _known(value: object, what: str, prompt: Prompt) -> str:
 
 
 class VerdictReader:
-    """Read a value from a judge's answer. Raises SettingsError for a pattern without a group."""
+    """Read a value from a judge's answer, in a killable process. Raises SettingsError for a pattern without a group."""
 
     def __init__(self, scorer: JudgeScorer) -> None:
         self._scorer = scorer
         labels = scorer.scale if isinstance(scorer.scale, dict) else {}
         self._labels = {label.strip().lower(): value for label, value in labels.items()}
-        if scorer.json_field:
-            return
+        self.rules = {"json_field": scorer.json_field} if scorer.json_field else {"pattern": scorer.pattern}
+        self._processes = Processes((*_COMMAND, json.dumps(self.rules)), 1, scorer.name, computes=True)
+        if not scorer.json_field:
+            self._check_pattern()
+
+    def _check_pattern(self) -> None:
         try:
-            self._pattern = regex.compile(scorer.pattern)
+            groups = regex.compile(self._scorer.pattern).groups
         except regex.error as error:
-            raise self._refused(f"{scorer.pattern!r} ({error})") from error
-        if self._pattern.groups < 1:
-            raise self._refused(f"{scorer.pattern!r}, which has no group")
+            raise self._refused(f"{self._scorer.pattern!r} ({error})") from error
+        if groups < 1:
+            raise self._refused(f"{self._scorer.pattern!r}, which has no group")
 
     def _refused(self, actual: str) -> SettingsError:
         return SettingsError(
@@ -74,36 +79,29 @@ class VerdictReader:
             "change pattern in [[reward.scorers]]"
         )
 
-    def read(self, answer: str) -> float | None:
-        """Return the value, 0 to 1 or a label's; None without a verdict. Runs in a thread."""
-        answer = answer[-_LONGEST_ANSWER:]
-        verdict = self._field(answer) if self._scorer.json_field else self._match(answer)
+    async def close(self) -> None:
+        """Kill the reading process."""
+        await self._processes.close()
+
+    async def read(self, answer: str) -> float | None:
+        """Return the value, 0 to 1 or a label's; None without a verdict, or if reading took too long.
+
+        Raises:
+            TemporaryError: not possible now.
+        """
+        try:
+            return self.value((await self._processes.ask({"answer": answer[-LONGEST_ANSWER:]}, TIMEOUT_S))["verdict"])
+        except (Overdue, Crashed):
+            return None
+
+    def value(self, verdict: object) -> float | None:
+        """Return the value of a verdict, or None."""
         scale = self._scorer.scale
         if isinstance(scale, dict):
             return self._labels.get(str(verdict).strip().lower()) if isinstance(verdict, str | bool) else None
         number = _number(verdict)
         low, high = scale
         return None if number is None or not low <= number <= high else (number - low) / (high - low)
-
-    def _match(self, answer: str) -> str | None:
-        verdict_text = None
-        try:
-            for match in self._pattern.finditer(answer, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
-                verdict_text = match[1]
-        except TimeoutError:
-            return None
-        return verdict_text
-
-    def _field(self, answer: str) -> object:
-        decoder = json.JSONDecoder()
-        for start in [match.start() for match in re.finditer(r"\{", answer)][: -_MOST_OBJECTS - 1 : -1]:
-            try:
-                value, _ = decoder.raw_decode(answer, start)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(value, dict) and self._scorer.json_field in value:
-                return value[self._scorer.json_field]
-        return None
 
 
 def _number(verdict: object) -> float | None:
