@@ -102,7 +102,7 @@ class EvaluationSettings(Section):
 
     @property
     def gated(self) -> str:
-        """The set whose accuracy the gate examines; empty if there is none."""
+        """The set whose accuracy the gate examines; empty without such a set."""
         return next(iter(self.paths), "")
 
     def setting_of(self, held_out: HeldOutSet) -> str:

@@ -1,4 +1,4 @@
-"""What a run is and what it stands on: ``[run]``, ``[bus]``, ``[data]``, ``[coordinator]``, ``[telemetry]``."""
+"""Settings of a run as a whole: ``[run]``, ``[bus]``, ``[data]``, ``[coordinator]``, ``[telemetry]``."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,6 +1,6 @@
 """The settings of the models that the reward service runs: reward models among ``[[reward.scorers]]``, and ``[reward.models]``.
 
-What is computed stands in ``services/reward/scorers/reward_model.py`` and ``reference.py``; docs/rewards.md says when to use which.
+The computation is in ``services/reward/scorers/reward_model.py`` and ``reference.py``; docs/rewards.md says when to use which.
 """
 
 from typing import Literal
