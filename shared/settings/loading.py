@@ -2,8 +2,7 @@
 
 The file first, then the environment (``PENSTOCK__TRAINER__LEARNING_RATE``), then flags (``--trainer.learning_rate
 1e-5``). A value is read as TOML, else as a string. Whatever is wrong becomes one sentence a setting, which begins with
-where its value comes from: the
-file, the environment variable or the flag. Nothing else reads the environment.
+the source of its value: the file, the environment variable or the flag. Nothing else reads the environment.
 """
 
 import difflib

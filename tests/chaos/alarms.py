@@ -2,7 +2,7 @@
 
 ::
 
-    until no alert is raised ──▶ raised(...): the body causes the fault ──▶ seen(): each was, at least once ──▶ the body mends it
+    until no alert is raised ──▶ raised(...): the body causes the fault ──▶ seen(): each, once ──▶ the body mends it
 """
 
 import asyncio
