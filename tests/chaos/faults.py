@@ -143,15 +143,15 @@ class Faults:
 
     async def _is_served(self) -> bool:
         settled_s, newest = time.time() + 1, (await Ledger(self.bus).status()).newest_version
-        heartbeats: list[Heartbeat] = []
+        fresh: list[Heartbeat] = []
 
         async def told() -> bool:
             beats = await heartbeats(self.bus)
-            heartbeats[:] = [beat for beat in beats if beat.replica == "rollout-0" and beat.seen_at_s > settled_s]
-            return bool(heartbeats)
+            fresh[:] = [beat for beat in beats if beat.replica == "rollout-0" and beat.seen_at_s > settled_s]
+            return bool(fresh)
 
         await self.run.until(told)
-        return heartbeats[0].version == newest
+        return fresh[0].version == newest
 
     @contextlib.contextmanager
     def files_limited(self, name: str) -> Iterator[None]:
