@@ -23,12 +23,14 @@ EXAMPLES = [*sorted((ROOT / "examples").glob("*/README.md"))]
 MAX_COLUMNS = 120
 IDIOMS = {
     r"^#+ (?:What|Who) .*": "a noun phrase or an imperative verb as a heading",
-    r"nobody|everybody|whoever": "the process, user or role",
-    r"(?:lies|lie|stands|stand) (?:in|on|at|beside|behind|there|with|still|under|by)": "'is', 'is stored'",
+    r"nobody|everybody|somebody|whoever": "the process, user or role",
+    r"(?:lies|lie|stands|stand) (?:in|on|at|aside|beside|behind|there|with|still|under|by)": "'is', 'is stored'",
     r"(?:goes|go|went|gone|going) on": "'continues'",
     r"(?:is|are|was|were|be|been) told": "'is notified', 'is reported'",
     r"so many|so long(?! as)|so often": "the number or the timeout",
-    r"(?:is|are) none|none is": "'does not exist', 'is not set'",
+    r"(?:is|are) (?-i:none)|(?-i:none) is": "'does not exist', 'is not set'",
+    r"passed over|left out": "'skipped', 'dropped'",
+    r"there is nothing to|as many now": "a plain sentence",
     r"anew|again and again": "'again', 'repeatedly'",
     r"expected .{1,60}, found": "a plain sentence",
     r"÷": "'Penstock vs. TRL: 3.9× (101 vs. 26 samples/s)'",
@@ -63,14 +65,30 @@ def test_prose_is_free_of_idioms(page: Path) -> None:
     assert list(idioms(page)) == []
 
 
+@pytest.mark.parametrize("top", ["services", "shared", "deploy", "benchmarks", "examples"])
+def test_docstrings_are_free_of_idioms(top: str) -> None:
+    assert [hit for path in sorted((ROOT / top).rglob("*.py")) for hit in idioms_of_docstrings(path)] == []
+
+
+def idioms_of_docstrings(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text)), lineno=line):
+                yield from idioms_in(text, name_of(path), line)
+
+
 def idioms(page: Path) -> Iterator[str]:
-    """Yield each idiom and its replacement. Code and quoted messages are exempt."""
-    text = re.sub(r"`[^`]*`|\"[^\"\n]*\"", blank, "\n".join(prose(page)))
+    yield from idioms_in("\n".join(prose(page)), name_of(page), 1)
+
+
+def idioms_in(text: str, name: str, first_line: int) -> Iterator[str]:
+    """Yield each idiom and its replacement. Code, doctests and quoted messages are exempt."""
+    text = re.sub(r"^ *>>> (?:.+\n?)+|`+[^`]*`+|\"[^\"\n]*\"", blank, text, flags=re.MULTILINE)
     for idiom, better in IDIOMS.items():
         pattern = rf"(?<!\w)(?:{idiom})(?!\w)".replace(" ", r"[ \n]+")
         for hit in re.finditer(pattern, text, re.IGNORECASE | re.MULTILINE):
-            line = text.count("\n", 0, hit.start()) + 1
-            yield f"{name_of(page)}:{line}: '{' '.join(hit[0].split())}': write {better}"
+            line = text.count("\n", 0, hit.start()) + first_line
+            yield f"{name}:{line}: '{' '.join(hit[0].split())}': write {better}"
 
 
 def blank(hit: re.Match[str]) -> str:
@@ -78,7 +96,8 @@ def blank(hit: re.Match[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    "idiom", ["nobody has to be told", "the run goes\non", "none is left", "so many tokens", "2 ÷ 1"]
+    "idiom",
+    ["nobody has to be told", "the run goes\non", "none is left", "so many tokens", "a row is passed over", "2 ÷ 1"],
 )
 def test_an_idiom_is_noticed(idiom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
@@ -86,6 +105,9 @@ def test_an_idiom_is_noticed(idiom: str, tmp_path: Path, monkeypatch: pytest.Mon
     page.write_text(f"A sentence.\n\n```\n{idiom}\n```\n\n`{idiom}` and {idiom}.\n", encoding="utf-8")
     line = 7 + 2 * idiom.count("\n")  # fenced and backquoted ones are exempt
     assert {said.split(": ")[0] for said in idioms(page)} == {f"page.md:{line}"}
+    module = tmp_path / "module.py"
+    module.write_text(f'X = 1\n"""Idioms are {idiom}, `{idiom}`."""\n', encoding="utf-8")
+    assert {said.split(": ")[0] for said in idioms_of_docstrings(module)} == {"module.py:2"}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, ROOT / "docs/models.md"], ids=name_of)
@@ -133,7 +155,7 @@ def test_the_life_of_a_group_names_code_that_exists() -> None:
 def methods(path: Path) -> set[tuple[str, str]]:
     classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return {(one.name, node.name) for one in classes for node in one.body if isinstance(node, functions)}
+    return {(kind.name, node.name) for kind in classes for node in kind.body if isinstance(node, functions)}
 
 
 def test_every_metric_that_the_documents_name_is_declared() -> None:

@@ -92,7 +92,7 @@ def set_aside(pairs: Sequence[tuple[int, int]], count: int) -> tuple[list[tuple[
 
 
 def addition(a: int, b: int, forget_units: bool = False, forget_tens: bool = False) -> Problem:
-    """Return `a+b=` with its answer as somebody writes it who forgets to carry from the units, or from the tens."""
+    """Return `a+b=` with its answer as a person writes it who forgets to carry from the units, or from the tens."""
     units = a % 10 + b % 10
     tens = a // 10 + b // 10 + (units > 9 and not forget_units)
     hundred = "1" if tens > 9 and not forget_tens else ""
@@ -111,7 +111,7 @@ def build_tokenizer(max_positions: int = MAX_POSITIONS) -> Qwen2Tokenizer:
     """Return a tokenizer of printable ASCII and newline, a character a token, that adds nothing by itself.
 
     It is Qwen2's byte-level BPE without merges, because `AutoTokenizer` gives every Qwen2 model that class, whatever
-    the files say. Characters outside the vocabulary are left out without an error.
+    the files say. Characters outside the vocabulary are dropped without an error.
     """
     byte_symbols = {" ": "\u0120", "\n": "\u010a"}  # byte-level BPE writes white space as visible letters
     tokens = [PAD, EOS, *(byte_symbols.get(character, character) for character in CHARACTERS)]

@@ -67,7 +67,7 @@ class Problem:
         return {"prompt": self.prompt, "tests": tests}
 
     def formula(self, forget: bool = False, reverse: bool = False) -> str:
-        """Return the formula in Python as somebody writes it who forgets parentheses, or reverses "taken from"."""
+        """Return the formula in Python as a person writes it who forgets parentheses, or reverses "taken from"."""
         first, second = FIRST[self.first], SECOND[self.second]
         if reverse:
             first, second = REVERSED.get(first, first), REVERSED.get(second, second)

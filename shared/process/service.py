@@ -226,7 +226,7 @@ def own_host(settings: Settings) -> str:
     """Return this process's address: ``run.host``, else its pod's, else that of the route to the bus.
 
     Raises:
-        SettingsError: none is known.
+        SettingsError: the route is not known.
     """
     if named := settings.run.host or os.environ.get("POD_IP"):
         return named

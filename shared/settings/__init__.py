@@ -19,7 +19,7 @@
     section.py        what every table has in common
 
 What two services must agree on stands once. Unknown keys are errors. Loaded in ``__main__``, passed down as values;
-nothing else reads the environment. What of it may change while the run goes on is ``shared.bus.stores.live_settings``'s.
+nothing else reads the environment. Settings that may change during the run are ``shared.bus.stores.live_settings``'s.
 """
 
 from shared.settings.loading import (

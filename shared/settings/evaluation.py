@@ -49,10 +49,10 @@ class GateSettings(Section):
     """What happens when a version's accuracy is significantly lower than that of a version before it."""
 
     action: Literal["off", "tell", "rollback"] = Field(default="off")
-    """`rollback`: revoke the version and return to the newest checkpoint that is known to be good; `tell`: report it (events, a metric).
+    """`rollback`: revoke the version and return to the newest good checkpoint; `tell`: report it (events, a metric).
     The accuracy of the first set in evaluation.path counts."""
     max_fall: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.05)
-    """Largest fall of accuracy (0 to 1) that passes. A larger one fails only if the 95 % interval of the fall is above 0."""
+    """Largest fall of accuracy (0 to 1) that passes. A larger one fails if its 95 % interval is above 0."""
 
 
 class EvaluationSettings(Section):
@@ -61,19 +61,19 @@ class EvaluationSettings(Section):
     path: Path | dict[Name, Path] | None = Field(default=None)
     """Held-out problems (as data.path), or several sets by name: { aime = "aime.jsonl", … }, the main one first. Empty: no evaluation."""
     every_steps: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.every_steps)
-    """Steps between evaluations; the policy is also evaluated before the first step and after the last."""
+    """Steps between evaluations, beside those before the first step and after the last."""
     problems: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.problems)
     """Problems of an evaluation; the first and the last one take all."""
     samples: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.samples)
-    """Completions per problem; accuracy is the mean share of correct ones. With several, pass@k is reported for k = 2, 4, 8, …"""
+    """Completions per problem; accuracy is the mean share of correct ones. Several give pass@k for k = 2, 4, 8, …"""
     temperature: NonNegativeFloat | dict[str, NonNegativeFloat] = Field(default=_DEFAULTS.temperature)
     """Sampling temperature; 0: greedy, which needs samples = 1."""
     correct_above: float | dict[str, float] = Field(default=_DEFAULTS.correct_above)
     """A sample with a reward above this counts as correct."""
     replicas: PositiveInt = Field(default=1)
-    """Replicas that keep the evaluated version while the others continue; the first and the last evaluation use all."""
+    """Replicas that keep the evaluated version; the first and the last evaluation use all."""
     timeout_s: PositiveFloat = Field(default=600.0)
-    """Seconds after which an evaluation reports on the answers that it has, and says so."""
+    """Seconds after which an evaluation reports on the answers so far."""
     gate: GateSettings = Field(default=GateSettings())
     """What a fall of accuracy leads to."""
 
@@ -102,7 +102,7 @@ class EvaluationSettings(Section):
 
     @property
     def gated(self) -> str:
-        """The set whose accuracy the gate examines; empty if there is none."""
+        """The set whose accuracy the gate examines; empty without such a set."""
         return next(iter(self.paths), "")
 
     def setting_of(self, held_out: HeldOutSet) -> str:

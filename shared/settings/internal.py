@@ -19,7 +19,7 @@ class InternalSettings(Section):
     start_wait_s: PositiveFloat = Field(default=30.0)
     """Seconds that a service waits for the bus at its start; later it waits without a limit."""
     stopped_exit_status: Annotated[int, Field(ge=0, le=255)] = Field(default=0)
-    """Exit status of a trainer that is told to stop before its run is over; a Job of Kubernetes restarts it for 143."""
+    """Exit status of a trainer that is stopped before its run is over; a Job of Kubernetes restarts it for 143."""
     executor_check_s: PositiveFloat = Field(default=15.0)
     """Seconds between two checks of the executor with a program that tries to escape."""
     executor_profiles: tuple[Literal["stdlib", "numpy"], ...] = Field(default=())

@@ -1,8 +1,8 @@
 """From a TOML file, the environment and dotted flags to :class:`Settings`, and back to TOML.
 
-The file first, then the environment (``PENSTOCK__TRAINER__LEARNING_RATE``), then flags (``--trainer.learning_rate 1e-5``). A value
-is read as TOML; what is none is a string. Whatever is wrong becomes one sentence a setting, which begins with where its value comes from: the
-file, the environment variable or the flag. Nothing else reads the environment.
+The file first, then the environment (``PENSTOCK__TRAINER__LEARNING_RATE``), then flags (``--trainer.learning_rate
+1e-5``). A value is read as TOML, else as a string. Whatever is wrong becomes one sentence a setting, which begins with
+the source of its value: the file, the environment variable or the flag. Nothing else reads the environment.
 """
 
 import difflib
@@ -46,7 +46,7 @@ def load_run(run: Path) -> Settings:
     """Return the settings of the run in folder ``run``, which may have moved, or those in the TOML file ``run``.
 
     Raises:
-        SettingsError: there are none.
+        SettingsError: the file does not exist.
     """
     if run.is_file():
         return load(run)
@@ -183,7 +183,7 @@ def _set(values: dict[str, Any], key: str, text: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Read ``text`` as a TOML value; anything that is none is a string."""
+    """Read ``text`` as a TOML value, else as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except ValueError:
@@ -204,7 +204,7 @@ def _with_source(problem: dict[str, Any], name: str, sources: Mapping[str, str])
 
 
 def _holds(table: str, key: str) -> bool:
-    """Whether ``key`` is the setting ``table``, or lies in it or around it."""
+    """Whether ``key`` is the setting ``table``, one of its parts, or a table around it."""
     return f"{key}.".startswith(f"{table}.") or f"{table}.".startswith(f"{key}.")
 
 

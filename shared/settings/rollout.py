@@ -29,8 +29,8 @@ class VllmSettings(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85)
     """Share of the GPU's memory for vLLM, weights and key-value cache together."""
     max_model_len: NonNegativeInt = Field(default=0)
-    """Maximum length of prompt and completion together, in tokens; 0: the model's context. It also holds for
-    transformers and the trainer: it decides the factors of a model with longrope."""
+    """Maximum length of prompt and completion together, in tokens; 0: the model's context. It also decides the factors
+    of a model with longrope, in the trainer too."""
     arguments: dict[str, Any] = Field(default={})
     """More of vLLM's AsyncEngineArgs, by their names: {enforce_eager = true} starts without CUDA graphs,
     {max_num_seqs = 64} limits the samples decoded at a time (default: rollout.max_groups × sampling.group_size)."""
@@ -42,16 +42,14 @@ class RolloutSettings(Section):
     replicas: PositiveInt = Field(default=1)
     """Replicas that `penstock up` starts."""
     nodes: PositiveInt = Field(default=1)
-    """Hosts per replica, for a model that does not fit on one host (vLLM only). Start the service on each; each has
-    the same number of the rollout.vllm.tensor_parallel_size GPUs."""
+    """Hosts per replica, for a model that does not fit on one host (vLLM only). Start the service on each; they share
+    rollout.vllm.tensor_parallel_size equally."""
     node: NonNegativeInt = Field(default=0)
     """Index of this host among rollout.nodes. Host 0 is the replica; the others hold workers of its engine."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
-    """`host:port` on the first of several hosts at which the others join. It listens on that address only, without a
-    password."""
+    """`host:port` on the first of several hosts at which the others join; without a password."""
     secret_file: Path | None = Field(default=None)
-    """File whose first line is a secret that several hosts share: the first host recognizes the others' workers by
-    it."""
+    """File whose first line is a secret by which the first of several hosts recognizes the others' workers."""
     engine: Literal["auto", "vllm", "transformers", "scripted"] = Field(default="auto")
     """Engine that generates: vLLM, Hugging Face transformers, or a script for tests. `auto`: vLLM if it is installed
     and there is a GPU, else transformers."""
@@ -60,8 +58,8 @@ class RolloutSettings(Section):
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the replicas, in turn. Used by `penstock up`; empty: every replica sees all GPUs."""
     engines_per_gpu: Literal["auto", 1, 2, 3, 4] = Field(default=1)
-    """vLLM engines that one replica runs side by side on its GPU. One leaves the GPU idle for much of the time with a
-    model of less than about 7B. `auto`: 1 to 3, by how busy the GPU is in a trial at the start."""
+    """vLLM engines of one replica on its GPU. A single one leaves the GPU mostly idle below about 7B. `auto`: 1 to 3,
+    by how busy the GPU is in a trial at the start."""
     vllm: VllmSettings = Field(default=VllmSettings())
     """vLLM, where it generates."""
 

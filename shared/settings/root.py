@@ -1,6 +1,6 @@
 """The whole file of a run: its tables, what follows from several of them, and what they must agree on.
 
-What one table alone must keep stands with it; every rule over several is here.
+Rules for one table are with that table; rules over several are here.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What a run is and what it stands on: ``[run]``, ``[bus]``, ``[data]``, ``[coordinator]``, ``[telemetry]``."""
+"""Settings of a run as a whole: ``[run]``, ``[bus]``, ``[data]``, ``[coordinator]``, ``[telemetry]``."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,9 +20,8 @@ class RunSettings(Section):
     seed: NonNegativeInt = Field(default=0)
     """Seed of the dataset order, of sampling and of the trainer."""
     host: str = Field(default="", pattern=r"^[0-9A-Za-z_.-]*$")
-    """Address at which other machines reach this one's processes, for /metrics and weights. Empty: `POD_IP`, else the
-    address from which this machine reaches the bus. It differs between machines: set it by a flag or
-    PENSTOCK__RUN__HOST."""
+    """Address of this machine for others (/metrics, weights). Empty: `POD_IP`, else the
+    address from which this machine reaches the bus. Set it per machine, by a flag or PENSTOCK__RUN__HOST."""
     metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(default=0)
     """Port of /metrics, /healthz and /readyz, without a token; 0: any free port. `penstock up` gives its services
     this port and the following ones."""
@@ -31,9 +30,8 @@ class RunSettings(Section):
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of each process that runs a model; 0: as torch decides."""
     deterministic: Literal["off", "steps", "run"] = Field(default="off")
-    """What repeats to the bit. `steps`: training steps, also on a GPU, where some operations are then slower (on a
-    CPU they always do). `run`: the whole run, on the same kind of machine; each group is then a batch of its own,
-    which is slower (1.6 times in the arithmetic example) and needs algorithm.max_lag = 0 and the transformers
+    """Bitwise repeatability. `steps`: training steps, also on a GPU, at some cost. `run`: the whole run, on the same
+    kind of machine; slower (1.6 times in the arithmetic example), and needs algorithm.max_lag = 0 and the transformers
     engine."""
 
 
@@ -61,7 +59,7 @@ class DataSettings(Section):
     """Column with the scorers of a problem, as a list or separated by commas. All scorers apply where it is empty or
     not set."""
     max_bad_rows: NonNegativeInt = Field(default=10)
-    """Unreadable rows that are counted and skipped; one more refuses the start."""
+    """Unreadable rows that are skipped; one more refuses the start."""
     shuffle: bool = Field(default=True)
     """Whether each epoch has a new order, drawn from run.seed."""
 
@@ -84,7 +82,7 @@ class CoordinatorSettings(Section):
     autostart: bool = Field(default=True)
     """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock start`."""
     sample_every_steps: PositiveInt = Field(default=5)
-    """Steps between two groups that are written to rollouts.jsonl for people to read."""
+    """Steps between two groups written to rollouts.jsonl."""
 
 
 class TelemetrySettings(Section):

@@ -53,8 +53,8 @@ class StoreSettings(Section):
     endpoint: str = Field(default="", pattern=r"^$|^https?://[^@]+$")
     """URL of a server that is not AWS's; empty: as AWS's own tools find it, like region (AWS_REGION) and credentials."""
     counts: Literal["stored", "written"] = Field(default="stored")
-    """When a checkpoint counts, so that the journal before it is dropped: once it is `stored`, or once it is
-    `written` to the run's folder, which must then outlive the machine, as a shared volume does."""
+    """When a checkpoint counts, so that the journal before it is dropped: once it is `stored`, or once it is `written`
+    to the run's folder, which must then outlive the machine."""
 
 
 class TrainerSettings(Section):
@@ -67,8 +67,7 @@ class TrainerSettings(Section):
     node: NonNegativeInt = Field(default=0)
     """Index of this host among trainer.nodes. Host 0 leads: it uses the bus and serves weights."""
     rendezvous: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
-    """`host:port` on the first of several hosts at which the others join. It listens on that address only, without a
-    password."""
+    """`host:port` on the first of several hosts at which the others join; without a password."""
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1)
     """DeepSpeed ZeRO stage. Ranks share nothing (0), the optimizer's state (1), gradients too (2), weights too (3)."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
@@ -94,8 +93,8 @@ class TrainerSettings(Section):
     per sample if trainer.packing computes it so."""
     packing: Literal["auto", "rows", "sequences"] = Field(default="auto")
     """How sequences pass through the model. `rows`: a group's prompt is computed once, its completions beside it.
-    `sequences`: each prompt and completion separately, as transformers does; exact for every causal model, and
-    several times slower with long prompts. `auto`: rows if the model's layers are known to keep packed sequences
+    `sequences`: each prompt and completion separately; exact for every causal model, slower with long prompts. `auto`:
+    rows if the model's layers are known to keep packed sequences
     apart, else sequences, with a warning."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """Norms, rotary embeddings and gated MLPs on a GPU: by torch, or by Liger's fused kernels (extra fused-kernels).
@@ -110,7 +109,7 @@ class TrainerSettings(Section):
     """What is kept in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too
     (zero_stage 3)."""
     deepspeed: dict[str, Any] = Field(default={})
-    """More settings of DeepSpeed, by its own names; those that other settings decide are refused."""
+    """More DeepSpeed settings, except those that other settings decide."""
     checkpoint_every_steps: PositiveInt = Field(default=20)
     """Steps between checkpoints. The journal replays the steps after the newest."""
     keep_last: PositiveInt = Field(default=2)
@@ -119,12 +118,12 @@ class TrainerSettings(Section):
     signing_key_file: Path | None = Field(default=None)
     """File with a secret key of the run, at least 32 characters, that signs each checkpoint; unsigned ones, in the
     run's folder or in trainer.store, are then refused. Several keys, one per line: the first signs, all are
-    accepted. Without it, anyone who can write to either decides what is trained on."""
+    accepted. Without it, anyone who can write there controls the training."""
     store: StoreSettings = Field(default=StoreSettings())
     """Object storage that checkpoints are copied to."""
     max_skipped_steps: NonNegativeInt = Field(default=3)
-    """Consecutive batches with a loss or gradient that is not finite: each is skipped and counted as
-    dropped:nonfinite. One more pauses the run."""
+    """Consecutive batches with a non-finite loss or gradient that are skipped (dropped:nonfinite); one more pauses the
+    run."""
 
     @model_validator(mode="after")
     def _agree(self) -> "TrainerSettings":

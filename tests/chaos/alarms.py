@@ -2,7 +2,7 @@
 
 ::
 
-    until none is raised ──▶ raised(...): the body causes the fault ──▶ seen(): each was, at least once ──▶ the body mends it
+    until no alert is raised ──▶ raised(...): the body causes the fault ──▶ seen(): each, once ──▶ the body mends it
 """
 
 import asyncio
@@ -32,7 +32,7 @@ PLACES = ("status", "alerts", "events", "trips")
 
 @dataclasses.dataclass(slots=True)
 class Fault:
-    wanted: frozenset[str]
+    awaited: frozenset[str]
     """Alerts, and guards by place."""
     event: str
     trips: dict[str, float]
@@ -41,7 +41,7 @@ class Fault:
 
     @property
     def missing(self) -> frozenset[str]:
-        return self.wanted - self.seen
+        return self.awaited - self.seen
 
 
 class Alarms:
@@ -83,32 +83,32 @@ class Alarms:
 
         Yields a wait for all of them. Starvation alerts may be raised before: on two cores either side may be short.
         """
-        wanted = frozenset((*alerts, *(f"{name} in {place}" for name in guards for place in PLACES)))
+        awaited = frozenset((*alerts, *(f"{name} in {place}" for name in guards for place in PLACES)))
         before = {*(name for name in alerts if "Starving" not in name), *(f"{name} in status" for name in guards)}
         await self.over(before)
         ((newest, _),) = await self._bus.newest(EVENTS, Event, 1)
-        self._faults.append(Fault(wanted, newest, await asyncio.to_thread(self._trips)))
+        self._faults.append(Fault(awaited, newest, await asyncio.to_thread(self._trips)))
         started_s = time.monotonic()
         try:
-            yield lambda: self.see(wanted)
-            await self.see(wanted)
+            yield lambda: self.see(awaited)
+            await self.see(awaited)
         finally:
             self._faults.pop()
             print(f"{time.monotonic() - started_s:5.1f} s: {', '.join(sorted({*alerts, *guards}))}")
 
-    async def see(self, wanted: Collection[str]) -> None:
-        """Wait until each of ``wanted`` was seen, since the fault if there is one."""
+    async def see(self, awaited: Collection[str]) -> None:
+        """Wait until each of ``awaited`` was seen, since the fault if there is one."""
         seen = self._faults[-1].seen if self._faults else set()
-        await self._look(wanted, lambda now: set(wanted) - seen - now, "never raised")
+        await self._look(awaited, lambda now: set(awaited) - seen - now, "never raised")
 
-    async def over(self, wanted: Collection[str]) -> None:
-        await self._look(wanted, lambda now: set(wanted) & now, "never over")
+    async def over(self, awaited: Collection[str]) -> None:
+        await self._look(awaited, lambda now: set(awaited) & now, "never over")
 
-    async def _look(self, wanted: Collection[str], missing: Callable[[set[str]], set[str]], wrong: str) -> None:
+    async def _look(self, awaited: Collection[str], missing: Callable[[set[str]], set[str]], wrong: str) -> None:
         now: set[str] = set()
         try:
             async with asyncio.timeout(self._patience_s):
-                while missing(now := await self._now(wanted)):
+                while missing(now := await self._now(awaited)):
                     self._run.check()
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
@@ -116,32 +116,33 @@ class Alarms:
                 f"{wrong} in {self._patience_s:.0f} s: {sorted(missing(now))}; there now: {sorted(now)}\n{self._run.report()}"
             ) from error
 
-    async def _now(self, wanted: Collection[str]) -> set[str]:
+    async def _now(self, awaited: Collection[str]) -> set[str]:
         """Return raised alerts, also with instance, and guards by place.
 
         Other sources are read only if needed: the fault may harm them.
         """
         places = {
-            name.rpartition(" in ")[2] for name in {*wanted, *(name for one in self._faults for name in one.missing)}
+            name.rpartition(" in ")[2]
+            for name in {*awaited, *(name for fault in self._faults for name in fault.missing)}
         }
-        found: set[str] = set()
+        present: set[str] = set()
         for labels in await asyncio.to_thread(self._run.prometheus.firing):
             name = labels["alertname"]
-            found |= {name, f"{name}/{labels.get('instance', '')}"}
+            present |= {name, f"{name}/{labels.get('instance', '')}"}
             guard = "no_signal" if name == "PenstockRewardCollapse" else labels.get("guard")
-            found |= {f"{guard} in alerts"}
+            present |= {f"{guard} in alerts"}
         if "status" in places:
             answer = await self._run.ask("GET", "/v1/run")
             if answer is not None and answer.is_success:
-                found |= {f"{guard['guard']} in status" for guard in answer.json()["guards"]}
+                present |= {f"{guard['guard']} in status" for guard in answer.json()["guards"]}
         for fault in self._faults:
-            fault.seen |= found
+            fault.seen |= present
         if places & {"events", "trips"}:
             trips, events = await asyncio.to_thread(self._trips), await self._bus.newest(EVENTS, Event, 1000)
             for fault in self._faults:
                 fault.seen |= {f"{name} in trips" for name in trips if trips[name] > fault.trips.get(name, 0.0)}
                 fault.seen |= {f"{_guard(event)} in events" for entry, event in events if _is_after(entry, fault.event)}
-        return found
+        return present
 
     def _trips(self) -> dict[str, float]:
         rows = self._run.prometheus.ask("sum by (guard) (penstock_coordinator_guard_trips_total)")
@@ -153,5 +154,5 @@ def _guard(event: Event) -> str:
 
 
 def _is_after(entry: str, other: str) -> bool:
-    left, right = (tuple(map(int, found.split("-"))) for found in (entry, other))
+    left, right = (tuple(map(int, entry_id.split("-"))) for entry_id in (entry, other))
     return left > right

@@ -31,10 +31,10 @@ async def audit_groups(bus: Bus) -> dict[str, int]:
     for _, fields in rows:
         endings.setdefault(int(fields[b"id"]), []).append(fields[b"outcome"].decode())
     assert sorted(endings) == list(range(status.cursor)), "each admitted prompt ends"
-    assert all(outcome.startswith("dead:") for found in endings.values() for outcome in found[:-1]), "… and once"
+    assert all(outcome.startswith("dead:") for outcomes in endings.values() for outcome in outcomes[:-1]), "… and once"
     counted = Counter({name: count for name, count in counts.items() if name != "requeued"})
     counted["trained"] += counted.pop("undone", 0)  # trained on an abandoned branch
-    assert Counter(found[-1] for found in endings.values()) == +counted, "the counters say what the audit says"
+    assert Counter(outcomes[-1] for outcomes in endings.values()) == +counted, "the counters say what the audit says"
     assert all(name.split(":")[0] in ("trained", "dropped", "dead") for name in counted)
     assert sum(counted.values()) == status.cursor, "endings, undone ones among them, add up to the cursor"
     assert [await bus.length(stream) for stream in TRAINING_STREAMS] == [0, 0, 0]

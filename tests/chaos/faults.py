@@ -119,13 +119,13 @@ class Faults:
 
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:
-        found = self.tree(name)
-        for process in found:
+        processes = self.tree(name)
+        for process in processes:
             process.suspend()
         try:
             yield
         finally:
-            for process in found:
+            for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
 
@@ -143,15 +143,15 @@ class Faults:
 
     async def _is_served(self) -> bool:
         settled_s, newest = time.time() + 1, (await Ledger(self.bus).status()).newest_version
-        found: list[Heartbeat] = []
+        fresh: list[Heartbeat] = []
 
         async def told() -> bool:
             beats = await heartbeats(self.bus)
-            found[:] = [beat for beat in beats if beat.replica == "rollout-0" and beat.seen_at_s > settled_s]
-            return bool(found)
+            fresh[:] = [beat for beat in beats if beat.replica == "rollout-0" and beat.seen_at_s > settled_s]
+            return bool(fresh)
 
         await self.run.until(told)
-        return found[0].version == newest
+        return fresh[0].version == newest
 
     @contextlib.contextmanager
     def files_limited(self, name: str) -> Iterator[None]:
@@ -262,15 +262,15 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
             quick = ("--internal.executor_profiles", '["stdlib"]', "--internal.executor_check_s", "0.5")
             isolated = around.enter_context(executor_process.running(*quick))
             unsafe = around.enter_context(executor_process.running(*quick, "--reward.executor.isolation", "unsafe"))
-            found = Faults(run, bus, server, storage, scorer, isolated, around)
-            await _join(found, folder)
-            await found.train(1)
-            step_s = await found.train(MEASURED_STEPS)
-            found.slow = f"wait {max(SLOW_STEP_S, SLOWER * step_s) / SAMPLES:.4f}"
+            faults = Faults(run, bus, server, storage, scorer, isolated, around)
+            await _join(faults, folder)
+            await faults.train(1)
+            step_s = await faults.train(MEASURED_STEPS)
+            faults.slow = f"wait {max(SLOW_STEP_S, SLOWER * step_s) / SAMPLES:.4f}"
             minute_s = max(LEAST_MINUTE_S, STEPS_A_MINUTE * step_s)
             print(f"a minute of the rules: {minute_s:.2f} s")
-            await found.alarms.hurry(minute_s, TIMES, {ISOLATED: isolated.metrics, UNSAFE: unsafe.metrics})
-            yield found
+            await faults.alarms.hurry(minute_s, TIMES, {ISOLATED: isolated.metrics, UNSAFE: unsafe.metrics})
+            yield faults
             await bus.close()
 
 

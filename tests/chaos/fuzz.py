@@ -103,9 +103,9 @@ class Hostile:
         number = FOREIGN + self._number
         for _ in range(self.random.choice((1, 1, 1, 2, 4))):
             self._spoil(fields)
-        found = _group(fields)
-        if found is not None:
-            found["group_id"] = number
+        group = _group(fields)
+        if group is not None:
+            group["group_id"] = number
         return {b"id": str(number).encode(), b"data": msgpack.packb(fields)}
 
     def _spoil(self, fields: Any) -> None:

@@ -27,8 +27,8 @@ def hurried(rules: dict[str, Any], minute_s: float, times: Mapping[str, float]) 
 
 def _expression(name: str, text: str, minute_s: float) -> str:
     if name in THRESHOLDS_S:
-        text, found = re.subn(rf"> {THRESHOLDS_S[name]}$", f"> {THRESHOLDS_S[name] / 60 * minute_s:g}", text)
-        assert found == 1, f"expected {name} to end with > {THRESHOLDS_S[name]}: see THRESHOLDS_S"
+        text, replaced = re.subn(rf"> {THRESHOLDS_S[name]}$", f"> {THRESHOLDS_S[name] / 60 * minute_s:g}", text)
+        assert replaced == 1, f"expected {name} to end with > {THRESHOLDS_S[name]}: see THRESHOLDS_S"
     return expression(text, minute_s)
 
 
@@ -39,13 +39,13 @@ def expression(text: str, minute_s: float) -> str:
     'rate(x{a="[5m]"}[5000ms] offset 60000ms)'
     """
 
-    def shorter(found: re.Match[str]) -> str:
-        if found["text"]:
-            return found["text"]
-        if found["offset"]:
-            return f"offset {duration(found['offset'], minute_s)}"
-        step = f":{duration(found['step'], minute_s)}" if found["step"] else ""
-        return f"[{duration(found['range'], minute_s)}{step}]"
+    def shorter(match: re.Match[str]) -> str:
+        if match["text"]:
+            return match["text"]
+        if match["offset"]:
+            return f"offset {duration(match['offset'], minute_s)}"
+        step = f":{duration(match['step'], minute_s)}" if match["step"] else ""
+        return f"[{duration(match['range'], minute_s)}{step}]"
 
     return _PARTS.sub(shorter, text)
 
@@ -59,7 +59,7 @@ def duration(text: str, minute_s: float) -> str:
     >>> duration("30s", 0.5)
     '250ms'
     """
-    found = re.fullmatch(r"(\d+)([smhd])", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)([smhd])", text)
+    if match is None:
         raise ValueError(f"expected a duration such as 15m, found {text!r}")
-    return f"{round(int(found[1]) * _MINUTES[found[2]] * minute_s * 1000)}ms"
+    return f"{round(int(match[1]) * _MINUTES[match[2]] * minute_s * 1000)}ms"

@@ -61,11 +61,11 @@ class TcpServer:
 
     def start(self) -> None:
         words = embedded.command(Path("unused"), self.data)
-        found = dict(zip(words[1::2], words[2::2], strict=True))
+        options = dict(zip(words[1::2], words[2::2], strict=True))
         for name in ("--unixsocket", "--unixsocketperm"):
-            found.pop(name)
-        found |= {"--port": str(self.port), "--bind": "127.0.0.1"}
-        command = [self._binary or words[0], *(word for pair in found.items() for word in pair)]
+            options.pop(name)
+        options |= {"--port": str(self.port), "--bind": "127.0.0.1"}
+        command = [self._binary or words[0], *(word for pair in options.items() for word in pair)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def send(self, number: int) -> None:
@@ -172,8 +172,8 @@ class Run:
 
         async def met() -> object:
             self.check()
-            found = condition()
-            return await found if asyncio.iscoroutine(found) else found
+            result = condition()
+            return await result if asyncio.iscoroutine(result) else result
 
         try:
             await until(met, timeout_s=PATIENCE_S)
@@ -195,26 +195,26 @@ class Run:
         return None
 
     async def command(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        report: dict[str, Any] = {}
 
         async def done() -> bool:
             answer = await self.ask("POST", path, body)
             if answer is None or not answer.is_success:
                 return False
-            found.update(answer.json())
+            report.update(answer.json())
             return True
 
         await self.until(done)
-        return found
+        return report
 
     async def change(self, **changes: object) -> None:
-        wanted = {name.replace("__", "."): value for name, value in changes.items()}
+        settings = {name.replace("__", "."): value for name, value in changes.items()}
 
         async def changed() -> bool:
             seen = await self.ask("GET", "/v1/run/settings")
             if seen is None or not seen.is_success:
                 return False
-            body, headers = {"changes": wanted, "reason": "the test"}, {"If-Match": seen.headers["ETag"]}
+            body, headers = {"changes": settings, "reason": "the test"}, {"If-Match": seen.headers["ETag"]}
             answer = await self.ask("PATCH", "/v1/run/settings", body, headers)
             assert answer is None or answer.status_code != 422, answer.text
             return answer is not None and answer.is_success

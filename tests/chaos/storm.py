@@ -132,16 +132,16 @@ class Storm:
         await until(lambda: self._run.send(name, signal.SIGKILL), timeout_s=PATIENCE_S)
 
     async def _leader(self) -> str:
-        found = ""
+        target = ""
 
         async def led() -> bool:
-            nonlocal found
+            nonlocal target
             name = await self._bus.call(lambda: raw(self._bus).hget(self._bus.keys.named("lease"), "replica"))
-            found = "" if name is None else name.decode()
-            return bool(found)
+            target = "" if name is None else name.decode()
+            return bool(target)
 
         await until(led, timeout_s=PATIENCE_S)
-        return found
+        return target
 
     async def _kill_leader(self) -> None:
         name = await self._leader()
@@ -257,7 +257,7 @@ async def _figures(bus: Bus, run: Run, raging: Storm, watcher: Watcher, seed: in
     await audit_versions(bus)
     await watcher.audit()
     status, records, rewards = await Ledger(bus).status(), await Ledger(bus).policies(), reward_means(run.folder)
-    recoveries = sorted(raging.recoveries, key=lambda found: found[1])
+    recoveries = sorted(raging.recoveries, key=lambda recovery: recovery[1])
     times = [found_s for _, found_s in recoveries]
     return Figures(
         seed=seed,

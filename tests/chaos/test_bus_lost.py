@@ -44,11 +44,11 @@ async def test_a_server_that_comes_back_empty_costs_what_was_in_flight_and_no_mo
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
         await run.until(lambda: _restored(bus))
         [restored] = await _restored(bus)
-        found = local_store.read(run.folder / "checkpoints" / f"step-{restored['step']:06d}")
+        checkpoint = local_store.read(run.folder / "checkpoints" / f"step-{restored['step']:06d}")
         await run.more_steps(bus, 3)
         await run.stop()
         status, counts = await Ledger(bus).account()
-        assert counts["dropped:bus_lost"] == _in_flight(found)
+        assert counts["dropped:bus_lost"] == _in_flight(checkpoint)
         assert sum(count for name, count in counts.items() if name != "requeued") == status.cursor
         assert counts["trained"] == status.step * 8
         assert min(record.version for record in await Ledger(bus).policies()) > max(before), "no number is used again"
@@ -128,6 +128,6 @@ async def test_a_run_goes_on_with_the_replica_that_sentinel_makes_the_primary(tm
 
 async def _has_replica(primary: TcpServer) -> bool:
     bus = await Bus.connect(primary.url, RUN_ID, wait_s=PATIENCE_S)
-    found = await raw(bus).info("replication")
+    replication = await raw(bus).info("replication")
     await bus.close()
-    return any(isinstance(row, dict) and row.get("state") == "online" for row in found.values())
+    return any(isinstance(row, dict) and row.get("state") == "online" for row in replication.values())

@@ -49,8 +49,8 @@ pytestmark = [
 async def faults(tmp_path_factory: pytest.TempPathFactory, server_of_objects: Storage) -> AsyncIterator[Faults]:
     need("prometheus", "prometheus")
     need("bwrap", "bubblewrap")
-    async with prepared(tmp_path_factory.mktemp("faults"), server_of_objects) as found:
-        yield found
+    async with prepared(tmp_path_factory.mktemp("faults"), server_of_objects) as prepared_faults:
+        yield prepared_faults
 
 
 async def test_a_replica_of_another_model_an_executor_without_isolation_and_a_replica_that_is_gone_are_told(
@@ -134,10 +134,10 @@ async def _discard_dead_letters(run: Run) -> None:
         answer = await run.ask("GET", "/v1/dead-letters")
         if answer is None or not answer.is_success:
             return False
-        found = answer.json()["items"]
-        for letter in found:
+        letters = answer.json()["items"]
+        for letter in letters:
             await run.ask("POST", f"/v1/dead-letters/{letter['stream']}/{letter['entry']}/discard")
-        return not found
+        return not letters
 
     await run.until(none)
 

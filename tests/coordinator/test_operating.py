@@ -103,12 +103,12 @@ async def test_wrong_changes_are_refused_whole(http: httpx.AsyncClient) -> None:
         ({"reward__expression": "anser"}, "expected the name of a scorer (answer)"),
         (
             {"sampling__group_size": 9},
-            "expected sampling.group_size of at most 8 while the run goes on (4 times that of its file), found 9",
+            "expected sampling.group_size of at most 8 during the run (4 times that of its file), found 9",
         ),
         ({"sampling__group_size": 65_536}, "less than or equal to 4096"),
         (
             {"algorithm__max_lag": 32},
-            "expected at most 128 samples in flight while the run goes on (16 times those of its file), found 132",
+            "expected at most 128 samples in flight during the run (16 times those of its file), found 132",
         ),
         ({"algorithm__max_lag": 8, "sampling__group_size": 8}, "found 144"),
         ({"algorithm__max_lag": 999_999}, "expected at most 1,000,000 groups in flight"),

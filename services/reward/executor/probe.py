@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _ORDER = ("namespace", "landlock")
 _OLDEST_LANDLOCK = 3
 _USER_ID = 65_534
-"""User (nobody) of programs if root starts the executor."""
+"""User of programs if root starts the executor."""
 _NO_LANDLOCK = (
     "this kernel does not offer Landlock, which both tiers need: run Linux 6.2 or newer with `landlock` in its lsm= list, and in a container "
     "with a seccomp profile that allows landlock_*. "

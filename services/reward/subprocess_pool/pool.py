@@ -73,7 +73,7 @@ class _Place:
         return self._questions >= WORN_AFTER_QUESTIONS
 
     async def fill(self) -> None:
-        """Start a process if there is none; return when it is ready."""
+        """Start a process if none runs; return when it is ready."""
         if self.alive:
             return
         await self.empty()

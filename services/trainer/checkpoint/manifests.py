@@ -59,7 +59,7 @@ _STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``data``; ValueError if it is none, or too large."""
+    """Return the JSON object in ``data``; ValueError if it is something else, or too large."""
     if len(data) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
     try:

@@ -3,7 +3,7 @@
 ::
 
     driver ── add ──▶ waiting: at most one of each kind; a newer one takes its place
-                         └─▶ copied, again and again with growing pauses, until it is there or a newer one waits
+                         └─▶ copied, retried with growing pauses, until it is there or a newer one waits
 
 A folder must not change during its upload (:meth:`Uploader.uses`).
 """

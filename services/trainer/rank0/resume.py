@@ -7,8 +7,8 @@
     bus is empty          newest intact checkpoint ──▶ the ledger is restored from it; groups in flight count as lost
     neither               the initial policy
 
-Checkpoints of revoked versions are deleted; damaged ones are renamed to ``damaged-step-…``. If none is intact, the
-start is refused without changes. A rollback is abandoned if its checkpoint is damaged or killed the trainer
+Checkpoints of revoked versions are deleted; damaged ones are renamed to ``damaged-step-…``. If no checkpoint is intact,
+the start is refused without changes. A rollback is abandoned if its checkpoint is damaged or killed the trainer
 ``MOST_LOADS`` times.
 """
 

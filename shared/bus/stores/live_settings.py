@@ -154,7 +154,7 @@ def check_changeable(changes: Mapping[str, object]) -> None:
     wrong = [key for key in changes if key not in CHANGEABLE]
     if wrong:
         raise SettingsError(
-            f"expected settings that may change while the run goes on ({', '.join(CHANGEABLE)}), found {', '.join(wrong)}"
+            f"expected settings that may change during the run ({', '.join(CHANGEABLE)}), found {', '.join(wrong)}"
         )
 
 
@@ -163,13 +163,15 @@ def check_growth(file: Settings, settings: Settings) -> None:
     most, size = GROUP_GROWTH * file.sampling.group_size, settings.sampling.group_size
     if size > most:
         raise SettingsError(
-            f"expected sampling.group_size of at most {most} while the run goes on ({GROUP_GROWTH} times that of its file), found {size}: "
+            f"expected sampling.group_size of at most {most} during the run ({GROUP_GROWTH} times that of its file), "
+            f"found {size}: "
             "set it in the file and resume, so that services are sized for it"
         )
     flight = FLIGHT_GROWTH * file.slots * file.sampling.group_size
     if settings.slots * size > flight:
         raise SettingsError(
-            f"expected at most {flight:,} samples in flight while the run goes on ({FLIGHT_GROWTH} times those of its file), found "
+            f"expected at most {flight:,} samples in flight during the run ({FLIGHT_GROWTH} times those of its file), "
+            f"found "
             f"{settings.slots * size:,}: lower algorithm.max_lag or sampling.group_size, or set them in the file and resume"
         )
 

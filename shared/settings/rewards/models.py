@@ -1,6 +1,7 @@
 """The settings of the models that the reward service runs: reward models among ``[[reward.scorers]]``, and ``[reward.models]``.
 
-What is computed stands in ``services/reward/scorers/reward_model.py`` and ``reference.py``; docs/rewards.md says when to use which.
+The computation is in ``services/reward/scorers/reward_model.py`` and ``reference.py``; docs/rewards.md says when to use
+which.
 """
 
 from typing import Literal
@@ -42,8 +43,8 @@ class ModelScorer(BaseScorer):
     trust_remote_code: bool = Field(default=False)
     """Whether to run Python code that comes with the model."""
     head: Literal["classifier", "scalar"] = Field(default="classifier")
-    """Kind of output layer. `classifier`: the model's own class for sequence classification; `scalar`: its trunk with
-    a linear layer that is beside it in the checkpoint (`score`, `v_head`, `value_head`, …), read at the last
+    """Kind of output layer. `classifier`: the model's own class for sequence classification; `scalar`: its trunk with a
+    separate linear layer of the checkpoint (`score`, `v_head`, `value_head`, …), read at the last
     token."""
     label: str = Field(default="")
     """Output that is the value, by name or number; may be empty if there is only one."""

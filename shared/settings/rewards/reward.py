@@ -1,6 +1,6 @@
 """What a completion is worth, and where model-written code runs: ``[reward]``, ``[reward.executor]``.
 
-The tables of ``[[reward.scorers]]`` stand in ``scorers.py`` and ``models.py``.
+The tables of ``[[reward.scorers]]`` are in ``scorers.py`` and ``models.py``.
 """
 
 from pathlib import Path

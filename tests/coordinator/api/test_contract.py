@@ -128,7 +128,7 @@ async def test_commands_that_do_not_fit_are_conflicts_with_a_sentence(http: http
     assert is_problem(await http.post("/v1/run/start"), 409, "the run is paused: POST /v1/run/resume")
     await command(http, "stop")
     for name in ("start", "pause", "resume"):
-        assert is_problem(await http.post(f"/v1/run/{name}"), 409, "found it stopped: the run was stopped")
+        assert is_problem(await http.post(f"/v1/run/{name}"), 409, "a run that is stopped: the run was stopped")
 
 
 async def test_a_pause_keeps_its_reason(http: httpx.AsyncClient, parts: Coordinator) -> None:

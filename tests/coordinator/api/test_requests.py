@@ -286,13 +286,13 @@ async def test_registered_runs_are_bounded_and_can_be_deleted(
         await raw(bus).hset("penstock:{third}:run", "state", "running")
         problem(await http.delete("/v1/runs/third"), 409, "stop it first")
         await raw(bus).set("penstock:{second}:service:rollout-0", "x")
-        problem(await http.delete("/v1/runs/second"), 409, "1 work for second")
-        problem(await http.delete(f"/v1/runs/{bus.run_id}"), 409, "coordinator's own")
+        problem(await http.delete("/v1/runs/second"), 409, "run second has working services (1)")
+        problem(await http.delete(f"/v1/runs/{bus.run_id}"), 409, "cannot delete its own run")
 
 
 async def test_what_cannot_be_answered_or_read_is_a_problem(parts: Coordinator) -> None:
     async with client(parts) as http:
-        problem(await http.get("/v1/run", headers={"Accept": "text/html"}), 406, "found Accept: text/html")
+        problem(await http.get("/v1/run", headers={"Accept": "text/html"}), 406, "does not match Accept: text/html")
         assert (await http.get("/v1/run", headers={"Accept": "text/html, */*;q=0.1"})).status_code == 200
         form = await http.post("/v1/run/pause", data={"reason": "x"})
         problem(form, 415, "found application/x-www-form-urlencoded")
@@ -355,6 +355,6 @@ async def test_a_key_that_is_being_answered_is_a_conflict(parts: Coordinator, mo
     async with client(parts) as http:
         first = asyncio.create_task(http.post("/v1/run/start", headers={"Idempotency-Key": "k-2"}))
         await entered.wait()
-        problem(await http.post("/v1/run/start", headers={"Idempotency-Key": "k-2"}), 409, "under way")
+        problem(await http.post("/v1/run/start", headers={"Idempotency-Key": "k-2"}), 409, "in progress")
         go.set()
         assert (await first).status_code == 200

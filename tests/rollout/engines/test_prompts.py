@@ -105,7 +105,7 @@ def test_a_broken_model_or_device_names_its_setting(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(policy)
     with pytest.raises(SettingsError, match=r"'cuda:77' cannot be used .*: change run.device"):
         open_model(policy, tokenizer, "cuda:77")
-    with pytest.raises(SettingsError, match=r"found 'gpu'.*: change run.device"):
+    with pytest.raises(SettingsError, match=r"'gpu' cannot be used .*: change run.device"):
         open_model(policy, tokenizer, "gpu")
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(SettingsError, match=r"could not load .*: change policy.model"):

@@ -102,7 +102,7 @@ async def _delete(parts: Parts, run_id: str) -> None:
     if not summary.registered:
         raise Conflict(f"{run_id} was not registered over HTTP: it stays on the bus")
     if working := await registry.working(run_id):
-        raise Conflict(f"{working} still work for run {run_id}: stop them first")
+        raise Conflict(f"run {run_id} has working services ({working}): stop them first")
     if not await registry.delete(run_id):
         raise Conflict(f"run {run_id} is running or paused: stop it first")
     await tell(parts.bus, "api", "run deleted", run_id, run=run_id)

@@ -24,7 +24,7 @@ _LONGEST_LETTER = 40
 
 
 def extract(text: str, place: AnswerPlace, tag: str = "answer", letters: str = "ABCDE") -> str | None:
-    r"""Return the answer in ``text``, stripped; None if there is none.
+    r"""Return the answer in ``text``, stripped; None if there is no answer.
 
     >>> extract(r"so it is \boxed{\frac{1}{2}}.", "boxed")
     '\\frac{1}{2}'
@@ -117,7 +117,7 @@ def letter_alone(text: str, letters: str = "ABCDE") -> str | None:
 
 
 def choice(text: str, letters: str = "ABCDE") -> str | None:
-    """Return the chosen letter; None if there is none or more than one.
+    """Return the chosen letter; None unless there is exactly one.
 
     It is in the last box; or after the last "answer is", "answer:" or "option"; or it is the whole text, its last line,
     or the only letter in parentheses. Since "a" is a word, lower case counts only in boxes and right after

@@ -42,7 +42,7 @@ def program_of(text: str, *, needs_block: bool = True) -> str:
     'print(1)\n'
 
     Raises:
-        NoProgram: there is none.
+        NoProgram: the completion has no program.
     """
     blocks = _blocks(text)
     if not blocks and not needs_block:

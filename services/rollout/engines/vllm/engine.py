@@ -4,7 +4,7 @@
 
     generate ─▶ gate ─▶ AsyncLLM (engine process) ─▶ tokens ──┐
                                   │ worker: token record ─────┴▶ GeneratedGroup
-    stage ──▶ every worker receives into its shadow, decoding goes on ──▶ ok of each rank
+    stage ──▶ every worker receives into its shadow, decoding continues ──▶ ok of each rank
     swap  ──▶ one call between two steps of the model: shadow ─▶ live parameters; boundaries are noted
 
 Logprobs come from the worker's token record (``"captured"``); vLLM's (``"native"``, or unknown model runners) cost
