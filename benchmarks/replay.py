@@ -27,10 +27,10 @@ import torch.distributed as dist
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import random_model
 from services.trainer.algorithm.update import Learner
-from services.trainer.metrics import Phases
 from services.trainer.model import adapter
 from services.trainer.model.engine import TrainingEngine, make_deterministic
 from services.trainer.model.policy import Policy
+from services.trainer.phases import Phases
 from services.trainer.rank_group import start_ranks
 from shared.bus.messages import (
     Experience,

@@ -35,9 +35,9 @@ from benchmarks.trainer_shapes import EitherPolicy, Padded, by_arrival, by_lengt
 from services.trainer.batch.flops import BACKWARD, ModelSizes
 from services.trainer.batch.packing import MicroBatch, PackedRow, plan
 from services.trainer.launcher import launch
-from services.trainer.metrics import Phases, utilisation
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import kernels
+from services.trainer.phases import Phases, utilisation
 from services.trainer.rank_group import start_ranks
 from shared.settings import Settings, TrainerSettings
 

@@ -83,13 +83,18 @@ def up(
     `PENSTOCK__BUS__URL=rediss://:secret@host:6379 penstock up my-run.toml`
     """
     from services.up import prepare, run
+    from services.up.continuation import RunEnded
     from services.up.display import summary
     from services.up.metrics.prometheus import find_program
 
     if prometheus:
         find_program()
     config, flags = _split(words or [])
-    prepared = prepare.prepare(config, resume, flags)
+    try:
+        prepared = prepare.prepare(config, resume, flags)
+    except RunEnded as error:
+        console.say(f"{error}\n\n{summary.text(error.folder, resumable=False)}")
+        raise typer.Exit from error
     ending = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
     if ending.sentence:
         console.warn(f"penstock up: {ending.sentence}")

@@ -31,6 +31,8 @@ AVAILABLE = Gauge("penstock_reward_scorer_available", "1 while a scorer works, e
 HANDLER = "scoring"
 SILENT_S = 6.0
 """A call that takes this long, and much longer than any before, may hang."""
+DRY_RUN_SILENT_S = 3.0
+"""The same in the dry run, where each call scores one short completion."""
 _SILENT_TIMES = 3.0
 _EVENT_EVERY_S = 60.0
 """Minimum time between events of an intermittent failure."""
@@ -45,8 +47,8 @@ def part_of(scorer: str) -> str:
 
 @dataclasses.dataclass(slots=True)
 class _Calls:
-    running: dict[int, tuple[float, str]] = dataclasses.field(default_factory=dict)
-    """Start (monotonic seconds) and row of each running call."""
+    running: dict[int, tuple[float, str, float]] = dataclasses.field(default_factory=dict)
+    """Start (monotonic seconds), row, and least silence in seconds of each running call."""
     longest_s: float = 0.0
     answered_s: float = 0.0
     """When a call last ended, monotonic seconds."""
@@ -70,15 +72,18 @@ class Failures:
         self._event_s: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def calling(self, part: str, problem: str) -> Iterator[None]:
-        """Record that ``part`` works on the row ``problem`` while the body runs."""
+    def calling(self, part: str, problem: str, silent_s: float = SILENT_S) -> Iterator[None]:
+        """Record that ``part`` works on the row ``problem`` while the body runs.
+
+        It may hang if it takes longer than ``silent_s``.
+        """
         if part not in self._calls:
             FAILURES.labels(part)  # create the series at 0
             self._calls[part] = _Calls()
         calls = self._calls[part]
         self._number += 1
         number, started_s = self._number, time.monotonic()
-        calls.running[number] = (started_s, problem)
+        calls.running[number] = (started_s, problem, silent_s)
         try:
             yield
         finally:
@@ -134,9 +139,9 @@ class Failures:
         for part, calls in self._calls.items():
             if not calls.running:
                 continue
-            started_s, problem = min(calls.running.values())
+            started_s, problem, least_s = min(calls.running.values())
             silent_s = now_s - max(started_s, calls.answered_s)
-            if part in self._silent or silent_s < max(SILENT_S, _SILENT_TIMES * calls.longest_s):
+            if part in self._silent or silent_s < max(least_s, _SILENT_TIMES * calls.longest_s):
                 continue
             self._silent.add(part)
             before = self._status.failures.get(part) or PartFailure(part, "", "", 0, 0, 0.0)

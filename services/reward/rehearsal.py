@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.reward.failures import Failures, part_of
+from services.reward.failures import DRY_RUN_SILENT_S, Failures, part_of
 from services.reward.scorers.scorer import Scorer
 from shared.bus.bus import Bus
 from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample, ScoreStatus
@@ -114,7 +114,7 @@ async def _try(of: ScorerSettings, scorer: Scorer, prompts: Sequence[Prompt], fa
 
 async def _ask(of: ScorerSettings, scorer: Scorer, prompt: Prompt, text: str, failures: Failures) -> Trial:
     try:
-        with failures.calling(part_of(scorer.name), prompt.problem):
+        with failures.calling(part_of(scorer.name), prompt.problem, DRY_RUN_SILENT_S):
             (score,) = await scorer.score(_group(prompt, text))
     except PermanentError as error:
         return Trial(prompt.problem, str(error), own=True)

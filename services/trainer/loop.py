@@ -21,8 +21,8 @@ from services.trainer.algorithm.reference import Reference
 from services.trainer.algorithm.step_totals import NotFinite
 from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
-from services.trainer.metrics import Phases
 from services.trainer.model.engine import TrainingEngine
+from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts
 from services.trainer.rank0.commands import Command, CommandKind, share
 from services.trainer.rank0.mailbox import Mailbox, NoMailbox

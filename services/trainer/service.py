@@ -10,16 +10,19 @@ others; the supervisor restarts all.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
 
 from services.trainer.launcher import LAUNCHER
+from services.trainer.rank0.driver import Driver
+from services.trainer.rank0.mailbox import Mailbox, NoMailbox
 from shared.process import log
 from shared.process.endpoints import Endpoints
 from shared.process.importing import importing
 from shared.process.parent import die_with
-from shared.process.service import own_host, serve
+from shared.process.service import Context, own_host, serve
 from shared.settings import Settings
 
 
@@ -38,7 +41,6 @@ async def run(settings: Settings, replica: str) -> int:
         Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: {"ready": True})
     with importing():
         from services.trainer.rank0.artifacts import Artifacts
-        from services.trainer.rank0.mailbox import NoMailbox
         from services.trainer.training import train
 
     train(settings, NoMailbox(), Artifacts(settings), stopping.is_set)
@@ -47,21 +49,25 @@ async def run(settings: Settings, replica: str) -> int:
 
 async def _run_rank_0(settings: Settings, replica: str) -> int:
     async with serve(settings, "trainer", replica) as context:
+        mailbox = Mailbox()
+        driver = Driver(context, mailbox)
+        training = asyncio.to_thread(_train, context, mailbox)
+        for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
+            if error is not None:
+                raise error
+        stopped = settings.internal.stopped_exit_status
+        return stopped if stopped and not await driver.is_over() else 0
+
+
+def _train(context: Context, mailbox: Mailbox) -> None:
+    """Train on this thread, which also imports torch: the driver works meanwhile."""
+    try:
         with importing():
             from services.trainer.rank0.artifacts import Rank0Artifacts
-            from services.trainer.rank0.driver import Driver
-            from services.trainer.rank0.mailbox import Mailbox
             from services.trainer.rank0.publication import Publication
             from services.trainer.training import train
-
-        mailbox, publication = Mailbox(), Publication(settings, context.host, context.secret)
-        driver, artifacts = Driver(context, mailbox), Rank0Artifacts(settings, publication)
-        try:
-            training = asyncio.to_thread(train, settings, mailbox, artifacts)
-            for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
-                if error is not None:
-                    raise error
-            stopped = settings.internal.stopped_exit_status
-            return stopped if stopped and not await driver.is_over() else 0
-        finally:
-            await asyncio.to_thread(publication.close)
+    except BaseException as error:
+        mailbox.send(error)
+        raise
+    with contextlib.closing(Publication(context.settings, context.host, context.secret)) as publication:
+        train(context.settings, mailbox, Rank0Artifacts(context.settings, publication))

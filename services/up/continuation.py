@@ -1,11 +1,13 @@
-"""Settings that a resumed run must share with its predecessor.
+"""Whether a run can be continued, and with which settings.
 
 The checkpoint's weights, sharded optimizer and random state, and the journal's batches, depend on them.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
-from shared.errors import SettingsError
+from shared.errors import PenstockError, SettingsError
 from shared.settings import Settings
 from shared.settings.section import Section
 
@@ -44,6 +46,28 @@ def check_unchanged(before: Settings, after: Settings, sources: Mapping[str, str
                 f"expected {key} = {_shown(old)}, with which the run was started, found {_shown(new)}"
                 f"{f' ({source})' if source else ''}: leave it out, or start a new run, which may begin with what `penstock export` writes"
             )
+
+
+class RunEnded(PenstockError):
+    """The run has no steps left."""
+
+    def __init__(self, sentence: str, folder: Path) -> None:
+        super().__init__(sentence)
+        self.folder = folder
+
+
+def check_steps_left(folder: Path, steps: int) -> None:
+    """Raise RunEnded if the records of the run in ``folder`` are complete and it has made ``steps`` steps."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        state, made = str(summary["state"]), int(summary["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if state == "finished" and made >= steps and (folder / "report.html").exists():
+        raise RunEnded(
+            f"the run has finished its {made} steps: to extend it, give a larger number, such as --run.steps {2 * made}",
+            folder,
+        )
 
 
 def _value(settings: Settings, key: str) -> object:

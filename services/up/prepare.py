@@ -14,7 +14,7 @@ from typing import TextIO
 
 from services.client.coordinator import TOKEN_FILE
 from services.up import run_folder
-from services.up.continuation import check_unchanged
+from services.up.continuation import check_steps_left, check_unchanged
 from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared.bus import connection
 from shared.errors import BusUnavailable, SettingsError
@@ -59,6 +59,7 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
 
     Raises:
         SettingsError: names the setting to change.
+        RunEnded: the run to resume has no steps left.
     """
     if (config is None) == (resume is None):
         given = "neither" if config is None else "both"
@@ -101,6 +102,7 @@ def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
     before = load(folder / SETTINGS_FILE, environment={})
     settings = _resolved(load(folder / SETTINGS_FILE, flags))
     check_unchanged(before, settings, sources(flags, os.environ))
+    check_steps_left(folder, settings.run.steps)
     if HIDDEN in settings.bus.url:
         raise SettingsError(
             f"expected the bus's password, found {settings.bus.url!r}: give the URL by PENSTOCK__BUS__URL on resume too"

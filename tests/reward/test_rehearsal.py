@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from services.reward import failures as module
 from services.reward import rehearsal, service
 from services.reward.failures import Failures
 from services.reward.scorers.scorer import Scorer, unavailable, valued
@@ -192,13 +191,10 @@ async def test_a_row_that_can_never_be_scored_and_a_reward_that_is_no_number_are
     }
 
 
-async def test_a_scorer_that_hangs_is_named_before_its_timeout_and_no_more_once_it_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "SILENT_S", 0.0)
+async def test_a_scorer_that_hangs_is_named_before_its_timeout_and_no_more_once_it_answers() -> None:
     status = Status()
     failures = Failures(status)
-    with failures.calling("scorer 'mine'", "train.jsonl:7"):
+    with failures.calling("scorer 'mine'", "train.jsonl:7", silent_s=0.0):
         failures.look()
         (failure,) = status.failures.values()
         assert (failure.problem, failure.failed, failure.in_a_row) == ("train.jsonl:7", 0, 1)

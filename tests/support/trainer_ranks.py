@@ -19,12 +19,12 @@ from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.loop import Trainer
-from services.trainer.metrics import Phases
 from services.trainer.model import adapter
 from services.trainer.model.critic import Critic
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import spans
 from services.trainer.model.policy import Policy
+from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
 from services.trainer.rank0.commands import Command, CommandKind
 from services.trainer.rank0.mailbox import NoMailbox

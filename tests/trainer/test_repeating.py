@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from services.trainer.algorithm.update import Learner
-from services.trainer.metrics import Phases
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers.gather import copies, gather_rows
 from services.trainer.model.policy import Policy
+from services.trainer.phases import Phases
 from shared.model.logits_projection import LogitsType
 from shared.settings import Settings
 from tests.support import tiny

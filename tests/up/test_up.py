@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.cli.__main__ import main
 from services.up import run_folder
 from services.up.display.view import duration, spark
 from services.up.plan import services
+from services.up.prepare import prepare
 from services.up.process import Restarts, how
 from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
@@ -405,6 +407,22 @@ async def test_a_killed_up_leaves_no_process_and_the_run_can_be_resumed(up: Up) 
     assert "here" in on_bus(place_of_socket(up), "get('penstock:{law}:mark')")
     up.signal(signal.SIGTERM)
     assert up.wait()[0] == 143
+
+
+def test_the_resume_of_a_finished_run_starts_nothing_and_says_how_to_extend_it(
+    up: Up, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(up.folder / "run.toml", None, ["--run.steps", "20"]).lock.close()
+    (up.run_folder / "summary.json").write_text('{"state": "finished", "steps": 20}')
+    prepare(None, up.run_folder, []).lock.close()  # without a report the records are not complete
+    (up.run_folder / "report.html").touch()
+    assert main(["up", "--resume", str(up.run_folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "the run has finished its 20 steps: to extend it, give a larger number, such as --run.steps 40\n"
+    )
+    assert not (up.run_folder / "up.json").exists()
+    prepare(None, up.run_folder, ["--run.steps", "21"]).lock.close()
 
 
 def on_bus(socket: Path, command: str) -> str:

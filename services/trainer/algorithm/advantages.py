@@ -22,7 +22,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from shared.bus.messages import Float32Array
+from shared.bus.messages import Experience, Float32Array
+from shared.settings.algorithm import AlgorithmSettings
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -75,6 +76,16 @@ def overlong_penalty(lengths_S: IntArray, max_tokens: int, buffer_tokens: int) -
         return np.zeros(len(lengths_S), dtype=np.float32)
     over_S = (max_tokens - buffer_tokens) - lengths_S
     return np.clip(over_S / buffer_tokens, -1.0, 0.0).astype(np.float32)
+
+
+def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tokens: int) -> Float32Array:
+    """Return the group's rewards minus length penalties (float32, S)."""
+    share, penalty = algorithm.overlong
+    if not share:
+        return experience.rewards
+    lengths_S = np.array([len(sample.token_ids) for sample in experience.group.samples], dtype=np.int64)
+    penalty_S = overlong_penalty(lengths_S, max_tokens, int(share * max_tokens))
+    return experience.rewards + np.float32(penalty) * penalty_S
 
 
 def token_rewards(rewards_S: Float64Array, penalties_N: Float64Array, lengths_S: IntArray) -> Float64Array:

@@ -18,25 +18,14 @@ from services.trainer.algorithm.advantages import (
     gae,
     group_advantages,
     normalise,
-    overlong_penalty,
     token_rewards,
 )
 from services.trainer.algorithm.aggregation import sequence_sums
 from services.trainer.algorithm.diagnostics import moments
 from services.trainer.algorithm.kl import estimate
 from services.trainer.batch.token_data import LossInputs
-from shared.bus.messages import Experience, Float32Array
+from shared.bus.messages import Float32Array
 from shared.settings.algorithm import AlgorithmSettings
-
-
-def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tokens: int) -> Float32Array:
-    """Return the group's rewards minus length penalties (float32, S)."""
-    share, penalty = algorithm.overlong
-    if not share:
-        return experience.rewards
-    lengths_S = np.array([len(sample.token_ids) for sample in experience.group.samples], dtype=np.int64)
-    penalty_S = overlong_penalty(lengths_S, max_tokens, int(share * max_tokens))
-    return experience.rewards + np.float32(penalty) * penalty_S
 
 
 def assign(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from services.trainer.algorithm.advantages import shaped_rewards
 from services.trainer.algorithm.aggregation import divisor
 from services.trainer.algorithm.diagnostics import StepSums, explained_variance
 from services.trainer.algorithm.kl import next_coefficient
@@ -18,14 +19,14 @@ from services.trainer.algorithm.objective import Objective, objective
 from services.trainer.algorithm.reference import Reference
 from services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
 from services.trainer.algorithm.step_totals import Tally, check_finite
-from services.trainer.algorithm.token_advantages import assign, shaped_rewards
+from services.trainer.algorithm.token_advantages import assign
 from services.trainer.batch import token_data
 from services.trainer.batch.flops import BACKWARD
 from services.trainer.batch.token_data import LossInputs
-from services.trainer.metrics import Phases, utilisation
 from services.trainer.model.critic import value_loss
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.forward_passes import ForwardPasses
+from services.trainer.phases import Phases, utilisation
 from shared.bus.messages import Experience, Float32Array, Misfit, StepPlan
 from shared.settings import Settings
 

@@ -140,7 +140,8 @@ class Candidates:
                 return checkpoint
             remains = self._status is not None and str(folder) not in named
             if checkpoint is not None or not remains or (folder / local_store.MARKER).is_file():
-                self._damages.append(Damage(str(folder), step, reason))
+                self._damages.append(damaged := Damage(str(folder), step, reason))
+                await self._tell_damage("checkpoint refused", str(damaged))  # the older one waits for torch
         return None
 
     def _is_ahead(self, step: int) -> bool:
@@ -156,7 +157,7 @@ class Candidates:
         for name, why in sorted(store.unreadable.items()):
             reason = f"the manifest of {name} in {store.uri} is refused: {why}"
             self._damages.append(Damage(f"{store.uri}checkpoints/{name}", _step_in(name), reason))
-            await self._tell_damage(reason)
+            await self._tell_damage("stored checkpoint damaged", reason)
         for candidate in reversed(stored):
             if local is not None and local.state.version >= candidate.state.version:
                 break
@@ -166,11 +167,11 @@ class Candidates:
                 return await self._ask(functools.partial(store.fetch, candidate, self._root)), candidate
             except WeightsError as error:
                 self._damages.append(Damage(candidate.uri, candidate.state.step, str(error)))
-                await self._tell_damage(str(error))
+                await self._tell_damage("stored checkpoint damaged", str(error))
         return None
 
-    async def _tell_damage(self, detail: str) -> None:
-        await tell(self._bus, "trainer", "stored checkpoint damaged", f"{detail}: trying the next older one")
+    async def _tell_damage(self, event: str, detail: str) -> None:
+        await tell(self._bus, "trainer", event, f"{detail}: trying the next older one")
 
     async def _ask(self, work: Callable[[], T]) -> T:
         failures = 0

@@ -1,7 +1,7 @@
 """Load checkpoints without running code in them.
 
 DeepSpeed uses pickle, which can call any function. :func:`restrict_loading` forces torch's weights-only unpickler for
-the whole process: tensors, plain data, and the three classes below.
+the whole process: tensors, plain data, and the three classes below. torch is imported when it is needed.
 """
 
 import importlib
@@ -13,8 +13,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
-
-import torch
 
 from shared.errors import WeightsError
 
@@ -32,6 +30,8 @@ _ALLOWED = (
 @cache
 def restrict_loading() -> None:
     """Have each ``torch.load`` of this process refuse code."""
+    import torch
+
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     torch.serialization.add_safe_globals([getattr(importlib.import_module(where), name) for where, name in _ALLOWED])
@@ -41,6 +41,8 @@ def refusal(path: Path) -> str:
     """Return the forbidden globals in a torch archive, in words, or ""."""
     if not zipfile.is_zipfile(path):
         return ""
+    import torch
+
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except (RuntimeError, ValueError, EOFError, IndexError, pickle.UnpicklingError) as error:

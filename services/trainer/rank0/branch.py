@@ -4,8 +4,10 @@ The ledger accepts versions of one epoch only. A trainer takes the next epoch at
 epoch that another trainer ended is final.
 """
 
+import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from services.trainer.batch.staleness import lag_steps
 from services.trainer.rank0.results import Published
@@ -13,6 +15,12 @@ from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, StepPlan, StepReport
 from shared.bus.stores.ledger import Ledger, RunStatus
 from shared.errors import Fenced
+from shared.files.durable import NO_ROOM, no_room, write_whole
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+_NOTE = "newest_version"
 
 
 class Branch:
@@ -94,3 +102,34 @@ class Branch:
     def lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
         """Return each group's lag after ``step`` steps, reproducibly."""
         return tuple(lag_steps(experience.group, step, self.steps) for experience in groups)
+
+
+def note_version(folder: Path, version: PolicyVersion) -> None:
+    """Record a version's number in the run's folder before its commit, so that a lost bus cannot cause its reuse.
+
+    Waits while the disk is full.
+    """
+    if version < noted_version(folder):
+        return  # written by a trainer that replaced us
+    said = False
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / _NOTE, str(int(version)))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            if not said:
+                log.warning("training waits for disk space", extra={"reason": no_room(folder / _NOTE, error)})
+            said = True
+            time.sleep(_AGAIN_S)
+        else:
+            return
+
+
+def noted_version(folder: Path) -> PolicyVersion:
+    """Return the largest recorded number, or 0."""
+    try:
+        return PolicyVersion(int((folder / _NOTE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return PolicyVersion(0)

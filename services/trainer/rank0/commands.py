@@ -6,14 +6,16 @@ Rank 0 broadcasts them as MessagePack, and idle ones while it waits, so that col
 import dataclasses
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import msgpack
-import torch
-import torch.distributed as dist
 
 from services.trainer.checkpoint.manifests import CheckpointState
 from shared.bus import wire
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
+
+if TYPE_CHECKING:
+    import torch
 
 TURN_S = 2.0
 """Rank 0's maximum wait before it sends IDLE or WAIT."""
@@ -51,8 +53,11 @@ class Command:
     state: CheckpointState | None = None
 
 
-def share(command: Command | None, device: torch.device) -> Command:
+def share(command: Command | None, device: "torch.device") -> Command:
     """Return rank 0's command on every rank; the others pass None."""
+    import torch
+    import torch.distributed as dist
+
     if dist.get_world_size() == 1:
         assert command is not None
         return command

@@ -9,6 +9,9 @@
 Weights are published first, then one transaction journals the batch and commits the version. After a crash before it,
 the batch is pending on the bus; after it, replayed. After a rollback the commit is refused. Non-finite batches are
 dropped; several in a row pause the run. Refused checkpoints are retried at the next interval.
+
+It looks for the checkpoint while the training thread still imports torch, so that damage is reported early; torch and
+what needs it are imported only where they are used.
 """
 
 import asyncio
@@ -30,7 +33,6 @@ from services.trainer.rank0.commands import TURN_S, Command, CommandKind
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.mailbox import Mailbox
 from services.trainer.rank0.opening import Opening
-from services.trainer.rank0.publication import outlives_the_process
 from services.trainer.rank0.results import Notice, R, Result, StepMade, StepSkipped
 from services.trainer.rank0.retention import Retention
 from shared.bus.messages import PolicyRecord, StepReport
@@ -39,7 +41,7 @@ from shared.bus.streams import JOURNAL
 from shared.errors import WeightsError
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
-from shared.weights.format.snapshot import keep_newest, read_snapshot
+from shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -306,6 +308,8 @@ class Driver:
         record = await self._branch.newest_of(self._step)
         if record is None or not outlives_the_process(self._settings):
             return False
+        from shared.weights.format.snapshot import read_snapshot
+
         try:
             await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
         except WeightsError as error:
@@ -315,6 +319,8 @@ class Driver:
         return True
 
     async def _note_published(self, record: PolicyRecord) -> None:
+        from shared.weights.format.snapshot import keep_newest
+
         self._context.status.version = record.version
         await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
 
@@ -337,3 +343,8 @@ class Driver:
             self._retention.note_policy(folder)
         self._context.status.state = "waiting"
         log.info("final policy written", extra={"folder": str(written.folders[-1])})
+
+
+def outlives_the_process(settings: Settings) -> bool:
+    """Whether published weights outlive this process."""
+    return settings.weights.transport == "file" or settings.publishes_adapters

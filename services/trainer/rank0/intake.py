@@ -21,8 +21,7 @@ import logging
 import time
 from collections import Counter
 
-from services.trainer.algorithm.advantages import has_signal
-from services.trainer.algorithm.token_advantages import shaped_rewards
+from services.trainer.algorithm.advantages import has_signal, shaped_rewards
 from services.trainer.batch.staleness import judge
 from services.trainer.metrics import LEFT
 from shared.bus.bus import Bus, Delivery

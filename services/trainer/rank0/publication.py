@@ -10,17 +10,14 @@ version is offered before its commit, when replicas learn of it. Adapters alone 
 file.
 """
 
-import dataclasses
 import logging
-import time
-from pathlib import Path
 
 import torch
 
 from services.trainer.model.adapter import file_configuration
 from services.trainer.model.engine import TrainingEngine
+from services.trainer.rank0.results import Whereabouts
 from shared.bus.messages import PolicyVersion
-from shared.files.durable import NO_ROOM, no_room, write_whole
 from shared.peers.handshake import Secret
 from shared.settings import Settings
 from shared.weights.format.flat import FlatSnapshot
@@ -31,19 +28,8 @@ from shared.weights.source.source import WeightSource
 log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
-_AGAIN_S = 1.0
 _BUCKET_BYTES = 512 << 20
 """Few transfers, small enough to stage on a GPU."""
-_NOTE = "newest_version"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """Where a version's weights are; see :class:`shared.bus.messages.PolicyRecord`."""
-
-    digest: str
-    location: str
-    source: str
 
 
 class Publication:
@@ -111,39 +97,3 @@ class Publication:
         if source is not None:
             source.withdraw(_LEAVE_S)
             source.close()
-
-
-def outlives_the_process(settings: Settings) -> bool:
-    """Whether published weights outlive this process."""
-    return settings.weights.transport == "file" or settings.publishes_adapters
-
-
-def note_version(folder: Path, version: PolicyVersion) -> None:
-    """Record a version's number in the run's folder before its commit, so that a lost bus cannot cause its reuse.
-
-    Waits while the disk is full.
-    """
-    if version < noted_version(folder):
-        return  # written by a trainer that replaced us
-    said = False
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / _NOTE, str(int(version)))
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            if not said:
-                log.warning("training waits for disk space", extra={"reason": no_room(folder / _NOTE, error)})
-            said = True
-            time.sleep(_AGAIN_S)
-        else:
-            return
-
-
-def noted_version(folder: Path) -> PolicyVersion:
-    """Return the largest recorded number, or 0."""
-    try:
-        return PolicyVersion(int((folder / _NOTE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return PolicyVersion(0)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.rank0.publication import Whereabouts
 from shared.bus.messages import Probe, StepPlan
 
 R = TypeVar("R", bound="Result")
@@ -30,6 +29,15 @@ class Replayed(Result):
     """A journal step was repeated; ``difference``: why its weights differ from the published ones."""
 
     difference: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a version's weights are; see :class:`shared.bus.messages.PolicyRecord`."""
+
+    digest: str
+    location: str
+    source: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from services.trainer.checkpoint.candidates import Candidates, Choice, Damage, J
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
 from services.trainer.checkpoint.signatures import open_signer
-from services.trainer.rank0.publication import noted_version
+from services.trainer.rank0.branch import noted_version
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
@@ -204,7 +204,7 @@ async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
         if status.state is RunState.PAUSED and not status.reason.startswith(_CANNOT_CONTINUE):
             mark, before = _PAUSED_BEFORE, status.reason
         await ledger.transition(RunState.PAUSED, f"{sentence}{mark}{before}", [RunState.RUNNING, RunState.PAUSED])
-        await tell(bus, "trainer", "run cannot continue", sentence)
+        await tell(bus, "trainer", "resume refused", sentence)
     return sentence
 
 

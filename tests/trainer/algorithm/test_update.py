@@ -12,11 +12,11 @@ import torch
 from services.trainer.algorithm import diagnostics
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.metrics import Phases
 from services.trainer.model import adapter
 from services.trainer.model.critic import Critic
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import Policy
+from services.trainer.phases import Phases
 from shared.bus.messages import Experience, FinishReason, RolloutGroup, Sample, StepPlan
 from shared.errors import SettingsError
 from shared.settings import Settings

@@ -225,7 +225,7 @@ async def test_several_damaged_checkpoints_are_passed_over_and_where_all_are_the
             assert f"{damage} {run.folder(step)})" in sentence
         status = await run.ledger.status()
         assert (status.state, status.reason, status.step) == (RunState.PAUSED, sentence, 7)
-        assert await run.events("run cannot continue") == [sentence], "said once"
+        assert await run.events("resume refused") == [sentence], "said once"
         flip(run.folder(2) / MODEL)  # restore an intact copy
         found = await run.resume()
         assert found.checkpoint is not None
@@ -277,7 +277,7 @@ async def test_a_run_that_people_had_paused_is_paused_by_them_again_once_its_che
             reason = (await run.ledger.status()).reason
             assert reason.startswith("the run cannot continue: no checkpoint is intact")
             assert reason.endswith("; the run was paused before: for the night")
-        assert len(await run.events("run cannot continue")) == 2, "each once"
+        assert len(await run.events("resume refused")) == 2, "each once"
         run.folder(2).rename(tmp_path / "damaged")
         await raw(bus).xtrim(bus.keys.of(streams.JOURNAL), maxlen=0)
         written(run.root, 2)

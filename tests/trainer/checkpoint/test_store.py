@@ -421,7 +421,7 @@ async def test_a_damaged_manifest_is_told_and_a_run_of_which_nothing_can_be_read
         SettingsError, match=r"no checkpoint is intact: the checkpoint of step 4 is damaged \(the manifest of "
     ):
         await resume_of(bus, of)
-    assert await events(bus) == ["stored checkpoint damaged", "run cannot continue"]
+    assert await events(bus) == ["stored checkpoint damaged", "resume refused"]
 
 
 def test_several_hosts_say_that_their_folder_outlives_them(tmp_path: Path) -> None:

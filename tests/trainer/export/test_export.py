@@ -20,10 +20,10 @@ from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore
 from services.trainer.checkpoint.s3 import ObjectStore
 from services.trainer.export.huggingface import export_version
-from services.trainer.metrics import Phases
 from services.trainer.model import adapter
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import Policy, load_model
+from services.trainer.phases import Phases
 from shared.bus.messages import PolicyVersion
 from shared.errors import PenstockError
 from shared.settings import Settings, dump, load_run

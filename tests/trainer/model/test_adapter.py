@@ -11,11 +11,11 @@ from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, Mixtral
 
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch.packing import micro_batch
-from services.trainer.metrics import Phases
 from services.trainer.model import adapter
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.named_tensors import published
 from services.trainer.model.policy import Policy
+from services.trainer.phases import Phases
 from shared.errors import PenstockError, SettingsError
 from shared.settings import PolicySettings, Settings
 from tests.conftest import need_module

@@ -16,8 +16,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.commands import Command, CommandKind
 from services.trainer.rank0.mailbox import Mailbox
-from services.trainer.rank0.publication import Whereabouts
-from services.trainer.rank0.results import ModelLoaded, Published, Replayed, Result, Saved
+from services.trainer.rank0.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, GroupId, PolicyRecord
 from shared.bus.stores.ledger import RunState

@@ -1,6 +1,8 @@
 """A trainer's opening turns bus and folder into commands."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,9 @@ async def test_damage_that_leaves_nothing_to_continue_from_pauses_the_run_and_is
     with pytest.raises(SettingsError, match="the run cannot continue: no checkpoint is intact"):
         await opened.opening.find()
     assert "no checkpoint is intact" in (await opened.ledger.status()).reason
+
+
+def test_the_driver_can_look_for_a_checkpoint_before_torch_is_imported() -> None:
+    program = "import services.trainer.service, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.rank0.publication import Publication, note_version, noted_version, outlives_the_process
+from services.trainer.rank0.branch import note_version, noted_version
+from services.trainer.rank0.driver import outlives_the_process
+from services.trainer.rank0.publication import Publication
 from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.errors import WeightsError
 from shared.settings import Settings

@@ -15,8 +15,8 @@ from services.trainer.checkpoint.remote_store import StoredCheckpoint
 from services.trainer.checkpoint.uploader import Uploader
 from services.trainer.export.exporter import Exporter
 from services.trainer.loop import Trainer
-from services.trainer.metrics import Phases
 from services.trainer.model.engine import TrainingEngine
+from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.driver import Driver
