@@ -2,7 +2,7 @@
 
 One row becomes one :class:`Problem`::
 
-    {"prompt": "12+34=", "answer": 46, "level": 1}     text "12+34=", answer "46", extra {"level": 1}
+    {"prompt": "12+34=", "answer": "46", "level": 1}   text "12+34=", answer "46", extra {"level": 1}
     {"messages": [{"role": "user", "content": "…"}]}   chat messages
 
 Bad rows are logged and counted, up to ``data.max_bad_rows``. The order is a pure function of seed and cursor.
@@ -171,8 +171,10 @@ def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence
     if isinstance(row, BadRow):
         raise row
     text, messages = _question(row, data)
-    named = {data.prompt_field, MESSAGES_FIELD, data.answer_field, data.scorers_field}
     answer = _answer(row.get(data.answer_field), data.answer_field)
+    named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field}
+    if not isinstance(row.get(data.answer_field), (int, float)):  # a number keeps its type for TRL's functions
+        named.add(data.answer_field)
     try:
         extra = {name: dataset_files.plain(value, name) for name, value in row.items() if name not in named}
         problem = Problem(source, text, messages, answer, extra, _scorers(row, data.scorers_field, scorers))

@@ -38,9 +38,11 @@ def refusal(path: Path, **changed: object) -> str:
     return str(caught.value)
 
 
-def test_a_row_becomes_text_answer_and_the_rest(tmp_path: Path) -> None:
+def test_a_row_becomes_text_answer_and_the_rest_and_a_number_keeps_its_type(tmp_path: Path) -> None:
     found = load(lines(tmp_path / "a.jsonl", {"prompt": "12+34=", "answer": 46, "level": 1, "tags": ["x", None]}))
-    assert found.problems == (dataset.Problem("a.jsonl:1", "12+34=", None, "46", {"level": 1, "tags": ["x", None]}),)
+    assert found.problems == (
+        dataset.Problem("a.jsonl:1", "12+34=", None, "46", {"answer": 46, "level": 1, "tags": ["x", None]}),
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,8 +134,10 @@ def test_parquet_rows_read_like_lines(tmp_path: Path) -> None:
     parquet.write_table(arrow.table(columns), path)
     found = load(path)
     assert found.problems == (
-        dataset.Problem("train.parquet:1", None, (ChatMessage("user", "1+1"),), "2", {"day": "2026-01-02"}),
-        dataset.Problem("train.parquet:2", "2+2=", None, "4", {"day": None}),
+        dataset.Problem(
+            "train.parquet:1", None, (ChatMessage("user", "1+1"),), "2", {"answer": 2, "day": "2026-01-02"}
+        ),
+        dataset.Problem("train.parquet:2", "2+2=", None, "4", {"answer": 4, "day": None}),
     )
 
 
@@ -154,7 +158,7 @@ def test_a_saved_hugging_face_dataset_is_read_and_a_dict_of_splits_is_refused(tm
     one = datasets.Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": [2, 4], "level": [1, 2]})
     one.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "both"))
-    assert load(tmp_path / "one").problems[1] == dataset.Problem("one:2", "2+2=", None, "4", {"level": 2})
+    assert load(tmp_path / "one").problems[1] == dataset.Problem("one:2", "2+2=", None, "4", {"answer": 4, "level": 2})
     words = refusal(tmp_path / "both")
     assert "found a DatasetDict (train, test)" in words
     assert f"change data.path to the folder of one split, such as {tmp_path}/both/train" in words
