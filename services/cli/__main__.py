@@ -33,6 +33,8 @@ app = typer.Typer(
         "Exit codes: 0 done, 1 no answer or refused, 2 wrong settings, 130 interrupted (continue with `up --resume`)."
     ),
 )
+data = typer.Typer(help="Examine the data of a run.", no_args_is_help=True)
+app.add_typer(data, name="data", rich_help_panel=_TOOLS)
 RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
 
 
@@ -246,6 +248,23 @@ def report(
         console.say(str(write_report(run)))
     except OSError as error:
         raise PenstockError(f"expected to write the report in {run}, found: {error}") from error
+
+
+@data.command("check")
+def check_data(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    shown: Annotated[int, typer.Option("--prompts", min=0, metavar="N", help="Prompts to show.")] = 3,
+) -> None:
+    """Show what a run will be trained on: bad rows, rendered prompts and their lengths.
+
+    Exit codes: 0 the data can be used, 1 a prompt cannot be generated, 2 the settings or the data are refused.
+
+    **Example:** `penstock data check my-run.toml --prompts 5`
+    """
+    from services.cli import data_check
+    from shared.settings import load
+
+    raise typer.Exit(0 if data_check.check(load(config), shown) else 1)
 
 
 @app.command("audit-rewards", rich_help_panel=_TOOLS)
