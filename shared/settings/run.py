@@ -140,6 +140,19 @@ class CoordinatorSettings(Section):
     """Steps between two groups that are written to rollouts.jsonl for people to read."""
 
 
+Tracker = Literal["wandb", "trackio", "mlflow", "tensorboard"]
+
+
+class TrackingSettings(Section):
+    """Experiment trackers (docs/tracking.md)."""
+
+    sinks: tuple[Tracker, ...] = Field(default=())
+    """Trackers to which `penstock up` copies steps and evaluations: "wandb", "trackio", "mlflow", "tensorboard". Each
+    needs the extra of its name."""
+    project: str = Field(default="penstock", min_length=1)
+    """Project (wandb, trackio) or experiment (mlflow) of the run."""
+
+
 class TelemetrySettings(Section):
     """Logs."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import forge
+from tests.support.trackers import READERS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "trl"
@@ -59,11 +60,19 @@ def test_the_page_shows_the_example() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_the_run_trains_on_the_rewards_that_the_functions_give(
+async def test_the_run_trains_on_the_rewards_that_the_functions_give_and_a_tracker_shows_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
-    flags = ("--run.steps=2", "--run.id=trl", f"--run.folder={tmp_path}", "--run.device=cpu", "--policy.dtype=float32")
+    sinks = '--tracking.sinks=["tensorboard"]'
+    flags = (
+        sinks,
+        "--run.steps=2",
+        "--run.id=trl",
+        f"--run.folder={tmp_path}",
+        "--run.device=cpu",
+        "--policy.dtype=float32",
+    )
     await forge.up(["examples/trl/run.toml", *flags, "--coordinator.sample_every_steps=1"], tmp_path / "up.txt")
     groups = [json.loads(line) for line in (tmp_path / "trl" / "rollouts.jsonl").read_text().splitlines()]
     assert groups
@@ -77,3 +86,4 @@ async def test_the_run_trains_on_the_rewards_that_the_functions_give(
         expected = [value + 0.1 * (other or 0.0) for value, other in zip(right, length, strict=True)]
         assert [completion["reward"] for completion in group["completions"]] == pytest.approx(expected, abs=1e-6)
     del sys.modules["rewards"]
+    assert [step for step, _ in READERS["tensorboard"](tmp_path / "trl", "trl", "train/reward")] == [1, 2]

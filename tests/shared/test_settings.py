@@ -165,11 +165,11 @@ def test_every_removed_setting_is_refused_with_its_sentence(key: str) -> None:
     assert f"{name} was removed: {REMOVED[key]}" in str(caught.value)
 
 
-def test_there_are_at_most_209_settings() -> None:
-    """200, six of the scorer kind `trl`, and three of the data (filter, system, chat_template)."""
+def test_there_are_at_most_211_settings() -> None:
+    """200, six of the scorer kind `trl`, three of the data (filter, system, chat_template), and two of trackers (sinks, project)."""
     listed = {entry.key for entry in settings_help.entries() if entry.kind}
     every = {entry.key for entry in settings_help.entries(internal=True) if entry.kind}
-    assert len(listed) <= 209
+    assert len(listed) <= 211
     assert len(every - listed) <= 25
     assert all(key.startswith("internal.") for key in every - listed)
 
