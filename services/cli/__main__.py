@@ -102,6 +102,26 @@ def up(
     raise typer.Exit(ending.code)
 
 
+@app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})
+def new(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE [--TABLE.SETTING VALUE]...", help="The new TOML file, and its settings."),
+    ],
+) -> None:
+    """Write a run's TOML file: the settings given, and the other common ones as comments.
+
+    **Example:** `penstock new my-run.toml --policy.model models/my-model --data.path hf://owner/name:train`
+    """
+    from services.cli import new_run
+
+    file, flags = _split(words)
+    if file is None:
+        raise SettingsError("expected the name of a new file, found none: penstock new my-run.toml")
+    new_run.write(file, flags)
+    console.say(f"{file}: next, `penstock data check {file}` and `penstock up {file}`")
+
+
 @app.command(rich_help_panel=_RUN)
 @connected
 def start(connection: Connection, reason: Reason = "") -> None:
@@ -248,6 +268,21 @@ def report(
         console.say(str(write_report(run)))
     except OSError as error:
         raise PenstockError(f"expected to write the report in {run}, found: {error}") from error
+
+
+@app.command("diff", rich_help_panel=_TOOLS)
+def compare_runs(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run's folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another run's folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs: the settings in which they differ, and their curves over the steps that both have.
+
+    **Example:** `penstock diff runs/math-a runs/math-b`
+    """
+    from services.cli import diff
+
+    diff.compare(_named(a), _named(b), as_json=as_json)
 
 
 @data.command("check")
