@@ -18,7 +18,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from shared.errors import PermanentError, SettingsError
 
@@ -84,15 +84,45 @@ class Expression:
         )
 
 
+class Condition:
+    """A checked condition over named values, which may be texts.
+
+    >>> Condition('level <= 3 and source != "web"', "data.filter")({"level": 2, "source": "book"})
+    True
+
+    Args:
+        setting: named by errors.
+
+    Raises:
+        SettingsError: it is invalid.
+    """
+
+    def __init__(self, text: str, setting: str) -> None:
+        self.text = " ".join(text.split())
+        self._evaluate = _Compiler(self.text, None, setting).compile()
+
+    def __call__(self, values: Mapping[str, float | str]) -> bool:
+        """Return whether the condition holds.
+
+        Raises:
+            KeyError: a name has no value.
+            TypeError, ArithmeticError: the values do not fit the operations.
+        """
+        return bool(self._evaluate(cast(Values, values)))
+
+
 def _mean(values: Values) -> float:
     return sum(values.values()) / len(values)
 
 
 class _Compiler:
-    def __init__(self, text: str, scorers: Sequence[str]) -> None:
+    """Args: ``scorers``: the known names; None: any name, and texts."""
+
+    def __init__(self, text: str, scorers: Sequence[str] | None, setting: str = "reward.expression") -> None:
         self._text = text
-        self._scorers = frozenset(scorers)
-        self._known = ", ".join(scorers)
+        self._scorers = None if scorers is None else frozenset(scorers)
+        self._known = ", ".join(scorers or ())
+        self._setting = setting
 
     def compile(self) -> Evaluator:
         if len(self._text) > LONGEST:
@@ -111,6 +141,8 @@ class _Compiler:
         match node:
             case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
                 return self._constant(value, node)
+            case ast.Constant(value=str() as text) if self._scorers is None:
+                return cast(Evaluator, lambda values: text)
             case ast.Name(id=name):
                 return self._scorer(name, node)
             case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not() as sign, operand=operand):
@@ -135,8 +167,9 @@ class _Compiler:
                 raise self._refused_part(node)
 
     def _refused_part(self, node: ast.expr) -> SettingsError:
+        names = "names of scorers, numbers" if self._scorers is not None else "names, numbers, texts"
         return self._refused(
-            "names of scorers, numbers, + - * /, comparisons, and, or, not, if-else, min(a, b), max(a, b), applies(a) and first(a, b)",
+            f"{names}, + - * /, comparisons, and, or, not, if-else, min(a, b), max(a, b), applies(a) and first(a, b)",
             repr(ast.get_source_segment(self._text, node))[:80],
             node.col_offset,
         )
@@ -161,7 +194,7 @@ class _Compiler:
         return lambda values: values[next((name for name in names if name in values), names[0])]
 
     def _named(self, name: str, node: ast.expr) -> str:
-        if name not in self._scorers:
+        if self._scorers is not None and name not in self._scorers:
             raise self._refused(f"the name of a scorer ({self._known})", repr(name), node.col_offset)
         return name
 
@@ -185,8 +218,8 @@ class _Compiler:
 
     def _refused(self, expected: str, actual: str, offset: int) -> SettingsError:
         return SettingsError(
-            f"expected {expected} in reward.expression, found {actual} at character {offset + 1} "
-            f"of {self._text[:120]!r}: change reward.expression"
+            f"expected {expected} in {self._setting}, found {actual} at character {offset + 1} "
+            f"of {self._text[:120]!r}: change {self._setting}"
         )
 
 

@@ -33,6 +33,8 @@ app = typer.Typer(
         "Exit codes: 0 done, 1 no answer or refused, 2 wrong settings, 130 interrupted (continue with `up --resume`)."
     ),
 )
+data = typer.Typer(help="Examine the data of a run.", no_args_is_help=True)
+app.add_typer(data, name="data", rich_help_panel=_TOOLS)
 RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
 
 
@@ -103,6 +105,26 @@ def up(
         interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
         console.say(f"\n{summary.text(prepared.folder, interrupted)}")
     raise typer.Exit(ending.code)
+
+
+@app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})
+def new(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE [--TABLE.SETTING VALUE]...", help="The new TOML file, and its settings."),
+    ],
+) -> None:
+    """Write a run's TOML file: the settings given, and the other common ones as comments.
+
+    **Example:** `penstock new my-run.toml --policy.model models/my-model --data.path hf://owner/name:train`
+    """
+    from services.cli import new_run
+
+    file, flags = _split(words)
+    if file is None:
+        raise SettingsError("expected the name of a new file, found none: penstock new my-run.toml")
+    new_run.write(file, flags)
+    console.say(f"{file}: next, `penstock data check {file}` and `penstock up {file}`")
 
 
 @app.command(rich_help_panel=_RUN)
@@ -251,6 +273,38 @@ def report(
         console.say(str(write_report(run)))
     except OSError as error:
         raise PenstockError(f"could not write the report in {run}: {error}") from error
+
+
+@app.command("diff", rich_help_panel=_TOOLS)
+def compare_runs(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run's folder.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another run's folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs: the settings in which they differ, and their curves over the steps that both have.
+
+    **Example:** `penstock diff runs/math-a runs/math-b`
+    """
+    from services.cli import diff
+
+    diff.compare(_named(a), _named(b), as_json=as_json)
+
+
+@data.command("check")
+def check_data(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    shown: Annotated[int, typer.Option("--prompts", min=0, metavar="N", help="Prompts to show.")] = 3,
+) -> None:
+    """Show what a run will be trained on: bad rows, rendered prompts and their lengths.
+
+    Exit codes: 0 the data can be used, 1 a prompt cannot be generated, 2 the settings or the data are refused.
+
+    **Example:** `penstock data check my-run.toml --prompts 5`
+    """
+    from services.cli import data_check
+    from shared.settings import load
+
+    raise typer.Exit(0 if data_check.check(load(config), shown) else 1)
 
 
 @app.command("audit-rewards", rich_help_panel=_TOOLS)

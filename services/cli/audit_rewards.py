@@ -77,7 +77,7 @@ def _columns(settings: Settings) -> dict[str, dict[str, Json]]:
     if not audit.needs_executor(settings):
         return {}
     names = [scorer.name for scorer in settings.reward.scorers]
-    problems = dataset.load(settings.data.path, settings.data, "data.path", names).problems
+    problems = dataset.load_training(settings.data, names).problems
     return {problem.source: problem.extra for problem in problems}
 
 

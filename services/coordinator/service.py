@@ -20,6 +20,7 @@ from services.coordinator.admission import dataset
 from services.coordinator.admission.admission import Admission, terms_of
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.data_overlap import Training
+from services.coordinator.admission.mixing import MixedOrder
 from services.coordinator.api.app import make_app
 from services.coordinator.api.auth import Access, open_access
 from services.coordinator.api.dependencies import Parts
@@ -191,7 +192,7 @@ def assemble(
         bus,
         ledger,
         data.train,
-        dataset.EpochOrder(len(data.train), settings.run.seed, shuffle=settings.data.shuffle),
+        order_of(settings, data.train),
         lambda: terms_of(live.settings),
         lambda: lifecycle.gate_open,
         Shortage(bus, ledger),
@@ -280,6 +281,14 @@ def make_evaluator(
     return Evaluator(bus, held_out, settings.evaluation, longest, settings.run.seed, given_up, judge)
 
 
+def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder | MixedOrder:
+    """Return the order of the training problems. Raises SettingsError."""
+    data, seed = settings.data, settings.run.seed
+    if train.sizes:
+        return MixedOrder(train.sizes, list(data.sources.values()), seed, shuffle=data.shuffle)
+    return dataset.EpochOrder(len(train), seed, shuffle=data.shuffle)
+
+
 def load_data(settings: Settings) -> Data:
     """Load the datasets.
 
@@ -289,7 +298,7 @@ def load_data(settings: Settings) -> Data:
     evaluation, scorers = settings.evaluation, settings.reward.scorers
     names = [scorer.name for scorer in scorers]
     comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
-    train = dataset.load(settings.data.path, settings.data, "data.path", names, comparing)
+    train = dataset.load_training(settings.data, names, comparing)
     held_out = tuple(
         (held_set, dataset.load(held_set.path, settings.data, evaluation.setting_of(held_set), names, comparing))
         for held_set in evaluation.held_out
@@ -301,7 +310,7 @@ def _doubts(
     settings: Settings, train: dataset.Dataset, held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]]
 ) -> Iterator[NoticeView]:
     if train.bad_rows:
-        text = f"{train.bad_rows} rows of {settings.data.path} cannot be used; the coordinator's log names them and the reasons"
+        text = f"{train.bad_rows} rows of {', '.join(settings.data.sources)} cannot be used; the coordinator's log names them and the reasons"
         yield notice("bad rows", "warning", text)
     prompts = Training(train.problems) if held_out else None
     for held_set, problems in held_out:

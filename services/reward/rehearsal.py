@@ -26,7 +26,7 @@ from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sam
 from shared.bus.stores import rehearsal
 from shared.bus.streams import EVAL_ROLLOUTS, ROLLOUTS
 from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.settings.rewards.scorers import JudgeScorer, PythonScorer
+from shared.settings.rewards.scorers import JudgeScorer, PythonScorer, TrlScorer
 from shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,8 @@ async def _ask(of: ScorerSettings, scorer: Scorer, prompt: Prompt, text: str, fa
     except TemporaryError as error:
         return Trial(prompt.problem, str(error))
     lost = score.status is ScoreStatus.UNAVAILABLE
-    if isinstance(of, PythonScorer) and (lost or (of.on_error == "zero" and score.status in _AS_ZERO)):
+    zeroed = isinstance(of, PythonScorer) and of.on_error == "zero" and score.status in _AS_ZERO
+    if zeroed or (lost and isinstance(of, (PythonScorer, TrlScorer))):
         return Trial(prompt.problem, score.detail, own=True)
     return Trial(prompt.problem, score.detail if lost else "")
 

@@ -24,6 +24,7 @@ from services.reward.scorers.answer.scorer import AnswerMatcher
 from services.reward.scorers.code.scorer import CodeTester
 from services.reward.scorers.format.scorer import FormatChecker
 from services.reward.scorers.function.scorer import FunctionScorer
+from services.reward.scorers.function.trl_scorer import TrlFunctions
 from services.reward.scorers.judge.scorer import Judge
 from services.reward.scorers.random_scorer import Lot
 from services.reward.scorers.reward_model import RewardModel
@@ -47,6 +48,7 @@ from shared.settings.rewards.scorers import (
     JudgeScorer,
     PythonScorer,
     RandomScorer,
+    TrlScorer,
 )
 from shared.settings.rewards.scorers import Scorer as ScorerSettings
 
@@ -64,6 +66,8 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
             return RewardModel(scorer, normaliser, settings.model_work)
         case PythonScorer():
             return FunctionScorer(scorer)
+        case TrlScorer():
+            return TrlFunctions(scorer, settings.data.answer_field, settings.run.steps)
         case JudgeScorer():
             return Judge(scorer)
         case RandomScorer():

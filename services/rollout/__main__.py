@@ -88,7 +88,7 @@ async def _open_vllm(
     )
     secret.listen(engine.share_secret)
     await explain(choice.engines, choice.reason)
-    return engine, TokenizerCodec(tokenizer, engine)
+    return engine, TokenizerCodec(tokenizer, engine, settings.data.chat_template)
 
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
@@ -141,7 +141,7 @@ async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -
         deadline_s=settings.weights.deadline_s,
         drain=settings.weights.update == "drain",
     )
-    return engine, TokenizerCodec(tokenizer, opened)
+    return engine, TokenizerCodec(tokenizer, opened, settings.data.chat_template)
 
 
 async def run(settings: Settings, replica: str) -> None:

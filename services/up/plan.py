@@ -14,12 +14,13 @@ from shared.process.environment import FOR_PYTHON
 from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 
-STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator",), ("valkey", "prometheus"))
+STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator", "tracking"), ("valkey", "prometheus"))
 """Upstream first, to hand over work; the bus last, because services return entries to it."""
-STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator"), ("valkey", "prometheus"))
+STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator", "tracking"), ("valkey", "prometheus"))
 """After the end there is no work to hand over."""
 VALKEY = "valkey"
 EXECUTOR = "executor"
+TRACKING = "tracking"
 PROMETHEUS = "prometheus"
 _VALKEY_STOP_S = 10.0
 _STOP_AFTER_DRAIN_S = 10.0
@@ -46,6 +47,7 @@ class ProcessPlan:
 def services(settings: Settings, config: Path, bus_url: str, environment: Mapping[str, str]) -> list[ProcessPlan]:
     """Return the run's processes without the bus. ``bus_url`` is passed by environment: it may contain a password."""
     counts = {"coordinator": 1, "rollout": settings.rollout.replicas, "reward": settings.reward.replicas, "trainer": 1}
+    counts |= {TRACKING: 1} if settings.tracking.sinks else {}
     threads = {"rollout": settings.run.threads, "trainer": settings.run.threads}
     return [
         ProcessPlan(
@@ -133,6 +135,7 @@ def _ports(settings: Settings) -> dict[str, int]:
     names = ["coordinator-0", "trainer-0", *([EXECUTOR] if settings.needs_executor else [])]
     names += [f"rollout-{index}" for index in range(settings.rollout.replicas)]
     names += [f"reward-{index}" for index in range(settings.reward.replicas)]
+    names += [f"{TRACKING}-0"] if settings.tracking.sinks else []
     first = settings.run.metrics_port
     return {name: first + index for index, name in enumerate(names)} if first else {}
 

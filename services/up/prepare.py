@@ -15,6 +15,7 @@ from typing import TextIO
 from services.client.coordinator import TOKEN_FILE
 from services.up import run_folder
 from services.up.continuation import check_steps_left, check_unchanged
+from services.up.hub_revision import pinned
 from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared.bus import connection
 from shared.errors import BusUnavailable, SettingsError
@@ -24,6 +25,7 @@ from shared.model.context import check_context, read_config
 from shared.model.model_source import check_model, check_source
 from shared.process.service import own_host
 from shared.settings import SETTINGS_FILE, Settings, dump, load, sources
+from shared.settings.dataset_source import absolute, hub_dataset
 from shared.settings.rewards.models import ModelScorer
 from shared.settings.rewards.scorers import Scorer
 from shared.settings.section import Section
@@ -154,15 +156,24 @@ def _resolved(settings: Settings) -> Settings:
     )
     settings = _with_critic(settings)
     settings = _with(settings, "reward", scorers=tuple(map(_with_absolute_model, settings.reward.scorers)))
-    settings = _with(settings, "data", path=settings.data.path.absolute())
+    settings = _with(settings, "data", path=_with_absolute_sources(settings.data.path))
     return _with_absolute_sets(settings)
 
 
+def _with_absolute_sources(path: str | dict[str, float]) -> str | dict[str, float]:
+    if isinstance(path, dict):
+        return {pinned(absolute(source), "data.path"): weight for source, weight in path.items()}
+    return pinned(absolute(path), "data.path")
+
+
 def _with_absolute_sets(settings: Settings) -> Settings:
+    def held_out(source: str) -> str:
+        return pinned(absolute(source), "evaluation.path")
+
     path = settings.evaluation.path
     if isinstance(path, dict):
-        return _with(settings, "evaluation", path={name: set_path.absolute() for name, set_path in path.items()})
-    return settings if path is None else _with(settings, "evaluation", path=path.absolute())
+        return _with(settings, "evaluation", path={name: held_out(set_path) for name, set_path in path.items()})
+    return settings if path is None else _with(settings, "evaluation", path=held_out(path))
 
 
 def _with_critic(settings: Settings) -> Settings:
@@ -220,7 +231,8 @@ def _check(settings: Settings) -> None:
     for scorer in settings.reward.scorers:
         if isinstance(scorer, ModelScorer):
             check_model(scorer.model_setting, scorer.model)
-    _check_data(settings.data.path, "data.path")
+    for source in settings.data.sources:
+        _check_data(source, "data.path")
     for held_out in settings.evaluation.held_out:
         _check_data(held_out.path, settings.evaluation.setting_of(held_out))
     _check_port(settings.coordinator.host, settings.coordinator.port, "coordinator.port")
@@ -230,7 +242,10 @@ def _check(settings: Settings) -> None:
         asyncio.run(_check_bus(settings.bus.url))
 
 
-def _check_data(path: Path, setting: str) -> None:
+def _check_data(source: str, setting: str) -> None:
+    if hub_dataset(source) is not None:  # the coordinator loads it first
+        return
+    path = Path(source)
     if not path.exists():
         raise SettingsError(f"no dataset at {path}: change {setting}")
     if path.is_dir():

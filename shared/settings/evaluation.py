@@ -4,11 +4,11 @@ Several sets have a name each: ``path = { aime = "aime.jsonl", gsm8k = "gsm8k.js
 all of them, or a table by name: ``samples = { aime = 16 }``, with the default for the others.
 """
 
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from shared.settings.dataset_source import DatasetSource
 from shared.settings.section import Section
 
 ONLY_SET = "heldout"
@@ -22,7 +22,7 @@ class HeldOutSet(Section):
 
     name: str = Field(default=ONLY_SET)
     """Names it in the ledger, in metrics and in the report."""
-    path: Path
+    path: DatasetSource
     """The problems."""
     every_steps: PositiveInt = Field(default=20)
     """Steps between evaluations."""
@@ -42,7 +42,7 @@ class HeldOutSet(Section):
         return tuple(sorted({*powers, self.samples})) if self.samples > 1 else ()
 
 
-_DEFAULTS = HeldOutSet(path=Path())
+_DEFAULTS = HeldOutSet(path="none")
 
 
 class GateSettings(Section):
@@ -58,7 +58,7 @@ class GateSettings(Section):
 class EvaluationSettings(Section):
     """Held-out problems, answered by the same replicas. With several sets each value may be a table by set: { aime = 16 }."""
 
-    path: Path | dict[Name, Path] | None = Field(default=None)
+    path: DatasetSource | dict[Name, DatasetSource] | None = Field(default=None)
     """Held-out problems (as data.path), or several sets by name: { aime = "aime.jsonl", … }, the main one first. Empty: no evaluation."""
     every_steps: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.every_steps)
     """Steps between evaluations, beside those before the first step and after the last."""
@@ -78,7 +78,7 @@ class EvaluationSettings(Section):
     """What a fall of accuracy leads to."""
 
     @property
-    def paths(self) -> dict[str, Path]:
+    def paths(self) -> dict[str, str]:
         """The problems' path of each set, the main set first."""
         if self.path is None:
             return {}

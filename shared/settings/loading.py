@@ -86,6 +86,11 @@ def sources(flags: Sequence[str], environment: Mapping[str, str] | None = None) 
     return origins | {key: f"flag --{key}" for key in _flags(flags)}
 
 
+def given(flags: Sequence[str]) -> dict[str, str]:
+    """Return the texts of ``flags`` by dotted key. Raises SettingsError if one is no setting's."""
+    return _flags(flags)
+
+
 def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
     """Return ``settings`` with ``changes`` (dotted key → value), checked as a whole.
 

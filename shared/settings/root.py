@@ -19,7 +19,14 @@ from shared.settings.policy import PolicySettings, WeightsSettings
 from shared.settings.rewards.models import ModelWork
 from shared.settings.rewards.reward import RewardSettings
 from shared.settings.rollout import RolloutSettings, SamplingSettings
-from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings, RunSettings, TelemetrySettings
+from shared.settings.run import (
+    BusSettings,
+    CoordinatorSettings,
+    DataSettings,
+    RunSettings,
+    TelemetrySettings,
+    TrackingSettings,
+)
 from shared.settings.section import Section, shown
 from shared.settings.trainer import TrainerSettings
 
@@ -53,6 +60,8 @@ class Settings(Section):
     """Admission, ledger and the HTTP API."""
     guards: GuardsSettings = Field(default=GuardsSettings())
     """Conditions that warn, or pause the run."""
+    tracking: TrackingSettings = Field(default=TrackingSettings())
+    """Experiment trackers."""
     telemetry: TelemetrySettings = Field(default=TelemetrySettings())
     """Logs and heartbeats."""
     internal: InternalSettings = Field(default=InternalSettings())

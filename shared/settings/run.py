@@ -1,11 +1,32 @@
 """Settings of a run as a whole: ``[run]``, ``[bus]``, ``[data]``, ``[coordinator]``, ``[telemetry]``."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
+from shared.errors import SettingsError
+from shared.expression import Condition
+from shared.settings.dataset_source import DatasetSource
 from shared.settings.section import Section
+
+_OWN_ARGUMENTS = frozenset(
+    [
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    ]
+)
 
 
 class RunSettings(Section):
@@ -48,8 +69,9 @@ class BusSettings(Section):
 class DataSettings(Section):
     """The prompts that the run trains on."""
 
-    path: Path = Field(default=Path("train.jsonl"))
-    """Prompts: JSONL, Parquet, or a dataset folder saved by Hugging Face `datasets`."""
+    path: DatasetSource | dict[DatasetSource, PositiveFloat] = Field(default="train.jsonl")
+    """Prompts: JSONL, Parquet, a dataset folder saved by Hugging Face `datasets`, or a split on a hub,
+    `hf://owner/name@revision:split`. Several by weight: { "a.jsonl" = 3, "b.parquet" = 1 }."""
     prompt_field: str = Field(default="prompt")
     """Column with the prompt: text, or chat messages (`[{role, content}]`). A row without it may have `messages`
     instead."""
@@ -62,6 +84,37 @@ class DataSettings(Section):
     """Unreadable rows that are skipped; one more refuses the start."""
     shuffle: bool = Field(default=True)
     """Whether each epoch has a new order, drawn from run.seed."""
+    filter: str = Field(default="")
+    """Condition that a training row must meet, over its columns and `prompt_characters`: `level <= 3 and source !=
+    "web"`. Empty: all rows."""
+    system: str = Field(default="")
+    """System message of prompts that have none; a text becomes the user's message. Empty: prompts stay as they are."""
+    chat_template: dict[str, Any] = Field(default={})
+    """Arguments of the tokenizer's chat template, such as { enable_thinking = false } or { tools = [{…}] }."""
+
+    @property
+    def sources(self) -> Mapping[str, float]:
+        """The datasets, each with its weight."""
+        return self.path if isinstance(self.path, dict) else {self.path: 1.0}
+
+    @field_validator("filter")
+    @classmethod
+    def _parsed(cls, text: str) -> str:
+        try:
+            Condition(text or "1", "data.filter")
+        except SettingsError as error:
+            raise ValueError(str(error)) from error
+        return text
+
+    @field_validator("chat_template")
+    @classmethod
+    def _free(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_OWN_ARGUMENTS & arguments.keys()):
+            raise ValueError(
+                f"expected arguments of the chat template itself in data.chat_template, found {taken[0]!r}, which Penstock "
+                "sets: leave it out"
+            )
+        return arguments
 
 
 class CoordinatorSettings(Section):
@@ -83,6 +136,19 @@ class CoordinatorSettings(Section):
     """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock start`."""
     sample_every_steps: PositiveInt = Field(default=5)
     """Steps between two groups written to rollouts.jsonl."""
+
+
+Tracker = Literal["wandb", "trackio", "mlflow", "tensorboard"]
+
+
+class TrackingSettings(Section):
+    """Experiment trackers (docs/tracking.md)."""
+
+    sinks: tuple[Tracker, ...] = Field(default=())
+    """Trackers to which `penstock up` copies steps and evaluations: "wandb", "trackio", "mlflow", "tensorboard". Each
+    needs the extra of its name."""
+    project: str = Field(default="penstock", min_length=1)
+    """Project (wandb, trackio) or experiment (mlflow) of the run."""
 
 
 class TelemetrySettings(Section):

@@ -193,7 +193,7 @@ def test_every_setting_is_explained() -> None:
     assert found["sampling.group_size"] == ("integer", "16")
     assert found["algorithm.on_stale"] == ("'drop' | 'requeue'", '"drop"')
     assert found["reward.scorers[answer].needs_stop"] == ("true | false", "false")
-    assert found["evaluation.path"] == ("path | table", "none")
+    assert found["evaluation.path"] == ("text | table", "none")
 
 
 def test_the_common_settings_are_a_line_each_and_fit_a_screen() -> None:

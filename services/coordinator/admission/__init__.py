@@ -1,4 +1,4 @@
 """Admission of prompts from the dataset.
 
-dataset_files ──▶ dataset ──▶ admission ──▶ prompts
+hub ──▶ dataset_files ──▶ row_filter ──▶ dataset ──▶ mixing ──▶ admission ──▶ prompts
 """

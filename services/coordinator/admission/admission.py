@@ -20,6 +20,7 @@ from prometheus_client import Counter
 
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.dataset import Dataset, EpochOrder
+from services.coordinator.admission.mixing import MixedOrder
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt, Sampling
 from shared.bus.stores.ledger import AdmissionState, Ledger, RunState
@@ -63,7 +64,7 @@ class Admission:
         bus: Bus,
         ledger: Ledger,
         dataset: Dataset,
-        order: EpochOrder,
+        order: EpochOrder | MixedOrder,
         terms: Callable[[], Terms],
         gate: Callable[[], bool],
         shortage: Shortage,

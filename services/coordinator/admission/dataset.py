@@ -2,7 +2,7 @@
 
 One row becomes one :class:`Problem`::
 
-    {"prompt": "12+34=", "answer": 46, "level": 1}     text "12+34=", answer "46", extra {"level": 1}
+    {"prompt": "12+34=", "answer": "46", "level": 1}   text "12+34=", answer "46", extra {"level": 1}
     {"messages": [{"role": "user", "content": "…"}]}   chat messages
 
 Bad rows are logged and counted, up to ``data.max_bad_rows``. The order is a pure function of seed and cursor.
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from services.coordinator.admission import dataset_files
 from services.coordinator.admission.dataset_files import BadRow, DatasetRow
+from services.coordinator.admission.row_filter import RowFilter
 from shared.bus import wire
 from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
 from shared.errors import SettingsError
@@ -47,6 +48,11 @@ class Problem:
     scorers: tuple[str, ...] = ()
     """Scorers that apply; empty: all."""
 
+    @property
+    def characters(self) -> int:
+        """Length of the prompt."""
+        return len(self.text or "") + sum(len(turn.content) for turn in self.messages or ())
+
     def prompt(self, group_id: int, sampling: Sampling) -> Prompt:
         """Return this problem's prompt for ``group_id``."""
         return Prompt(
@@ -67,6 +73,12 @@ class Dataset:
 
     problems: tuple[Problem, ...]
     bad_rows: int
+    filtered: int = 0
+    """Rows that ``data.filter`` left out."""
+    sizes: tuple[int, ...] = ()
+    """Problems of each source, if there are several."""
+    bad: tuple[str, ...] = ()
+    """Why each bad row is bad."""
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -118,47 +130,82 @@ def rows_to_try(problems: Sequence[Problem], scorers: Sequence[str], each: int =
 
 
 def load(
-    path: Path, data: DataSettings, setting: str, scorers: Sequence[str] = (), comparing: Collection[str] = ()
+    source: str | Path,
+    data: DataSettings,
+    setting: str,
+    scorers: Sequence[str] = (),
+    comparing: Collection[str] = (),
+    condition: str = "",
 ) -> Dataset:
-    """Load the dataset at ``path``, a file or folder.
+    """Load the dataset ``source``, a file, folder or name on a hub.
 
     Args:
-        path: the dataset.
+        source: the dataset.
         data: how to read its rows.
-        setting: the setting that named ``path``.
+        setting: the setting that named ``source``.
         scorers: names that a row may use.
         comparing: scorers that need a reference answer.
+        condition: rows that do not meet it are left out (``data.filter``).
 
     Raises:
         SettingsError: missing, empty, of unknown format, or too many bad rows.
     """
     problems: list[Problem] = []
     bad: list[str] = []
-    for source, row in dataset_files.read(path, setting):
+    rows, filtered = RowFilter(condition), 0
+    for name, row in dataset_files.read(str(source), setting):
         try:
-            problem = _problem(source, row, data, scorers)
+            problem = _problem(name, row, data, scorers)
+            if not isinstance(row, BadRow) and not rows.keeps(row, problem.characters):
+                filtered += 1
+                continue
             _check_answer(problem, data.answer_field, comparing)
             problems.append(problem)
         except BadRow as error:
-            bad.append(f"{source}: {error}")
-            log.warning("bad row skipped", extra={"row": source, "reason": str(error)})
+            bad.append(f"{name}: {error}")
+            log.warning("bad row skipped", extra={"row": name, "reason": str(error)})
             if len(bad) > max(data.max_bad_rows, _SHOWN - 1):
                 break
+    _check_loaded(source, data, setting, len(problems), bad, filtered)
+    return Dataset(tuple(problems), len(bad), filtered, bad=tuple(bad))
+
+
+def load_training(data: DataSettings, scorers: Sequence[str] = (), comparing: Collection[str] = ()) -> Dataset:
+    """Load the sources of ``data.path``, one after the other. Raises SettingsError."""
+    parts = [load(source, data, "data.path", scorers, comparing, data.filter) for source in data.sources]
+    if len(parts) == 1:
+        return parts[0]
+    return Dataset(
+        tuple(problem for part in parts for problem in part.problems),
+        sum(part.bad_rows for part in parts),
+        sum(part.filtered for part in parts),
+        tuple(len(part) for part in parts),
+        tuple(sentence for part in parts for sentence in part.bad),
+    )
+
+
+def _check_loaded(
+    source: str | Path, data: DataSettings, setting: str, problems: int, bad: Sequence[str], filtered: int
+) -> None:
     if len(bad) > data.max_bad_rows:
-        raise SettingsError(_too_many(path, bad, data.max_bad_rows, setting))
-    if not problems and bad:
+        raise SettingsError(_too_many(source, bad, data.max_bad_rows, setting))
+    if problems:
+        return
+    if filtered:
         raise SettingsError(
-            f"expected at least one usable row in {path}, found {len(bad)} bad ones: correct them, or change "
+            f"expected rows of {source} that meet data.filter ({data.filter}), but none of {filtered} does: change data.filter"
+        )
+    if bad:
+        raise SettingsError(
+            f"expected at least one usable row in {source}, found {len(bad)} bad ones: correct them, or change "
             f"{setting} or the columns in [data]. The first:\n  " + "\n  ".join(bad[:_SHOWN])
         )
-    if not problems:
-        raise SettingsError(f"expected at least one row in {path}, but it has no rows: change {setting}")
-    return Dataset(tuple(problems), len(bad))
+    raise SettingsError(f"expected at least one row in {source}, but it has no rows: change {setting}")
 
 
-def _too_many(path: Path, bad: Sequence[str], limit: int, setting: str) -> str:
+def _too_many(source: str | Path, bad: Sequence[str], limit: int, setting: str) -> str:
     return (
-        f"expected at most {limit} bad rows in {path}, found more: correct them, change {setting} or the columns in "
+        f"expected at most {limit} bad rows in {source}, found more: correct them, change {setting} or the columns in "
         f"[data], or raise data.max_bad_rows. The first:\n  " + "\n  ".join(bad[:_SHOWN])
     )
 
@@ -170,9 +217,11 @@ MESSAGES_FIELD = "messages"
 def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str]) -> Problem:
     if isinstance(row, BadRow):
         raise row
-    text, messages = _question(row, data)
-    named = {data.prompt_field, MESSAGES_FIELD, data.answer_field, data.scorers_field}
+    text, messages = _with_system(*_question(row, data), data.system)
     answer = _answer(row.get(data.answer_field), data.answer_field)
+    named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field}
+    if not isinstance(row.get(data.answer_field), (int, float)):  # a number keeps its type for TRL's functions
+        named.add(data.answer_field)
     try:
         extra = {name: dataset_files.plain(value, name) for name, value in row.items() if name not in named}
         problem = Problem(source, text, messages, answer, extra, _scorers(row, data.scorers_field, scorers))
@@ -193,6 +242,15 @@ def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None
             return None, tuple(_turns(value, field))
     columns = ", ".join(sorted(repr(name) for name in row)) or "no column"
     raise BadRow(f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r}, found {columns}")
+
+
+def _with_system(
+    text: str | None, messages: tuple[ChatMessage, ...] | None, system: str
+) -> tuple[str | None, tuple[ChatMessage, ...] | None]:
+    if not system:
+        return text, messages
+    turns = (ChatMessage("user", text),) if messages is None and text is not None else messages or ()
+    return None, turns if turns[0].role == "system" else (ChatMessage("system", system), *turns)
 
 
 def _turns(value: object, field: str) -> Iterator[ChatMessage]:

@@ -1,6 +1,6 @@
-"""Read dataset rows named ``file:line``: JSONL, Parquet, Hugging Face datasets.
+"""Read dataset rows named ``file:line``: JSONL, Parquet, saved Hugging Face datasets, and splits on a hub.
 
-The only module that uses pyarrow and `datasets`.
+The only module that uses pyarrow, and with ``hub`` `datasets`.
 """
 
 import datetime
@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from services.coordinator.admission import hub
 from shared.bus.messages import Json
 from shared.errors import SettingsError
+from shared.settings.dataset_source import hub_dataset
 
 _BATCH_ROWS = 1024
 
@@ -23,12 +25,16 @@ class BadRow(Exception):
 DatasetRow: TypeAlias = dict[str, object] | BadRow
 
 
-def read(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
-    """Yield the rows of ``path`` with their names.
+def read(source: str, setting: str) -> Iterator[tuple[str, DatasetRow]]:
+    """Yield the rows of ``source``, a path or a dataset on a hub, with their names.
 
     Raises:
         SettingsError: unreadable or of unknown format; names ``setting``.
     """
+    if (on_hub := hub_dataset(source)) is not None:
+        yield from hub.read(on_hub, setting)
+        return
+    path = Path(source)
     if not path.exists():
         raise SettingsError(f"no dataset at {path}: change {setting}")
     try:

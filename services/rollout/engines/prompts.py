@@ -1,7 +1,7 @@
 """Convert prompts to token ids and token ids to text; messages use the chat template."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,9 +33,16 @@ class Reader(Protocol):
 
 
 class TokenizerCodec:
-    """A transformers tokenizer with the model's limits."""
+    """A transformers tokenizer with the model's limits.
 
-    def __init__(self, tokenizer: Tokenizer, reader: Reader) -> None:
+    Args:
+        template_arguments: for the chat template (``data.chat_template``).
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, reader: Reader, template_arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        self._template_arguments = dict(template_arguments or {})
         self._tokenizer = tokenizer
         self._context_tokens = reader.context_tokens
         self._vocabulary = reader.vocabulary
@@ -88,7 +95,7 @@ class TokenizerCodec:
         turns = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
         try:
             return self._tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=True, return_dict=False
+                turns, add_generation_prompt=True, tokenize=True, return_dict=False, **self._template_arguments
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PermanentError(

@@ -118,25 +118,51 @@ class CodeScorer(BaseScorer):
     """Interpreter: with the standard library only, or with numpy."""
 
 
-class PythonScorer(BaseScorer):
-    """The user's own function, in processes of its own."""
+class ProcessScorer(BaseScorer):
+    """A scorer that calls the user's functions in killable processes of its own."""
+
+    processes: PositiveInt = Field(default=1)
+    """Killable processes; each answers one call at a time."""
+    timeout_s: PositiveFloat = Field(default=30.0)
+    """Seconds after which a call is given up and its process killed."""
+    memory_mib: NonNegativeInt = Field(default=0)
+    """Maximum address space of a process; 0: no limit."""
+    environment: tuple[str, ...] = Field(default=())
+    """Environment variables that the function may read. It does not see others, such as the bus's password."""
+
+
+class PythonScorer(ProcessScorer):
+    """The user's own function of one sample."""
 
     kind: Literal["python"]
     """Your own function."""
     function: str = Field(min_length=1)
     """Function to call: `package.module:function`, or an entry point of the group `penstock.scorers`. It receives a
     sample and its prompt and returns a number or a Result; it may be async."""
-    processes: PositiveInt = Field(default=1)
-    """Killable processes; each scores one sample at a time."""
-    timeout_s: PositiveFloat = Field(default=30.0)
-    """Seconds after which a sample is given up and its process killed."""
     on_error: Literal["unavailable", "zero"] = Field(default="unavailable")
     """Meaning of an exception, a late answer or a dead process: the reward is `unavailable` (the group is retried,
     then buried), or 0 with the status `crashed` or `timeout`."""
-    memory_mib: NonNegativeInt = Field(default=0)
-    """Maximum address space of a process; 0: no limit."""
-    environment: tuple[str, ...] = Field(default=())
-    """Environment variables that the function may read. It does not see others, such as the bus's password."""
+
+
+class TrlScorer(ProcessScorer):
+    """Reward functions written for TRL's GRPOTrainer."""
+
+    kind: Literal["trl"]
+    """Reward functions written for TRL."""
+    functions: tuple[Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+(\(.*\))?$")], ...] = Field(min_length=1)
+    """Reward functions, as `reward_funcs` of TRL: `package.module:function`, or a factory with its arguments, such as
+    `trl.rewards:get_repetition_penalty_reward(ngram_size=3)`. They may be async."""
+    weights: tuple[float, ...] = Field(default=())
+    """Weight of each function in the sum, as `reward_weights` of TRL; empty: 1 each."""
+
+    @model_validator(mode="after")
+    def _weighted(self) -> "TrlScorer":
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"expected one weight for each of the {len(self.functions)} functions of scorer {self.name!r}, found "
+                f"{len(self.weights)}: change weights in [[reward.scorers]], or leave it out"
+            )
+        return self
 
 
 class JudgeScorer(BaseScorer):
@@ -206,6 +232,6 @@ class RandomScorer(BaseScorer):
 
 
 Scorer = Annotated[
-    AnswerScorer | CodeScorer | FormatScorer | ModelScorer | JudgeScorer | PythonScorer | RandomScorer,
+    AnswerScorer | CodeScorer | FormatScorer | ModelScorer | JudgeScorer | PythonScorer | TrlScorer | RandomScorer,
     Field(discriminator="kind"),
 ]

@@ -29,7 +29,7 @@ def lines(path: Path, *rows: object) -> Path:
 
 
 def load(path: Path, **changed: object) -> dataset.Dataset:
-    return dataset.load(path, DataSettings.model_validate({"path": path, **changed}), "data.path")
+    return dataset.load(str(path), DataSettings.model_validate({"path": path, **changed}), "data.path")
 
 
 def refusal(path: Path, **changed: object) -> str:
@@ -38,9 +38,11 @@ def refusal(path: Path, **changed: object) -> str:
     return str(caught.value)
 
 
-def test_a_row_becomes_text_answer_and_the_rest(tmp_path: Path) -> None:
+def test_a_row_becomes_text_answer_and_the_rest_and_a_number_keeps_its_type(tmp_path: Path) -> None:
     found = load(lines(tmp_path / "a.jsonl", {"prompt": "12+34=", "answer": 46, "level": 1, "tags": ["x", None]}))
-    assert found.problems == (dataset.Problem("a.jsonl:1", "12+34=", None, "46", {"level": 1, "tags": ["x", None]}),)
+    assert found.problems == (
+        dataset.Problem("a.jsonl:1", "12+34=", None, "46", {"answer": 46, "level": 1, "tags": ["x", None]}),
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,8 +134,10 @@ def test_parquet_rows_read_like_lines(tmp_path: Path) -> None:
     parquet.write_table(arrow.table(columns), path)
     found = load(path)
     assert found.problems == (
-        dataset.Problem("train.parquet:1", None, (ChatMessage("user", "1+1"),), "2", {"day": "2026-01-02"}),
-        dataset.Problem("train.parquet:2", "2+2=", None, "4", {"day": None}),
+        dataset.Problem(
+            "train.parquet:1", None, (ChatMessage("user", "1+1"),), "2", {"answer": 2, "day": "2026-01-02"}
+        ),
+        dataset.Problem("train.parquet:2", "2+2=", None, "4", {"answer": 4, "day": None}),
     )
 
 
@@ -154,7 +158,7 @@ def test_a_saved_hugging_face_dataset_is_read_and_a_dict_of_splits_is_refused(tm
     one = datasets.Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": [2, 4], "level": [1, 2]})
     one.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "both"))
-    assert load(tmp_path / "one").problems[1] == dataset.Problem("one:2", "2+2=", None, "4", {"level": 2})
+    assert load(tmp_path / "one").problems[1] == dataset.Problem("one:2", "2+2=", None, "4", {"answer": 4, "level": 2})
     words = refusal(tmp_path / "both")
     assert "found a DatasetDict (train, test)" in words
     assert f"change data.path to the folder of one split, such as {tmp_path}/both/train" in words
@@ -275,14 +279,14 @@ def test_a_dataset_of_few_rows_that_are_all_bad_names_them(tmp_path: Path) -> No
     with pytest.raises(
         SettingsError, match=r"found 1 bad ones(.|\n)*few\.jsonl:1: expected a reference answer in 'answer'"
     ):
-        dataset.load(path, DataSettings(path=path), "data.path", ["answer"], ["answer"])
+        dataset.load(path, DataSettings(path=str(path)), "data.path", ["answer"], ["answer"])
 
 
 def test_overlap_counts_prompts_word_for_word_and_but_for_case_and_spacing(tmp_path: Path) -> None:
     def problems(name: str, *rows: dict[str, object]) -> dataset.Dataset:
         path = tmp_path / name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return dataset.load(path, DataSettings(path=path), "data.path")
+        return dataset.load(path, DataSettings(path=str(path)), "data.path")
 
     chat: list[dict[str, object]] = [
         {"messages": [{"role": "user", "content": text}]} for text in ("Name a color.", "x")
@@ -315,3 +319,64 @@ def test_overlap_is_a_notice_of_the_run_and_the_arithmetic_example_has_none(tmp_
     example = ROOT / "examples" / "arithmetic"
     apart = settings(tmp_path, data={"path": example / "train.jsonl"}, evaluation={"path": example / "heldout.jsonl"})
     assert load_data(apart).notices == ()
+
+
+ROWS = [
+    {"prompt": "1+1=", "level": 1, "source": "book", "hard": False},
+    {"prompt": "2+2=", "level": 2, "source": "web", "hard": True},
+    {"prompt": "a long prompt", "level": 3, "source": "book", "hard": True},
+]
+
+
+@pytest.mark.parametrize(
+    ("condition", "kept"),
+    [
+        ("level <= 2", ["1+1=", "2+2="]),
+        ('source == "book"', ["1+1=", "a long prompt"]),
+        ("prompt_characters < 10", ["1+1=", "2+2="]),
+        ('not hard or source != "book" and level > 1', ["1+1=", "2+2="]),
+    ],
+)
+def test_rows_that_meet_the_filter_are_used_and_the_others_are_counted(
+    tmp_path: Path, condition: str, kept: list[str]
+) -> None:
+    path = lines(tmp_path / "a.jsonl", *ROWS)
+    loaded = dataset.load_training(DataSettings.model_validate({"path": path, "filter": condition}))
+    assert [problem.text for problem in loaded.problems] == kept
+    assert (loaded.filtered, loaded.bad_rows) == (3 - len(kept), 0)
+
+
+@pytest.mark.parametrize(
+    ("condition", "sentence"),
+    [
+        ("grade > 1", "expected a number or text in 'grade', as data.filter needs it, found none"),
+        ("source + 1 > 1", "expected values that fit data.filter, found others"),
+        ("level > 9", "expected rows of .* that meet data.filter .level > 9., found none among 3: change data.filter"),
+    ],
+)
+def test_a_filter_that_does_not_fit_the_rows_is_refused(tmp_path: Path, condition: str, sentence: str) -> None:
+    settings = DataSettings.model_validate({"path": lines(tmp_path / "a.jsonl", *ROWS), "filter": condition})
+    with pytest.raises(SettingsError, match=sentence):
+        dataset.load_training(settings)
+
+
+def test_the_system_message_precedes_prompts_that_have_none(tmp_path: Path) -> None:
+    user, own = {"role": "user", "content": "1+1"}, {"role": "system", "content": "Own."}
+    path = lines(tmp_path / "a.jsonl", {"prompt": "1+1"}, {"prompt": [user]}, {"prompt": [own, user]})
+    loaded = load(path, system="Add.")
+    added, kept = ChatMessage("system", "Add."), ChatMessage("system", "Own.")
+    asked = ChatMessage("user", "1+1")
+    assert [problem.messages for problem in loaded.problems] == [(added, asked), (added, asked), (kept, asked)]
+    assert [problem.text for problem in loaded.problems] == [None, None, None]
+
+
+def test_several_datasets_are_loaded_one_after_the_other(tmp_path: Path) -> None:
+    first, second = lines(tmp_path / "a.jsonl", *ROWS), lines(tmp_path / "b.jsonl", *ROWS, {"prompt": ""})
+    settings = DataSettings.model_validate({"path": {str(first): 3, str(second): 1}, "filter": "level > 1"})
+    loaded = dataset.load_training(settings)
+    assert [problem.source for problem in loaded.problems] == ["a.jsonl:2", "a.jsonl:3", "b.jsonl:2", "b.jsonl:3"]
+    assert (loaded.sizes, loaded.filtered, loaded.bad) == (
+        (2, 2),
+        2,
+        ("b.jsonl:4: expected text in 'prompt', found none",),
+    )

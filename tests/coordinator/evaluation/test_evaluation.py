@@ -181,7 +181,7 @@ RUNNING = RunStatus(
     trainer_epoch=1, shift=0, tip=None, first_admission_s=None, last_commit_s=None, paused_s=0,
 )  # fmt: skip
 INITIAL = summarize(Description(V0, 0, (ASKED,), True, False, 0.0), {0: 1}, "", 1.0)[0]
-SETS = [HeldOutSet(path=Path("heldout.jsonl"), every_steps=20)]
+SETS = [HeldOutSet(path="heldout.jsonl", every_steps=20)]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,16 @@ def test_messages_go_through_the_chat_template() -> None:
     )
 
 
+def test_arguments_of_the_chat_template_reach_it() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '+1' if enable_thinking else '' }}{{ tools[0].name if tools else '' }}"
+    messages = (ChatMessage("user", "1"),)
+    arguments = {"enable_thinking": True, "tools": [{"name": "=4"}]}
+    argued = TokenizerCodec(tiny.tokenizer(template), tiny.opened(tiny.model()), arguments)
+    asked = asking(text=None, messages=messages)
+    assert argued.encode(asked).tolist() == codec().encode(asking(text="1+1=4")).tolist()
+    assert codec(template).encode(asked).tolist() == codec().encode(asking(text="1")).tolist()
+
+
 @pytest.mark.parametrize(
     ("fields", "template", "sentence"),
     [

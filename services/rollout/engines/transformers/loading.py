@@ -33,7 +33,13 @@ class Tokenizer(Protocol):
         """Return tokens, as ``input_ids``."""
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        return_dict: bool,
+        **arguments: Any,
     ) -> list[int]:
         """Return a conversation's tokens, up to the assistant's turn."""
 

@@ -1,0 +1,139 @@
+"""``penstock data check``: show what a run will be trained on, before it starts.
+
+::
+
+    rows ──▶ bad, filtered, used ──▶ in training order ──▶ rendered with special tokens ──▶ lengths in tokens
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.coordinator.admission.dataset import Dataset, Problem
+from services.coordinator.service import load_data, order_of
+from services.rollout.engines.prompts import TokenizerCodec
+from services.rollout.engines.transformers.loading import Tokenizer, open_tokenizer
+from services.up.display import console
+from shared.bus.messages import Sampling
+from shared.errors import PermanentError
+from shared.model.context import own_context, read_config
+from shared.settings import Settings
+from shared.text.terminal import escaped_line
+
+_MOST_MEASURED = 5_000
+"""Problems whose length is measured, spread over the data."""
+_BINS = 8
+_BAR = 40
+_LONGEST_PROMPT = 2_000
+_UNLIMITED = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lengths:
+    """Prompt lengths in tokens."""
+
+    tokens: Sequence[int]
+    refused: Sequence[str]
+    """Why prompts cannot be generated."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Limits:
+    """The model's limits, as far as they are known without opening it."""
+
+    context_tokens: int
+    vocabulary: int = _UNLIMITED
+
+
+def check(settings: Settings, shown: int) -> bool:
+    """Print the report; return whether every measured prompt can be generated. Raises SettingsError."""
+    data = load_data(settings)
+    tokenizer = open_tokenizer(settings.policy)
+    context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
+    codec = TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template)
+    _say_counts(settings, data.train)
+    for held_set, problems in data.held_out:
+        console.say(
+            f"held out {held_set.name}: {held_set.path}: {len(problems)} problems, {problems.bad_rows} bad rows"
+        )
+    order = order_of(settings, data.train)
+    for place in range(min(shown, len(data.train))):
+        _say_prompt(place, data.train.problems[order.index(place)], settings, codec, tokenizer)
+    lengths = measure(data.train.problems, settings, codec)
+    _say_lengths(lengths, len(data.train))
+    for notice in data.notices:
+        console.say(f"\n{notice.level}: {notice.text}")
+    return not lengths.refused
+
+
+def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCodec) -> Lengths:
+    """Return the lengths of up to 5,000 prompts, spread over the data."""
+    chosen = np.unique(np.linspace(0, len(problems) - 1, min(len(problems), _MOST_MEASURED)).astype(int))
+    tokens, refused = [], []
+    for index in chosen:
+        try:
+            tokens.append(len(codec.encode(problems[index].prompt(0, _sampling(settings)))))
+        except PermanentError as error:
+            refused.append(str(error))
+    return Lengths(tokens, refused)
+
+
+def histogram(tokens: Sequence[int]) -> list[str]:
+    """Return a line for each range of lengths.
+
+    >>> histogram([1, 1, 2])
+    ['1: 2 ████████████████████████████████████████', '2: 1 ████████████████████']
+    """
+    least, most = min(tokens), max(tokens)
+    width = max(1, -(-(most - least + 1) // _BINS))
+    counts = np.bincount((np.array(tokens) - least) // width)
+    starts = [least + width * index for index in range(len(counts))]
+    names = [f"{start}-{start + width - 1}" if width > 1 else str(start) for start in starts]
+    wide, digits = max(map(len, names)), len(str(counts.max()))
+    return [
+        f"{name:>{wide}}: {count:>{digits}} {'█' * -(-int(count) * _BAR // int(counts.max()))}".rstrip()
+        for name, count in zip(names, counts, strict=True)
+    ]
+
+
+def _sampling(settings: Settings) -> Sampling:
+    return Sampling(1, settings.sampling.max_new_tokens, settings.sampling.temperature)
+
+
+def _say_counts(settings: Settings, train: Dataset) -> None:
+    sizes = train.sizes or (len(train),)
+    whole = sum(settings.data.sources.values())
+    for (source, weight), size in zip(settings.data.sources.items(), sizes, strict=True):
+        share = f", {weight / whole:.1%} of the draws" if train.sizes else ""
+        console.say(f"training: {source}: {size} problems{share}")
+    filtered = f", {train.filtered} rows left out by data.filter" if settings.data.filter else ""
+    console.say(f"training: {len(train)} problems, {train.bad_rows} bad rows{filtered}")
+    for sentence in train.bad:
+        console.say(f"  bad row {escaped_line(sentence)}")
+
+
+def _say_prompt(place: int, problem: Problem, settings: Settings, codec: TokenizerCodec, tokenizer: Tokenizer) -> None:
+    try:
+        token_ids = codec.encode(problem.prompt(0, _sampling(settings)))
+    except PermanentError as error:
+        console.say(f"\nprompt {place + 1}: cannot be generated: {error}")
+        return
+    (text,) = tokenizer.batch_decode([token_ids.tolist()], skip_special_tokens=False)
+    cut = "…" if len(text) > _LONGEST_PROMPT else ""
+    console.say(f"\nprompt {place + 1} ({problem.source}, {len(token_ids)} tokens, answer {problem.answer!r}):")
+    console.say(f"{text[:_LONGEST_PROMPT]}{cut}")
+
+
+def _say_lengths(lengths: Lengths, problems: int) -> None:
+    measured = len(lengths.tokens) + len(lengths.refused)
+    of = "" if measured == problems else f" of {measured} prompts, spread over the data"
+    if lengths.tokens:
+        mean = sum(lengths.tokens) / len(lengths.tokens)
+        console.say(f"\nprompt tokens{of}: mean {mean:.1f}, longest {max(lengths.tokens)}")
+        for line in histogram(lengths.tokens):
+            console.say(f"  {line}")
+    if lengths.refused:
+        console.say(f"\n{len(lengths.refused)} of {measured} prompts cannot be generated. The first:")
+        for sentence in lengths.refused[:5]:
+            console.say(f"  {escaped_line(sentence)}")

@@ -1,0 +1,136 @@
+"""``penstock diff A B``: the settings in which two runs differ, and their curves side by side."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from services.coordinator.records.jsonl import read
+from services.coordinator.records.summary import one_line_a_step
+from services.up.display import console
+from services.up.display.view import spark
+from shared.settings import Settings, load_run
+from shared.text.terminal import escaped_line
+
+_PLACES = frozenset(
+    ("run.id", "run.folder", "bus.url", "weights.folder", "coordinator.token_file", "reward.executor.address")
+)
+"""Settings that differ between all runs."""
+_CURVES = (
+    *("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "truncated_fraction", "grad_norm", "lag_mean"),
+    *("samples_per_s", "step_s"),
+)
+_SCORER = "scorer_mean_"
+_ENDS = 5
+"""Steps averaged at the end."""
+_POINTS = 24
+"""Of a drawn curve."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric of both runs, over the steps that both have."""
+
+    metric: str
+    a: Sequence[float]
+    b: Sequence[float]
+    last: int = _ENDS
+    """Values averaged at the end."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Return the means of the last values."""
+        first, second = self.a[-self.last :], self.b[-self.last :]
+        return sum(first) / len(first), sum(second) / len(second)
+
+
+def settings_differences(a: Settings, b: Settings) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ, by key, except for names and places."""
+    first, second = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
+    keys = dict.fromkeys([*first, *second])
+    return {
+        key: (first.get(key), second.get(key))
+        for key in keys
+        if key not in _PLACES and first.get(key) != second.get(key)
+    }
+
+
+def curves(a: Path, b: Path) -> tuple[int, list[Curve]]:
+    """Return the number of steps that both runs have, and each metric's curves over these."""
+    first, second = (one_line_a_step(read(folder / "metrics.jsonl")) for folder in (a, b))
+    steps = min(len(first), len(second))
+    scorers = sorted({name for line in (*first[:1], *second[:1]) for name in line if name.startswith(_SCORER)})
+    drawn = [
+        Curve(name, _values(first[:steps], name), _values(second[:steps], name))
+        for name in (_CURVES[0], *scorers, *_CURVES[1:])
+    ]
+    drawn += [Curve(f"accuracy {name}", *both, last=1) for name, both in _accuracies(a, b).items()]
+    return steps, [curve for curve in drawn if curve.a and curve.b]
+
+
+def compare(a: Path, b: Path, *, as_json: bool) -> None:
+    """Print the differences. Raises SettingsError if one is no run."""
+    differing = settings_differences(load_run(a), load_run(b))
+    steps, drawn = curves(a, b)
+    if as_json:
+        ends = {curve.metric: list(curve.ends) for curve in drawn}
+        console.say_json(
+            {"settings": {key: list(both) for key, both in differing.items()}, "steps": steps, "last": ends}
+        )
+        return
+    _show("settings", [(key, _shown(first), _shown(second)) for key, (first, second) in differing.items()])
+    _show(
+        f"the last {min(_ENDS, steps)} of {steps} common steps",
+        [(curve.metric, _drawn(curve.ends[0], curve.a), _drawn(curve.ends[1], curve.b)) for curve in drawn],
+    )
+
+
+def _drawn(end: float, values: Sequence[float]) -> str:
+    return f"{end:.4g}  {spark(values, _POINTS)}"
+
+
+def _show(title: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    if not rows:
+        console.say(f"{title}: no difference")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (title, "A", "B"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(escaped_line(cell)) for cell in row))
+    console.show(table)
+
+
+def _accuracies(a: Path, b: Path) -> dict[str, tuple[list[float], list[float]]]:
+    first, second = (_by_set(folder) for folder in (a, b))
+    return {name: (first[name], second[name]) for name in first if name in second}
+
+
+def _by_set(folder: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for line in read(folder / "evaluations.jsonl"):
+        if isinstance(accuracy := line.get("accuracy"), (int, float)):
+            found.setdefault(str(line.get("set", "heldout")), []).append(float(accuracy))
+    return found
+
+
+def _values(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(line[name]) for line in lines if isinstance(line.get(name), (int, float))]
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

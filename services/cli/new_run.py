@@ -1,0 +1,52 @@
+"""``penstock new``: write a run's TOML file from flags, with the common settings beside them as comments."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from services.cli.settings_help import COMMON, entries
+from shared.errors import SettingsError
+from shared.settings import given, loads
+
+_COMMENT_COLUMN = 48
+
+
+def write(path: Path, flags: Sequence[str]) -> None:
+    """Write ``path``. Raises SettingsError if the flags are wrong, or the file exists."""
+    text = toml(given(flags))
+    loads(text, str(path))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise SettingsError(f"expected a new file, found {path} ({error.strerror}): give another name") from error
+
+
+def toml(values: Mapping[str, str]) -> str:
+    """Return a run's file that sets ``values`` (dotted key → text)."""
+    known = {entry.key: entry for entry in entries() if entry.kind}
+    tables = list(dict.fromkeys(key.partition(".")[0] for key in (*known, *values)))
+    keys = sorted(dict.fromkeys((*COMMON, *values)), key=lambda key: tables.index(key.partition(".")[0]))
+    lines = [
+        "# A run: penstock up FILE. Lines that begin with # are defaults; `penstock settings` explains them.",
+        "# `penstock data check FILE` shows the data.",
+    ]
+    for table, group in groupby(keys, lambda key: key.partition(".")[0]):
+        lines += ["", f"[{table}]"]
+        for key in group:
+            entry, name = known.get(key), key.partition(".")[2]
+            value = values.get(key)
+            shown = f"# {name} = {entry.default}" if value is None and entry else f"{name} = {_literal(value or '')}"
+            lines.append(f"{shown:<{_COMMENT_COLUMN}}  # {entry.brief}" if entry else shown)
+    return "\n".join(lines) + "\n"
+
+
+def _literal(text: str) -> str:
+    """Return ``text`` as a TOML value, as flags are read."""
+    try:
+        tomllib.loads(f"value = {text}")
+    except ValueError:
+        return json.dumps(text, ensure_ascii=False)
+    return text

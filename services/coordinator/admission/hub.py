@@ -1,0 +1,40 @@
+"""Read one split of a dataset on a Hugging Face hub; the only module that uses it.
+
+Files are kept in the cache of the library `datasets`, which reads data only: no code of a dataset runs. ``HF_ENDPOINT``
+names another hub, and ``HF_TOKEN`` opens private datasets.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from shared.errors import SettingsError
+from shared.settings.dataset_source import HubDataset
+
+
+def read(dataset: HubDataset, setting: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the rows with their names. Raises SettingsError, which names ``setting``."""
+    for number, row in enumerate(_load(dataset, setting), start=1):
+        yield f"{dataset.repository}/{dataset.split}:{number}", dict(row)
+
+
+def _load(dataset: HubDataset, setting: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise SettingsError(
+            f"expected the package datasets to read {dataset}, found none: pip install 'penstock[datasets]', "
+            f"or change {setting} to a file"
+        ) from error
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(
+            dataset.repository,
+            dataset.configuration or None,
+            split=dataset.split,
+            revision=dataset.revision or None,
+        )
+    except Exception as error:  # the library raises whatever its HTTP client and readers raise
+        sentence = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SettingsError(
+            f"expected a dataset on the hub at {dataset}, found: {sentence}: change {setting}, or check HF_ENDPOINT and HF_TOKEN"
+        ) from error

@@ -1,0 +1,171 @@
+"""Call TRL reward functions: the program of a scorer process.
+
+::
+
+    question   {"function": 0, "group": a RolloutGroup, MessagePack in base64, "answer_field": "answer", "steps": 100}
+    answer     {"values": [1.0, null], "extra": ["gold=46", ""], "metrics": {"accuracy": 0.5}}
+               {"error": "ZeroDivisionError: … (mine.py:7)"}      raised, or an invalid result
+
+A function receives what TRL's GRPOTrainer passes to it, for the completions of one group.
+"""
+
+import ast
+import asyncio
+import base64
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, cast
+
+from services.reward.scorers.function.function_call import describe, load
+from services.reward.subprocess_pool import child
+from shared.bus import wire
+from shared.bus.messages import RolloutGroup
+
+_MIB = 1024**2
+_LONGEST_EXTRA = 120
+_EXTRA_CHARACTERS = 20_000
+"""For all completions of an answer, which is one line of at most 64 KiB."""
+_MOST_METRICS = 32
+TrlFunction: TypeAlias = Callable[..., Any]
+
+
+def load_function(reference: str) -> TrlFunction:
+    """Return ``module:function``, or what ``module:factory(name=literal)`` returns.
+
+    Raises:
+        ValueError: the arguments are not literals by name, or the result cannot be called; or the import's error.
+    """
+    name, parenthesis, _ = reference.partition("(")
+    target = cast(TrlFunction, load(name))
+    if not parenthesis:
+        return target
+    call = ast.parse(f"f{reference[len(name) :]}", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
+        raise ValueError(f"expected arguments by name, such as {name}(max_len=100), found {reference}")
+    made = target(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
+    if not callable(made):
+        raise ValueError(f"{reference} returns no function but {type(made).__name__}")
+    return cast(TrlFunction, made)
+
+
+class TrainerState:
+    """The part of transformers' TrainerState that a run with separate services has."""
+
+    def __init__(self, global_step: int, max_steps: int) -> None:
+        self.global_step = global_step
+        self.max_steps = max_steps
+
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(f"expected global_step or max_steps of trainer_state, found {name}: Penstock has no other")
+
+
+class Notes:
+    """What functions log of the completions of a group."""
+
+    def __init__(self, completions: int) -> None:
+        self._columns: dict[str, list[object]] = {}
+        self._metrics: dict[str, list[float]] = {}
+        self._completions = completions
+
+    def log_extra(self, column: str, values: Iterable[object]) -> None:
+        """Note a column of values, one for each completion."""
+        self._columns.setdefault(str(column), []).extend(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Note a scalar; the group's value is the mean."""
+        self._metrics.setdefault(str(name), []).append(float(value))
+
+    @property
+    def extra(self) -> list[str]:
+        """``column=value`` for each completion."""
+        limit = min(_LONGEST_EXTRA, _EXTRA_CHARACTERS // self._completions)
+        columns = [(name, values) for name, values in self._columns.items() if len(values) == self._completions]
+        return [
+            ", ".join(f"{name}={values[index]}" for name, values in columns)[:limit]
+            for index in range(self._completions)
+        ]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of each scalar that is finite."""
+        means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
+        kept = [(name[:64], mean) for name, mean in means.items() if math.isfinite(mean)]
+        return dict(kept[:_MOST_METRICS])
+
+
+def arguments(group: RolloutGroup, answer_field: str, steps: int, notes: Notes) -> dict[str, object]:
+    """Return the keyword arguments that TRL passes for the completions of ``group``."""
+    prompt, count = group.prompt, len(group.samples)
+    columns = {answer_field: prompt.answer} | prompt.extra
+    given: dict[str, object] = {
+        name: [value] * count
+        for name, value in columns.items()
+        if name not in ("prompt", "completion", "completion_ids") and (name in prompt.extra or value is not None)
+    }
+    texts = [sample.text for sample in group.samples]
+    if prompt.messages is None:
+        given |= {"prompts": [prompt.text] * count, "completions": texts}
+    else:
+        given["prompts"] = [
+            [{"role": turn.role, "content": turn.content} for turn in prompt.messages] for _ in range(count)
+        ]
+        given["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    return given | {
+        "completion_ids": [sample.token_ids.tolist() for sample in group.samples],
+        "trainer_state": TrainerState(int(group.newest_version), steps),
+        "log_extra": notes.log_extra,
+        "log_metric": notes.log_metric,
+    }
+
+
+def checked(returned: object, completions: int) -> list[float | None]:
+    """Return a function's result as numbers.
+
+    Raises:
+        TypeError: not a list of numbers and None.
+        ValueError: of another length, or not finite.
+    """
+    if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, Iterable):
+        raise TypeError(f"expected a list of numbers from the function, found {type(returned).__name__}")
+    values = [_number(value, index) for index, value in enumerate(returned)]
+    if len(values) != completions:
+        raise ValueError(f"expected {completions} rewards from the function, one per completion, found {len(values)}")
+    return values
+
+
+def _number(value: Any, index: int) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"expected a number or None for completion {index}, found {type(value).__name__}")
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"expected a finite number or None for completion {index}, found {number}")
+    return number
+
+
+def _prepare() -> child.Answerer:
+    functions = [load_function(reference) for reference in sys.argv[2:-1]]
+    runner = asyncio.Runner()
+
+    async def awaited(result: Any) -> object:
+        return await result
+
+    def answer(question: dict[str, Any]) -> dict[str, object]:
+        group = wire.decode(base64.b64decode(question["group"]), RolloutGroup)
+        function, notes = functions[question["function"]], Notes(len(group.samples))
+        try:
+            returned = function(**arguments(group, question["answer_field"], question["steps"], notes))
+            returned = runner.run(awaited(returned)) if inspect.isawaitable(returned) else returned
+            values = checked(returned, len(group.samples))
+            return {"values": values, "extra": notes.extra, "metrics": notes.metrics}
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the edge: whatever the user's function raises)
+            return {"error": describe(error, function)}
+
+    return answer
+
+
+if __name__ == "__main__":
+    memory_mib, parent = int(sys.argv[1]), int(sys.argv[-1])
+    child.serve(_prepare, parent, memory_mib * _MIB if memory_mib else None)

@@ -1,0 +1,142 @@
+"""Follow a run's records for one sink.
+
+::
+
+    read the bus ──▶ batch ──▶ offset file ──▶ sink's process ──▶ offset file ──▶ the next batch
+                                   ▲                 └── failed, late or dead: killed, and the same batch again
+                                   └── a killed service continues here
+"""
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from services.tracking.offset import Offset
+from services.tracking.points import results_of
+from services.tracking.sink_client import SinkClient, SinkFailure
+from shared.backoff import Backoff
+from shared.bus import streams, wire
+from shared.bus.bus import Bus
+from shared.bus.messages import StepReport
+from shared.bus.stores.evaluations import evaluated, results
+from shared.bus.stores.records import following, wait_for_any
+from shared.errors import MessageError
+
+log = logging.getLogger(__name__)
+
+_BATCH = 100
+_WAIT_S = 0.5
+AGAIN = Backoff(first_s=0.5, longest_s=60.0)
+
+Tell = Callable[[str, str], Awaitable[None]]
+
+
+class Follower:
+    """Deliver every step and evaluation to one sink, exactly once.
+
+    Args:
+        path: the offset file.
+        tell: writes an event, by name and detail.
+        every_s: least time between two batches.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        path: Path,
+        sink: SinkClient,
+        tell: Tell,
+        again: Backoff = AGAIN,
+        every_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.trouble = ""
+        """Why nothing is delivered now."""
+        self._bus = bus
+        self._path = path
+        self._sink = sink
+        self._tell = tell
+        self._again = again
+        self._every_s = every_s
+        self._offset = Offset.read(path)
+        self._failures = 0
+
+    @property
+    def delivered(self) -> int:
+        """Points of the current segment that are in the tracker."""
+        return self._offset.segments.points - len(self._offset.pending)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Follow until ``stop``."""
+        while not stop.is_set():
+            if await self.deliver():
+                await _wait(stop, self._every_s)
+            elif self.trouble:
+                await _wait(stop, self._again.wait_s(self._failures))
+            else:
+                await wait_for_any(self._bus, {streams.STEPS: self._offset.after}, _WAIT_S)
+
+    async def finish(self, within_s: float) -> None:
+        """Deliver what is left, as far as the time allows, and close the sink."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while await self.deliver():
+                    pass
+        await self._sink.close(within_s)
+
+    async def deliver(self) -> bool:
+        """Deliver one batch; return whether there was one and the sink took it. Nothing is lost if it is cancelled."""
+        try:
+            if not self._offset.pending:
+                ahead = await self._read(copy.deepcopy(self._offset))
+                if not ahead.pending:
+                    return False
+                ahead.write(self._path)
+                self._offset = ahead
+            state = await self._sink.write(self._offset.pending, self._offset.sink)
+            done = dataclasses.replace(self._offset, pending=[], sink=state)
+            done.write(self._path)
+            self._offset = done
+        except (SinkFailure, OSError) as error:
+            await self._failed(str(error))
+            return False
+        if self.trouble:
+            self.trouble, self._failures = "", 0
+            await self._tell("tracker works again", self.name)
+        return True
+
+    async def _failed(self, reason: str) -> None:
+        self._failures += 1
+        log.warning("tracker failed", extra={"sink": self.name, "reason": reason})
+        if not self.trouble:
+            await self._tell("tracker failed", f"{self.name}: {reason}: training continues, and it is tried again")
+        self.trouble = reason
+
+    async def _read(self, offset: Offset) -> Offset:
+        """Return ``offset`` with the next points pending."""
+        rows = await following(self._bus, streams.STEPS, offset.after, _BATCH)
+        for entry, fields in rows:
+            offset.after = entry
+            try:
+                report = wire.decode(fields.get(b"data", b""), StepReport)
+            except MessageError as error:
+                log.warning("unreadable record passed over", extra={"entry": entry, "reason": str(error)})
+            else:
+                offset.pending.append(offset.segments.of_step(report))
+        if len(rows) < _BATCH and await evaluated(self._bus) > len(offset.evaluated):
+            for version, raw in sorted((await results(self._bus)).items(), key=lambda item: int(item[0])):
+                if int(version) not in offset.evaluated:
+                    offset.pending.append(offset.segments.of_evaluation(results_of(raw)))
+                    offset.evaluated.append(int(version))
+        return offset
+
+
+async def _wait(stop: asyncio.Event, wait_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            await stop.wait()

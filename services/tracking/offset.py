@@ -1,0 +1,47 @@
+"""The durable state of one sink: what is delivered, and the batch that is being delivered.
+
+A batch is written here before its delivery and removed after it. A sink that receives a batch again keeps one copy of
+each point, so that every point is in the tracker exactly once, whenever a process is killed.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from services.tracking.points import Point, Segments
+from shared.errors import SettingsError
+from shared.files.durable import flush, write_whole
+
+
+@dataclasses.dataclass(slots=True)
+class Offset:
+    """A sink's place in the records."""
+
+    after: str = "0-0"
+    """The last step's entry on the bus."""
+    evaluated: list[int] = dataclasses.field(default_factory=list)
+    """Versions whose evaluations are in."""
+    segments: Segments = dataclasses.field(default_factory=Segments)
+    pending: list[Point] = dataclasses.field(default_factory=list)
+    sink: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The sink's own state after the last batch."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Offset":
+        """Return the state in ``path``, or the beginning. Raises SettingsError if it cannot be read."""
+        if not path.exists():
+            return cls()
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{**fields, "segments": Segments(**fields["segments"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise SettingsError(
+                f"expected the tracker's offset in {path}, found another file ({error}): remove it to copy the run again"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Replace ``path``. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(dataclasses.asdict(self)))
+        flush(path)

@@ -1,0 +1,91 @@
+"""Run the tracking service: one follower for each sink."""
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from services.tracking.follower import Follower
+from services.tracking.sink_client import SinkClient
+from services.tracking.sinks.sink import TrackedRun
+from shared.errors import SettingsError
+from shared.process.service import Context, serve
+from shared.process.telemetry import tell
+from shared.settings import Settings
+
+_ANSWER_S = 120.0
+_EVERY_S = {"wandb": 30.0}
+"""Each batch is a session of its client."""
+_CLOSE_WITHIN_S = 10.0
+_LOOK_S = 1.0
+
+
+async def run(settings: Settings, replica: str) -> None:
+    """Copy the run's records until stopped.
+
+    Raises:
+        SettingsError: a tracker's library is missing.
+        BusUnavailable: no bus at the start.
+    """
+    check_libraries(settings.tracking.sinks)
+    tracked = tracked_run(settings)
+    async with serve(settings, "tracking", replica) as context:
+
+        async def report(name: str, detail: str) -> None:
+            await tell(context.bus, "tracking", name, detail)
+
+        followers = [
+            Follower(
+                name,
+                context.bus,
+                settings.run_folder / "tracking" / f"{name}.json",
+                SinkClient(name, tracked, _ANSWER_S),
+                report,
+                every_s=_EVERY_S.get(name, 0.0),
+            )
+            for name in settings.tracking.sinks
+        ]
+        context.status.state = "working"
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(_watch(context, followers))
+            following = [tasks.create_task(follower.run(context.stop)) for follower in followers]
+            await context.stop.wait()
+            for task in (watching, *following):
+                task.cancel()
+        context.status.state = "stopping"
+        await asyncio.gather(*(follower.finish(_CLOSE_WITHIN_S) for follower in followers))
+
+
+async def _watch(context: Context, followers: list[Follower]) -> None:
+    while True:
+        troubles = [f"{follower.name}: {follower.trouble}" for follower in followers if follower.trouble]
+        context.status.last_error = "; ".join(troubles)
+        context.status.values |= {f"delivered_{follower.name}": float(follower.delivered) for follower in followers}
+        await asyncio.sleep(_LOOK_S)
+
+
+def check_libraries(sinks: tuple[str, ...]) -> None:
+    """Raise SettingsError if a tracker's library is not installed."""
+    for name in sinks:
+        if importlib.util.find_spec(name) is None:
+            raise SettingsError(
+                f"expected the package {name} for tracking.sinks, found none: pip install 'penstock[{name}]', or change "
+                "tracking.sinks"
+            )
+
+
+def tracked_run(settings: Settings) -> TrackedRun:
+    """Return the run as trackers show it, without the bus's address and test settings."""
+    values = settings.model_dump(mode="json", exclude={"bus", "internal", "coordinator", "tracking"})
+    return TrackedRun(settings.run.id, settings.tracking.project, settings.run_folder, dict(_flat(values)))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Mapping[str, str]:
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value if isinstance(value, str) else json.dumps(value)
+    return flat

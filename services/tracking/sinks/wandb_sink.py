@@ -1,0 +1,58 @@
+"""Weights & Biases: one run for each segment, grouped by the run's id.
+
+The client keeps rows in memory and loses them when it is killed, so each batch is a session: ``finish`` returns once its
+rows are uploaded, or in their file with ``WANDB_MODE=offline``. Rows have their index as step: a session that comes again
+resumes the run, and the client drops the steps that the server has. Offline, the unfinished session's folder is removed.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import wandb
+
+from services.tracking.points import Point
+from services.tracking.sinks.sink import TrackedRun
+
+_STEP = "train/global_step"
+
+
+class WeightsAndBiases:
+    """Write each batch as a session of a resumed run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = run
+
+    def write(self, points: Sequence[Point], state: Mapping[str, Any]) -> dict[str, Any]:
+        """Log the points and wait until they are kept."""
+        for segment in dict.fromkeys(int(point["segment"]) for point in points):
+            self._log(segment, [point for point in points if point["segment"] == segment])
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: every session is finished."""
+
+    def _log(self, segment: int, points: Sequence[Point]) -> None:
+        name = self._run.segment(segment)
+        folder = self._run.folder / "wandb" / f"{segment}-{points[0]['index']:08}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        session = wandb.init(
+            project=self._run.project,
+            id=name,
+            name=name,
+            group=self._run.id,
+            config=dict(self._run.config),
+            dir=str(folder),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+        session.define_metric("*", step_metric=_STEP)
+        for point in points:
+            session.log({**point["values"], _STEP: point["step"]}, step=point["index"])
+        session.finish()
+
+
+def open_sink(run: TrackedRun) -> WeightsAndBiases:
+    """Return the sink."""
+    return WeightsAndBiases(run)

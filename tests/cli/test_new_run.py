@@ -1,0 +1,59 @@
+"""`penstock new`."""
+
+from pathlib import Path
+
+import pytest
+
+from services.cli.__main__ import main
+from services.cli.new_run import toml
+from services.cli.settings_help import COMMON
+from shared.settings import Settings, load, loads
+
+SCORERS = '[{kind = "trl", functions = ["rewards:right"]}]'
+FLAGS = ("--policy.model", "models/m", "--run.steps=7", f"--reward.scorers={SCORERS}", "--policy.lora.rank", "8")
+
+
+def test_a_new_run_has_what_was_given_and_the_common_settings_as_comments(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    assert main(["new", str(path), *FLAGS]) == 0
+    assert load(path, environment={}) == load(None, FLAGS, environment={})
+    lines = path.read_text().splitlines()
+    assert [line.partition("#")[0].rstrip() for line in lines if line and line[0] not in "#["] == [
+        "steps = 7",
+        'model = "models/m"',
+        "lora.rank = 8",
+        f"scorers = {SCORERS}",
+    ]
+    default = '# device = "auto"'
+    assert f"{default:<48}  # Device of the models: `auto`, `cpu` or `cuda`" in lines
+
+
+def test_every_common_setting_is_a_comment_with_its_default() -> None:
+    lines = [line.removeprefix("# ") for line in toml({}).splitlines()[2:]]
+    assert sum(" = " in line.partition("  #")[0] for line in lines) == len(COMMON)
+    defaults = "\n".join(line for line in lines if " = none" not in line)
+    assert loads(defaults, "defaults") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "expected the name of a new file"),
+        (("run.toml", "--run.stepz=7"), "stepz"),
+        (("run.toml", "--run.steps=0"), "run.steps"),
+        (("old.toml",), "expected a new file, found old.toml (File exists)"),
+    ],
+)
+def test_a_new_run_that_would_not_work_is_not_written(
+    words: tuple[str, ...],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("old.toml").write_text("kept")
+    assert main(["new", *(words or ("--run.steps=7",))]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not Path("run.toml").exists()
+    assert Path("old.toml").read_text() == "kept"

@@ -1,0 +1,89 @@
+"""The example that moves a TRL script to Penstock."""
+
+import ast
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import forge
+from tests.support.trackers import READERS
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "trl"
+RUN = tomllib.loads((EXAMPLE / "run.toml").read_text())
+
+
+def keywords(function: str) -> dict[str, Any]:
+    """Return the arguments of ``function`` in the TRL script; names stay names."""
+    calls = [node for node in ast.walk(ast.parse((EXAMPLE / "train.py").read_text())) if isinstance(node, ast.Call)]
+    call = next(call for call in calls if getattr(call.func, "id", "") == function)
+    return {str(word.arg): _literal(word.value) for word in call.keywords}
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.List):
+        return [_literal(item) for item in node.elts]
+    return node.id if isinstance(node, ast.Name) else node.value if isinstance(node, ast.Constant) else None
+
+
+def test_the_run_has_ten_settings_that_say_what_the_script_says() -> None:
+    (scorer,) = RUN["reward"]["scorers"]
+    trainer, config = keywords("GRPOTrainer"), keywords("GRPOConfig")
+    assert {
+        "run": {"steps": config["max_steps"]},
+        "policy": {"model": trainer["model"]},
+        "data": {"path": keywords("load_dataset")["data_files"]},
+        "sampling": {"group_size": config["num_generations"], "max_new_tokens": config["max_completion_length"]},
+        "algorithm": {"groups_per_step": config["per_device_train_batch_size"] // config["num_generations"]},
+        "trainer": {"learning_rate": config["learning_rate"]},
+        "reward": {"scorers": [scorer]},
+    } == RUN
+    assert scorer == {
+        "kind": "trl",
+        "functions": [f"rewards:{name}" for name in trainer["reward_funcs"]],
+        "weights": config["reward_weights"],
+    }
+    lines = [line for line in (EXAMPLE / "run.toml").read_text().splitlines() if " = " in line and line[0] != "#"]
+    assert len(lines) == 10
+
+
+def test_the_page_shows_the_example() -> None:
+    shown = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "from-trl.md").read_text(), re.DOTALL)
+    assert shown is not None
+    assert tomllib.loads(shown[1]) == RUN
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_the_run_trains_on_the_rewards_that_the_functions_give_and_a_tracker_shows_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
+    sinks = '--tracking.sinks=["tensorboard"]'
+    flags = (
+        sinks,
+        "--run.steps=2",
+        "--run.id=trl",
+        f"--run.folder={tmp_path}",
+        "--run.device=cpu",
+        "--policy.dtype=float32",
+    )
+    await forge.up(["examples/trl/run.toml", *flags, "--coordinator.sample_every_steps=1"], tmp_path / "up.txt")
+    groups = [json.loads(line) for line in (tmp_path / "trl" / "rollouts.jsonl").read_text().splitlines()]
+    assert groups
+    monkeypatch.syspath_prepend(EXAMPLE)
+    import rewards
+
+    for group in groups:
+        texts = [completion["text"] for completion in group["completions"]]
+        answers = [group["answer"]] * len(texts)
+        right, length = rewards.right(texts, answers), rewards.length(texts, answers)
+        expected = [value + 0.1 * (other or 0.0) for value, other in zip(right, length, strict=True)]
+        assert [completion["reward"] for completion in group["completions"]] == pytest.approx(expected, abs=1e-6)
+    del sys.modules["rewards"]
+    assert [step for step, _ in READERS["tensorboard"](tmp_path / "trl", "trl", "train/reward")] == [1, 2]

@@ -1,0 +1,256 @@
+"""Laws of trackers: each step once, whatever dies; training waits for none."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from services.tracking.follower import Follower
+from services.tracking.offset import Offset
+from services.tracking.points import Segments
+from services.tracking.sink_client import SinkClient
+from services.tracking.sinks.sink import TrackedRun
+from shared.backoff import Backoff
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.stores.evaluations import EVALUATIONS
+from shared.errors import SettingsError
+from tests.conftest import Server, until
+from tests.support.coordinator_players import report
+from tests.support.trackers import READERS
+
+EVALUATION = {
+    "version": 0, "step": 0, "set": "heldout", "problems": 2, "samples": 1, "answered": 2, "correct": 1, "accuracy": 0.5,
+    "accuracy_low": 0.1, "accuracy_high": 0.9, "pass_at": {"2": {"value": 0.75, "low": 0.5, "high": 1.0}},
+    "initial": True, "final": False, "started_at_s": 1.0, "seconds": 2.0, "note": "",
+}  # fmt: skip
+
+
+@pytest.fixture(params=["tensorboard", "mlflow", "trackio", "wandb"])
+def tracker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tracker whose library is installed, with its data in the test's folder."""
+    name = str(request.param)
+    pytest.importorskip(name, reason=f"needs the extra {name}")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return name
+
+
+class Tracking:
+    """Followers of one run, one after the other."""
+
+    def __init__(self, bus: Bus, folder: Path, name: str) -> None:
+        self.bus, self.folder, self.name = bus, folder, name
+        self.path = folder / "tracking" / f"{name}.json"
+        self.events: list[tuple[str, str]] = []
+        self.client = self.connect()
+        self.follower = self.follow()
+
+    def connect(self, timeout_s: float = 60.0) -> SinkClient:
+        run = TrackedRun("run", "penstock", self.folder, {"trainer.learning_rate": "0.1"})
+        self.client = SinkClient(self.name, run, timeout_s)
+        return self.client
+
+    def follow(self) -> Follower:
+        async def tell(name: str, detail: str) -> None:
+            self.events.append((name, detail))
+
+        self.follower = Follower(self.name, self.bus, self.path, self.client, tell, Backoff(0.01, longest_s=0.05))
+        return self.follower
+
+    async def restart(self) -> Follower:
+        """Begin again as after a kill -9: what is left is the offset file and what the tracker has."""
+        await self.client.kill()
+        self.connect()
+        return self.follow()
+
+    async def put(self, *steps: int) -> None:
+        for step in steps:
+            await self.bus.publish(streams.STEPS, report(step, step))
+
+    def shown(self, segment: str = "run") -> list[tuple[int, float]]:
+        """Return (step, reward) of each point in the tracker, in its order."""
+        return READERS[self.name](self.folder, segment, "train/reward")
+
+
+@pytest.fixture
+async def tracking(bus: Bus, tmp_path: Path, tracker: str) -> AsyncIterator[Tracking]:
+    made = Tracking(bus, tmp_path, tracker)
+    yield made
+    await made.client.close(60.0)
+
+
+@pytest.fixture
+async def tensorboard(bus: Bus, tmp_path: Path) -> AsyncIterator[Tracking]:
+    made = Tracking(bus, tmp_path, "tensorboard")
+    yield made
+    await made.client.kill()
+
+
+def points(*steps: int) -> list[tuple[int, Any]]:
+    return [(step, pytest.approx(0.1 * step)) for step in steps]
+
+
+async def test_a_step_that_was_written_but_not_acknowledged_is_in_the_tracker_once(tracking: Tracking) -> None:
+    await tracking.put(1, 2)
+    assert await tracking.follower.deliver()
+    before = tracking.path.read_text()
+    await tracking.put(3, 4)
+    assert await tracking.follower.deliver()
+    after = Offset.read(tracking.path)
+    pending = [Segments(0, 2, 2).of_step(report(3, 3)), Segments(0, 3, 3).of_step(report(4, 4))]
+    after.pending, after.sink = pending, json.loads(before)["sink"]
+    after.write(tracking.path)  # as it was before the acknowledgement
+    follower = await tracking.restart()
+    assert await follower.deliver()
+    await tracking.put(5)
+    assert await follower.deliver()
+    await tracking.client.close(60.0)
+    assert tracking.shown() == points(1, 2, 3, 4, 5)
+
+
+async def test_a_rollback_begins_a_segment_of_its_own(tracking: Tracking) -> None:
+    await tracking.put(1, 2, 3, 2, 3, 4)
+    assert await tracking.follower.deliver()
+    await tracking.client.close(60.0)
+    assert tracking.shown() == points(1, 2, 3)
+    assert tracking.shown("run-segment-1") == points(2, 3, 4)
+
+
+async def test_an_evaluation_is_in_the_tracker_once(tracking: Tracking) -> None:
+    await tracking.put(1)
+    await tracking.bus.write(EVALUATIONS, "HSET", "0", json.dumps([EVALUATION]))
+    assert await tracking.follower.deliver()
+    assert not await (await tracking.restart()).deliver()
+    await tracking.client.close(60.0)
+    read = READERS[tracking.name]
+    assert read(tracking.folder, "run", "eval/heldout/accuracy") == [(0, 0.5)]
+    assert read(tracking.folder, "run", "eval/heldout/pass_at_2") == [(0, 0.75)]
+
+
+async def test_a_write_that_was_torn_by_the_kill_is_completed(tensorboard: Tracking) -> None:
+    await tensorboard.put(1, 2)
+    assert await tensorboard.follower.deliver()
+    (file,) = tensorboard.folder.glob("tensorboard/run/*")
+    with file.open("ab") as events:
+        events.write(file.read_bytes()[-40:-3])
+    await tensorboard.put(3)
+    assert await (await tensorboard.restart()).deliver()
+    assert tensorboard.shown() == points(1, 2, 3)
+
+
+async def test_a_sink_that_hangs_is_killed_and_its_steps_are_sent_again(tensorboard: Tracking) -> None:
+    await tensorboard.put(1)
+    assert await tensorboard.follower.deliver()
+    assert tensorboard.client.pid is not None
+    os.kill(tensorboard.client.pid, signal.SIGSTOP)
+    tensorboard.client._timeout_s = 0.2
+    await tensorboard.put(2)
+    assert not await tensorboard.follower.deliver()
+    assert tensorboard.follower.trouble == "no answer within 0.2 s"
+    tensorboard.client._timeout_s = 60.0
+    assert await tensorboard.follower.deliver()
+    assert tensorboard.follower.trouble == ""
+    assert tensorboard.events == [
+        ("tracker failed", "tensorboard: no answer within 0.2 s: training continues, and it is tried again"),
+        ("tracker works again", "tensorboard"),
+    ]
+    assert tensorboard.shown() == points(1, 2)
+
+
+async def test_a_tracker_that_is_down_receives_all_steps_when_it_is_back(tensorboard: Tracking) -> None:
+    (tensorboard.folder / "tensorboard").write_text("a file where the folder should be")
+    stop = asyncio.Event()
+    following = asyncio.create_task(tensorboard.follower.run(stop))
+    await tensorboard.put(1, 2)
+    await until(lambda: "Error" in tensorboard.follower.trouble)
+    await tensorboard.put(3)
+    (tensorboard.folder / "tensorboard").unlink()
+    await until(lambda: tensorboard.follower.delivered == 3 and not tensorboard.follower.trouble)
+    stop.set()
+    await following
+    assert tensorboard.shown() == points(1, 2, 3)
+
+
+async def test_a_cancelled_delivery_loses_nothing(tensorboard: Tracking) -> None:
+    await tensorboard.put(1, 2)
+    delivering = asyncio.create_task(tensorboard.follower.deliver())
+    await until(lambda: tensorboard.path.exists())
+    delivering.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await delivering
+    await tensorboard.follower.finish(60.0)
+    assert tensorboard.shown() == points(1, 2)
+
+
+async def test_the_service_shows_each_step_once_though_it_is_killed(server: Server, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        tomli_w.dumps(
+            {
+                "run": {"id": f"tracked-{os.getpid()}", "folder": str(tmp_path)},
+                "bus": {"url": server.url},
+                "tracking": {"sinks": ["tensorboard"]},
+            }
+        )
+    )
+    folder = tmp_path / f"tracked-{os.getpid()}"
+    bus = await Bus.connect(server.url, folder.name, wait_s=10.0)
+    offset = folder / "tracking" / "tensorboard.json"
+    command = [sys.executable, "-m", "services.tracking", "--config", str(config), "--replica", "tracking-0"]
+    try:
+        for last in (20, 40):
+            await _publish(bus, last - 19, last)
+            await _run(command, lambda last=last: _after(offset, last - 10), signal.SIGKILL)  # type: ignore[misc]
+        await _publish(bus, 41, 45)
+        await _run(command, lambda: _after(offset, 45), signal.SIGTERM)
+    finally:
+        await bus.close()
+    assert READERS["tensorboard"](folder, folder.name, "train/reward") == points(*range(1, 46))
+
+
+async def _publish(bus: Bus, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        await bus.publish(streams.STEPS, report(step, step))
+
+
+async def _run(command: list[str], done: Callable[[], bool], end: signal.Signals) -> None:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        await until(done)
+    finally:
+        process.send_signal(end)
+        process.wait(60)
+
+
+def _after(offset: Path, step: int) -> bool:
+    """Whether the service has read a step; with SIGKILL it may not have delivered it."""
+    return offset.exists() and Offset.read(offset).segments.last_step >= step
+
+
+def test_points_have_the_names_of_trl() -> None:
+    point = Segments().of_step(report(3, 3))
+    assert (point["segment"], point["index"], point["step"], point["at_s"]) == (0, 0, 3, 103.0)
+    assert point["values"] == {
+        "train/reward": pytest.approx(0.3),
+        "penstock/version": 3.0,
+        "penstock/samples": 4.0,
+        "penstock/tokens_per_s": 50.0,
+        "train/completions/mean_length": 10.0,
+    }, "what is not finite is left out"
+
+
+def test_an_offset_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "wandb.json").write_text('{"after": "1-0"')
+    with pytest.raises(SettingsError, match="remove it to copy the run again"):
+        Offset.read(tmp_path / "wandb.json")
