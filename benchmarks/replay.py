@@ -86,6 +86,8 @@ def repeat(arguments: argparse.Namespace) -> dict[str, Any]:
     of = settings(arguments)
     if arguments.deterministic:
         make_deterministic(arguments.device)
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)  # several wait for one another on a busy machine
     start_ranks(arguments.device)
     weights, seconds = [], []
     plans: list[StepPlan | None] = [None] * STEPS
