@@ -36,6 +36,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
 }
 DIGITS = {"tiny": 4, "100m": 12, "400m": 16}
 HELD_OUT, TRAINING = 200, 4000
+WARMUP_STEPS = 5
 _RUN_S = 1800
 
 
@@ -106,7 +107,7 @@ def settings(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str
         "algorithm": {"groups_per_step": arguments.groups, "max_lag": 0 if name == "sync" else 1},
         "guards": {"pause": []},
         "trainer": {
-            "learning_rate": arguments.learning_rate, "warmup_steps": 0, "zero_stage": 1,
+            "learning_rate": arguments.learning_rate, "warmup_steps": WARMUP_STEPS, "zero_stage": 1,
             "checkpoint_every_steps": arguments.steps, **({"gpus": [0]} if gpu else {}),
         },
     }  # fmt: skip
@@ -214,8 +215,8 @@ def inside_trl(folder: Path, arguments: argparse.Namespace) -> None:
     config = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=arguments.groups * arguments.samples,
         num_generations=arguments.samples, max_completion_length=new_tokens(arguments.shape), max_steps=arguments.steps,
-        save_strategy="no", report_to=[], beta=0.0, learning_rate=arguments.learning_rate, lr_scheduler_type="constant",
-        temperature=1.0, bf16=gpu, use_cpu=not gpu, remove_unused_columns=False, gradient_checkpointing=False,
+        save_strategy="no", report_to=[], beta=0.0, learning_rate=arguments.learning_rate, lr_scheduler_type="constant_with_warmup",
+        warmup_steps=WARMUP_STEPS, temperature=1.0, bf16=gpu, use_cpu=not gpu, remove_unused_columns=False, gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
     GRPOTrainer(
@@ -237,7 +238,7 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, default=5)
     parser.add_argument("--groups", type=int, default=32, help="prompts a step")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--python", default=sys.executable, help="interpreter of an environment with trl")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
