@@ -8,10 +8,16 @@ steps.
     python -m benchmarks.pipeline --work long --shape 7b --device cuda --steps 6 --rounds 1 --modes async \
         --trainer.gradient_checkpointing=true --trainer.optimizer=adamw_8bit
 
-On GPUs each system trains on one and generates by vLLM on the other. Other flags go to ``penstock up``.
+On GPUs each system trains on one and generates by vLLM on the other. Other flags go to ``penstock up``, such as
+``--rollout.engines_per_gpu=auto``. ``--work tail`` has completions of very different lengths.
 
 Prints seconds per step by phase, ``async_over_trl``, ``async_over_sync`` (medians), ``samples_per_s``, and GPUs'
-``busy`` and ``idle`` share.
+``busy`` and ``idle`` share. A system that is not done after ``--limit-s`` is measured by the steps it made.
+
+``--results FILE`` collects the rates of several calls on one host, so that each mode can be called alone::
+
+    python -m benchmarks.pipeline --work tail --shape 0.5b --device cuda --rounds 1 --modes sync --results /tmp/tail.json
+    python -m benchmarks.pipeline --work tail --shape 0.5b --device cuda --rounds 1 --modes async --results /tmp/tail.json
 """
 
 import argparse
@@ -32,18 +38,17 @@ from typing import Any
 import tomli_w
 
 from benchmarks.gpu_meter import gpu_meter
-from benchmarks.pipeline_work import ROOT, Work, arithmetic, long
+from benchmarks.pipeline_work import MODEL_TOKENS, ROOT, Work, arithmetic, long
 from benchmarks.shapes import SHAPES
 
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
 _SERVER_S = 240
 """Seconds for vLLM's server to start."""
-_RUN_S = 900
 _LAGS = {"async": 1, "sync": 0}
 
 
 def run_penstock(
-    folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str]
+    folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str], limit_s: float
 ) -> tuple[float, dict[str, float], dict[str, dict[str, float]]]:
     """Return samples per second, mean seconds by phase, and GPU shares."""
     name, settings = f"lag-{max_lag}", work.settings
@@ -56,8 +61,14 @@ def run_penstock(
     config.write_text(tomli_w.dumps({**settings, **told}))
     command = [sys.executable, "-m", "services.cli", "up", str(config), *flags]
     with gpu_meter() as meter:
-        _run(command, folder, wrong=lambda: _guard(folder / name))
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        try:
+            _run(command, folder, limit_s, wrong=lambda: _guard(folder / name))
+        except NotDone as late:
+            print(f"({late.limit_s:.0f} s are over)  ", end="", flush=True)
+            if len(_steps(folder / name)) < 4:
+                raise
+    lines = _steps(folder / name)
+    steps = min(steps, len(lines))
     measured = lines[max(2, steps // 3) - 1 :]
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]
     phases = {phase: _mean(measured[1:], f"phase_{phase}_s") for phase in PHASES}
@@ -68,11 +79,23 @@ def run_penstock(
     return sum(line["samples"] for line in measured[1:]) / seconds, phases, gpus
 
 
+class NotDone(SystemExit):
+    """A run did not end in time."""
+
+    limit_s = 0.0
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
     return statistics.fmean(line.get(name, 0.0) for line in lines)
 
 
-def run_trl(folder: Path, work: Work, steps: int) -> float:
+def run_trl(folder: Path, work: Work, steps: int, limit_s: float) -> float:
     """Return the baseline's samples per second."""
     command = [sys.executable, "-m", "benchmarks.trl_grpo", *work.arguments(steps)]
     with contextlib.ExitStack() as around:
@@ -80,7 +103,7 @@ def run_trl(folder: Path, work: Work, steps: int) -> float:
         if work.served:
             command += ["--vllm-url", around.enter_context(_served(folder, work.model))]
             environment["CUDA_VISIBLE_DEVICES"] = "0"
-        output = _run(command, folder, environment)
+        output = _run(command, folder, limit_s, environment)
     return float(json.loads(output.strip().splitlines()[-1])["samples_per_s"])
 
 
@@ -89,7 +112,7 @@ def _served(folder: Path, model: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = {"--model": model, "--dtype": "bfloat16", "--max-model-len": "2048", "--max-num-seqs": "512"}
+    options = {"--model": model, "--dtype": "bfloat16", "--max-model-len": str(MODEL_TOKENS), "--max-num-seqs": "512"}
     options |= {"--weight-transfer-config": '{"backend":"nccl"}', "--host": "127.0.0.1", "--port": str(port)}
     command = [
         sys.executable,
@@ -132,19 +155,21 @@ def _guard(run: Path) -> str:
 def _run(
     command: list[str],
     folder: Path,
+    limit_s: float,
     environment: Mapping[str, str] | None = None,
     wrong: Callable[[], str] = str,
 ) -> str:
     """Return the output of ``command``; end it if ``wrong`` returns a message."""
     with tempfile.TemporaryFile("w+") as printed:
-        until_s, found = time.monotonic() + _RUN_S, ""
+        until_s, found, late = time.monotonic() + limit_s, "", False
         process = subprocess.Popen(
             command, cwd=_work(folder), env=_environment(environment or {}), stdout=printed, stderr=subprocess.STDOUT
         )
         try:
             while process.poll() is None and not found:
                 time.sleep(0.5)
-                found = wrong() or (f"not done in {_RUN_S} s" if time.monotonic() > until_s else "")
+                late = time.monotonic() > until_s
+                found = wrong() or (f"not done in {limit_s:.0f} s: raise --limit-s" if late else "")
         except KeyboardInterrupt:
             found = "interrupted"
         if found:
@@ -153,7 +178,12 @@ def _run(
         printed.seek(0)
         output = printed.read()
     if code != 0 or found:
-        raise SystemExit(f"{' '.join(command)} ended with {code}: {found}\n{output[-4000:]}")
+        sentence = f"{' '.join(command)} ended with {code}: {found}\n{output[-4000:]}"
+        if not late:
+            raise SystemExit(sentence)
+        error = NotDone(sentence)
+        error.limit_s = limit_s
+        raise error
     return output
 
 
@@ -172,42 +202,89 @@ def _work(folder: Path) -> Path:
 def main() -> None:
     """Run the three alternately, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=("arithmetic", "long"), default="arithmetic")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="of the model, with --work long")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --work long")
+    parser.add_argument("--work", choices=("arithmetic", "long", "tail"), default="arithmetic")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="tiny", help="of the model, with --work long or tail"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --work long or tail")
     parser.add_argument("--kernels", choices=("torch", "auto"), default="auto", help="trainer.kernels, on GPUs")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=("async", "sync", "trl"), default=["async", "sync", "trl"])
+    parser.add_argument("--limit-s", type=float, default=900.0, help="seconds of one system's run")
+    parser.add_argument("--results", type=Path, help="file that collects the rates of several calls on this host")
     arguments, flags = parser.parse_known_args()
     rates: dict[str, list[float]] = {mode: [] for mode in arguments.modes}
+    kept = Results(arguments.results)
     phases: dict[str, dict[str, float]] = {}
     gpus: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-work-") as made:
         work = arithmetic()
-        if arguments.work == "long":
-            work = long(Path(made), arguments.shape, arguments.device, arguments.kernels)
+        if arguments.work != "arithmetic":
+            tail = arguments.work == "tail"
+            work = long(Path(made), arguments.shape, arguments.device, arguments.kernels, tail=tail)
         for number in range(arguments.rounds):
             print(f"round {number + 1}: ", end="", flush=True)
             with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
                 for mode, found in rates.items():
                     if mode == "trl":
-                        rate = run_trl(Path(name), work, arguments.steps)
+                        rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s)
                     else:
                         lag = _LAGS[mode]
-                        rate, phases[mode], gpus[mode] = run_penstock(Path(name), work, arguments.steps, lag, flags)
+                        rate, phases[mode], gpus[mode] = run_penstock(
+                            Path(name), work, arguments.steps, lag, flags, arguments.limit_s
+                        )
                     found.append(rate)
+                    kept.add(work.name, mode, rate)
                     print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
             print()
     print(f"\n{'seconds a step':40s}" + "".join(f"{mode:>10s}" for mode in phases))
     for phase in next(iter(phases.values()), {}):
         print(f"{phase:40s}" + "".join(f"{found[phase]:10.4f}" for found in phases.values()))
-    print(json.dumps({"work": work.name, **_figures(rates), "gpus": gpus, "flags": flags}))
+    print(
+        json.dumps(
+            {
+                "work": work.name,
+                **_figures(kept.rates(work.name) or rates),
+                "gpus": gpus,
+                "flags": flags,
+                "host": kept.host,
+            }
+        )
+    )
+
+
+class Results:
+    """Rates of several calls on one host, in a file; without a file nothing is kept."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        self._file = file
+        self._rows: list[dict[str, Any]] = []
+        if file is not None and file.exists():
+            self._rows = [json.loads(line) for line in file.read_text().splitlines()]
+        if any(row["host"] != self.host for row in self._rows):
+            raise SystemExit(f"expected rates of this host in {file}, found another's: change --results")
+
+    def add(self, work: str, mode: str, rate: float) -> None:
+        """Append a rate."""
+        if self._file is not None:
+            self._rows.append({"host": self.host, "work": work, "mode": mode, "rate": rate})
+            with self._file.open("a") as lines:
+                lines.write(json.dumps(self._rows[-1]) + "\n")
+
+    def rates(self, work: str) -> dict[str, list[float]]:
+        """Return the rates of ``work``, by mode."""
+        rates: dict[str, list[float]] = {}
+        for row in self._rows:
+            if row["work"] == work:
+                rates.setdefault(row["mode"], []).append(row["rate"])
+        return rates
 
 
 def _figures(rates: dict[str, list[float]]) -> dict[str, object]:
     ratios = {
-        f"async_over_{over}": round(statistics.median(a / b for a, b in zip(rates["async"], found, strict=True)), 3)
+        f"async_over_{over}": round(statistics.median(a / b for a, b in zip(rates["async"], found, strict=False)), 3)
         for over, found in rates.items()
         if over != "async" and "async" in rates
     }

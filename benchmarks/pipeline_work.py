@@ -5,10 +5,13 @@
     arithmetic   the example: 32 prompts × 16 samples a step, 4 new tokens each
     long         random Qwen2, 64-token prompts: 32 × 8 samples a step, 512 new tokens each (on a CPU: 8 × 4, 32 new
                  tokens), random rewards: speed depends on neither weights nor rewards
+    tail         the same, but completions end by themselves at lengths of a geometric distribution: 800 tokens on
+                 average and 2,048 at most (on a CPU: 12 and 32)
 """
 
 import dataclasses
 import json
+import math
 import random
 import string
 import tomllib
@@ -19,6 +22,7 @@ from benchmarks.shapes import SHAPES
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 64
+MODEL_TOKENS = 2304
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
 
 
@@ -60,12 +64,15 @@ def arithmetic() -> Work:
     return Work("arithmetic", settings, [])
 
 
-def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
+def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = False) -> Work:
     """Create model and prompts; return the work on two GPUs or the CPU."""
     gpu = device == "cuda"
-    _write_model(folder / "model", shape, device)
+    mean_tokens = (800 if gpu else 12) if tail else 0
+    _write_model(folder / "model", shape, device, mean_tokens)
     _write_prompts(folder / "prompts.jsonl")
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
+    if tail and gpu:
+        tokens = 2048
     settings: dict[str, Any] = {
         "run": {"device": device},
         "bus": {"url": "embedded"},
@@ -79,35 +86,58 @@ def long(folder: Path, shape: str, device: str, kernels: str) -> Work:
         "trainer": {"zero_stage": 1, "learning_rate": 1e-6, "micro_batch_tokens": 32_768},
     }
     if gpu:
-        settings["rollout"] |= {"engine": "vllm", "gpus": [1], "vllm": {"max_model_len": 2048}}
+        settings["rollout"] |= {"engine": "vllm", "gpus": [1], "vllm": {"max_model_len": MODEL_TOKENS}}
         settings["trainer"] |= {"gpus": [0], "kernels": kernels}
     else:
         settings["rollout"] |= {"engine": "transformers"}
         settings["run"] |= {"threads": 1}
     name = f"long: {shape} on {device}, {groups} x {samples} samples, {tokens} new tokens"
+    name += f" at most, {mean_tokens} on average before this limit" if tail else ""
     return Work(name, settings, ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])], served=gpu)
 
 
-def _write_model(folder: Path, shape: str, device: str) -> None:
+def _write_model(folder: Path, shape: str, device: str, mean_tokens: int) -> None:
     """Write a model and a tokenizer with one token per printable character."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     vocabulary = SHAPES[shape]["vocab_size"]
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=2048, rope_theta=1e6, eos_token_id=0, pad_token_id=1)
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, rope_theta=1e6, eos_token_id=0, pad_token_id=1)
     torch.manual_seed(0)
     with torch.device(device):
-        Qwen2ForCausalLM._from_config(
-            config, dtype=torch.bfloat16 if device == "cuda" else torch.float32
-        ).save_pretrained(folder)
+        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        if mean_tokens:
+            _end_at_random(model, mean_tokens)
+        model.save_pretrained(folder)
     if device == "cuda":
+        del model
         torch.cuda.empty_cache()
     words = ["<eos>", "<pad>", *_CHARACTERS, *(f"unused {place}" for place in range(vocabulary - len(_CHARACTERS) - 2))]
     tokenizer = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+
+
+def _end_at_random(model: Any, mean_tokens: int) -> None:
+    """Give each token a probability of about 1 / ``mean_tokens`` to be the last.
+
+    Layers add nothing to the embeddings, of which the first element is 1. Thus the final norm has the same first
+    element everywhere, and a larger one in the end token's output weights raises its logit by a constant.
+    """
+    import torch
+
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embeddings, output = model.model.embed_tokens.weight, model.lm_head.weight
+        embeddings[:, 0] = 1.0
+        output[:, 0] = 1.0
+        width, spread = embeddings.shape[1], float(embeddings[:, 1:].float().var())
+        first = math.sqrt(width / (1 + (width - 1) * spread))
+        output[model.config.eos_token_id, 0] += math.log(len(embeddings) / mean_tokens) / first
 
 
 def _write_prompts(path: Path) -> None:

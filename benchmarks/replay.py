@@ -43,9 +43,11 @@ from shared.bus.messages import (
     Sampling,
     StepPlan,
 )
+from shared.process.service import leave
 from shared.settings import Settings
 
 STEPS, TIMES = 3, 3
+_RUN_S = 900
 
 
 def settings(arguments: argparse.Namespace) -> Settings:
@@ -84,6 +86,8 @@ def repeat(arguments: argparse.Namespace) -> dict[str, Any]:
     of = settings(arguments)
     if arguments.deterministic:
         make_deterministic(arguments.device)
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)  # several wait for one another on a busy machine
     start_ranks(arguments.device)
     weights, seconds = [], []
     plans: list[StepPlan | None] = [None] * STEPS
@@ -105,7 +109,6 @@ def repeat(arguments: argparse.Namespace) -> dict[str, Any]:
             seconds.append(time.perf_counter() - started_s)
         weights.append({name: tensor.detach().cpu().clone() for name, tensor in engine.tensors()})
         del model, policy, engine, learner
-    dist.destroy_process_group()
     misfits = sum(len(plan.misfits) for plan in plans if plan is not None)
     return {**_compare(weights), "seconds": statistics.median(seconds[1:]), "misfits": misfits}
 
@@ -134,7 +137,7 @@ def _apart(*, deterministic: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.replay", *sys.argv[1:], *flags, "--answer", str(answer)]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=_RUN_S)
         found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
@@ -156,8 +159,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         warnings.simplefilter("ignore")
-        arguments.answer.write_text(json.dumps(repeat(arguments)))
-        return
+        try:
+            arguments.answer.write_text(json.dumps(repeat(arguments)))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        leave(0)  # without waiting for threads and worker processes of libraries
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     off, on = _apart(deterministic=False), _apart(deterministic=True)
     shown = {name: vars(arguments)[name] for name in ("shape", "device", "groups", "lora", "short_of_memory")}

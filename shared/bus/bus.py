@@ -130,7 +130,7 @@ class Bus(Commands):
         """Append raw fields."""
         trim = () if stream.max_entries is None else ("MAXLEN", "~", stream.max_entries)
         pairs = [word for pair in fields.items() for word in pair]
-        return EntryId(text(await self.write(stream, "XADD", *trim, "*", *pairs)))
+        return EntryId(await self.xadd(stream, *trim, "*", *pairs))
 
     async def read(
         self, stream: Stream, kind: type[M], consumer: str, count: int, block_s: float | None

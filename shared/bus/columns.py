@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -28,10 +29,20 @@ class Joined:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def written(self) -> dict[str, Any]:
+        """Return the column for MessagePack."""
+        return {"lengths": self.lengths, "joined": self.joined}
+
     def split(self) -> list[npt.NDArray[Any]]:
         """Return the arrays."""
         ends = list(accumulate(self.lengths))
         return list(map(self.joined.__getitem__, map(slice, [0, *ends], ends)))
+
+
+class Rows(tuple[Any, ...]):
+    """Decoded records, with their columns as they are written: to send them on, nothing is joined again."""
+
+    columns: dict[str, Any]
 
 
 ColumnCheck = Callable[[Mapping[str, Joined]], None]
@@ -40,11 +51,13 @@ ColumnCheck = Callable[[Mapping[str, Joined]], None]
 
 def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, Any]:
     """Return the columns ``names`` of ``records``."""
+    if type(records) is Rows:
+        return records.columns
     written: dict[str, Any] = {"rows": len(records)}
     for name in names if records else ():
-        column = [getattr(record, name) for record in records]
+        column = list(map(operator.attrgetter(name), records))
         if isinstance(column[0], np.ndarray):
-            written[name] = {"lengths": [len(array) for array in column], "joined": np.concatenate(column)}
+            written[name] = Joined(np.concatenate(column), list(map(len, column))).written()
         else:
             written[name] = column
     return written
@@ -72,10 +85,16 @@ def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck 
             column.split() if isinstance(column, Joined) else column for column in columns.values()
         ]
         if len(columns) == len(readers):
-            return tuple(map(row, *cells))
+            return _rows(row, cells, {"rows": rows, **columns})
         return tuple([row(**dict(zip(columns, values, strict=True))) for values in zip(*cells, strict=True)])
 
     return Reader(one)
+
+
+def _rows(row: type, cells: Sequence[list[Any]], columns: Mapping[str, Any]) -> Rows:
+    records = Rows(map(row, *cells))
+    records.columns = {name: column.written() if type(column) is Joined else column for name, column in columns.items()}
+    return records
 
 
 def _read_column(name: str, reader: Reader, column: Any) -> Joined | list[Any]:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from redis.exceptions import OutOfMemoryError
+
 from shared.bus import connection
 from shared.bus.keys import Key, Keys, Named
 from shared.bus.lua import SCRIPTS, Argument, Given
@@ -31,6 +33,13 @@ class Commands(Server):
     async def write(self, key: Named, command: str, *arguments: Argument) -> Any:
         """Run a write, even at the server's maxmemory: a run's own records are small."""
         return await self.script("write", key=key, command=command, arguments=arguments)
+
+    async def xadd(self, stream: Stream, *arguments: Argument) -> str:
+        """Append an entry, even at the server's maxmemory; return its id."""
+        try:
+            return text(await self.ask("XADD", stream, *arguments))
+        except OutOfMemoryError:
+            return text(await self.write(stream, "XADD", *arguments))
 
     async def ask(self, command: str, *words: Argument | Named) -> Any:
         """Run a read."""

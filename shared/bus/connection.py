@@ -56,6 +56,7 @@ _EVICTING = re.compile(r"allkeys|volatile")
 _OPTIONS: dict[str, Any] = {
     "socket_connect_timeout": 5.0,
     "socket_timeout": 30.0,  # longer than any blocking read
+    "socket_read_size": 1 << 20,
     "health_check_interval": 15,
     "protocol": 2,
 }

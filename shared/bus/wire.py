@@ -57,12 +57,13 @@ _MOST_DIMENSIONS = 8
 _SHAPES = tuple(struct.Struct(f"<{dimensions}I") for dimensions in range(_MOST_DIMENSIONS + 1))
 
 T = TypeVar("T")
+Write: typing.TypeAlias = Callable[[Any], dict[str, Any]]
 _messages: dict[str, type] = {}
 _kinds: dict[type, tuple[str, int]] = {}
 _registered: set[type] = set()
 _column_checks: dict[type, ColumnCheck | None] = {}
 _records: dict[type, Reader] = {}
-_writers: dict[type, dict[str, type | None]] = {}
+_writers: dict[type, Write] = {}
 _local = threading.local()
 
 
@@ -96,7 +97,7 @@ def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
 def encode(value: object) -> bytes:
     """Encode a registered message."""
     kind, schema = _kinds[type(value)]
-    return typing.cast(bytes, _packer().pack({"kind": kind, "schema": schema, **_fields(value)}))
+    return typing.cast(bytes, _packer().pack({"kind": kind, "schema": schema, **_writer(type(value))(value)}))
 
 
 def _packer() -> msgpack.Packer:
@@ -132,19 +133,42 @@ def decode(data: bytes, expected: type[T]) -> T:
         raise MessageError(f"expected the fields of {kind!r} schema {schema}, found other ones: {error}") from error
 
 
-def _fields(value: object) -> dict[str, Any]:
-    """Return a record's fields for MessagePack."""
-    return {
-        name: getattr(value, name) if row is None else write_columns(_writers_of(row), getattr(value, name))
-        for name, row in _writers_of(type(value)).items()
-    }
+def _writer(cls: type) -> Write:
+    """Return the function that returns a record's fields for MessagePack, compiled once."""
+    writer = _writers.get(cls)
+    if writer is None:
+        writer = _writers[cls] = _compiled_writer(cls)
+    return writer
 
 
-def _writers_of(cls: type) -> dict[str, type | None]:
-    if cls not in _writers:
-        hints = typing.get_type_hints(cls)
-        _writers[cls] = {field.name: _columnar(hints[field.name]) for field in dataclasses.fields(cls)}
-    return _writers[cls]
+def _compiled_writer(cls: type) -> Write:
+    known: dict[str, Any] = {"write_columns": write_columns}
+    source = f"lambda v: {_expression(cls, 'v', known)}"
+    return typing.cast(Write, eval(source, known))  # noqa: S307 (declarations, no data)
+
+
+def _expression(hint: Any, value: str, known: dict[str, Any]) -> str:
+    """Return the Python expression of ``value`` for MessagePack.
+
+    >>> _expression(tuple[str, ...], "v.names", {})
+    'v.names'
+    """
+    if typing.get_origin(hint) is typing.Annotated:
+        return _expression(hint.__origin__, value, known)
+    if (row := _columnar(hint)) is not None:
+        known[row.__name__] = tuple(field.name for field in dataclasses.fields(row))
+        return f"write_columns({row.__name__}, {value})"
+    if hint in _registered:
+        hints = typing.get_type_hints(hint)
+        pairs = (f"{name!r}: {_expression(inner, f'{value}.{name}', known)}" for name, inner in hints.items())
+        return f"{{{', '.join(pairs)}}}"
+    record = next((argument for argument in typing.get_args(hint) if argument in _registered), None)
+    if record is None:
+        return value
+    if typing.get_origin(hint) is not tuple:
+        return f"(None if {value} is None else {_expression(record, value, known)})"
+    each = value.replace(".", "_")
+    return f"[{_expression(record, each, known)} for {each} in {value}]"
 
 
 def _columnar(hint: Any) -> type | None:
@@ -156,7 +180,7 @@ def _plain(value: object) -> Any:
     if isinstance(value, np.ndarray):
         return _write_array(value)
     if type(value) in _registered:
-        return _fields(value)
+        return _writer(type(value))(value)
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"cannot write {type(value).__name__} into a message")

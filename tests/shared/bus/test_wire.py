@@ -63,6 +63,22 @@ def test_decoded_arrays_are_views_of_the_received_bytes() -> None:
     assert not decoded.samples[0].token_ids.flags.writeable
 
 
+def test_a_decoded_group_that_is_sent_on_has_the_bytes_it_came_with() -> None:
+    written = wire.encode(builders.group())
+    received = wire.decode(written, RolloutGroup)
+    assert wire.encode(received) == written
+    fewer = dataclasses.replace(received, samples=received.samples[1:])
+    assert [sample.text for sample in wire.decode(wire.encode(fewer), RolloutGroup).samples] == ["47"]
+
+
+def test_what_a_stranger_adds_to_a_group_is_not_sent_on() -> None:
+    fields = msgpack.unpackb(wire.encode(builders.group()), ext_hook=wire._read_array)
+    for place in (fields, fields["prompt"], fields["samples"], fields["samples"]["token_ids"]):
+        place["more"] = "x"
+    received = wire.decode(msgpack.packb(fields, default=wire._plain), RolloutGroup)
+    assert wire.encode(received) == wire.encode(builders.group())
+
+
 def test_experience_survives_the_journey_whole() -> None:
     sent = builders.experience(7, (1.0, 0.0))
     received = wire.decode(wire.encode(sent), Experience)
