@@ -1,6 +1,11 @@
-"""``penstock plan``: from the command's options to a plan."""
+"""``penstock plan``: from the command's options to a plan.
+
+``python -m services.cli.plan docs/plan.md`` writes the outputs of the page's examples.
+"""
 
 import dataclasses
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +14,7 @@ from services.plan.hardware import parse_cluster
 from services.plan.layouts import Layout, Planner, Preferences
 from services.plan.measured import Corrections, Measured
 from services.plan.memory import TrainerOptions
-from services.plan.report import Plan
+from services.plan.report import Plan, text
 from services.plan.workload import Workload, workload_of
 from shared.settings import Settings, load, loads
 
@@ -82,3 +87,23 @@ def _generate_s(work: Workload, groups: int) -> float:
     quantiles = work.lengths.quantiles(256)
     size = work.group_size
     return sum(length * size * ((index + 0.5) / 256) ** (size - 1) for index, length in enumerate(quantiles)) / 256
+
+
+_EXAMPLE = re.compile(r"```console\n\$ penstock plan ([^\n]*)\n.*?```", re.DOTALL)
+
+
+def with_outputs(page: str) -> str:
+    """Return ``page`` with what its examples print; they use --model and --gpus, and flags for settings."""
+
+    def printed(example: re.Match[str]) -> str:
+        words = dict(zip(*[iter(example[1].split())] * 2, strict=True))
+        model, gpus = words.pop("--model"), words.pop("--gpus")
+        settings = settings_of(None, [word for pair in words.items() for word in pair])
+        return f"```console\n$ penstock plan {example[1]}\n{text(make(settings, gpus, model))}\n```"
+
+    return _EXAMPLE.sub(printed, page)
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(with_outputs(document.read_text(encoding="utf-8")), encoding="utf-8")

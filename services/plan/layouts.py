@@ -162,7 +162,10 @@ class Planner:
         return Side(layout.replicas, candidate.max_groups, layout.borrowed, self.own.reward_replicas)
 
     def _of(self, placement: Placement) -> Iterator[Candidate | Problem]:
-        for ranks in self._trainer_sizes(placement):
+        sizes = self._trainer_sizes(placement)
+        if (misfit := self._as_set(max(sizes, default=1))) is not None:
+            yield misfit
+        for ranks in sizes:
             if placement == "shared":
                 yield from self._shared(ranks)
             else:
@@ -200,6 +203,12 @@ class Planner:
             first = first or _problem(_words(options), table, self.limit_bytes - beside_bytes)
         assert first is not None
         return first
+
+    def _as_set(self, ranks: int) -> Problem | None:
+        """Return why the run's own settings do not fit on ``ranks`` GPUs, if they do not."""
+        options = next(self._options(ranks))
+        table, _ = trainer_table(self.work, options, self.limit_bytes)
+        return None if peak(table) <= self.limit_bytes else _problem(_words(options), table, self.limit_bytes)
 
     def _parallel_sizes(self, gpus: int) -> list[int]:
         sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= gpus and gpus % size == 0]

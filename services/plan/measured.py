@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from shared.errors import SettingsError
 from shared.settings import SETTINGS_FILE, Settings, load
 
 _WARM_UP = 3
+_BOUND = 0.2
+"""Share of a step that the trainer waits, from which the replicas are what bounds it."""
 _COMPUTING = ("forward_backward", "proximal", "reference", "critic")
 _OTHER = ("optimizer", "snapshot", "commit", "probe")
 
@@ -44,6 +47,17 @@ class Measured:
     tokens: float
     """Of a completion."""
     samples_per_s: float
+
+
+def mean_metrics(run_folder: Path) -> dict[str, float]:
+    """Return a run's mean metrics after its first third; empty if it has no three steps."""
+    try:
+        lines = _lines(run_folder / "metrics.jsonl")
+    except SettingsError:
+        return {}
+    steps = lines[len(lines) // _WARM_UP :] if len(lines) >= _WARM_UP else []
+    names = {name for line in steps for name, value in line.items() if isinstance(value, int | float)}
+    return {name: sum(float(line.get(name) or 0.0) for line in steps) / len(steps) for name in names}
 
 
 def read_run(path: Path) -> tuple[Measured, Settings]:
@@ -83,6 +97,23 @@ def measured(lines: Sequence[Mapping[str, Any]]) -> Measured:
         tokens=mean("response_tokens_mean"),
         samples_per_s=mean("samples") / step_s if step_s else 0.0,
     )
+
+
+def advice(metrics: Mapping[str, Any], replicas: int) -> str:
+    """Return what bounds a run by a step's metrics (as in metrics.jsonl), and what would help; "" if unknown."""
+    step_s, wait_s = (float(metrics.get(name) or 0.0) for name in ("step_s", "phase_wait_s"))
+    if step_s <= 0 or wait_s <= 0 or replicas < 1:
+        return ""
+    share = min(1.0, wait_s / step_s)
+    if share < _BOUND:
+        return f"trainer-bound: it waits {share:.0%}; more replicas would not help, more trainer.ranks would"
+    if not metrics.get("lag_max"):
+        return f"synchronous: the trainer waits {share:.0%}; algorithm.max_lag = 1 would generate meanwhile"
+    needed = math.ceil(replicas / max(1 - share, 0.01))
+    more = max(1, min(needed - replicas, replicas))
+    faster = step_s / max(step_s - wait_s, step_s * replicas / (replicas + more))
+    word = "one more replica" if more == 1 else f"{more} more replicas"
+    return f"rollout-bound: the trainer waits {share:.0%}; {word} would be {faster:.1f} times as fast"
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -47,6 +47,10 @@ SHAPES: Mapping[str, Config] = {
 """Qwen2.5's from 0.5b to 32b but for 8b, Llama 3's 8b, 70b and 400b (405B), Qwen3's 30b-a3b."""
 
 
+_NOT_GATED = ("bloom", "falcon", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt", "phi", "starcoder2")
+"""Models whose MLP has no gate."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of one model, in numbers rather than bytes."""
@@ -166,7 +170,8 @@ def _mlp(fields: Config, hidden: int) -> tuple[int, int, int]:
     experts = next((fields[key] for key in counts if fields.get(key)), 0)
     dense = fields.get("intermediate_size") or 4 * hidden
     if not experts:
-        return 3 * hidden * dense, 3 * hidden * dense, dense
+        matrices = 2 if fields.get("model_type") in _NOT_GATED else 3
+        return matrices * hidden * dense, matrices * hidden * dense, dense
     chosen = fields["num_experts_per_tok"]
     each = fields.get("moe_intermediate_size") or dense
     shared = fields.get("shared_expert_intermediate_size") or (fields.get("n_shared_experts") or 0) * each
