@@ -1,6 +1,7 @@
 """Laws of `penstock plan` and of what uses it."""
 
 import dataclasses
+import io
 import json
 import re
 import subprocess
@@ -8,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from services.cli.__main__ import main
 from services.cli.plan import make, preferences, settings_of, with_outputs
+from services.client.views import RunView
 from services.plan import certain, picture, report
 from services.plan.layouts import Layout
 from services.plan.measured import advice, measured
 from services.plan.memory import peak
+from services.up.display import view
 from services.up.display.summary import text as closing
 from shared.errors import SettingsError
 from shared.settings import Settings, load, loads
@@ -114,6 +118,24 @@ def test_up_refuses_nothing_without_gpus_on_a_cpu_or_of_unknown_sizes(tmp_path: 
 )  # fmt: skip
 def test_measured_rates_say_what_bounds_a_run(metrics: dict[str, float], sentence: str) -> None:
     assert advice(metrics, 6) == sentence
+
+
+def test_gpus_are_those_that_nvidia_smi_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert certain.visible_gpus() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 81559\necho 143771\n")
+    program.chmod(0o755)
+    assert certain.visible_gpus() == [81_559 * 2**20, 143_771 * 2**20]
+    program.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
+    assert certain.visible_gpus() == []
+
+
+def test_the_screen_says_what_bounds_the_run() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    seen = RunView(last={"step_s": 4.0, "phase_wait_s": 1.0, "lag_max": 1.0})
+    console.print(view.screen("penstock", seen, [view.ViewRow(f"rollout-{number}", "working") for number in range(6)]))
+    assert "the trainer waits 25%; 2 more replicas would be 1.3 times as fast" in console.export_text()
 
 
 def test_the_closing_message_says_what_bounded_the_run(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def outcome(
 def test_a_synchronous_step_is_generation_and_training() -> None:
     result = outcome(0)
     assert result.step_s == pytest.approx(2.0)
-    assert (result.trainer_idle, result.rollout_idle) == (pytest.approx(0.5), pytest.approx(0.5))
+    assert [result.trainer_idle, result.rollout_idle] == pytest.approx([0.5, 0.5])
     assert result.samples_per_s == pytest.approx(16.0)
 
 
