@@ -12,6 +12,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
         "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
     },
+    "1.5b": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
     "7b": {
         "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False,

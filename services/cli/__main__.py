@@ -1,6 +1,6 @@
 """The ``penstock`` command line: start, show and steer runs.
 
-``up``, ``report``, ``settings``, ``audit-rewards`` and offline ``export`` work on files; other commands use the HTTP
+``up``, ``plan``, ``report``, ``settings``, ``audit-rewards`` and offline ``export`` work on files; other commands use the HTTP
 API.
 """
 
@@ -255,6 +255,70 @@ def export(
         console.say_json(exported)
     else:
         console.say(f"version {exported['version']} (step {exported['step']}): {exported['folder']}")
+
+
+@app.command(rich_help_panel=_TOOLS, context_settings={"ignore_unknown_options": True})
+def plan(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [--TABLE.SETTING VALUE]...",
+            help="The run's TOML file, and settings to override.",
+            show_default=False,
+        ),
+    ] = None,
+    gpus: Annotated[
+        str, typer.Option("--gpus", "--nodes", metavar="GPUS", help="Such as 8xH200, 4x80GiB or 8x8xH100.")
+    ] = "8xH200",
+    model: Annotated[
+        str, typer.Option("--model", metavar="SHAPE", help="A known shape such as 70b, instead of policy.model.")
+    ] = "",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate", metavar="RUN", help="Correct the rates by an earlier run's folder or summary.json."
+        ),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            "--lengths", metavar="FILE", help='Completion lengths: rollouts.jsonl of a run, or {"tokens": 512}.'
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FOLDER", help="Write run.toml and the chart's values.json.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw memory and timeline.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict what fits on GPUs and how fast it is, and compare layouts. Needs no GPU and no weights.
+
+    **Examples**
+
+    `penstock plan my-run.toml --gpus 8xH200`
+
+    `penstock plan --model 70b --gpus 8x8xH100 --sampling.max_new_tokens 8192 --json`
+
+    `penstock plan my-run.toml --gpus 4x80GiB --calibrate runs/latest/summary.json --write plan/ --html plan.html`
+    """
+    from services.cli import plan as plans
+    from services.plan import files, picture
+    from services.plan import report as shown
+
+    config, flags = _split(words or [])
+    settings = plans.settings_of(config, flags)
+    made = plans.make(settings, gpus, model, calibrate, lengths)
+    if as_json:
+        console.say_json(shown.as_json(made))
+    else:
+        console.say(shown.text(made))
+    if html is not None:
+        picture.write(made, html)
+    if write is not None:
+        for path in files.write(settings, made.candidates, made.planner.cluster, write):
+            console.warn(f"written: {path}")
+    if not made.candidates:
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel=_TOOLS)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from services.client.coordinator import TOKEN_FILE
+from services.plan.certain import check_gpus, visible_gpus
 from services.up import run_folder
 from services.up.continuation import check_steps_left, check_unchanged
 from services.up.hub_revision import pinned
@@ -224,6 +225,7 @@ def _check(settings: Settings) -> None:
     check_model("policy.model", settings.policy.model)
     limit, new = settings.rollout.vllm.max_model_len, settings.sampling.max_new_tokens
     check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
+    check_gpus(settings, visible_gpus())
     if settings.policy.tokenizer:
         check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:

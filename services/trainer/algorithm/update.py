@@ -21,13 +21,13 @@ from services.trainer.algorithm.schedule import critic_learning_rate, learning_r
 from services.trainer.algorithm.step_totals import Tally, check_finite
 from services.trainer.algorithm.token_advantages import assign
 from services.trainer.batch import token_data
-from services.trainer.batch.flops import BACKWARD
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.critic import value_loss
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.forward_passes import ForwardPasses
 from services.trainer.phases import Phases, utilisation
 from shared.bus.messages import Experience, Float32Array, Misfit, StepPlan
+from shared.model.flops import BACKWARD
 from shared.settings import Settings
 
 

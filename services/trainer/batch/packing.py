@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.batch.flops import ModelSizes, forward_flops
 from shared.bus.messages import Float32Array, Int32Array, Sample
+from shared.model.flops import ModelSizes, forward_flops
 
 Int64Array = npt.NDArray[np.int64]
 

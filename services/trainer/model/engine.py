@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from services.trainer.batch.flops import ModelSizes
 from services.trainer.checkpoint import pickles
 from services.trainer.checkpoint.local_store import digest
 from services.trainer.checkpoint.manifests import CheckpointFile
@@ -27,6 +26,7 @@ from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw
 from services.trainer.model.recomputation import Kept, Recomputation
 from shared.errors import SettingsError, WeightsError
+from shared.model.flops import ModelSizes
 from shared.process.importing import importing, uncompiled
 from shared.settings import Settings
 

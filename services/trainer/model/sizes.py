@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from services.trainer.batch.flops import ModelSizes
+from shared.model.flops import ModelSizes
 
 log = logging.getLogger(__name__)
 

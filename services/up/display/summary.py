@@ -1,15 +1,18 @@
 """Closing message of a run."""
 
 import json
+import tomllib
 from pathlib import Path
 
+from services.plan.measured import advice, mean_metrics
 from services.up.display import view
+from shared.settings import SETTINGS_FILE
 
 
 def text(run_folder: Path, resumable: bool) -> str:
     """Return the closing message; ``resumable`` if the run was interrupted."""
     folder = _short(run_folder)
-    parts = [_figures(_read(run_folder / "summary.json"))] if not resumable else []
+    parts = [_figures(_read(run_folder / "summary.json")), _bound(run_folder)] if not resumable else []
     parts.append(_places(run_folder, folder))
     parts.append(_next(run_folder, folder, resumable))
     return "\n\n".join(part for part in parts if part)
@@ -25,6 +28,15 @@ def _figures(summary: dict[str, object]) -> str:
     lines.append(f"training time       {view.duration(_number(summary, 'training_s'))}")
     lines.append(f"samples/s           {view.number(_number(summary, 'samples_per_s'), 0)}")
     return "\n".join(lines)
+
+
+def _bound(run_folder: Path) -> str:
+    try:
+        values = tomllib.loads((run_folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        replicas = int(values["rollout"]["replicas"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return advice(mean_metrics(run_folder), replicas)
 
 
 def _places(run_folder: Path, folder: str) -> str:

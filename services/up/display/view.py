@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.client.views import READY_STATES, Evaluation, EventView, Notice, ReplicaView, RunView
+from services.plan.measured import advice
 from shared.text.terminal import escaped
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -64,7 +65,8 @@ def row_of(replica: ReplicaView) -> ViewRow:
 
 def screen(title: str, run: RunView | None, rows: Sequence[ViewRow], messages: Sequence[str] = ()) -> RenderableType:
     """Return the whole screen, at least 60 columns wide."""
-    parts: list[RenderableType] = [_facts(run) if run is not None else Text("starting …", style="cyan")]
+    replicas = sum(row.name.startswith("rollout-") for row in rows)
+    parts: list[RenderableType] = [_facts(run, replicas) if run is not None else Text("starting …", style="cyan")]
     if run is not None and run.notices:
         parts += [Text(), *(_notice(notice) for notice in run.notices)]
     if rows:
@@ -83,7 +85,7 @@ def notice_line(notice: Notice) -> str:
     return f"{notice.level}: {notice.text}"
 
 
-def _facts(run: RunView) -> RenderableType:
+def _facts(run: RunView, replicas: int) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True, min_width=9)
     facts.add_column(no_wrap=True, overflow="ellipsis")
@@ -94,6 +96,8 @@ def _facts(run: RunView) -> RenderableType:
     facts.add_row("in flight", _flight(run))
     facts.add_row("speed", _speed(run))
     facts.add_row("streams", _streams(run))
+    if bound := advice(run.last, replicas):
+        facts.add_row("bound", bound)
     for part, outcome in run.self_tests.items():
         facts.add_row("self-test", f"{part}: {outcome}")
     return facts

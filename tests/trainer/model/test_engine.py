@@ -15,7 +15,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.algorithm.update import Learner
-from services.trainer.batch.flops import ModelSizes, forward_flops, peak_tflops
 from services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, plan
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import kernels
@@ -23,6 +22,7 @@ from services.trainer.model.layers.logits import token_logprobs
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
 from shared.errors import SettingsError
+from shared.model.flops import ModelSizes, forward_flops, peak_tflops
 from shared.settings import PolicySettings, Settings
 from tests.conftest import need_module
 from tests.support import builders, tiny

@@ -17,9 +17,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from services.trainer.batch.flops import ModelSizes, forward_flops
 from services.trainer.batch.packing import PackedRow
 from services.trainer.model.sizes import measure
+from shared.model.flops import ModelSizes, forward_flops
 from tests.support import builders, tiny
 
 QWEN3_30B = Qwen3MoeConfig(

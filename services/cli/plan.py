@@ -1,0 +1,109 @@
+"""``penstock plan``: from the command's options to a plan.
+
+``python -m services.cli.plan docs/plan.md`` writes the outputs of the page's examples.
+"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.plan import measured as runs
+from services.plan.hardware import parse_cluster
+from services.plan.layouts import Layout, Planner, Preferences
+from services.plan.measured import Corrections, Measured
+from services.plan.memory import TrainerOptions
+from services.plan.report import Plan, text
+from services.plan.workload import Workload, workload_of
+from shared.settings import Settings, load, loads
+
+
+def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
+    """Return the run's settings, or the defaults with ``flags``; may raise SettingsError."""
+    return loads("", "the flags", flags) if config is None else load(config, flags)
+
+
+def make(
+    settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, lengths: Path | None = None
+) -> Plan:
+    """Return the plan; may raise SettingsError."""
+    planner = Planner(workload_of(settings, model, lengths), parse_cluster(gpus), preferences(settings))
+    if calibrate is not None:
+        figures, own = runs.read_run(calibrate)
+        planner = dataclasses.replace(planner, corrections=corrections(figures, own, model, gpus))
+        lengths_of_run = dataclasses.replace(
+            planner.work.lengths, mean=min(figures.tokens, settings.sampling.max_new_tokens)
+        )
+        if lengths is None:
+            planner = dataclasses.replace(planner, work=dataclasses.replace(planner.work, lengths=lengths_of_run))
+    candidates, problems = planner.compare()
+    return Plan(planner, candidates, problems)
+
+
+def preferences(settings: Settings) -> Preferences:
+    """Return what the run's settings say."""
+    trainer, rollout = settings.trainer, settings.rollout
+    options = TrainerOptions(
+        ranks=trainer.ranks * trainer.nodes,
+        zero_stage=trainer.zero_stage,
+        optimizer=trainer.optimizer,
+        offload=trainer.offload,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        checkpointing=trainer.gradient_checkpointing,
+        chunk_tokens=settings.internal.logits_chunk_tokens,
+        snapshots=settings.weights.transport == "pull",
+    )
+    return Preferences(
+        options,
+        rollout.max_groups,
+        rollout.vllm.gpu_memory_utilization,
+        settings.reward.replicas,
+        settings.weights.transport,
+    )
+
+
+def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corrections:
+    """Return what a run measured over what is predicted for it on one GPU of the kind, with its own settings."""
+    work = dataclasses.replace(workload_of(own, model))
+    work = dataclasses.replace(work, lengths=dataclasses.replace(work.lengths, mean=figures.tokens))
+    wants = preferences(own)
+    planner = Planner(work, parse_cluster(gpus), wants)
+    engines = own.rollout.engines_per_gpu if isinstance(own.rollout.engines_per_gpu, int) else 1
+    layout = Layout("separate", wants.trainer, own.rollout.vllm.tensor_parallel_size, own.rollout.replicas, engines)
+    groups = max(1, min(wants.max_groups, -(-work.slots // own.rollout.replicas)))
+    predicted = planner.rates(layout, work.shape.layers, groups)
+    generate_s = _generate_s(work, groups) * predicted.decoding(groups * work.group_size)
+    return Corrections(
+        train=figures.compute_s / (predicted.token_s * work.step_tokens),
+        update=figures.other_s / predicted.train_s,
+        decode=figures.generate_s / generate_s if figures.generate_s else 1.0,
+        score_s=figures.score_s / max(1, groups),
+    )
+
+
+def _generate_s(work: Workload, groups: int) -> float:
+    """Return the decoding steps of a group's longest sample, on average."""
+    quantiles = work.lengths.quantiles(256)
+    size = work.group_size
+    return sum(length * size * ((index + 0.5) / 256) ** (size - 1) for index, length in enumerate(quantiles)) / 256
+
+
+_EXAMPLE = re.compile(r"```console\n\$ penstock plan ([^\n]*)\n.*?```", re.DOTALL)
+
+
+def with_outputs(page: str) -> str:
+    """Return ``page`` with what its examples print; they use --model and --gpus, and flags for settings."""
+
+    def printed(example: re.Match[str]) -> str:
+        words = dict(zip(*[iter(example[1].split())] * 2, strict=True))
+        model, gpus = words.pop("--model"), words.pop("--gpus")
+        settings = settings_of(None, [word for pair in words.items() for word in pair])
+        return f"```console\n$ penstock plan {example[1]}\n{text(make(settings, gpus, model))}\n```"
+
+    return _EXAMPLE.sub(printed, page)
+
+
+if __name__ == "__main__":
+    document = Path(sys.argv[1])
+    document.write_text(with_outputs(document.read_text(encoding="utf-8")), encoding="utf-8")

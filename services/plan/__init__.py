@@ -1,0 +1,10 @@
+"""What fits on which GPUs, how fast it will be, and which layout to choose. Needs no GPU, torch or bus.
+
+::
+
+    settings, config.json ─▶ workload ─┐
+    --gpus ─▶ hardware ────────────────┼─▶ layouts: memory ─▶ rates ─▶ simulation ─▶ report, picture, files
+    an earlier run ─▶ measured ────────┘
+
+``certain`` names what cannot fit on the GPUs of this machine; ``penstock up`` refuses it.
+"""

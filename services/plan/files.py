@@ -1,0 +1,74 @@
+"""The run's TOML file and the chart's values for a layout."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from services.plan.hardware import Cluster
+from services.plan.layouts import Candidate
+from services.plan.report import accepted
+from shared.errors import SettingsError
+from shared.files.durable import write_whole
+from shared.settings import Settings, loads
+
+_OF_TRAINER = ("zero_stage", "optimizer", "offload")
+
+
+def write(settings: Settings, candidates: Sequence[Candidate], cluster: Cluster, folder: Path) -> tuple[Path, Path]:
+    """Write ``run.toml`` and ``values.json`` for the fastest layout that this version's settings accept.
+
+    Raises:
+        SettingsError: no layout is accepted, or the folder cannot be written.
+    """
+    candidate = next((each for each in candidates if accepted(each.layout.placement)), None)
+    if candidate is None:
+        raise SettingsError("expected a layout that fits and that the settings accept, found none: change --gpus")
+    run = tomli_w.dumps(run_values(settings, candidate, cluster))
+    loads(run, "run.toml")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "run.toml", run)
+        write_whole(folder / "values.json", json.dumps(chart_values(candidate, cluster), indent=2) + "\n")
+    except OSError as error:
+        raise SettingsError(f"expected a folder to write to at {folder}, found: {error}: change --write") from error
+    return folder / "run.toml", folder / "values.json"
+
+
+def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    """Return the run's own settings with those of the layout."""
+    values = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    layout, trainer = candidate.layout, candidate.layout.trainer
+    table = values.setdefault("trainer", {})
+    table |= {name: getattr(trainer, name) for name in _OF_TRAINER}
+    table["ranks"] = min(trainer.ranks, cluster.per_node) if cluster.nodes > 1 else trainer.ranks
+    rollout = values.setdefault("rollout", {})
+    rollout |= {"replicas": max(1, layout.all_replicas), "max_groups": candidate.max_groups}
+    rollout["engines_per_gpu"] = layout.engines
+    rollout.setdefault("vllm", {})["tensor_parallel_size"] = layout.tensor_parallel
+    weights = values.setdefault("weights", {})
+    weights["transport"] = "pull" if trainer.snapshots else "file"
+    weights["shadow"] = "auto" if layout.shadow else "bucketed"
+    if layout.placement != "separate":
+        values["placement"] = {"mode": layout.placement}
+    elif cluster.nodes == 1:
+        table["gpus"] = list(range(trainer.ranks))
+        rollout["gpus"] = list(range(trainer.ranks, layout.gpus))
+    return values
+
+
+def chart_values(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    """Return the chart's values, without those that a cluster's owner knows (image, storage)."""
+    layout, product = candidate.layout, f"NVIDIA-{cluster.gpu.name}"
+    nodes = -(-layout.trainer.ranks // cluster.per_node)
+    hosts = -(-layout.tensor_parallel // cluster.per_node)
+    return {
+        "trainer": {"nodes": nodes, "gpu": {"count": layout.trainer.ranks // nodes, "product": product}},
+        "rollout": {
+            "replicas": max(1, layout.all_replicas),
+            "nodes": hosts,
+            "gpu": {"count": layout.tensor_parallel // hosts, "product": product},
+        },
+    }

@@ -1,0 +1,383 @@
+"""The layouts of a run on a cluster: which fit, and how fast each is.
+
+``separate``: trainer and replicas have GPUs of their own. ``shared``: they take turns on the same GPUs. ``lend``:
+separate, and the trainer's GPUs generate as well while it waits. Where GPUs are shared, an engine gives way on the
+lowest rung that fits:
+
+    0 it keeps all its memory · 1 without its cache · 2 without its weights · 3 and the optimizer's state goes to the host
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from services.plan import rates as rooflines
+from services.plan.hardware import Cluster
+from services.plan.measured import Corrections
+from services.plan.memory import (
+    Component,
+    EngineMemory,
+    EngineOptions,
+    Table,
+    TrainerOptions,
+    engine_memory,
+    peak,
+    total,
+    trainer_table,
+)
+from services.plan.rates import Rates
+from services.plan.simulation import Outcome, Side, simulate
+from services.plan.workload import Workload
+
+Placement = Literal["separate", "shared", "lend"]
+PLACEMENTS: tuple[Placement, ...] = ("separate", "shared", "lend")
+USABLE = 0.95
+"""Of a GPU's memory; the rest is fragmentation."""
+_SIMULATED = 8
+_MOST_GROUPS = 12_000
+"""Of one simulation."""
+_SMALL = 6.5e9
+"""Weights below which one engine leaves a GPU idle (services/rollout/engines/vllm/several/plan.py)."""
+_SWITCH_S = (0.05, 0.3, 0.8, 0.8)
+"""Both ways, by rung; rung 3 also moves the optimizer's state."""
+_CONTEXT_ASLEEP = 3.0 * (1 << 30)
+"""What a sleeping vLLM engine keeps (2.9 GiB of 139.9 on an H200)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """A split of the cluster."""
+
+    placement: Placement
+    trainer: TrainerOptions
+    tensor_parallel: int
+    replicas: int
+    """With GPUs of their own; with ``shared``, none has."""
+    engines: int = 1
+    borrowed: int = 0
+    """Replicas on the trainer's GPUs."""
+    rung: int = 0
+    shadow: bool = True
+
+    @property
+    def all_replicas(self) -> int:
+        """Own and borrowed."""
+        return self.replicas + self.borrowed
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use."""
+        return self.trainer.ranks + self.replicas * self.tensor_parallel
+
+    @property
+    def words(self) -> str:
+        """One line for people."""
+        trainer = self.trainer
+        train = f"train on {trainer.ranks}, ZeRO {trainer.zero_stage}"
+        train += ", 8-bit Adam" if trainer.optimizer == "adamw_8bit" else ""
+        train += f", offload {trainer.offload}" if trainer.offload != "none" else ""
+        each = f" of {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
+        each += f", {self.engines} engines each" if self.engines > 1 else ""
+        own = f"{self.replicas} replicas{each}" if self.replicas else ""
+        same = f"{self.borrowed} replicas on the same GPUs{'' if own else each}" if self.borrowed else ""
+        return "; ".join(filter(None, (train, own, same)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """A layout that does not fit."""
+
+    layout: str
+    needed_bytes: float
+    limit_bytes: float
+    component: Component
+    """The largest that a setting reduces."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that fits."""
+
+    layout: Layout
+    memory: Mapping[str, Table]
+    """By side: trainer, rollout; or shared alone."""
+    kept_layers: int
+    max_groups: int
+    """That one replica decodes at a time, as far as its cache holds them."""
+    rates: Rates
+    estimate_s: float
+    outcome: Outcome | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Simulated if it was, else estimated."""
+        return self.outcome.step_s if self.outcome else self.estimate_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preferences:
+    """The run's own settings, which are tried first."""
+
+    trainer: TrainerOptions
+    max_groups: int = 16
+    utilization: float = 0.85
+    reward_replicas: int = 1
+    transport: str = "pull"
+    placements: Sequence[Placement] = PLACEMENTS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planner:
+    """Compares layouts of one workload on one cluster."""
+
+    work: Workload
+    cluster: Cluster
+    own: Preferences
+    corrections: Corrections = dataclasses.field(default_factory=Corrections)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Of one GPU."""
+        return USABLE * self.cluster.gpu.memory_bytes
+
+    def compare(self) -> tuple[list[Candidate], list[Problem]]:
+        """Return the simulated layouts, fastest first, and what does not fit."""
+        candidates: list[Candidate] = []
+        problems: list[Problem] = []
+        for placement in self.own.placements:
+            for found in self._of(placement):
+                (candidates if isinstance(found, Candidate) else problems).append(found)  # type: ignore[arg-type]
+        candidates.sort(key=lambda candidate: (candidate.estimate_s, candidate.layout.gpus))
+        return sorted(map(self.simulated, _varied(candidates)), key=_pace), _distinct(problems)
+
+    def simulated(self, candidate: Candidate, *, record: bool = False, steps: int = 0) -> Candidate:
+        """Return ``candidate`` with its outcome."""
+        steps = steps or max(6, min(15, _MOST_GROUPS // (self.work.groups or 1)))
+        outcome = simulate(self.work, candidate.rates, self._side(candidate), steps, record=record)
+        return dataclasses.replace(candidate, outcome=outcome)
+
+    def _side(self, candidate: Candidate) -> Side:
+        layout = candidate.layout
+        return Side(layout.replicas, candidate.max_groups, layout.borrowed, self.own.reward_replicas)
+
+    def _of(self, placement: Placement) -> Iterator[Candidate | Problem]:
+        sizes = self._trainer_sizes(placement)
+        if (misfit := self._as_set(max(sizes, default=1))) is not None:
+            yield misfit
+        for ranks in sizes:
+            if placement == "shared":
+                yield from self._shared(ranks)
+            else:
+                yield from self._split(placement, ranks)
+
+    def _trainer_sizes(self, placement: Placement) -> Sequence[int]:
+        gpus, each = self.cluster.gpus, self.cluster.per_node
+        if placement == "shared":
+            return (gpus,)
+        return range(1, gpus) if self.cluster.nodes == 1 else range(each, gpus, each)
+
+    # ---------------------------------------------------------------- memory
+
+    def _options(self, ranks: int) -> Iterator[TrainerOptions]:
+        """Yield the trainer's settings, the run's own first, then those that need less memory and more time."""
+        mine = dataclasses.replace(self.own.trainer, ranks=ranks, snapshots=self.own.transport == "pull")
+        yield mine
+        transports = (True, False) if mine.snapshots else (False,)
+        for offload, snapshots, optimizer, stage in itertools.product(
+            ("none", "optimizer", "all"), transports, ("adamw", "adamw_8bit"), (1, 2, 3)
+        ):
+            valid = (optimizer == "adamw" or offload == "none") and (offload != "all" or stage == 3)
+            if valid and (ranks > 1 or stage == max(1, mine.zero_stage) or offload == "all"):
+                yield dataclasses.replace(
+                    mine, zero_stage=stage, optimizer=optimizer, offload=offload, snapshots=snapshots
+                )
+
+    def _trainer(self, ranks: int, beside_bytes: float = 0.0) -> tuple[TrainerOptions, Table, int] | Problem:
+        """Return the first settings that fit, or why the run's own do not."""
+        first: Problem | None = None
+        for options in self._options(ranks):
+            table, kept = trainer_table(self.work, options, self.limit_bytes - beside_bytes)
+            if peak(table) + beside_bytes <= self.limit_bytes:
+                return options, table, kept
+            first = first or _problem(_words(options), table, self.limit_bytes - beside_bytes)
+        assert first is not None
+        return first
+
+    def _as_set(self, ranks: int) -> Problem | None:
+        """Return why the run's own settings do not fit on ``ranks`` GPUs, if they do not."""
+        options = next(self._options(ranks))
+        table, _ = trainer_table(self.work, options, self.limit_bytes)
+        return None if peak(table) <= self.limit_bytes else _problem(_words(options), table, self.limit_bytes)
+
+    def _parallel_sizes(self, gpus: int) -> list[int]:
+        sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= gpus and gpus % size == 0]
+        return [size for size in sizes if size <= self.cluster.per_node or size % self.cluster.per_node == 0]
+
+    def _wanted(self, replicas: int) -> int:
+        """Return the groups that a replica would have at a time."""
+        return max(1, min(self.own.max_groups, -(-self.work.slots // max(1, replicas))))
+
+    def _engine(self, replicas: int, parallel: int, engines: int, room: float) -> tuple[EngineMemory, int, bool]:
+        """Return memory, groups at a time (0: not even one fits), and whether there is a shadow."""
+        wanted = self._wanted(replicas)
+        group_tokens = self.work.prompt_tokens + self.work.group_size * self.work.lengths.mean
+        needed = max(float(self.work.longest), min(1, wanted) * group_tokens)
+        for shadow in (True, False) if engines == 1 else (True,):
+            options = EngineOptions(
+                parallel, engines, self.own.utilization, wanted * self.work.group_size, shadow=shadow
+            )
+            memory = engine_memory(self.work, options, room, self.cluster.gpu.memory_bytes)
+            if memory.cached_tokens >= needed:
+                return memory, min(wanted, int(memory.cached_tokens // group_tokens)), shadow
+        return memory, 0, False
+
+    # ---------------------------------------------------------------- placements
+
+    def _split(self, placement: Placement, ranks: int) -> Iterator[Candidate | Problem]:
+        found = self._trainer(ranks)
+        if isinstance(found, Problem):
+            yield found
+            return
+        options, table, kept = found
+        for parallel in self._parallel_sizes(self.cluster.gpus - ranks):
+            replicas = (self.cluster.gpus - ranks) // parallel
+            for engines in self._engine_counts(parallel):
+                memory, groups, shadow = self._engine(replicas, parallel, engines, self.limit_bytes)
+                if not groups:
+                    yield _problem(f"an engine on {parallel} GPUs", {"generate": memory.components}, self.limit_bytes)
+                    continue
+                layout = Layout(placement, options, parallel, replicas, engines, shadow=shadow)
+                tables: dict[str, Table] = {"trainer": table, "rollout": {"generate": memory.components}}
+                if placement == "separate":
+                    yield self._candidate(layout, tables, kept, groups)
+                elif ranks % parallel == 0 and engines == 1:
+                    yield from self._lent(layout, tables, kept, groups)
+
+    def _lent(self, layout: Layout, tables: dict[str, Table], kept: int, groups: int) -> Iterator[Candidate | Problem]:
+        sharing = self._turns(layout.trainer, layout.tensor_parallel, layout.replicas)
+        if sharing is None:
+            return
+        rung, table, _ = sharing
+        borrowed = layout.trainer.ranks // layout.tensor_parallel
+        lent = dataclasses.replace(layout, borrowed=borrowed, rung=rung)
+        yield self._candidate(lent, {**tables, "trainer": table}, kept, groups)
+
+    def _shared(self, ranks: int) -> Iterator[Candidate | Problem]:
+        found = self._trainer(ranks, _CONTEXT_ASLEEP)
+        if isinstance(found, Problem):
+            yield dataclasses.replace(found, layout=f"shared: {found.layout}")
+            return
+        options, _, kept = found
+        for parallel in self._parallel_sizes(ranks):
+            turns = self._turns(options, parallel, 0)
+            if turns is not None:
+                rung, table, groups = turns
+                layout = Layout("shared", options, parallel, 0, borrowed=ranks // parallel, rung=rung, shadow=False)
+                yield self._candidate(layout, {"shared": table}, kept, groups)
+
+    def _turns(self, options: TrainerOptions, parallel: int, others: int) -> tuple[int, Table, int] | None:
+        """Return the lowest rung on which trainer and engine fit by turns, the memory, and an engine's groups."""
+        replicas = others + options.ranks // parallel
+        for rung in range(4):
+            trainer, _ = trainer_table(self.work, options, self.limit_bytes - _CONTEXT_ASLEEP)
+            waiting = [part for part in trainer["wait"] if rung < 3 or part.name not in ("master weights", "moments")]
+            memory, groups, _ = self._engine(replicas, parallel, 1, self.limit_bytes - total(waiting))
+            stays = _staying(memory, rung)
+            busy: Table = {phase: [*parts, stays] for phase, parts in trainer.items() if phase != "wait"}
+            fits = peak(busy) <= self.limit_bytes and total(waiting) + total(memory.components) <= self.limit_bytes
+            enough = 2 * groups >= self._wanted(replicas) or rung == 3
+            if groups and fits and enough:
+                aside = Component("trainer, waiting", total(waiting))
+                return rung, {**busy, "generate": [*memory.components, aside]}, groups
+        return None
+
+    def _engine_counts(self, parallel: int) -> tuple[int, ...]:
+        small = parallel == 1 and self.work.shape.weights < _SMALL
+        return (1, 2, 3) if small else (1,)
+
+    # ---------------------------------------------------------------- rates
+
+    def _candidate(self, layout: Layout, memory: Mapping[str, Table], kept: int, groups: int) -> Candidate:
+        rates = self.rates(layout, kept, groups)
+        return Candidate(layout, memory, kept, groups, rates, self._estimate(layout, rates, groups))
+
+    def rates(self, layout: Layout, kept: int, groups: int) -> Rates:
+        """Return the rates of a layout whose replicas decode ``groups`` at a time."""
+        work, cluster, trainer, corrected = self.work, self.cluster, layout.trainer, self.corrections
+        most = max(2.0, float(groups * work.group_size))
+        few, many = (
+            rooflines.decode_seconds(work, cluster, layout.tensor_parallel, layout.engines, sequences)
+            for sequences in (most / 8, most)
+        )
+        slope = (many - few) / (most - most / 8)
+        passes = rooflines.train_seconds(work, cluster, trainer, kept, work.step_tokens)
+        prompt_flops = 2.0 * work.prompt_tokens * work.shape.active
+        moved = rooflines.update_seconds(work, cluster, trainer)
+        return Rates(
+            decode_s=max(few - slope * (most / 8 - 1), 1e-6) * corrected.decode,
+            sequence_s=slope * corrected.decode,
+            prefill_s=prompt_flops / (cluster.gpu.flops_per_s * layout.tensor_parallel * 0.4),
+            train_s=moved * corrected.update,
+            token_s=passes / work.step_tokens * corrected.train,
+            transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.all_replicas),
+            score_s=corrected.score_s,
+            switch_s=self._switch_s(layout),
+            bus_s=corrected.bus_s
+            or rooflines.BUS_GROUP_S
+            + work.group_size * work.lengths.mean * rooflines.TOKEN_BYTES / rooflines.BUS_BYTES_PER_S,
+        )
+
+    def _switch_s(self, layout: Layout) -> float:
+        if not layout.borrowed:
+            return 0.0
+        moved = 12.0 * self.work.trained / layout.trainer.shards(1) if layout.rung == 3 else 0.0
+        return _SWITCH_S[layout.rung] + 2 * moved / self.cluster.host_bytes_per_s
+
+    def _estimate(self, layout: Layout, rates: Rates, groups: int) -> float:
+        """Return a step's seconds without waiting for the last group, to choose what is simulated."""
+        work = self.work
+        train_s = rates.step(work.step_tokens) + rates.switch_s
+        sequences = min(groups * work.group_size, work.slots * work.group_size / layout.all_replicas)
+        speed = sequences / rates.decoding(sequences)
+        tokens = work.samples * work.lengths.mean
+        own, lent = layout.replicas * speed, layout.borrowed * speed
+        if work.max_lag == 0 or not own:
+            return train_s + tokens / (own + lent)
+        return max(train_s, (tokens + lent * train_s) / (own + lent))
+
+
+def _pace(candidate: Candidate) -> tuple[float, int]:
+    return candidate.step_s, candidate.layout.gpus
+
+
+def _varied(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the fastest layouts, among them the fastest of each placement."""
+    best = {candidate.layout.placement: candidate for candidate in reversed(candidates)}
+    chosen = [*candidates[:_SIMULATED]]
+    return chosen + [candidate for candidate in best.values() if candidate not in chosen]
+
+
+def _staying(memory: EngineMemory, rung: int) -> Component:
+    gone = {0: (), 1: ("key-value cache",), 2: ("key-value cache", "weights", "shadow", "graphs and logits")}[
+        min(2, rung)
+    ]
+    stays = sum(part.nbytes for part in memory.components if part.name not in gone)
+    return Component("engine, asleep" if rung else "engine", max(stays, _CONTEXT_ASLEEP))
+
+
+def _words(options: TrainerOptions) -> str:
+    more = ", 8-bit Adam" if options.optimizer == "adamw_8bit" else ""
+    more += f", offload {options.offload}" if options.offload != "none" else ""
+    return f"a trainer on {options.ranks} GPUs, ZeRO {options.zero_stage}{more}"
+
+
+def _problem(layout: str, table: Table, limit_bytes: float) -> Problem:
+    phase = max(table.values(), key=total)
+    largest = max((part for part in phase if part.advice), key=lambda part: part.nbytes)
+    return Problem(layout, total(phase), limit_bytes, largest)
+
+
+def _distinct(problems: Sequence[Problem]) -> list[Problem]:
+    """Return one problem per layout and component."""
+    return list({(problem.layout): problem for problem in problems}.values())

@@ -1,0 +1,237 @@
+"""Memory of one GPU in closed form, by phase and component.
+
+A trainer's rank, ``P`` weights over ``N`` ranks, bytes per weight (bfloat16, AdamW)::
+
+    weights 2 · gradients 2 · master weights 4 · moments 8 (8-bit: 2)      over N from ZeRO stage 3 · 2 · 1 · 1
+    reduction      DeepSpeed's buckets; a rank's reduced gradients below stage 3; gathered weights at stage 3
+    activations    a layer's input for every layer, and all that it keeps for those that are not recomputed
+    logits         of ``internal.logits_chunk_tokens``
+    snapshots      two whole copies on rank 0 (``weights.transport = "pull"``)
+
+An engine's GPU, over ``T`` tensor parallel ranks: weights and shadow 2 P / T each, activations, logits, and the
+key-value cache in what is left.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from services.plan.hardware import GIB
+from services.plan.shapes import Shape
+from services.plan.workload import Workload
+
+Phase = Literal["wait", "forward and backward", "optimizer", "generate", "train"]
+_CONTEXT = 0.6 * GIB
+"""CUDA, cuBLAS and the program."""
+_NCCL = 1.0 * GIB
+_BUCKET = 1e9
+"""DeepSpeed's 500 million gradients of 2 bytes."""
+_GATHERED = 2e9
+"""Weights that live at a time at ZeRO stage 3."""
+_SUB_GROUP = 4e9
+"""Gradients in float32 of DeepSpeed's 1 billion weights that stage 3 steps at a time."""
+_LOGIT_BYTES = 4.3
+"""Of one logit with its gradient, by the fused kernel (1.33 GB for 2,048 tokens of 152,064 words)."""
+_LOGIT_COPIES = 6
+"""Float32 copies of a decoding step's logits."""
+_GRAPHS = 1.5 * GIB
+"""CUDA graphs and activations of an engine."""
+USED = 0.85
+"""Share of the memory that activations may fill (services/trainer/model/recomputation.py)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Component:
+    """Bytes on one GPU, and the setting that reduces them."""
+
+    name: str
+    nbytes: float
+    advice: str = ""
+
+
+Components = Sequence[Component]
+Table = Mapping[Phase, Components]
+
+
+def total(components: Components) -> float:
+    """Return the bytes of all components."""
+    return sum(component.nbytes for component in components)
+
+
+def peak(table: Table) -> float:
+    """Return the bytes of the largest phase."""
+    return max(map(total, table.values()), default=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """What of the trainer's settings decides its memory."""
+
+    ranks: int
+    zero_stage: int
+    optimizer: str = "adamw"
+    offload: str = "none"
+    micro_batch_tokens: int = 16_384
+    checkpointing: bool | Literal["auto"] = "auto"
+    chunk_tokens: int = 2048
+    snapshots: bool = True
+    """On rank 0's GPU, as weights are pulled from it."""
+
+    def shards(self, from_stage: int) -> int:
+        """Return over how many ranks something is cut that ZeRO shards from ``from_stage`` on."""
+        return self.ranks if self.zero_stage >= from_stage else 1
+
+
+def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -> tuple[Table, int]:
+    """Return rank 0's memory by phase, and the layers that keep their activations within ``limit_bytes``."""
+    lasting = _lasting(work, options)
+    moving = _gradients(work, options)
+    base = total(lasting) + total(moving)
+    kept = _kept_layers(work, options, USED * limit_bytes - base)
+    step = Component("gradients in float32", _float32_gradients(work, options), _MORE_RANKS)
+    table: dict[Phase, Components] = {
+        "wait": lasting,
+        "forward and backward": [*lasting, *moving, *activations(work, options, kept)],
+        "optimizer": [*lasting, *moving, step],
+    }
+    return table, kept
+
+
+_MORE_RANKS = "raise trainer.ranks"
+_STATES = 'raise trainer.ranks or trainer.zero_stage, or set trainer.offload = "optimizer"'
+
+
+def _lasting(work: Workload, options: TrainerOptions) -> list[Component]:
+    sharded = options.shards(3)
+    away = options.offload == "all"
+    frozen = 0.0 if away else work.policy_bytes / sharded
+    weights = frozen + (0.0 if away else work.trained * work.weight_bytes / sharded if work.lora_rank else 0.0)
+    parts = [Component("weights", weights, 'set trainer.zero_stage = 3, or trainer.offload = "all" with it')]
+    parts += _optimizer(work.trained, work, options)
+    if work.critic is not None:
+        parts.append(Component("critic", _critic_bytes(work.critic, work, options), _STATES))
+    if work.reference:
+        parts.append(
+            Component("reference", frozen, 'set algorithm.reference = "reward", or policy.lora.rank, or zero_stage = 3')
+        )
+    if options.snapshots and not work.lora_rank:
+        parts.append(Component("snapshots", 2 * work.policy_bytes, 'set weights.transport = "file"'))
+    return [*parts, Component("context", _CONTEXT + (_NCCL if options.ranks > 1 else 0.0))]
+
+
+def _optimizer(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+    if options.offload != "none":
+        return []
+    shards = options.shards(1)
+    moments = 2 if options.optimizer == "adamw_8bit" else 8
+    master = 0 if work.weight_bytes == 4 and not options.zero_stage else 4
+    advice = f'{_STATES}, or trainer.optimizer = "adamw_8bit"'
+    return [
+        Component("master weights", trained * master / shards, _STATES),
+        Component("moments", trained * moments / shards, advice),
+    ]
+
+
+def _critic_bytes(critic: Shape, work: Workload, options: TrainerOptions) -> float:
+    weights = critic.weights * work.weight_bytes / options.shards(3)
+    states = total(_optimizer(critic.weights, work, options))
+    return weights + states + critic.weights * work.weight_bytes / options.shards(2)
+
+
+def _gradients(work: Workload, options: TrainerOptions) -> list[Component]:
+    nbytes = work.trained * work.weight_bytes
+    parts = [Component("gradients", nbytes / options.shards(2), "set trainer.zero_stage = 2")]
+    if not options.zero_stage:
+        return parts
+    buffers = min(_BUCKET, float(nbytes))
+    if options.zero_stage == 3:
+        buffers += min(_GATHERED, work.policy_bytes)
+    elif options.offload == "none":
+        buffers += nbytes / options.ranks
+    return [*parts, Component("reduction", buffers, "set zero_optimization in trainer.deepspeed")]
+
+
+def _float32_gradients(work: Workload, options: TrainerOptions) -> float:
+    if not options.zero_stage or options.offload != "none":
+        return 0.0
+    own = 4.0 * work.trained / options.ranks
+    return min(own, _SUB_GROUP) if options.zero_stage == 3 else own
+
+
+def activations(work: Workload, options: TrainerOptions, kept: int) -> list[Component]:
+    """Return what a forward and backward pass needs beside the weights, with ``kept`` layers not recomputed."""
+    shape, tokens = work.shape, options.micro_batch_tokens
+    saved, inputs = _layer_bytes(work, options)
+    recomputing = saved if kept < shape.layers else 0.0
+    nbytes = kept * saved + (shape.layers - kept) * inputs + recomputing
+    logits = min(tokens, options.chunk_tokens or tokens) * shape.vocabulary * _LOGIT_BYTES * work.weight_bytes / 2
+    advice = "lower trainer.micro_batch_tokens"
+    if not kept or options.checkpointing is False:
+        advice += ", or set trainer.gradient_checkpointing = true"
+    return [Component("activations", nbytes, advice), Component("logits", logits, "lower trainer.micro_batch_tokens")]
+
+
+def _layer_bytes(work: Workload, options: TrainerOptions) -> tuple[float, float]:
+    tokens = options.micro_batch_tokens * work.weight_bytes
+    return float(tokens * work.shape.saved_per_token), float(tokens * work.shape.hidden)
+
+
+def _kept_layers(work: Workload, options: TrainerOptions, free_bytes: float) -> int:
+    layers = work.shape.layers
+    if options.checkpointing is not True and options.checkpointing != "auto":
+        return layers
+    if options.checkpointing is True:
+        return 0
+    saved, inputs = _layer_bytes(work, options)
+    room = free_bytes - total(activations(work, options, 0))
+    return max(1, min(layers, int(room // max(1.0, saved - inputs))))
+
+
+# ---------------------------------------------------------------- engines
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What of the rollout settings decides an engine's memory."""
+
+    tensor_parallel: int = 1
+    engines: int = 1
+    utilization: float = 0.85
+    sequences: int = 256
+    """Decoded at a time by all engines of the GPU."""
+    shadow: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """An engine's GPU."""
+
+    components: Components
+    cached_tokens: float
+    """Room of the key-value cache, over the replica's GPUs."""
+
+
+def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, total_bytes: float) -> EngineMemory:
+    """Return the memory of one GPU of a replica, which may use ``room_bytes`` of ``total_bytes``."""
+    weights = options.engines * work.policy_bytes / options.tensor_parallel
+    parallel = "raise rollout.vllm.tensor_parallel_size"
+    logits = options.sequences * work.shape.vocabulary * 4.0 * _LOGIT_COPIES / options.tensor_parallel
+    fixed = [
+        Component("weights", weights, parallel),
+        Component("graphs and logits", options.engines * _GRAPHS + logits, "lower rollout.max_groups"),
+        Component("context", options.engines * (_CONTEXT + (_NCCL if options.tensor_parallel > 1 else 0.0))),
+    ]
+    shadow = Component("shadow", weights if options.shadow and not work.lora_rank else 0.0, _SHADOW)
+    free = min(options.utilization * total_bytes, room_bytes - shadow.nbytes) - total(fixed)
+    per_token = kv_bytes(work, options.tensor_parallel)
+    needed = per_token * options.sequences * work.longest
+    cache = Component("key-value cache", max(0.0, min(free, needed)), f"lower sampling.max_new_tokens, or {parallel}")
+    return EngineMemory([*fixed, shadow, cache], cache.nbytes / per_token if per_token else 0.0)
+
+
+_SHADOW = 'set weights.shadow = "bucketed", or raise rollout.vllm.tensor_parallel_size'
+
+
+def kv_bytes(work: Workload, tensor_parallel: int) -> float:
+    """Return the cache of one token on each GPU of a replica; heads are copied where fewer than GPUs."""
+    return work.shape.kv_per_token * work.weight_bytes / min(tensor_parallel, work.shape.kv_heads)

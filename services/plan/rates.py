@@ -1,0 +1,143 @@
+"""Seconds of each part of a step, from rooflines, corrected by a run's measurements.
+
+::
+
+    decoding step = bytes moved / bandwidth + kernels of each layer + scheduler in Python, per sequence
+    forward and backward = max(operations / (peak · MFU), launching kernels, gathering weights)  per micro-batch
+    update = bytes of states / bandwidth          transfer = bytes · fan-out / network of rank 0
+
+The constants are measurements on H200s (benchmarks/results) and docs/plan.md compares them with these formulas.
+"""
+
+import dataclasses
+
+from services.plan.hardware import Cluster
+from services.plan.memory import TrainerOptions, kv_bytes
+from services.plan.workload import Workload
+from shared.model.flops import BACKWARD, forward_flops
+
+_REACHED = 0.9
+"""Share of the data sheet's memory bandwidth."""
+_LAYER_S = 50e-6
+"""Kernels of a layer in a decoding step, beside the bytes."""
+_SCHEDULER_S, _SEQUENCE_S = 0.5e-3, 18e-6
+"""vLLM's scheduler in each step, and for each sequence of it."""
+_SLICES = 1.2
+"""GPU time of engines that share a GPU in time slices."""
+_ALL_REDUCE_S = 20e-6
+"""Of a layer's two sums over tensor parallel ranks."""
+_LOGIT_COPIES = 6
+_MFU_NARROW, _MFU = 0.42, 0.485
+"""With heads of less than 128, and others, of a GPU that is busy."""
+_LAUNCH_S = 6e-3
+"""Python's time per layer of a forward and backward pass."""
+_UPDATE_BYTES = 28.0
+"""Read and written per weight in an optimizer step."""
+_PREFILL_MFU = 0.4
+FAN_OUT = 2
+"""Replicas that pull from the trainer (services/coordinator/policies/relay_tree.py)."""
+_HEADER_S = 0.08
+_WRITE, _READ = (5e9, 20e9), (2e9, 10e9)
+"""Bytes per second that rank 0 writes and that all replicas read: in memory of one host, and on storage that hosts share."""
+BUS_GROUP_S, BUS_BYTES_PER_S = 0.4e-3, 400e6
+TOKEN_BYTES = 13.0
+"""On the bus: id, logprob, and about five letters."""
+COORDINATOR_GROUP_S, COORDINATOR_BEAT_S = 0.1e-3, 0.1e-3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds of the parts of a step in one layout."""
+
+    decode_s: float
+    """A decoding step of one sequence."""
+    sequence_s: float
+    """Of each further sequence."""
+    prefill_s: float
+    """Of a group's prompt."""
+    train_s: float
+    """Of a step that holds no tokens: the update, the snapshot, the commit."""
+    token_s: float
+    """Of each trained token."""
+    transfer_s: float
+    """From the commit to the version being live in all replicas."""
+    score_s: float = 0.0
+    """Of a group, by one reward replica."""
+    switch_s: float = 0.0
+    """From generating to training and back, where GPUs do both."""
+    bus_s: float = BUS_GROUP_S
+    """Of a group, on the bus."""
+    coordinator_s: float = COORDINATOR_GROUP_S
+
+    def decoding(self, sequences: float) -> float:
+        """Return the seconds of one decoding step."""
+        return self.decode_s + self.sequence_s * max(0.0, sequences - 1)
+
+    def step(self, tokens: float) -> float:
+        """Return the seconds of training on ``tokens``."""
+        return self.train_s + self.token_s * tokens
+
+
+def decode_seconds(work: Workload, cluster: Cluster, tensor_parallel: int, engines: int, sequences: float) -> float:
+    """Return the seconds in which every one of a replica's ``sequences`` grows by a token."""
+    gpu, shape, each = cluster.gpu, work.shape, max(1.0, sequences / engines)
+    context = work.prompt_tokens + work.lengths.mean / 2
+    used = shape.weights if each * shape.active > shape.decoder else shape.active * each + shape.embeddings
+    moved = used * work.weight_bytes / tensor_parallel + each * context * kv_bytes(work, tensor_parallel)
+    moved += each * shape.vocabulary * 4 * _LOGIT_COPIES / tensor_parallel
+    busy = moved / (gpu.bytes_per_s * _REACHED) + shape.layers * _LAYER_S
+    if tensor_parallel > 1:
+        slow = cluster.network_bytes_per_s if tensor_parallel > cluster.per_node else gpu.link_bytes_per_s
+        busy += shape.layers * (_ALL_REDUCE_S + 4 * each * shape.hidden * work.weight_bytes / slow)
+    scheduler = _SCHEDULER_S + each * _SEQUENCE_S
+    if engines == 1:
+        return busy + scheduler
+    return max(engines * busy * _SLICES, busy * _SLICES + scheduler)
+
+
+def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kept: int, tokens: float) -> float:
+    """Return the seconds of forward and backward passes over ``tokens`` by all ranks."""
+    own = tokens / options.ranks
+    passes = max(1.0, own / options.micro_batch_tokens)
+    mean = work.prompt_tokens + work.lengths.mean
+    sizes = work.shape.sizes
+    forward = forward_flops(round(own), round(own * mean / 2), round(own), sizes)
+    again = (work.shape.layers - kept) / work.shape.layers
+    mfu = _MFU if work.shape.head_dim >= 128 else _MFU_NARROW
+    computing = forward * (1 + BACKWARD + again) / (cluster.gpu.flops_per_s * mfu)
+    launching = passes * work.shape.layers * _LAUNCH_S
+    return max(computing, launching, passes * _gathering(work, cluster, options)) * work.passes
+
+
+def _gathering(work: Workload, cluster: Cluster, options: TrainerOptions) -> float:
+    """Return the seconds in which ZeRO stage 3 moves weights three times, or other stages gradients once."""
+    if options.ranks == 1:
+        return 0.0
+    moved = (3.0 if options.zero_stage == 3 else 1.0) * work.policy_bytes
+    inside = moved / cluster.gpu.link_bytes_per_s
+    outside = moved / (cluster.network_bytes_per_s * min(options.ranks, cluster.per_node))
+    host = moved / cluster.host_bytes_per_s if options.offload == "all" else 0.0
+    return (outside if options.ranks > cluster.per_node else inside) + host
+
+
+def update_seconds(work: Workload, cluster: Cluster, options: TrainerOptions) -> float:
+    """Return the seconds of an optimizer step, the filling of a snapshot, and the commit."""
+    own = work.trained / options.shards(1)
+    if options.offload != "none":
+        update = _UPDATE_BYTES * own / cluster.host_bytes_per_s
+    else:
+        update = _UPDATE_BYTES * own / (cluster.gpu.bytes_per_s * _REACHED)
+    gathered = work.policy_bytes / cluster.gpu.link_bytes_per_s if options.zero_stage else 0.0
+    written = 0.0 if options.snapshots and not work.lora_rank else work.published_bytes / _WRITE[cluster.nodes > 1]
+    return update + gathered + written + 0.02
+
+
+def transfer_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, replicas: int) -> float:
+    """Return the seconds from a commit to its version being live in all replicas."""
+    nbytes = work.published_bytes
+    if not options.snapshots or work.lora_rank:
+        return _HEADER_S + nbytes * replicas / _READ[cluster.nodes > 1]
+    near = cluster.nodes == 1
+    rate = 0.55 * cluster.gpu.link_bytes_per_s if near else cluster.network_bytes_per_s
+    copies = min(FAN_OUT, replicas)
+    return _HEADER_S + nbytes * copies / rate

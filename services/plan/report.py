@@ -1,0 +1,150 @@
+"""A plan as text for people and as JSON for programs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from services.plan.hardware import GIB
+from services.plan.layouts import Candidate, Planner, Problem
+from services.plan.memory import Table, peak, total
+from shared.settings import Settings
+
+SHOWN = 3
+_PROBLEMS = 5
+_IDLE, _BUSY = 0.15, 0.7
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """The compared layouts, fastest first."""
+
+    planner: Planner
+    candidates: Sequence[Candidate]
+    problems: Sequence[Problem]
+
+    @property
+    def best(self) -> Sequence[Candidate]:
+        """Those that are shown."""
+        return self.candidates[:SHOWN]
+
+
+def accepted(placement: str) -> bool:
+    """Whether the settings of this version can express a placement."""
+    return placement == "separate" or "placement" in Settings.model_fields
+
+
+def text(plan: Plan) -> str:
+    """Return the plan for a terminal or a document."""
+    lines = [_head(plan.planner)]
+    for number, candidate in enumerate(plan.best, 1):
+        lines += ["", *_candidate(plan, number, candidate)]
+    if not plan.candidates:
+        lines += ["", "No layout fits."]
+    if plan.problems:
+        lines += ["", "Does not fit:"]
+        lines += [f"  {_refusal(problem)}" for problem in plan.problems[:_PROBLEMS]]
+    return "\n".join(lines)
+
+
+def _head(planner: Planner) -> str:
+    work, cluster = planner.work, planner.cluster
+    trained = f", of which LoRA trains {work.trained / 1e6:,.0f}M" if work.lora_rank else ""
+    return (
+        f"{work.shape.name} ({work.shape.weights / 1e9:.2f}B weights{trained}) on {cluster.words}: {work.groups} groups of "
+        f"{work.group_size} samples a step, max_lag {work.max_lag}\n"
+        f"prompts of {work.prompt_tokens:,} tokens, completions of {work.lengths.mean:,.0f}, at most {work.lengths.most:,}; "
+        f"{planner.limit_bytes / GIB:.1f} GiB usable on a GPU"
+    )
+
+
+def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
+    planner, layout, outcome = plan.planner, candidate.layout, candidate.outcome
+    assert outcome is not None
+    hours = planner.work.steps * outcome.step_s * layout.gpus / 3600
+    lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in outcome.lags.items())
+    needs = "" if accepted(layout.placement) else " (these settings have no placement.mode yet)"
+    lines = [
+        f"{number}. {layout.placement}{needs}: {layout.words}",
+        f"   {outcome.step_s:,.1f} s a step, {outcome.samples_per_s:,.1f} samples/s, {hours:,.0f} GPU-hours for "
+        f"{planner.work.steps} steps; idle: trainer {outcome.trainer_idle:.0%}, replicas {outcome.rollout_idle:.0%}; lag {lags}",
+        f"   {_weights(candidate)}",
+    ]
+    for side, table in candidate.memory.items():
+        lines += [f"   {side}, {_phase(phase, table)}" for phase in table]
+    return [*lines, f"   {reason(plan, candidate)}"]
+
+
+def _weights(candidate: Candidate) -> str:
+    way = "pulled" if candidate.layout.trainer.snapshots else "by file"
+    seconds, step_s = candidate.rates.transfer_s, candidate.step_s
+    return f"weights, {way}: live after {seconds:,.1f} s, {seconds / step_s:.0%} of a step"
+
+
+def _phase(phase: Any, table: Table) -> str:
+    parts = sorted(table[phase], key=lambda part: -part.nbytes)
+    named = ", ".join(f"{part.name} {part.nbytes / GIB:.1f}" for part in parts if part.nbytes >= 0.05 * GIB)
+    return f"{phase} {total(table[phase]) / GIB:.1f} GiB: {named}"
+
+
+def reason(plan: Plan, candidate: Candidate) -> str:
+    """Return what bounds a layout, relative to the fastest."""
+    outcome, first = candidate.outcome, plan.candidates[0]
+    assert outcome is not None
+    slower = candidate.step_s / first.step_s
+    place = "Fastest" if candidate is first else f"{slower:.2f} times the fastest's step"
+    shares = {
+        "the source of weights": outcome.source_busy,
+        "the bus": outcome.bus_busy,
+        "the coordinator": outcome.coordinator_busy,
+    }
+    full = [f"{name} is busy {share:.0%} of the time" for name, share in shares.items() if share > _BUSY]
+    if full:
+        return f"{place}; {' and '.join(full)}."
+    if outcome.trainer_idle < _IDLE:
+        return f"{place}; trainer-bound: more replicas would not help."
+    if candidate.layout.placement == "shared":
+        return f"{place}; the GPUs take turns, {outcome.trainer_idle:.0%} of the time without training."
+    return f"{place}; rollout-bound: the trainer waits {outcome.trainer_idle:.0%}."
+
+
+def _refusal(problem: Problem) -> str:
+    part = problem.component
+    return (
+        f"{problem.layout}: {problem.needed_bytes / GIB:,.0f} of {problem.limit_bytes / GIB:.0f} GiB, "
+        f"{part.nbytes / GIB:,.0f} of them {part.name}: {part.advice}"
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan for programs."""
+    work, cluster = plan.planner.work, plan.planner.cluster
+    return {
+        "model": work.shape.name,
+        "weights": work.shape.weights,
+        "cluster": cluster.words,
+        "limit_bytes": plan.planner.limit_bytes,
+        "layouts": [_entry(plan, candidate) for candidate in plan.candidates],
+        "problems": [dataclasses.asdict(problem) for problem in plan.problems],
+    }
+
+
+def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    assert candidate.outcome is not None
+    outcome = dataclasses.asdict(candidate.outcome)
+    del outcome["spans"]
+    memory = {
+        side: {phase: {part.name: part.nbytes for part in parts} for phase, parts in table.items()}
+        for side, table in candidate.memory.items()
+    }
+    return {
+        **dataclasses.asdict(candidate.layout),
+        "words": candidate.layout.words,
+        "accepted": accepted(candidate.layout.placement),
+        "gpus": candidate.layout.gpus,
+        "gpu_hours": plan.planner.work.steps * candidate.step_s * candidate.layout.gpus / 3600,
+        "reason": reason(plan, candidate),
+        "memory_bytes": memory,
+        "peak_bytes": {side: peak(table) for side, table in candidate.memory.items()},
+        "rates": dataclasses.asdict(candidate.rates),
+        "outcome": outcome,
+    }

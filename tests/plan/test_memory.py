@@ -1,0 +1,96 @@
+"""Laws of sizes and memory; literal figures are of Qwen2.5's shapes and of benchmarks/results."""
+
+import pytest
+
+from services.plan.hardware import GIB, parse_cluster
+from services.plan.memory import EngineOptions, TrainerOptions, engine_memory, peak, total, trainer_table
+from services.plan.shapes import from_config, shape_of
+from services.plan.workload import Lengths, Workload
+from shared.errors import SettingsError
+
+
+def workload(model: str, lora: int = 0) -> Workload:
+    return Workload(shape_of(model), 2, 32, 8, 64, Lengths(512, 512, 0.0), 1, 100, 1.0, None, False, lora)
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"),
+    [("0.5b", 493_961_216), ("7b", 7_615_283_200), ("30b-a3b", 30_531_911_680), ("400b", 405_849_243_648)],
+)
+def test_weights_are_those_of_the_shape(model: str, weights: int) -> None:
+    assert shape_of(model).weights == weights
+
+
+def test_a_token_uses_few_of_the_experts() -> None:
+    assert round(shape_of("30b-a3b").active / 1e9, 2) == 2.73
+
+
+def test_latent_attention_caches_its_latent_width() -> None:
+    config = {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 128,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    }  # fmt: skip
+    assert from_config(config, "latent").kv_per_token == 2 * 24
+
+
+def test_a_config_without_sizes_is_refused() -> None:
+    with pytest.raises(SettingsError, match="expected the sizes of a decoder"):
+        from_config({"hidden_size": 8}, "odd")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "measured_gb"),
+    [
+        ("0.5b", TrainerOptions(1, 1, checkpointing=False, snapshots=False), 27.64),
+        ("0.5b", TrainerOptions(1, 2, offload="optimizer", checkpointing=False, snapshots=False), 20.00),
+        ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=False), 72.59),
+        ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=False, micro_batch_tokens=32_768), 76.68),
+    ],
+)
+def test_peaks_are_within_three_percent_of_those_measured(
+    model: str, options: TrainerOptions, measured_gb: float
+) -> None:
+    table, _ = trainer_table(workload(model), options, 140 * GIB)
+    context = next(part.nbytes for part in table["wait"] if part.name == "context")  # not torch's
+    assert (peak(table) - context) / 1e9 == pytest.approx(measured_gb, rel=0.03)
+
+
+def test_states_are_cut_by_the_zero_stage() -> None:
+    def states(stage: int) -> dict[str, float]:
+        table, _ = trainer_table(workload("7b"), TrainerOptions(8, stage, snapshots=False), 140 * GIB)
+        return {part.name: round(part.nbytes / 1e9, 1) for part in table["optimizer"]}
+
+    assert [states(stage)["moments"] for stage in (0, 1, 2, 3)] == [60.9, 7.6, 7.6, 7.6]
+    assert [states(stage)["gradients"] for stage in (0, 1, 2, 3)] == [15.2, 15.2, 1.9, 1.9]
+    assert [states(stage)["weights"] for stage in (0, 1, 2, 3)] == [15.2, 15.2, 15.2, 1.9]
+
+
+def test_an_adapter_has_small_states_and_no_snapshots() -> None:
+    table, _ = trainer_table(workload("7b", lora=16), TrainerOptions(1, 1), 140 * GIB)
+    parts = {part.name: part.nbytes for part in table["wait"]}
+    assert parts["moments"] < 0.4e9
+    assert "snapshots" not in parts
+
+
+def test_as_many_layers_keep_their_activations_as_memory_allows() -> None:
+    def kept(gib: float) -> int:
+        return trainer_table(workload("7b"), TrainerOptions(2, 3, snapshots=False), gib * GIB)[1]
+
+    assert (kept(79.6), kept(140.4), kept(1000)) == (1, 22, 28)
+
+
+def test_the_cache_is_what_weights_and_shadow_leave() -> None:
+    memory = engine_memory(workload("7b"), EngineOptions(sequences=10_000), 75 * GIB, 79.6 * GIB)
+    assert total(memory.components) == pytest.approx(75 * GIB)
+
+
+@pytest.mark.parametrize(("words", "nodes", "per_node"), [("8xH200", 1, 8), ("4x80GiB", 1, 4), ("8x8xH100", 8, 8), ("32xH100", 4, 8)])  # fmt: skip
+def test_clusters_are_read(words: str, nodes: int, per_node: int) -> None:
+    cluster = parse_cluster(words)
+    assert (cluster.nodes, cluster.per_node) == (nodes, per_node)
+
+
+@pytest.mark.parametrize("words", ["", "H200", "0xH200", "8xZ9", "8 x H200"])
+def test_clusters_that_cannot_be_read_are_refused(words: str) -> None:
+    with pytest.raises(SettingsError, match="change --gpus"):
+        parse_cluster(words)

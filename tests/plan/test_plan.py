@@ -1,0 +1,172 @@
+"""Laws of `penstock plan` and of what uses it."""
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.cli.__main__ import main
+from services.cli.plan import make, preferences, settings_of, with_outputs
+from services.client.views import RunView
+from services.plan import certain, picture, report
+from services.plan.layouts import Layout
+from services.plan.measured import advice, measured
+from services.plan.memory import peak
+from services.up.display import view
+from services.up.display.summary import text as closing
+from shared.errors import SettingsError
+from shared.settings import Settings, load, loads
+
+ROOT = Path(__file__).parents[2]
+H200 = 140.4 * 2**30
+
+
+def test_the_examples_of_the_page_are_what_the_command_prints() -> None:
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    assert page.count("$ penstock plan --model") == 5
+    assert with_outputs(page) == page, "run python -m services.cli.plan docs/plan.md"
+
+
+def test_what_is_shown_fits() -> None:
+    plan = make(settings_of(None, ["--sampling.max_new_tokens", "2048"]), "8xH200", "7b")
+    assert {candidate.layout.placement for candidate in plan.candidates} == {"separate", "shared", "lend"}
+    for candidate in plan.candidates:
+        assert candidate.layout.gpus <= 8
+        assert all(peak(table) <= plan.planner.limit_bytes * 1.0001 for table in candidate.memory.values())
+
+
+def test_a_model_that_fits_nowhere_is_answered_by_component_and_setting() -> None:
+    plan = make(settings_of(None, []), "1xL4", "400b")
+    assert not plan.candidates
+    assert "raise rollout.vllm.tensor_parallel_size" in report.text(plan) or "trainer." in report.text(plan)
+
+
+def test_the_command_prints_json_and_writes_what_the_settings_accept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(ROOT / "config/two-gpus.toml"), "--gpus", "4xH200", "--model", "7b", "--json"]
+    assert main([*words, "--write", str(tmp_path / "plan"), "--html", str(tmp_path / "plan.html")]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["weights"] == 7_615_283_200
+    assert printed["layouts"][0]["outcome"]["samples_per_s"] > 0
+    written = load(tmp_path / "plan/run.toml", environment={})
+    assert written.trainer.ranks + written.rollout.replicas * written.rollout.vllm.tensor_parallel_size <= 4
+    assert json.loads((tmp_path / "plan/values.json").read_text())["trainer"]["gpu"]["product"] == "NVIDIA-H200"
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<svg") == 6
+    assert not re.search(r"(?:src|href)=|<script", page)
+
+
+def test_the_page_shows_a_models_name_as_text() -> None:
+    plan = make(settings_of(None, []), "2xH200", "0.5b")
+    shape = dataclasses.replace(plan.planner.work.shape, name="<script>")
+    work = dataclasses.replace(plan.planner.work, shape=shape)
+    page = picture.page(dataclasses.replace(plan, planner=dataclasses.replace(plan.planner, work=work)))
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
+
+
+def test_planning_imports_no_model_library() -> None:
+    code = (
+        "import sys; from services.cli.__main__ import main; main(['plan', '--model', '7b', '--gpus', '2xH200']);"
+        "sys.exit(sorted({'torch', 'transformers', 'redis', 'numpy'} & set(sys.modules)) != [])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def settings_with(folder: Path, **config: object) -> Settings:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **config}))
+    return loads(f'[policy]\nmodel = "{folder}"\n', "test")
+
+
+SEVEN = {
+    "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152_064,
+}  # fmt: skip
+
+
+def test_up_refuses_what_cannot_fit_with_component_and_setting(tmp_path: Path) -> None:
+    settings = settings_with(tmp_path, **SEVEN)
+    with pytest.raises(SettingsError, match=r"at least 127\.7 GiB, 56\.7 of them for moments: raise trainer\.ranks"):
+        certain.check_gpus(settings, [80 * 2**30])
+    certain.check_gpus(settings, [H200])
+
+
+def test_up_refuses_nothing_without_gpus_on_a_cpu_or_of_unknown_sizes(tmp_path: Path) -> None:
+    settings = settings_with(tmp_path, **SEVEN)
+    certain.check_gpus(settings, [])
+    certain.check_gpus(loads(f'[policy]\nmodel = "{tmp_path}"\n[run]\ndevice = "cpu"\n', "test"), [1e9])
+    certain.check_gpus(settings_with(tmp_path, **{**SEVEN, "model_type": "mamba"}), [1e9])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        ({"step_s": 4.0, "phase_wait_s": 1.0, "lag_max": 1}, "rollout-bound: the trainer waits 25%; 2 more replicas would be 1.3 times as fast"),
+        ({"step_s": 4.0, "phase_wait_s": 0.2, "lag_max": 1}, "trainer-bound: it waits 5%; more replicas would not help, more trainer.ranks would"),
+        ({"step_s": 4.0, "phase_wait_s": 2.0, "lag_max": 0}, "synchronous: the trainer waits 50%; algorithm.max_lag = 1 would generate meanwhile"),
+        ({}, ""),
+        ({"step_s": None, "phase_wait_s": 1.0}, ""),
+    ],
+)  # fmt: skip
+def test_measured_rates_say_what_bounds_a_run(metrics: dict[str, float], sentence: str) -> None:
+    assert advice(metrics, 6) == sentence
+
+
+def test_gpus_are_those_that_nvidia_smi_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert certain.visible_gpus() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 81559\necho 143771\n")
+    program.chmod(0o755)
+    assert certain.visible_gpus() == [81_559 * 2**20, 143_771 * 2**20]
+    program.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
+    assert certain.visible_gpus() == []
+
+
+def test_the_screen_says_what_bounds_the_run() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    seen = RunView(last={"step_s": 4.0, "phase_wait_s": 1.0, "lag_max": 1.0})
+    console.print(view.screen("penstock", seen, [view.ViewRow(f"rollout-{number}", "working") for number in range(6)]))
+    assert "the trainer waits 25%; 2 more replicas would be 1.3 times as fast" in console.export_text()
+
+
+def test_the_closing_message_says_what_bounded_the_run(tmp_path: Path) -> None:
+    line = {"step_s": 4.0, "phase_wait_s": 2.0, "lag_max": 1}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(1, 7)))
+    (tmp_path / "settings.toml").write_text("[rollout]\nreplicas = 2\n")
+    assert "rollout-bound: the trainer waits 50%; 2 more replicas would be 2.0 times as fast" in closing(
+        tmp_path, False
+    )
+
+
+def test_a_run_corrects_the_rates(tmp_path: Path) -> None:
+    line = {
+        "step_s": 4.0, "phase_wait_s": 2.0, "phase_forward_backward_s": 1.5, "phase_optimizer_s": 0.5, "samples": 512,
+        "response_tokens_mean": 100.0, "generate_s_mean": 3.0, "score_s_mean": 0.0,
+    }  # fmt: skip
+    run = "".join(json.dumps({**line, "step": step}) + "\n" for step in range(1, 7))
+    (tmp_path / "metrics.jsonl").write_text(run)
+    settings = settings_with(tmp_path, **SEVEN)
+    (tmp_path / "settings.toml").write_text(f'[policy]\nmodel = "{tmp_path}"\n')
+    plan = make(settings, "4xH200", calibrate=tmp_path / "summary.json")
+    assert plan.planner.work.lengths.mean == 100.0
+    rates = plan.planner.rates(Layout("separate", preferences(settings).trainer, 1, 1), 28, 16)
+    assert rates.token_s * plan.planner.work.step_tokens == pytest.approx(1.5)
+    assert rates.train_s == pytest.approx(0.5)
+    with pytest.raises(SettingsError, match="at least 3 steps"):
+        measured([line])
+
+
+def test_lengths_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:
+    rows = [{"completions": [{"tokens": 10}, {"tokens": 30}]}, {"tokens": 20}]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = make(settings_of(None, []), "2xH200", "0.5b", lengths=tmp_path / "rollouts.jsonl")
+    assert plan.planner.work.lengths.sample == (10, 30, 20)
