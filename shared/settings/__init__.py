@@ -14,6 +14,7 @@
       trainer.py        [trainer] [trainer.store], and what of DeepSpeed's settings is ours to make
       evaluation.py     [evaluation] [evaluation.gate]
       guards.py         [guards]
+      placement.py      [placement]
       internal.py       [internal], for tests and the Helm chart
     removed.py        settings that no longer exist, and what replaced them
     section.py        what every table has in common
