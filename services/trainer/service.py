@@ -16,6 +16,7 @@ import threading
 
 from services.trainer.launcher import LAUNCHER
 from shared.process import log
+from shared.process.device import DeviceLease, leased
 from shared.process.endpoints import Endpoints
 from shared.process.importing import importing
 from shared.process.parent import die_with
@@ -55,13 +56,18 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
             from services.trainer.training import train
 
         mailbox, publication = Mailbox(), Publication(settings, context.host, context.secret)
-        driver, artifacts = Driver(context, mailbox), Rank0Artifacts(settings, publication)
-        try:
-            training = asyncio.to_thread(train, settings, mailbox, artifacts)
-            for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
-                if error is not None:
-                    raise error
-            stopped = settings.internal.stopped_exit_status
-            return stopped if stopped and not await driver.is_over() else 0
-        finally:
-            await asyncio.to_thread(publication.close)
+        devices, ttl_s = settings.shared_devices, settings.internal.claim_after_s
+        async with leased(DeviceLease(context.bus, replica, "train", devices, ttl_s)) as lease:
+            while not await lease.acquire(1.0):  # the other ranks wait for this one before they load
+                if context.stop.is_set():
+                    return 0
+            driver, artifacts = Driver(context, mailbox, lease), Rank0Artifacts(settings, publication)
+            try:
+                training = asyncio.to_thread(train, settings, mailbox, artifacts)
+                for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
+                    if error is not None:
+                        raise error
+                stopped = settings.internal.stopped_exit_status
+                return stopped if stopped and not await driver.is_over() else 0
+            finally:
+                await asyncio.to_thread(publication.close)

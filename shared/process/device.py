@@ -17,7 +17,14 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from shared.bus.bus import Bus
-from shared.bus.stores.device_leases import DeviceRequest, Phase, release_devices, renew_devices, request_devices
+from shared.bus.stores.device_leases import (
+    DeviceRequest,
+    Phase,
+    Renewal,
+    release_devices,
+    renew_devices,
+    request_devices,
+)
 from shared.errors import BusUnavailable, Fenced
 
 _LOOK_S = 0.03
@@ -43,11 +50,7 @@ class DeviceLease:
         """Fencing token; 0 while not held."""
         self.rung = -1
         """Rung down to which memory must be free before the release; -1: not asked."""
-        self.waited_s = 0.0
-        """Duration of the last switch to this phase, from request to grant."""
-        self.other_switch_s = 0.0
-        """Duration of the last switch to the other phase, as its holders measured it."""
-        self.switches = 0
+        self._switches: dict[str, float] = {}
 
     @property
     def is_shared(self) -> bool:
@@ -110,17 +113,27 @@ class DeviceLease:
                     "another process holds them, and this one starts again"
                 )
             if renewal.term and not self.term:
-                self._take(renewal.term, renewal.switch_s)
+                self._take(renewal)
             if renewal.rung >= 0 and self.term:
                 self.rung = renewal.rung
                 self._asked.set()
 
-    def _take(self, term: int, switch_s: float) -> None:
+    def _take(self, renewal: Renewal) -> None:
         asked_s, self._requested_s = self._requested_s, None
-        self.waited_s = 0.0 if asked_s is None else time.perf_counter() - asked_s
-        self.term, self.other_switch_s = term, switch_s
-        self.switches += 1
+        self.term = renewal.term
+        waited_s = 0.0 if asked_s is None else time.perf_counter() - asked_s
+        self._switches = {
+            "switches": self._switches.get("switches", 0.0) + 1,
+            "switch_train_s": self._switches.get("switch_train_s", 0.0) + waited_s,
+            "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + renewal.switch_s,
+            "switch_rung": float(renewal.freed),
+        }
         self._granted.set()
+
+    def take_switches(self) -> dict[str, float]:
+        """Return figures of the switches since the last call: number, seconds to this phase and back, newest rung."""
+        switches, self._switches = self._switches, {}
+        return switches
 
     async def release(self, switch_s: float | None = None) -> None:
         """Return the devices; ``switch_s``: how long the switch to the phase that ends took."""

@@ -34,6 +34,7 @@ from shared.settings.loading import (
     override,
     sources,
 )
+from shared.settings.placement import check_shared_engine
 from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.reward import ExecutorSettings
 from shared.settings.rollout import RolloutSettings
@@ -56,6 +57,7 @@ __all__ = [
     "WeightsSettings",
     "check_plain_engine",
     "check_reproducible",
+    "check_shared_engine",
     "dump",
     "dumps",
     "load",

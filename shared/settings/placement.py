@@ -39,12 +39,20 @@ def check_placement(settings: "Settings") -> None:
         )
     if placement.mode == "separate":
         return
+    if settings.run.deterministic == "run" and placement.rung != 0:
+        raise ValueError(
+            'expected placement.rung = 0 with run.deterministic = "run", as a KV cache that is computed again rounds differently, '
+            f"found {_shown(placement.rung)}: change one of them"
+        )
+    if rollout.engine != "auto":
+        check_shared_engine(settings, rollout.engine)
     for key, value, expected, reason in (
         ("rollout.replicas", rollout.replicas, trainer.ranks, "rank i and replica i share device i"),
         ("rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, 1, "a replica has one device"),
         ("rollout.engines_per_gpu", rollout.engines_per_gpu, 1, "a replica suspends one engine"),
         ("rollout.nodes", rollout.nodes, 1, "it is for one host"),
         ("trainer.nodes", trainer.nodes, 1, "it is for one host"),
+        ("weights.update", settings.weights.update, "inflight", "a freed replica continues with newer weights"),
         ("rollout.gpus", rollout.gpus or trainer.gpus, trainer.gpus, "the replicas use the trainer's GPUs"),
     ):
         if value != expected:
@@ -52,6 +60,15 @@ def check_placement(settings: "Settings") -> None:
                 f'expected {key} = {_shown(expected)} with placement.mode = "shared", where {reason}, found {_shown(value)}: '
                 "change one of them"
             )
+
+
+def check_shared_engine(settings: "Settings", engine: str) -> None:
+    """Raise ValueError where replicas of ``engine`` cannot share a device."""
+    if settings.placement.mode == "shared" and engine != "transformers":
+        raise ValueError(
+            f'expected the engine "transformers" with placement.mode = "shared", found "{engine}", whose memory is not freed for '
+            'training yet: change rollout.engine, or set placement.mode = "separate"'
+        )
 
 
 def _shown(value: object) -> object:

@@ -6,7 +6,11 @@
 -- Returns the number of devices released.
 local released = 0
 for _, device in ipairs(devices) do
-  if redis.call('HGET', device, 'process') == process then
+  local held = redis.call('HMGET', device, 'process', 'rung')
+  if held[1] == process then
+    if held[2] then
+      redis.call('HSET', device, 'freed', held[2])
+    end
     redis.call('HDEL', device, 'replica', 'process', 'phase', 'rung')
     if switch_ms ~= '' then
       redis.call('HSET', device, 'switch_ms', switch_ms)

@@ -63,6 +63,8 @@ class Renewal:
     rung: int
     switch_s: float
     """Longest last switch of these devices to generation."""
+    freed: int
+    """Highest rung at which they were last released on request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,10 +105,10 @@ async def grant_devices(bus: Bus, leader_term: int, request: DeviceRequest, ttl_
 
 async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: float) -> Renewal:
     """Renew a grant, or learn of it."""
-    term, rung, switch_ms = await bus.script(
+    term, rung, switch_ms, freed = await bus.script(
         "renew_devices", process=process, ttl_ms=round(ttl_s * 1000), devices=_keys(devices)
     )
-    return Renewal(term, rung, switch_ms / 1000)
+    return Renewal(term, rung, switch_ms / 1000, freed)
 
 
 async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int) -> bool:
