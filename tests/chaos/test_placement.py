@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from shared.bus.bus import Bus
-from shared.bus.stores.device_leases import Grant, Phase, look_at_devices
+from shared.bus.stores.device_leases import DEVICE, Grant, Phase, look_at_devices
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, running
+from tests.support.raw_redis import raw
 
 FLAGS = {
     "placement.mode": "shared",
@@ -27,12 +28,15 @@ async def _holder(bus: Bus) -> Grant | None:
 
 
 async def _freeze(run: Run, bus: Bus, name: str, phase: Phase, *, asked: bool) -> tuple[int, int]:
-    """Freeze ``name`` while it holds the device, and is asked for it or not; return its process and term."""
-    pid = run.pid(name)
+    """Freeze ``name`` while it knows that it holds the device, and is asked for it or not; return its process and term."""
+    pid, first_ends = run.pid(name), dict[int, bytes]()
     assert pid is not None
     while True:
         run.check()
-        if not _is_held(await _holder(bus), phase, asked=asked):
+        held, ends = await _holder(bus), await raw(bus).hget(bus.keys.of(DEVICE.of("0")), "until_ms")
+        if held is None or first_ends.setdefault(held.term, ends) == ends:
+            continue  # it has not renewed this grant yet
+        if not _is_held(held, phase, asked=asked):
             continue
         os.kill(pid, signal.SIGSTOP)
         held = await _holder(bus)
