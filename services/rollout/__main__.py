@@ -5,6 +5,7 @@ If the engine spans hosts (``rollout.nodes``), run this on each with the same na
 
 import asyncio
 import contextlib
+import importlib
 import importlib.util
 import re
 from collections.abc import Awaitable, Callable
@@ -168,6 +169,9 @@ async def run(settings: Settings, replica: str) -> None:
                 await tell(context.bus, replica, "engines per GPU", f"{engines}: {reason}", engines=engines)
 
         now = await context.live.refresh()
+        if settings.shared_devices:
+            with importing():  # before the lease, which a stalled event loop would let lapse
+                importlib.import_module("services.rollout.engines.transformers.engine")
         lease = await around.enter_async_context(leased(_lease(context)))
         while not await lease.acquire(1.0):
             if context.stop.is_set():

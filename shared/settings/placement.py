@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from shared.settings.section import Section
+from shared.settings.section import Section, shown
 
 if TYPE_CHECKING:
     from shared.settings.root import Settings
@@ -42,7 +42,7 @@ def check_placement(settings: "Settings") -> None:
     if settings.run.deterministic == "run" and placement.rung != 0:
         raise ValueError(
             'expected placement.rung = 0 with run.deterministic = "run", as a KV cache that is computed again rounds differently, '
-            f"found {_shown(placement.rung)}: change one of them"
+            f"found {shown(placement.rung)}: change one of them"
         )
     if rollout.engine != "auto":
         check_shared_engine(settings, rollout.engine)
@@ -53,11 +53,11 @@ def check_placement(settings: "Settings") -> None:
         ("rollout.nodes", rollout.nodes, 1, "it is for one host"),
         ("trainer.nodes", trainer.nodes, 1, "it is for one host"),
         ("weights.update", settings.weights.update, "inflight", "a freed replica continues with newer weights"),
-        ("rollout.gpus", rollout.gpus or trainer.gpus, trainer.gpus, "the replicas use the trainer's GPUs"),
+        ("rollout.gpus", list(rollout.gpus or trainer.gpus), list(trainer.gpus), "the replicas use the trainer's GPUs"),
     ):
         if value != expected:
             raise ValueError(
-                f'expected {key} = {_shown(expected)} with placement.mode = "shared", where {reason}, found {_shown(value)}: '
+                f'expected {key} = {shown(expected)} with placement.mode = "shared", where {reason}, found {shown(value)}: '
                 "change one of them"
             )
 
@@ -69,7 +69,3 @@ def check_shared_engine(settings: "Settings", engine: str) -> None:
             f'expected the engine "transformers" with placement.mode = "shared", found "{engine}", whose memory is not freed for '
             'training yet: change rollout.engine, or set placement.mode = "separate"'
         )
-
-
-def _shown(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value

@@ -1,95 +1,28 @@
 """Trainer and replica share a device: whichever is killed in a switch, or hangs, no device is held twice and no group lost."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from shared.bus.bus import Bus
-from shared.bus.stores.device_leases import DEVICE, Grant, Phase, look_at_devices
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import Run, running
-from tests.support.raw_redis import raw
-
-FLAGS = {
-    "placement.mode": "shared",
-    "placement.rung": 2,
-    "rollout.replicas": 1,
-    "internal.claim_after_s": 5,
-    "algorithm.max_lag": 0,
-}
-
-HOLDERS: tuple[tuple[str, Phase], ...] = (("trainer-0", "train"), ("rollout-0", "generate"))
-
-
-async def _holder(bus: Bus) -> Grant | None:
-    return (await look_at_devices(bus, 1)).grants[0]
-
-
-async def _freeze(run: Run, bus: Bus, name: str, phase: Phase, *, asked: bool) -> tuple[int, int]:
-    """Freeze ``name`` while it knows that it holds the device, and is asked for it or not; return its process and term."""
-    pid, first_ends = run.pid(name), dict[int, bytes]()
-    assert pid is not None
-    while True:
-        run.check()
-        held, ends = await _holder(bus), await raw(bus).hget(bus.keys.of(DEVICE.of("0")), "until_ms")
-        if held is None or first_ends.setdefault(held.term, ends) == ends:
-            continue  # it has not renewed this grant yet
-        if not _is_held(held, phase, asked=asked):
-            continue
-        os.kill(pid, signal.SIGSTOP)
-        held = await _holder(bus)
-        if held is not None and _is_held(held, phase, asked=asked):
-            return pid, held.term
-        os.kill(pid, signal.SIGCONT)
-
-
-def _is_held(grant: Grant | None, phase: Phase, *, asked: bool) -> bool:
-    return grant is not None and grant.phase == phase and (grant.rung >= 0) == asked
-
-
-async def _replaced(run: Run, name: str, pid: int) -> None:
-    await run.until(lambda: run.pid(name) not in (None, pid))
-
-
-async def _kill_in_a_switch(run: Run, bus: Bus, victim: str) -> None:
-    """Kill ``victim`` while the replica is asked for the device and has not answered."""
-    replica, _ = await _freeze(run, bus, "rollout-0", "generate", asked=True)
-    killed = run.pid(victim)
-    assert killed is not None
-    os.kill(killed, signal.SIGKILL)
-    await _replaced(run, victim, killed)
-    if victim != "rollout-0":
-        os.kill(replica, signal.SIGCONT)
-
-
-async def _hang(run: Run, bus: Bus, name: str, phase: Phase) -> None:
-    """Freeze ``name`` until another process holds its device, then wake it: it is fenced, and starts again."""
-    pid, term = await _freeze(run, bus, name, phase, asked=name == "rollout-0")
-
-    async def followed() -> bool:
-        held = await _holder(bus)
-        return held is not None and held.term > term
-
-    await run.until(followed)
-    os.kill(pid, signal.SIGCONT)
-    await _replaced(run, name, pid)
+from tests.chaos.run import left_behind, running
+from tests.chaos.switches import HOLDERS, SHARED, hang, kill_in_a_switch
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_holder_that_is_killed_in_a_switch_or_hangs_loses_its_device_and_nothing_else(tmp_path: Path) -> None:
-    async with running(tmp_path, flags=FLAGS) as run:
+    async with running(tmp_path, flags=SHARED) as run:
         bus = await run.connect()
         await run.more_steps(bus, 2)
         for victim in ("rollout-0", "trainer-0"):
-            await _kill_in_a_switch(run, bus, victim)
+            await kill_in_a_switch(run, bus, victim)
             await run.more_steps(bus, 2)
         for name, phase in HOLDERS:
-            await _hang(run, bus, name, phase)
+            await hang(run, bus, name, phase)
             await run.more_steps(bus, 2)
-        await run.command("/v1/run/stop", {"reason": "the test is over"})
+        await bus.close()
+        await run.stop()
+    async with left_behind(run) as bus:
         await audit_groups(bus)
         await audit_versions(bus)
-        await bus.close()
