@@ -37,6 +37,7 @@ from services.coordinator.policies.rollback import Rollbacks, request
 from services.coordinator.records.recorder import Recorder
 from services.coordinator.records.report import DATA
 from services.coordinator.run.commands import Steering
+from services.coordinator.run.device_grants import DeviceGrants
 from services.coordinator.run.guards import Guards
 from services.coordinator.run.leader_lease import Lease
 from services.coordinator.run.lifecycle import Lifecycle
@@ -82,6 +83,7 @@ class Coordinator:
     rollbacks: Rollbacks
     guards: Guards
     operations: Operations
+    devices: DeviceGrants
     lease: Lease
     api: Parts
 
@@ -109,6 +111,7 @@ class Coordinator:
             self.rollbacks.run,
             self.guards.run,
             self.operations.run,
+            self.devices.run,
         )
 
     async def _leave(self) -> None:
@@ -247,8 +250,10 @@ def assemble(
     )
     promotion = Promotion(bus, ledger, FAN_OUT, promoted)
     live.listen(lambda settings: look())
-    lease = Lease(bus, replica)
-    return Coordinator(promotion, admission, lifecycle, recorder, monitor, rollbacks, guards, operations, lease, api)
+    lease, devices = Lease(bus, replica), DeviceGrants(bus, ledger, settings, monitor.beats)
+    return Coordinator(
+        promotion, admission, lifecycle, recorder, monitor, rollbacks, guards, operations, devices, lease, api
+    )
 
 
 def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:

@@ -4,20 +4,24 @@ If the engine spans hosts (``rollout.nodes``), run this on each with the same na
 """
 
 import asyncio
+import contextlib
+import importlib
 import importlib.util
+import re
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
-from services.rollout.engines.engine import Engine
+from services.rollout.engines.engine import Engine, SuspendableEngine
 from services.rollout.engines.prompts import CharacterCodec, Codec, TokenizerCodec
 from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
 from shared.bus.stores.run_secret import RunSecret
 from shared.errors import SettingsError
 from shared.peers.addresses import use_interfaces
 from shared.process import service
+from shared.process.device import DeviceLease, leased
 from shared.process.importing import importing
 from shared.process.telemetry import tell
-from shared.settings import Settings, check_plain_engine, check_reproducible
+from shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
 
 Explain = Callable[[int, str], Awaitable[None]]
 
@@ -48,6 +52,7 @@ def choose_engine(settings: Settings) -> str:
         name = pick_engine(settings.run.device)
     try:
         check_reproducible(settings, name)
+        check_shared_engine(settings, name)
         if name != "vllm":
             check_plain_engine(settings, name)
     except ValueError as error:
@@ -150,9 +155,11 @@ async def run(settings: Settings, replica: str) -> None:
     if settings.rollout.node:
         await _hold_workers(settings, replica)
         return
+    from services.rollout.device_turns import DeviceTurns
     from services.rollout.service import Rollout
 
-    async with service.serve(settings, "rollout", replica) as context:
+    async with contextlib.AsyncExitStack() as around:
+        context = await around.enter_async_context(service.serve(settings, "rollout", replica))
         from services.rollout.plausibility import Plausibility
         from shared.weights.receiver.puller import Puller
 
@@ -162,7 +169,15 @@ async def run(settings: Settings, replica: str) -> None:
                 await tell(context.bus, replica, "engines per GPU", f"{engines}: {reason}", engines=engines)
 
         now = await context.live.refresh()
+        if settings.shared_devices:
+            with importing():  # before the lease, which a stalled event loop would let lapse
+                importlib.import_module("services.rollout.engines.transformers.engine")
+        lease = await around.enter_async_context(leased(_lease(context)))
+        while not await lease.acquire(1.0):
+            if context.stop.is_set():
+                return
         engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
+        turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status) if lease.is_shared else None
         engine.update_by(context.live.settings.weights.update)  # may have changed during loading
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(
@@ -179,8 +194,22 @@ async def run(settings: Settings, replica: str) -> None:
             seed=settings.run.seed,
             taking=context.cordon.taking,
             plausibility=Plausibility(context.bus, settings, context.live.refresh),
+            turns=turns,
         )
         await rollout.run(context.stop, settings.internal.heartbeat_s)
+
+
+def _lease(context: service.Context) -> DeviceLease:
+    """Return the lease of replica i's device, which is that of trainer rank i."""
+    settings, devices = context.settings, context.settings.shared_devices
+    number = re.search(r"[0-9]+$", context.replica)
+    if devices and (number is None or int(number[0]) not in devices):
+        raise SettingsError(
+            f'expected a replica that is named rollout-0 to rollout-{devices[-1]} with placement.mode = "shared", found '
+            f"{context.replica!r}: each uses the device of one trainer rank; change --replica"
+        )
+    own = [int(number[0])] if devices and number else []
+    return DeviceLease(context.bus, context.replica, "generate", own, settings.internal.claim_after_s)
 
 
 async def _hold_workers(settings: Settings, replica: str) -> None:

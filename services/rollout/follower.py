@@ -19,6 +19,7 @@ import contextlib
 import logging
 import random
 import time
+from collections.abc import Callable
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -71,7 +72,11 @@ _IDLE_S = 1.0
 
 
 class Follower:
-    """Keeps ``engine`` on the head; pulls failing for ``give_up_s`` send waiters away."""
+    """Keeps ``engine`` on the head; pulls failing for ``give_up_s`` send waiters away.
+
+    Args:
+        pulling: entered around each pull; waits while another process uses the device.
+    """
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class Follower:
         probe_gap_nats: float,
         give_up_s: float = 60.0,
         hold: Hold | None = None,
+        pulling: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._bus = bus
         self._engine = engine
@@ -95,6 +101,7 @@ class Follower:
         self._probe = ProbeCheck(bus, engine, status, replica, probe_gap_nats)
         self._give_up_s = give_up_s
         self._hold = hold or Hold(bus, replica)
+        self._pulling = pulling
         self._unreachable: PolicyVersion | None = None
         self._changed = asyncio.Condition()
         self._told = asyncio.Event()
@@ -151,6 +158,17 @@ class Follower:
         """Send all waiters away, because the replica stops."""
         self._released = True
         await self._notify()
+
+    async def evaluated(self) -> None:
+        """Wait until the engine's version is not kept for an evaluation."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._hold.version is None or self._hold.version != self._engine.version
+            )
+
+    def refill(self) -> None:
+        """Pull again if the engine's weights were discarded."""
+        self._told.set()
 
     async def run(self) -> None:
         """Follow the head until cancelled; raises EngineDied."""
@@ -241,12 +259,13 @@ class Follower:
             if errors and self._wanted is not update and update.record.version != self._hold.version:
                 return errors
             try:
-                await self._pull_from(attempt, update)
+                async with self._pulling():
+                    await self._pull_from(attempt, update)
+                    await self._note_success(update.record)
             except WeightsError as error:
                 errors.append(f"{attempt.kind} {attempt.address}: {error}".replace(" :", ":"))
                 log.info("source failed", extra={"version": update.record.version, "error": errors[-1]})
                 continue
-            await self._note_success(update.record)
             return []
         if self._engine.torn:
             raise EngineDied(f"no source gave whole weights: {'; '.join(errors)}")

@@ -12,6 +12,7 @@ engine dies, the process ends and others redo its work.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import time
@@ -20,6 +21,7 @@ from collections import deque
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
+from services.rollout.device_turns import DeviceTurns
 from services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
 from services.rollout.engines.prompts import Codec
 from services.rollout.eval_priority import Precedence
@@ -147,6 +149,7 @@ class Rollout:
         max_groups: training groups held at a time; evaluation groups, mostly of one sample, ``group_size`` times as
             many.
         taking: set while new prompts may be taken.
+        turns: with the trainer, on a shared device.
     """
 
     def __init__(
@@ -165,8 +168,10 @@ class Rollout:
         seed: int = 0,
         taking: asyncio.Event | None = None,
         plausibility: Plausibility | None = None,
+        turns: DeviceTurns | None = None,
     ) -> None:
         self._engine = engine
+        self._turns = turns
         self._status = status
         self._puller = puller
         self._cordon = taking
@@ -180,6 +185,7 @@ class Rollout:
             deadline_s=weights.deadline_s,
             probe_gap_nats=weights.probe_gap_nats,
             hold=self._hold,
+            pulling=contextlib.nullcontext if turns is None else turns.pulling,
         )
         precedence = Precedence(max_groups * group_size)
         self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility)
@@ -220,6 +226,7 @@ class Rollout:
                 reporting = around.create_task(self._report(stop, report_s))
                 releasing = around.create_task(self._release(stop))
                 regulating = around.create_task(self._keep_regulating())
+                taking_turns = around.create_task(self._take_turns())
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
@@ -227,10 +234,15 @@ class Rollout:
                 reporting.cancel()
                 releasing.cancel()
                 regulating.cancel()
+                taking_turns.cancel()
         finally:
             self._status.state = "stopping"
             await self._engine.close()
             await self._puller.close()
+
+    async def _take_turns(self) -> None:
+        if self._turns is not None:
+            await self._turns.run(self._follower.evaluated, self._follower.refill)
 
     async def _release(self, stop: asyncio.Event) -> None:
         await stop.wait()

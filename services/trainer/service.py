@@ -19,6 +19,7 @@ from services.trainer.launcher import LAUNCHER
 from services.trainer.rank0.driver import Driver
 from services.trainer.rank0.mailbox import Mailbox, NoMailbox
 from shared.process import log
+from shared.process.device import DeviceLease, leased
 from shared.process.endpoints import Endpoints
 from shared.process.importing import importing
 from shared.process.parent import die_with
@@ -49,14 +50,19 @@ async def run(settings: Settings, replica: str) -> int:
 
 async def _run_rank_0(settings: Settings, replica: str) -> int:
     async with serve(settings, "trainer", replica) as context:
-        mailbox = Mailbox()
-        driver = Driver(context, mailbox)
-        training = asyncio.to_thread(_train, context, mailbox)
-        for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
-            if error is not None:
-                raise error
-        stopped = settings.internal.stopped_exit_status
-        return stopped if stopped and not await driver.is_over() else 0
+        devices, ttl_s = settings.shared_devices, settings.internal.claim_after_s
+        async with leased(DeviceLease(context.bus, replica, "train", devices, ttl_s)) as lease:
+            while not await lease.acquire(1.0):  # the other ranks wait for this one before they load
+                if context.stop.is_set():
+                    return 0
+            mailbox = Mailbox()
+            driver = Driver(context, mailbox, lease)
+            training = asyncio.to_thread(_train, context, mailbox)
+            for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
+                if error is not None:
+                    raise error
+            stopped = settings.internal.stopped_exit_status
+            return stopped if stopped and not await driver.is_over() else 0
 
 
 def _train(context: Context, mailbox: Mailbox) -> None:

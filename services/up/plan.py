@@ -148,6 +148,8 @@ def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
 def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:
     if service == "trainer":
         shown = settings.trainer.gpus
+    elif service == "rollout" and settings.shared_devices:
+        shown = tuple(settings.trainer.gpus or settings.shared_devices)[index : index + 1]
     elif service in ("rollout", "reward"):
         section = getattr(settings, service)
         each = len(section.gpus) // section.replicas

@@ -14,6 +14,7 @@
       trainer.py        [trainer] [trainer.store], and what of DeepSpeed's settings is ours to make
       evaluation.py     [evaluation] [evaluation.gate]
       guards.py         [guards]
+      placement.py      [placement]
       internal.py       [internal], for tests and the Helm chart
     removed.py        settings that no longer exist, and what replaced them
     section.py        what every table has in common
@@ -34,6 +35,7 @@ from shared.settings.loading import (
     override,
     sources,
 )
+from shared.settings.placement import check_shared_engine
 from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.reward import ExecutorSettings
 from shared.settings.rollout import RolloutSettings
@@ -56,6 +58,7 @@ __all__ = [
     "WeightsSettings",
     "check_plain_engine",
     "check_reproducible",
+    "check_shared_engine",
     "dump",
     "dumps",
     "given",

@@ -15,6 +15,7 @@ from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.evaluation import EvaluationSettings
 from shared.settings.guards import GuardsSettings
 from shared.settings.internal import InternalSettings
+from shared.settings.placement import PlacementSettings, check_placement
 from shared.settings.policy import PolicySettings, WeightsSettings
 from shared.settings.rewards.models import ModelWork
 from shared.settings.rewards.reward import RewardSettings
@@ -54,6 +55,8 @@ class Settings(Section):
     """The update rule."""
     trainer: TrainerSettings = Field(default=TrainerSettings())
     """The optimizer and its engine."""
+    placement: PlacementSettings = Field(default=PlacementSettings())
+    """Which processes share a device."""
     weights: WeightsSettings = Field(default=WeightsSettings())
     """How policy versions reach the replicas."""
     coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
@@ -79,6 +82,11 @@ class Settings(Section):
         return self.policy.lora.rank > 0 and (
             chosen == "adapter" or (chosen == "auto" and self.rollout.engine == "vllm")
         )
+
+    @property
+    def shared_devices(self) -> range:
+        """Devices that the trainer and the replicas use in turn."""
+        return range(self.trainer.ranks if self.placement.mode == "shared" else 0)
 
     @property
     def needs_executor(self) -> bool:
@@ -113,7 +121,15 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> "Settings":
-        for rule in (_check_scorers, _check_warm_up, _check_gpus, _check_engines, _check_trainer, _check_slots):
+        for rule in (
+            _check_scorers,
+            _check_warm_up,
+            _check_gpus,
+            _check_engines,
+            _check_trainer,
+            _check_slots,
+            check_placement,
+        ):
             rule(self)
         if self.rollout.engine in ("transformers", "scripted"):
             check_plain_engine(self, self.rollout.engine)

@@ -24,6 +24,7 @@ from shared.bus.stores.ledger import ENDED, Ledger
 from shared.bus.stores.policies import PolicyState
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
 from tests.chaos.run import Run, TcpServer, answers, harmed
+from tests.chaos.switches import HOLDERS, SHARED, hang, kill_in_a_switch
 from tests.conftest import PATIENCE_S, until
 from tests.support.fault_proxy import FaultProxy
 from tests.support.raw_redis import raw
@@ -59,7 +60,17 @@ class Figures:
 
 
 class Storm:
-    def __init__(self, run: Run, server: TcpServer, proxy: FaultProxy, bus: Bus, watcher: Watcher, seed: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        server: TcpServer,
+        proxy: FaultProxy,
+        bus: Bus,
+        watcher: Watcher,
+        seed: int,
+        *,
+        shared: bool = False,
+    ) -> None:
         self._run = run
         self._server = server
         self._proxy = proxy
@@ -87,6 +98,11 @@ class Storm:
             "cordon": self._cordon,
             "roll back": self._roll_back,
         }
+        if shared:
+            for needing_other_replicas in ("join", "leave", "cordon"):
+                del self._faults[needing_other_replicas]
+            self._faults["kill in a switch"] = lambda: kill_in_a_switch(run, bus, self._random.choice(HOLDERS)[0])
+            self._faults["hang with a device"] = lambda: hang(run, bus, *self._random.choice(HOLDERS))
         self.recoveries: list[tuple[str, float]] = []
         """Each fault and the seconds from its beginning (a pause: end) to the next commit."""
         self._since_s = 0.0
@@ -235,14 +251,15 @@ class Storm:
         await self._watcher.note_revoked()
 
 
-async def storm(folder: Path, seed: int, length_s: float) -> Figures:
+async def storm(folder: Path, seed: int, length_s: float, *, shared: bool = False) -> Figures:
+    """Return the figures of a storm; ``shared``: trainer and replica use one device in turn."""
     # Not forked: recoveries are timed.
-    async with harmed(folder, seed, forked=False) as (run, server, proxy, bus):
+    async with harmed(folder, seed, SHARED if shared else {}, forked=False) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():
             await run.more_steps(bus, 5)
             run.join("coordinator", "coordinator-spare")
-            raging = Storm(run, server, proxy, bus, watcher, seed)
+            raging = Storm(run, server, proxy, bus, watcher, seed, shared=shared)
             started_s = time.monotonic()
             await raging.rage(length_s)
             seconds = time.monotonic() - started_s

@@ -48,6 +48,11 @@ class Summary:
     reward_last: float | None
     lag_mean: float | None
     lag_max: int | None
+    switches: int
+    """Of shared devices to training."""
+    switch_s_mean: float | None
+    """To training and back."""
+    switch_rung_max: int | None
     groups_admitted: int
     counts: dict[str, int]
     """trained, dropped:<reason>, dead:<stream>."""
@@ -101,6 +106,9 @@ def summarize(
         reward_last=_mean(rewards[-_ENDS:]),
         lag_mean=lag_mean,
         lag_max=lag_max,
+        switches=(switches := int(sum(_figures(steps, "switches")))),
+        switch_s_mean=_switch_seconds(steps) / switches if switches else None,
+        switch_rung_max=int(max(_figures(steps, "switch_rung"))) if switches else None,
         groups_admitted=status.cursor,
         counts=dict(counts),
         head=status.head,
@@ -160,6 +168,10 @@ def _figure(step: dict[str, Json], name: str) -> float:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _switch_seconds(steps: Sequence[dict[str, Json]]) -> float:
+    return sum(_figures(steps, "switch_train_s")) + sum(_figures(steps, "switch_generate_s"))
 
 
 def _lag(steps: Sequence[dict[str, Json]]) -> tuple[float | None, int | None]:

@@ -39,6 +39,7 @@ from shared.bus.messages import PolicyRecord, StepReport
 from shared.bus.stores.ledger import ENDED, Ledger, RunState
 from shared.bus.streams import JOURNAL
 from shared.errors import WeightsError
+from shared.process.device import DeviceLease
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
 from shared.settings import Settings
@@ -53,8 +54,9 @@ _LOGGED = ("reward_mean", "kl_mean", "entropy", "lag_mean", "samples_per_s")
 class Driver:
     """Drives one trainer's ranks; on the event loop, except for the mailbox."""
 
-    def __init__(self, context: Context, mailbox: Mailbox) -> None:
+    def __init__(self, context: Context, mailbox: Mailbox, device: DeviceLease | None = None) -> None:
         self._context = context
+        self._device = device or DeviceLease(context.bus, context.replica, "train")
         self._settings = context.settings
         self._mailbox = mailbox
         self._bus = context.bus
@@ -100,7 +102,8 @@ class Driver:
                 await self._turn()
                 finding = finding if self._is_open else self._task(self._opening.find())
             elif finding.done():
-                await self._open(finding.result())
+                if await self._take_device():
+                    await self._open(finding.result())
             else:
                 await self._or_stop(asyncio.wait([finding], timeout=TURN_S))
                 await self._ask(Command(CommandKind.WAIT), Result)
@@ -136,13 +139,31 @@ class Driver:
         if can_train and self._filling is None:
             self._filling = self._task(self._intake.fill())  # not before the epoch is taken
         if can_train and (suspect := await self._intake.next_suspect()) is not None:
-            await self._try(suspect)
+            if await self._take_device():
+                await self._try(suspect)
         elif not self._is_ready and not self._opening.stranded:
-            await self._get_ready()
+            if await self._take_device():
+                await self._get_ready()
         else:
             await self._next_step(can_train)
 
+    async def _take_device(self) -> bool:
+        """Wait for shared devices; return False if the trainer stops first."""
+        while not await self._device.acquire(_CLOSE_S if self._context.stop.is_set() else TURN_S):
+            if self._context.stop.is_set():
+                return False
+            await self._ask(Command(CommandKind.IDLE), Result)
+        return True
+
+    async def _release_device(self, *, can_train: bool) -> None:
+        """Release shared devices unless the next batch is complete."""
+        if self._device.is_shared and self._device.held:
+            ready = await self._intake.next_batch(self._step, 0.0) if can_train else None
+            if ready is None:
+                await self._device.release()
+
     async def _next_step(self, can_train: bool) -> None:
+        await self._release_device(can_train=can_train)
         waiting = self._intake.next_batch(self._step, TURN_S) if can_train else asyncio.sleep(TURN_S)
         batch: list[Taken] | None = await self._or_stop(waiting)
         left, settings = await asyncio.gather(self._branch.was_left(), self._live.refresh())
@@ -168,7 +189,9 @@ class Driver:
 
     async def _ask(self, command: Command, kind: type[R]) -> R:
         self._mailbox.command(command)
-        return await self._result(kind)
+        result = await self._result(kind)
+        await self._device.confirm()
+        return result
 
     async def _result(self, kind: type[R]) -> R:
         while isinstance(result := await self._mailbox.result(), Notice):
@@ -201,6 +224,8 @@ class Driver:
         return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
 
     async def _train(self, batch: list[Taken], learning_rate: float) -> None:
+        if not await self._take_device():
+            return
         groups = [taken.experience for taken in batch]
         self._context.status.state = "working"
         self._branch.revision = self._live.revision  # for the journal
@@ -217,6 +242,7 @@ class Driver:
         )
         figures = batch_figures(groups, self._step, self._branch.steps)
         result = await self._result(Result)
+        await self._device.confirm()
         if isinstance(result, StepSkipped):
             await self._skip(batch, result)
             return
@@ -235,7 +261,7 @@ class Driver:
     async def _commit(self, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
-        metrics |= self._timing(made, figures, started_s - self._committed_s)
+        metrics |= self._timing(made, figures, started_s - self._committed_s) | self._device.take_switches()
         shown = {name: metrics[name] for name in ("reward_mean", "kl_mean", "entropy")}
         record = self._branch.record(self._step + 1, made.published, shown)
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}
@@ -249,6 +275,7 @@ class Driver:
         await self._note_published(record)
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
+        self._context.status.values["memory_peak"] = made.memory.get("memory_bytes", 0.0)
         logged = {name: round(metrics[name], 4) for name in _LOGGED}
         log.info("step", extra={"step": record.step, "version": record.version, **logged})
         return True
@@ -325,7 +352,7 @@ class Driver:
         await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
 
     async def _checkpoint_new(self) -> None:
-        if not self._is_new:
+        if not self._is_new or not await self._take_device():
             return
         assert self._branch.newest is not None
         state = await self._retention.describe(self._step, self._branch.newest, self._live)

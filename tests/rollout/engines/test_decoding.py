@@ -390,3 +390,48 @@ async def test_a_group_of_more_samples_than_are_decoded_at_a_time_is_made_in_par
     assert len(group.samples) == 10
     assert max(rows) == 4
     await engine.close()
+
+
+@pytest.mark.parametrize("rung", [0, 1, 2])
+async def test_a_group_that_was_suspended_at_any_rung_ends_as_if_it_had_not_been(rung: int) -> None:
+    prompts = (request(3, 4, 5, 6, samples=3, max_new_tokens=60), request(7, samples=2, max_new_tokens=50, seed=1))
+    served = tiny.model(1)
+    expected = decode(served, list(prompts))
+    copies = {name: parameter.clone() for name, parameter in served.named_parameters()}
+    engine = TransformersEngine(tiny.opened(served, stop=NEVER), max_rows=64)
+    await weights.load(engine, copies.items(), 0)
+    steps: list[int] = []
+    served.register_forward_hook(lambda *_: steps.append(1))
+    running = asyncio.gather(*(engine.generate(prompt) for prompt in prompts))
+    await until(lambda: len(steps) > 20)
+    await engine.suspend(rung)
+    done = len(steps)
+    assert (engine.version is None) == (rung == 2)
+    assert all(parameter.numel() == 0 for parameter in served.parameters()) == (rung == 2)
+    assert engine.memory["weights"] == sum(copy.nbytes for copy in copies.values())
+    assert engine.memory["shadow"] >= engine.memory["weights"], "it is aligned"
+    assert engine.memory["kv_cache"] > 0
+    await engine.resume()
+    if rung == 2:
+        assert len(steps) == done
+        await weights.load(engine, copies.items(), 1)
+        assert torch.equal(served.lm_head.weight, copies["model.embed_tokens.weight"]), "it is tied"
+    groups = await running
+    assert not any(parameter.numel() == 0 for parameter in served.parameters())
+    for group, samples in zip(groups, expected, strict=True):
+        for sample, same in zip(group.samples, samples, strict=True):
+            np.testing.assert_array_equal(sample.token_ids, same.token_ids)
+            np.testing.assert_allclose(sample.behavior_logprobs, same.behavior_logprobs, atol=FORWARD)
+            assert [version for _, version in sample.version_spans.tolist()] == ([0, 1] if rung == 2 else [0])
+    await engine.close()
+
+
+async def test_a_suspended_engine_decodes_nothing_and_refuses_a_probe(engine: TransformersEngine) -> None:
+    await weights.load(engine, tiny.model(1).named_parameters(), 0)
+    await engine.suspend(0)
+    waiting = asyncio.ensure_future(engine.generate(request(5, 6)))
+    with pytest.raises(WeightsError, match="expected a running engine, found it suspended"):
+        await engine.logprobs(np.array([7, 3], dtype=np.int32))
+    assert not waiting.done()
+    await engine.resume()
+    assert len((await waiting).samples) == 1

@@ -36,6 +36,7 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Lag", `in steps, of samples when used${bound}`, plain(["lag_mean", "lag_max"])],
     ["Throughput", "trained tokens per second", plain(["tokens_per_s"])],
     ["Time per phase", "seconds of a step in the trainer", () => stack(steps, phases)],
+    ["Device switches", "seconds to training, and back to generation", plain(["switch_train_s", "switch_generate_s"]), "switch_train_s"],
     ["Response length", "tokens, mean", plain(["response_tokens_mean"])],
     ["Gradient norm", "before clipping", plain(["grad_norm"])],
     ["Learning rate", "mean over the step's updates", plain(["learning_rate"])],

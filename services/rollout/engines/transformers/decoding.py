@@ -92,7 +92,8 @@ class Batch:
         self._length_N = torch.zeros(rows, dtype=torch.int32, device=device)
         self._stopped_N = torch.zeros(rows, dtype=torch.bool, device=device)
 
-        self._input_ids, mask_PL = _pad_left([request.prompt_token_ids for request in requests], tokens.padding, device)
+        self._prompts, mask_PL = _pad_left([request.prompt_token_ids for request in requests], tokens.padding, device)
+        self._input_ids = self._prompts
         self._padded = not bool(mask_PL.all())
         self._mask = torch.nn.functional.pad(mask_PL, (0, longest), value=1)
         self._position_n = mask_PL.sum(1)
@@ -115,7 +116,7 @@ class Batch:
 
     def step(self, version: PolicyVersion) -> list[tuple[int, tuple[GeneratedSample, ...]]]:
         """Decode one token per row with ``version``; return (request index, samples) of finished groups."""
-        logits_nV = self._prefill() if self._cache is None else self._decode()
+        logits_nV = self._decode() if self._written else self._prefill()
         if not self._version_spans or self._version_spans[-1][1] != version:
             self._version_spans.append((self._written, version))
         token_n, logprob_n = self._choice_n.draw(logits_nV.float(), self._uniform())
@@ -147,7 +148,33 @@ class Batch:
         self._position_n, self._mask = self._position_n[rows], self._mask[rows]
         return output.logits[:, -1][rows]
 
+    @property
+    def cache(self) -> Cache | None:
+        """The key-value cache; None before the first step or after it was dropped."""
+        return self._cache
+
+    def drop_cache(self) -> None:
+        """Free the key-value cache; the next step computes it again."""
+        self._cache = None
+
+    def _recompute(self) -> Cache:
+        """Return the cache of prompts and tokens so far, without the last token, under the present weights."""
+        tokens_nT = self._tokens_NT[self._alive_n, : self._written - 1].long()
+        ids_nT = torch.cat([self._prompts[torch.from_numpy(self._group_n).to(self._device)], tokens_nT], dim=1)
+        mask_nT = self._mask[:, : ids_nT.shape[1]]
+        output = self._model(
+            input_ids=ids_nT,
+            attention_mask=mask_nT if self._padded else None,
+            position_ids=(mask_nT.cumsum(1) - 1).clamp(min=0),
+            past_key_values=None,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.past_key_values
+
     def _decode(self) -> torch.Tensor:
+        if self._cache is None:
+            self._cache = self._recompute()
         length = self._prompt_length + self._written
         output = self._model(
             input_ids=self._input_ids,

@@ -6,6 +6,7 @@
     generate ──▶ inbox ───────────────────────▶  waiting ──▶ batch: prefill, step, step, … ──▶ futures
     swap     ──▶ inbox ──── between two steps ─▶ copy the shadow into the parameters, note the version
     logprobs ──▶ inbox ──── between two steps ─▶ one forward pass
+    suspend  ──▶ inbox ──── between two steps ─▶ free memory down to a rung, wait for resume (see ``ladder``)
     stage    ──▶ the weights' thread ──────────▶ receive into the shadow (see ``shadow``)
 
 Waiting requests form one batch of up to ``max_rows`` samples, which an idle engine delays briefly to fill. Rounding
@@ -36,7 +37,17 @@ from services.rollout.engines.engine import (
 )
 from services.rollout.engines.transformers import inbox
 from services.rollout.engines.transformers.decoding import Batch, Tokens
-from services.rollout.engines.transformers.inbox import Close, Item, Reply, Request, ScoreRequest, Swap
+from services.rollout.engines.transformers.inbox import (
+    Close,
+    Item,
+    Reply,
+    Request,
+    Resume,
+    ScoreRequest,
+    Suspend,
+    Swap,
+)
+from services.rollout.engines.transformers.ladder import Ladder
 from services.rollout.engines.transformers.loading import OpenedModel
 from services.rollout.engines.transformers.shadow import Shadow
 from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
@@ -83,6 +94,8 @@ class TransformersEngine:
         self._threads = threads
         self._drain = drain
         self._shadow = Shadow(opened, host, deadline_s, secret)
+        self._ladder = Ladder(opened, self._shadow)
+        self._decoding: Batch | None = None
         self._receiving = ThreadPoolExecutor(1, "weights", self._set_threads)
         self._held_swaps: list[Swap] = []
         self._version: PolicyVersion | None = None
@@ -159,6 +172,21 @@ class TransformersEngine:
         answer: asyncio.Future[Float32Array] = self._loop.create_future()
         return await self._ask(ScoreRequest(token_ids, answer), answer)
 
+    async def suspend(self, rung: int) -> None:
+        """Pause between two decoding steps; free memory down to ``rung``."""
+        answer: asyncio.Future[None] = self._loop.create_future()
+        await self._ask(Suspend(rung, answer), answer)
+
+    async def resume(self) -> None:
+        """Continue, after the next swap if the weights were freed."""
+        answer: asyncio.Future[None] = self._loop.create_future()
+        await self._ask(Resume(answer), answer)
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes held by component, at the last suspension, resumption or swap."""
+        return self._ladder.memory
+
     async def close(self) -> None:
         """Stop between two decoding steps; cancel requests."""
         self._inbox.put(Close())
@@ -192,7 +220,7 @@ class TransformersEngine:
 
     def _gather(self) -> bool:
         self._swap_held()
-        while not self._waiting and not self._closing:
+        while (self._ladder.is_away or not self._waiting) and not self._closing:
             self._receive(self._inbox.get())
         with contextlib.suppress(queue.Empty):
             while not self._closing and _rows(self._waiting) < self._max_rows:
@@ -207,16 +235,38 @@ class TransformersEngine:
     def _receive(self, item: Item | Close) -> None:
         if isinstance(item, Request):
             self._waiting.append(item)
-        elif isinstance(item, Swap) and self._drain and self._running:
+        elif isinstance(item, Swap) and self._drain and self._running and not self._ladder.is_empty:
             self._held_swaps.append(item)
-        elif isinstance(item, (Swap, ScoreRequest)):
+        elif isinstance(item, Close):
+            self._closing = True
+        else:
             try:
-                self._swap(item) if isinstance(item, Swap) else self._score(item)
+                self._do(item)
             except BaseException as error:
                 self._call(inbox.end, item.answer, error)
                 raise
-        else:
-            self._closing = True
+
+    def _do(self, item: Swap | ScoreRequest | Suspend | Resume) -> None:
+        match item:
+            case Swap():
+                self._swap(item)
+            case ScoreRequest():
+                self._score(item)
+            case Suspend():
+                self._suspend(item)
+            case Resume():
+                self._ladder.resume()
+                self._call(inbox.answer, item.answer, None)
+
+    def _suspend(self, item: Suspend) -> None:
+        self._ladder.measure(None if self._decoding is None else self._decoding.cache)
+        self._ladder.is_paused = True
+        if item.rung >= 1 and self._decoding is not None:
+            self._decoding.drop_cache()
+        if item.rung >= 2:
+            self._ladder.drop_weights()
+            self._version = None
+        self._call(inbox.answer, item.answer, None)
 
     def _next_batch(self) -> list[Request]:
         batch: list[Request] = []
@@ -235,8 +285,8 @@ class TransformersEngine:
         self._running, started_at_s = batch, time.time()
         tokens = Tokens(self._opened.stop)
         requests = [asked.request for asked in batch]
-        decoding = Batch(self._opened.model, requests, tokens, self._opened.device)
-        while not decoding.finished and not self._closing:
+        decoding = self._decoding = Batch(self._opened.model, requests, tokens, self._opened.device)
+        while not decoding.finished and self._wait_while_away():
             if self._version is None:
                 raise EngineDied("expected weights before the first request: a bug")
             whole = decoding.step(self._version)
@@ -246,8 +296,15 @@ class TransformersEngine:
             for place, asked in enumerate(batch):
                 if asked.answer.cancelled():
                     decoding.drop(place)
+        self._decoding = None
         if decoding.finished:
             self._running = []
+
+    def _wait_while_away(self) -> bool:
+        """Wait until the model can compute; return whether to continue."""
+        while self._ladder.is_away and not self._closing:
+            self._receive(self._inbox.get())
+        return not self._closing
 
     def _deliver(self, whole: Sequence[tuple[int, tuple[GeneratedSample, ...]]], started_at_s: float) -> None:
         now_s = time.time()
@@ -269,11 +326,14 @@ class TransformersEngine:
         torch._foreach_copy_([parameter for parameter, _ in pairs], [value for _, value in pairs])
         if self._opened.device.type == "cuda":
             torch.cuda.synchronize(self._opened.device)
-        self._version = item.version
+        self._version, self._ladder.is_empty = item.version, False
         copied_bytes = sum(value.nbytes for _, value in pairs)
         self._call(inbox.answer, item.answer, SwapReport(time.perf_counter() - started_s, "copy", copied_bytes))
 
     def _score(self, item: ScoreRequest) -> None:
+        if self._ladder.is_away:
+            self._call(inbox.refuse, item.answer, WeightsError("expected a running engine, found it suspended"))
+            return
         ids_1T = torch.tensor(item.token_ids, dtype=torch.long, device=self._opened.device).unsqueeze(0)
         positions_1T = torch.arange(ids_1T.shape[1], device=self._opened.device).unsqueeze(0)
         output = self._opened.model(

@@ -34,12 +34,29 @@ class ScoreRequest:
     answer: "asyncio.Future[Float32Array]"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Suspend:
+    """Pause between two decoding steps, and free memory down to ``rung``."""
+
+    rung: int
+    answer: "asyncio.Future[None]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Resume:
+    """Continue."""
+
+    answer: "asyncio.Future[None]"
+
+
 class Close:
     """Request to stop."""
 
 
-Item: TypeAlias = Request | Swap | ScoreRequest
-Reply: TypeAlias = "asyncio.Future[GeneratedGroup] | asyncio.Future[SwapReport] | asyncio.Future[Float32Array]"
+Item: TypeAlias = Request | Swap | ScoreRequest | Suspend | Resume
+Reply: TypeAlias = (
+    "asyncio.Future[GeneratedGroup] | asyncio.Future[SwapReport] | asyncio.Future[Float32Array] | asyncio.Future[None]"
+)
 
 
 def answer(future: "asyncio.Future[R]", result: R) -> None:

@@ -73,6 +73,17 @@ class Shadow:
             raise WeightsError(f"expected version {version} to be received before it is swapped to, found {received}")
         return self._pairs
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the copy."""
+        return 0 if self._snapshot is None else sum(bucket.nbytes for bucket in self._snapshot.buckets)
+
+    def drop(self) -> None:
+        """Free the copy; no version is being received."""
+        if self._source is not None:
+            self._source.withdraw(_LEAVE_S)
+        self._snapshot, self._pairs = None, []
+
     def abort(self) -> None:
         """Make a receive fail, from another thread."""
         self._receiver.abort()

@@ -1,0 +1,110 @@
+"""Grant shared devices to the trainer and the replicas in turn. One leader decides; its term fences each change.
+
+::
+
+    the trainer requests ──▶ replicas are asked back at a rung ──▶ all devices free ──▶ grant to the trainer
+    the trainer released ──▶ each replica that requests its device gets it
+
+The trainer requests only when it has work for the devices and releases them by itself, so neither side starves.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from shared.bus.bus import Bus
+from shared.bus.stores.device_leases import DeviceLook, DeviceRequest, Grant, ask_back, grant_devices, look_at_devices
+from shared.bus.stores.heartbeats import Heartbeat
+from shared.bus.stores.ledger import Ledger
+from shared.settings import Settings
+from shared.settings.placement import RUNGS
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.03
+_USABLE = 0.9
+"""Share of a device's memory that components may use; allocators and contexts take the rest."""
+FREED = {0: frozenset[str](), 1: frozenset({"kv_cache"}), 2: frozenset({"kv_cache", "weights", "shadow"})}
+"""Components of a replica that each rung frees."""
+MEASURED = "memory_"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """Changes that are due."""
+
+    grants: tuple[DeviceRequest, ...]
+    ask_back: tuple[tuple[int, Grant], ...]
+
+
+def decide(look: DeviceLook) -> Decision:
+    """Return whom to grant devices, and from whom to ask them back: training first."""
+    training = [request for request in look.requests if request.phase == "train"]
+    reserved = {index for request in training for index in request.devices}
+    holders = {index: grant for index, grant in enumerate(look.grants) if grant is not None}
+    due = training + [request for request in look.requests if reserved.isdisjoint(request.devices)]
+    grants = [request for request in dict.fromkeys(due) if holders.keys().isdisjoint(request.devices)]
+    asked = [(index, grant) for index, grant in holders.items() if index in reserved and grant.rung < 0]
+    return Decision(tuple(grants), tuple(asked))
+
+
+def lowest_rung(replica: Mapping[str, float], trainer: Mapping[str, float], capacity: float) -> int:
+    """Return the lowest rung at which both fit into ``capacity`` bytes; the highest if any is not measured yet.
+
+    >>> lowest_rung({"weights": 2.0, "shadow": 2.0, "kv_cache": 3.0}, {"weights": 4.0}, 10.0)
+    1
+    """
+    if not replica or not trainer or not capacity:
+        return RUNGS[-1]
+    for rung in RUNGS:
+        kept = sum(nbytes for component, nbytes in replica.items() if component not in FREED[rung])
+        if kept + sum(trainer.values()) <= _USABLE * capacity:
+            return rung
+    return RUNGS[-1]
+
+
+class DeviceGrants:
+    """The leader's loop."""
+
+    def __init__(self, bus: Bus, ledger: Ledger, settings: Settings, beats: Callable[[], Sequence[Heartbeat]]) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._settings = settings
+        self._beats = beats
+        self._peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
+
+    async def run(self) -> None:
+        """Grant until cancelled."""
+        while self._settings.shared_devices:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Make the changes that are due."""
+        term = self._ledger.term or 0
+        decision = decide(await look_at_devices(self._bus, len(self._settings.shared_devices)))
+        for index, grant in decision.ask_back:
+            await ask_back(self._bus, term, index, grant.term, self._rung(grant.replica))
+        for request in decision.grants:
+            granted = await grant_devices(self._bus, term, request, self._settings.internal.claim_after_s)
+            log.debug("devices granted", extra={"replica": request.replica, "term": granted})
+
+    def _rung(self, replica: str) -> int:
+        chosen = self._settings.placement.rung
+        if chosen != "auto":
+            return chosen
+        self._note_peaks()
+        trainer = next((self._peaks[beat.replica] for beat in self._beats() if beat.service == "trainer"), {})
+        measured = dict(self._peaks[replica])
+        capacity = measured.pop("capacity", 0.0)
+        return lowest_rung(measured, trainer, capacity)
+
+    def _note_peaks(self) -> None:
+        for beat in self._beats():
+            peaks = self._peaks[beat.replica]
+            for name, value in beat.values.items():
+                if name.startswith(MEASURED):
+                    component = name.removeprefix(MEASURED)
+                    peaks[component] = max(peaks.get(component, 0.0), value)

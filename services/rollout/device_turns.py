@@ -1,0 +1,84 @@
+"""Take turns with the trainer on a shared device (docs/placement.md).
+
+::
+
+    granted ──▶ resume ──▶ generate, pull weights … ──▶ asked back at a rung ──▶ suspend ──▶ release
+       ▲                                                                                        │
+       └────────────────────────────────── request ─────────────────────────────────────────────┘
+
+Groups in progress wait inside the engine. A pull is finished before the device is released.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from services.rollout.engines.engine import SuspendableEngine
+from shared.process.device import DeviceLease
+from shared.process.telemetry import Status
+
+log = logging.getLogger(__name__)
+
+_EMPTY_FROM = 2
+
+
+class DeviceTurns:
+    """One replica's turns; on the event loop. ``lease`` is held at the start, and kept by its owner."""
+
+    def __init__(self, lease: DeviceLease, engine: SuspendableEngine, status: Status) -> None:
+        self._lease = lease
+        self._engine = engine
+        self._status = status
+        self._open = asyncio.Event()
+        self._open.set()
+        self._pulling = asyncio.Lock()
+        self._granted_s: float | None = None
+        self._switch_s: float | None = None
+
+    @contextlib.asynccontextmanager
+    async def pulling(self) -> AsyncIterator[None]:
+        """Pull weights while the device is ours."""
+        while True:
+            await self._open.wait()
+            async with self._pulling:
+                if self._open.is_set():
+                    yield
+                    self._note_switched()
+                    return
+
+    async def run(self, evaluated: Callable[[], Awaitable[None]], refill: Callable[[], None]) -> None:
+        """Take turns until cancelled.
+
+        Args:
+            evaluated: waits until the engine's version is not kept for an evaluation, before it is discarded.
+            refill: called when the weights must be pulled again.
+
+        Raises:
+            Fenced: another process was granted the device.
+        """
+        while True:
+            await self._lease.acquire()
+            self._granted_s, self._switch_s = time.perf_counter(), None
+            await self._engine.resume()
+            self._open.set()
+            self._note_switched()
+            refill()
+            rung = await self._lease.asked()
+            if rung >= _EMPTY_FROM:
+                await evaluated()
+            await self._give_back(rung)
+
+    async def _give_back(self, rung: int) -> None:
+        self._open.clear()
+        async with self._pulling:
+            await self._engine.suspend(rung)
+        self._status.values.update({f"memory_{name}": nbytes for name, nbytes in self._engine.memory.items()})
+        await self._lease.confirm()
+        await self._lease.release(self._switch_s)
+
+    def _note_switched(self) -> None:
+        if self._granted_s is not None and self._engine.version is not None:
+            self._switch_s, self._granted_s = time.perf_counter() - self._granted_s, None
+            self._status.values["switch_s"] = self._switch_s

@@ -1,0 +1,25 @@
+#!lua flags=allow-oom
+-- Release what a process holds of the devices, and withdraw its request.
+-- KEYS: device_requests devices...
+-- ARGV: replica process switch_ms
+-- ``switch_ms``: what the switch to the phase that ends took, or "".
+-- Returns the number of devices released.
+local released = 0
+for _, device in ipairs(devices) do
+  local held = redis.call('HMGET', device, 'process', 'rung')
+  if held[1] == process then
+    if held[2] then
+      redis.call('HSET', device, 'freed', held[2])
+    end
+    redis.call('HDEL', device, 'replica', 'process', 'phase', 'rung')
+    if switch_ms ~= '' then
+      redis.call('HSET', device, 'switch_ms', switch_ms)
+    end
+    released = released + 1
+  end
+end
+local request = redis.call('HGET', device_requests, replica)
+if request and string.sub(request, 1, #process) == process then
+  redis.call('HDEL', device_requests, replica)
+end
+return released

@@ -1,0 +1,158 @@
+"""Leases of shared devices: one holder at a time, each grant with the next term, which fences older ones.
+
+::
+
+    request ──▶ (coordinator) grant ──▶ renew, renew … ──▶ release
+                              ask back ──▶ renew returns the rung ──▶ free the memory, release
+
+A request for several devices is granted for all of them or for none, so two processes cannot wait for each other.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from shared.bus.bus import Bus
+from shared.bus.keys import Named, key
+
+DEVICE = key(
+    "device:<index>", "hash", "the run's", "replica, process, phase, term, rung and end of a shared device's lease"
+)
+REQUESTS = key("device_requests", "hash", "the run's", "replica → process, phase and devices that it requests")
+
+Phase = Literal["train", "generate"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """Devices requested by one process."""
+
+    replica: str
+    process: str
+    phase: Phase
+    devices: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """Value on the bus.
+
+        >>> DeviceRequest("trainer-0", "5f3a", "train", (0, 1)).text
+        '5f3a train 0,1'
+        """
+        return f"{self.process} {self.phase} {','.join(map(str, self.devices))}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grant:
+    """The present holder of one device."""
+
+    replica: str
+    process: str
+    phase: Phase
+    term: int
+    rung: int
+    """Rung at which the coordinator asked for the device, or -1."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Renewal:
+    """A process's standing on its devices."""
+
+    term: int
+    """0: it does not hold them."""
+    rung: int
+    switch_s: float
+    """Longest last switch of these devices to generation."""
+    freed: int
+    """Highest rung at which they were last released on request."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceLook:
+    """All devices and requests at one moment."""
+
+    grants: tuple[Grant | None, ...]
+    requests: tuple[DeviceRequest, ...]
+
+
+async def request_devices(bus: Bus, request: DeviceRequest) -> bool:
+    """Request devices; return whether they were not held already."""
+    return bool(
+        await bus.script(
+            "request_devices",
+            replica=request.replica,
+            process=request.process,
+            request=request.text,
+            devices=_keys(request.devices),
+        )
+    )
+
+
+async def grant_devices(bus: Bus, leader_term: int, request: DeviceRequest, ttl_s: float) -> int:
+    """Grant a request; return the grant's term, or 0 if it is outdated or a device is held."""
+    term: int = await bus.script(
+        "grant_devices",
+        leader_term=leader_term,
+        replica=request.replica,
+        request=request.text,
+        process=request.process,
+        phase=request.phase,
+        ttl_ms=round(ttl_s * 1000),
+        devices=_keys(request.devices),
+    )
+    return term
+
+
+async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: float) -> Renewal:
+    """Renew a grant, or learn of it."""
+    term, rung, switch_ms, freed = await bus.script(
+        "renew_devices", process=process, ttl_ms=round(ttl_s * 1000), devices=_keys(devices)
+    )
+    return Renewal(term, rung, switch_ms / 1000, freed)
+
+
+async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int) -> bool:
+    """Ask the grant of ``term`` to free a device."""
+    device = DEVICE.of(str(index))
+    return bool(await bus.script("ask_back", leader_term=leader_term, device=device, term=term, rung=rung))
+
+
+async def release_devices(
+    bus: Bus, replica: str, process: str, devices: Sequence[int], switch_s: float | None = None
+) -> int:
+    """Release a grant and withdraw a request; ``switch_s``: duration of the switch to the phase that ends."""
+    released: int = await bus.script(
+        "release_devices",
+        replica=replica,
+        process=process,
+        switch_ms="" if switch_s is None else round(switch_s * 1000),
+        devices=_keys(devices),
+    )
+    return released
+
+
+async def look_at_devices(bus: Bus, count: int) -> DeviceLook:
+    """Read the grants of devices 0 to ``count`` - 1, and all requests."""
+    requests, rows = await bus.script("look_at_devices", devices=_keys(range(count)))
+    return DeviceLook(tuple(_grant(row) for row in rows), tuple(_requests(requests)))
+
+
+def _keys(devices: Sequence[int]) -> list[Named]:
+    return [DEVICE.of(str(index)) for index in devices]
+
+
+def _grant(row: Sequence[bytes]) -> Grant | None:
+    if not row:
+        return None
+    replica, process, phase, term, rung = (cell.decode() for cell in row)
+    return Grant(replica, process, _phase(phase), int(term), int(rung))
+
+
+def _requests(cells: Sequence[bytes]) -> Iterator[DeviceRequest]:
+    for replica, text in zip(cells[::2], cells[1::2], strict=True):
+        process, phase, devices = text.decode().split()
+        yield DeviceRequest(replica.decode(), process, _phase(phase), tuple(map(int, devices.split(","))))
+
+
+def _phase(text: str) -> Phase:
+    return "train" if text == "train" else "generate"

@@ -1,0 +1,167 @@
+"""One process's lease of the devices that it shares, for one phase: training or generation.
+
+::
+
+    acquire ──▶ (the coordinator grants) ──▶ work, confirm at each boundary ──▶ release
+                     asked ◀── another phase waits: free memory down to ``rung``, then release
+
+``keep`` renews in the background. If another process was granted a device meanwhile, this one is fenced and ends.
+Without devices (``placement.mode = "separate"``) every call returns at once.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+from shared.bus.bus import Bus
+from shared.bus.stores.device_leases import (
+    DeviceRequest,
+    Phase,
+    Renewal,
+    release_devices,
+    renew_devices,
+    request_devices,
+)
+from shared.errors import BusUnavailable, Fenced
+
+_LOOK_S = 0.03
+_LEAVE_S = 1.0
+
+
+class DeviceLease:
+    """The lease of ``devices``; on the event loop.
+
+    Args:
+        replica: its name; a restart ends the grants of its predecessor.
+        ttl_s: lifetime without renewal.
+    """
+
+    def __init__(self, bus: Bus, replica: str, phase: Phase, devices: Sequence[int] = (), ttl_s: float = 30.0) -> None:
+        self._bus = bus
+        self._request = DeviceRequest(replica, uuid.uuid4().hex[:8], phase, tuple(devices))
+        self._ttl_s = ttl_s
+        self._busy = asyncio.Lock()
+        self._granted, self._asked = asyncio.Event(), asyncio.Event()
+        self._requested_s: float | None = None
+        self.term = 0
+        """Fencing token; 0 while not held."""
+        self.rung = -1
+        """Rung down to which memory must be free before the release; -1: not asked."""
+        self._switches: dict[str, float] = {}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is anything to lease."""
+        return bool(self._request.devices)
+
+    @property
+    def held(self) -> bool:
+        """Whether the devices are held, as far as is known."""
+        return self.term > 0 or not self.is_shared
+
+    async def keep(self) -> None:
+        """Request and renew until cancelled.
+
+        Raises:
+            Fenced: another process was granted a device.
+        """
+        while self.is_shared:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Renew once; request again what is awaited, as a grant may have lapsed unseen; may raise Fenced."""
+        await self.confirm()
+        async with self._busy:
+            if not self.term and self._requested_s is not None:
+                await request_devices(self._bus, self._request)
+
+    async def acquire(self, wait_s: float = math.inf) -> bool:
+        """Wait until the devices are granted; return whether they were within ``wait_s``."""
+        if self.held:
+            return True
+        if self._requested_s is None:
+            async with self._busy:
+                await request_devices(self._bus, self._request)
+                self._requested_s = time.perf_counter()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if wait_s == math.inf else wait_s):
+                await self._granted.wait()
+        return self.held
+
+    async def asked(self) -> int:
+        """Wait until the devices are asked back; return the rung."""
+        await self._asked.wait()
+        return self.rung
+
+    async def confirm(self) -> None:
+        """Check at a phase boundary that the devices are still held.
+
+        Raises:
+            Fenced: they are not.
+        """
+        if not self.is_shared:
+            return
+        async with self._busy:
+            renewal = await renew_devices(self._bus, self._request.process, self._request.devices, self._ttl_s)
+            if self.term and renewal.term != self.term:
+                raise Fenced(
+                    f"expected to hold the devices {list(self._request.devices)} under term {self.term}, found that the lease ended: "
+                    "another process holds them, and this one starts again"
+                )
+            if renewal.term and not self.term:
+                self._take(renewal)
+            if renewal.rung >= 0 and self.term:
+                self.rung = renewal.rung
+                self._asked.set()
+
+    def _take(self, renewal: Renewal) -> None:
+        asked_s, self._requested_s = self._requested_s, None
+        self.term = renewal.term
+        waited_s = 0.0 if asked_s is None else time.perf_counter() - asked_s
+        self._switches = {
+            "switches": self._switches.get("switches", 0.0) + 1,
+            "switch_train_s": self._switches.get("switch_train_s", 0.0) + waited_s,
+            "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + renewal.switch_s,
+            "switch_rung": float(renewal.freed),
+        }
+        self._granted.set()
+
+    def take_switches(self) -> dict[str, float]:
+        """Return figures of the switches since the last call: number, seconds to this phase and back, newest rung."""
+        switches, self._switches = self._switches, {}
+        return switches
+
+    async def release(self, switch_s: float | None = None) -> None:
+        """Return the devices; ``switch_s``: how long the switch to the phase that ends took."""
+        if not self.is_shared:
+            return
+        async with self._busy:
+            self.term, self.rung, self._requested_s = 0, -1, None
+            self._granted.clear()
+            self._asked.clear()
+            request = self._request
+            await release_devices(self._bus, request.replica, request.process, request.devices, switch_s)
+
+
+@contextlib.asynccontextmanager
+async def leased(lease: DeviceLease) -> AsyncIterator[DeviceLease]:
+    """Keep ``lease`` while the body runs, and release it at the end; raises Fenced into the body's place."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(lease.keep())
+            try:
+                yield lease
+            finally:
+                keeping.cancel()
+    except BaseException as error:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+    finally:
+        with contextlib.suppress(TimeoutError, BusUnavailable):
+            async with asyncio.timeout(_LEAVE_S):
+                await lease.release()

@@ -1,0 +1,194 @@
+"""Laws of shared devices: one holder at a time, no request is lost, and older terms are fenced."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from services.coordinator.run.device_grants import Decision, DeviceGrants, decide, lowest_rung
+from shared.bus.bus import Bus
+from shared.bus.keys import RUN
+from shared.bus.stores.device_leases import DEVICE, DeviceLook, DeviceRequest, Grant, grant_devices, look_at_devices
+from shared.bus.stores.ledger import Ledger
+from shared.errors import Fenced
+from shared.process.device import DeviceLease
+from shared.settings import loads
+from tests.support.raw_redis import raw
+
+DEVICES = 2
+SETTINGS = loads('placement = {mode = "shared", rung = 1}\ntrainer.ranks = 2\nrollout.replicas = 2', "run.toml")
+HELD: dict[str, Sequence[int]] = {"trainer-0": (0, 1), "rollout-0": (0,), "rollout-1": (1,)}
+TRAIN = DeviceRequest("trainer-0", "t", "train", (0, 1))
+FIRST, SECOND = DeviceRequest("rollout-0", "a", "generate", (0,)), DeviceRequest("rollout-1", "b", "generate", (1,))
+
+
+def grant(request: DeviceRequest, rung: int = -1) -> Grant:
+    return Grant(request.replica, request.process, request.phase, 1, rung)
+
+
+DECISIONS = [
+    ((None, None), (FIRST, SECOND), Decision((FIRST, SECOND), ())),
+    ((None, None), (FIRST, SECOND, TRAIN), Decision((TRAIN,), ())),
+    ((grant(FIRST), None), (SECOND, TRAIN), Decision((), ((0, grant(FIRST)),))),
+    ((grant(FIRST, 1), None), (SECOND, TRAIN), Decision((), ())),
+    ((grant(TRAIN), grant(TRAIN)), (FIRST, SECOND), Decision((), ())),
+    ((grant(FIRST), grant(SECOND)), (), Decision((), ())),
+]
+
+
+@pytest.mark.parametrize(("grants", "requests", "decision"), DECISIONS)
+def test_training_gets_every_device_or_none_and_goes_first(
+    grants: tuple[Grant | None, ...], requests: tuple[DeviceRequest, ...], decision: Decision
+) -> None:
+    assert decide(DeviceLook(grants, requests)) == decision
+
+
+REPLICA = {"weights": 15.0, "shadow": 15.0, "kv_cache": 40.0}
+RUNGS = [(45.0, 250.0, 0), (45.0, 100.0, 1), (45.0, 60.0, 2), (45.0, 40.0, 2), (45.0, 0.0, 2)]
+
+
+@pytest.mark.parametrize(("trainer", "capacity", "rung"), RUNGS)
+def test_the_lowest_rung_that_fits_is_chosen(trainer: float, capacity: float, rung: int) -> None:
+    assert lowest_rung(REPLICA, {"optimizer": trainer}, capacity) == rung
+
+
+def test_what_is_not_measured_yet_is_freed_as_far_as_possible() -> None:
+    assert lowest_rung({}, {"optimizer": 1.0}, 100.0) == 2
+    assert lowest_rung(REPLICA, {}, 1000.0) == 2
+
+
+class Players:
+    """Processes that request, work, are killed, frozen and restarted, and a model of who may hold what."""
+
+    def __init__(self, bus: Bus, seed: int) -> None:
+        self.bus, self.lot = bus, random.Random(seed)
+        self.leases = {replica: self.start(replica) for replica in HELD}
+        self.free = [True] * DEVICES
+        """Whether the last holder released the device, died or let its lease lapse."""
+        self.seen: list[Grant | None] = [None] * DEVICES
+        self.terms = [0] * DEVICES
+        self.fenced = 0
+        ledger = Ledger(bus)
+        ledger.term = 1
+        self.grants = DeviceGrants(bus, ledger, SETTINGS, list)
+
+    def start(self, replica: str) -> DeviceLease:
+        return DeviceLease(self.bus, replica, "train" if replica == "trainer-0" else "generate", HELD[replica])
+
+    async def holds(self, replica: str) -> set[int]:
+        look = await look_at_devices(self.bus, DEVICES)
+        return {index for index, held in enumerate(look.grants) if held is not None and held.replica == replica}
+
+    async def request(self, replica: str) -> None:
+        await self.leases[replica].acquire(0.0)
+
+    async def release(self, replica: str) -> None:
+        for index in await self.holds(replica) if self.leases[replica].term else ():
+            self.free[index] = True
+        if self.leases[replica].term:
+            await self.leases[replica].release()
+
+    async def confirm(self, replica: str) -> None:
+        lease, held = self.leases[replica], await self.holds(replica)
+        try:
+            await lease.look()
+        except Fenced:
+            self.fenced += 1
+            await self.kill(replica)
+        else:
+            assert not lease.term or held <= set(HELD[replica]) == await self.holds(replica)
+            for index in await self.holds(replica):
+                self.free[index] = False
+
+    async def kill(self, replica: str) -> None:
+        for index in await self.holds(replica):
+            self.free[index] = True
+        self.leases[replica] = self.start(replica)
+        await self.request(replica)
+
+    async def lapse(self, replica: str) -> None:
+        for index in await self.holds(replica):
+            self.free[index] = True
+            await raw(self.bus).hset(self.bus.keys.of(DEVICE.of(str(index))), "until_ms", 0)
+
+    async def look(self) -> None:
+        look = await look_at_devices(self.bus, DEVICES)
+        before, requests = look.grants, look.requests
+        await self.grants.look()
+        for request in requests:  # as a decision by an older look does
+            await grant_devices(self.bus, 1, request, 30.0)
+        after = (await look_at_devices(self.bus, DEVICES)).grants
+        for index, held in enumerate(after):
+            if held is None or (before[index] is not None and before[index].process == held.process):  # type: ignore[union-attr]
+                continue
+            assert self.free[index], f"device {index} was granted to {held.replica} while it was held"
+            assert held.term > self.terms[index]
+            self.free[index], self.terms[index] = False, held.term
+
+    async def draw(self) -> None:
+        replica, steps = self.lot.choice(list(HELD)), (self.request, self.release, self.confirm, self.kill, self.lapse)
+        (step,) = self.lot.choices(steps, (6, 4, 6, 1, 1))
+        await step(replica)
+        if self.lot.random() < 0.6:
+            await self.look()
+
+    async def settle(self, replica: str) -> int:
+        """Return the rounds until ``replica`` is granted its devices, if each holder releases what is asked back."""
+        for rounds in range(10):
+            await self.request(replica)
+            await self.look()
+            for name, lease in list(self.leases.items()):
+                await self.confirm(name)
+                if name != replica and (lease.rung >= 0 or (lease.term and name == "trainer-0")):
+                    await self.release(name)
+            if self.leases[replica].term:
+                return rounds
+        return 10
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_under_any_interleaving_no_device_is_held_twice_and_no_request_is_lost(bus: Bus, seed: int) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    players = Players(bus, seed)
+    for _ in range(80):
+        await players.draw()
+    for replica in ("trainer-0", "rollout-0", "rollout-1", "trainer-0"):
+        assert await players.settle(replica) < 10, replica
+    assert players.leases["trainer-0"].term == max(players.terms)
+
+
+async def test_an_outdated_leader_grants_nothing(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 2)
+    players = Players(bus, 0)
+    await players.request("rollout-0")
+    await players.grants.look()
+    assert (await look_at_devices(bus, DEVICES)).grants == (None, None)
+    assert [request.replica for request in (await look_at_devices(bus, DEVICES)).requests] == ["rollout-0"]
+
+
+async def test_a_lapsed_holder_continues_if_nobody_followed_and_is_fenced_otherwise(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    players = Players(bus, 0)
+    trainer, replica = players.leases["trainer-0"], players.leases["rollout-0"]
+    await players.settle("trainer-0")
+    await players.lapse("trainer-0")
+    await trainer.confirm()
+    assert await players.holds("trainer-0") == {0, 1}
+    await players.lapse("trainer-0")
+    await replica.acquire(0.0)
+    await players.look()
+    with pytest.raises(Fenced, match="term 1, found that the lease ended"):
+        await trainer.confirm()
+    await replica.confirm()
+    assert replica.term == 2
+
+
+async def test_a_restarted_process_ends_the_grant_of_its_predecessor(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    players = Players(bus, 0)
+    await players.settle("rollout-0")
+    assert await players.holds("rollout-0") == {0}
+    await players.kill("rollout-0")
+    assert await players.holds("rollout-0") == set()
+    await players.look()
+    assert await players.holds("rollout-0") == {0}

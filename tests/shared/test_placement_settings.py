@@ -1,0 +1,34 @@
+"""What placement does not support is refused, with the setting to change."""
+
+from pathlib import Path
+
+import pytest
+
+from services.up.plan import services
+from shared.errors import SettingsError
+from shared.settings import loads
+
+SHARED = 'placement.mode = "shared"\nrollout.engine = "transformers"\n'
+REFUSED = [
+    ('placement.mode = "lend"', 'expected placement.mode = "separate" or "shared", found "lend"'),
+    (SHARED + "placement.rung = 3", 'expected placement.rung = "auto", 0, 1 or 2, found 3'),
+    ('placement.mode = "shared"\nrollout.engine = "vllm"', 'expected the engine "transformers" with placement.mode = "shared"'),
+    (SHARED + "rollout.replicas = 2", 'expected rollout.replicas = 1 with placement.mode = "shared", where rank i and replica i'),
+    (SHARED + 'weights.update = "drain"', 'expected weights.update = "inflight"'),
+    (SHARED + "trainer.gpus = [3]\nrollout.gpus = [4]", "expected rollout.gpus = [3]"),
+    (SHARED + 'run.deterministic = "run"\nalgorithm.max_lag = 0', 'expected placement.rung = 0 with run.deterministic = "run"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "sentence"), REFUSED)
+def test_what_is_not_supported_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        loads(text, "run.toml")
+    assert sentence in str(caught.value)
+
+
+def test_replica_i_sees_the_gpu_of_rank_i() -> None:
+    text = SHARED + 'trainer.ranks = 2\nrollout.replicas = 2\ntrainer.gpus = [3, 5]\nrun.id = "a"'
+    plans = services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {})
+    shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans}
+    assert (shown["trainer-0"], shown["rollout-0"], shown["rollout-1"]) == ("3,5", "3", "5")
