@@ -13,6 +13,7 @@ from services.trainer.rank0.intake import CONSUMER, Intake
 from shared.bus import wire
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
 from shared.bus.messages import Experience, PolicyVersion, Prompt
+from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
 from shared.bus.streams import EXPERIENCE, PROMPTS
 from shared.settings import Settings
@@ -111,9 +112,13 @@ async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_
     intake = Intake(bus, Live(bus, settings("requeue")), {V(0): 0, V(5): 5})
     async with filling(intake):
         await until(lambda: _ended_without_a_batch(bus, intake, 5, {"requeued": 1}))
-    (delivery,) = await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)
-    assert (delivery.group_id, delivery.message().requeues, delivery.message().min_version) == ("0", 1, 5)
+    prompts = [delivery.message() for delivery in await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)]
+    assert [(prompt.group_id, prompt.sample, prompt.requeues, prompt.min_version) for prompt in prompts] == [
+        (0, 0, 1, 5),
+        (0, 1, 1, 5),
+    ]
     assert await bus.counts() == {"requeued": 1}
+    assert await Ledger(bus).in_flight() == 2, "it, and the group that is fresh"
 
 
 async def test_a_group_that_ends_the_trainer_is_tried_alone_and_takes_no_other_with_it(bus: Bus) -> None:
