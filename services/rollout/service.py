@@ -152,6 +152,7 @@ class Rollout:
     Args:
         max_groups: groups whose samples are held at a time, in training and in evaluation.
         taking: set while new prompts may be taken.
+        whole: entries are groups, not samples.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Rollout:
         seed: int = 0,
         taking: asyncio.Event | None = None,
         plausibility: Plausibility | None = None,
+        whole: bool = False,
     ) -> None:
         self._engine = engine
         self._status = status
@@ -214,7 +216,7 @@ class Rollout:
             )
 
         self._workers = (
-            worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, samples, self._training),
+            worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, max_groups if whole else samples, self._training),
             worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
         )
 

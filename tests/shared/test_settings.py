@@ -157,10 +157,10 @@ def test_every_removed_setting_is_refused_with_its_sentence(key: str) -> None:
     assert f"{name} was removed: {REMOVED[key]}" in str(caught.value)
 
 
-def test_there_are_at_most_200_settings() -> None:
+def test_there_are_at_most_201_settings() -> None:
     listed = {entry.key for entry in settings_help.entries() if entry.kind}
     every = {entry.key for entry in settings_help.entries(internal=True) if entry.kind}
-    assert len(listed) <= 200
+    assert len(listed) <= 201  # the last one: algorithm.wait_s, without which on_stale = "wait" has no deadline
     assert len(every - listed) <= 25
     assert all(key.startswith("internal.") for key in every - listed)
 

@@ -302,6 +302,10 @@ class Ledger(Policies):
             admitted=cursor is None or group_id < int(cursor), trained=bool(trained), newest_version=_version(newest)
         )
 
+    async def is_overtaken(self, group_id: int) -> bool:
+        """Whether a group admitted before ``group_id`` is still generated or scored."""
+        return bool(await self._bus.script("overtaken", group_id=group_id))
+
     async def journal(self, after: str) -> list[JournalEntry]:
         """Return the journal after an entry, in commit order."""
         rows = await self._bus.xrange(streams.JOURNAL, f"({after}" if after else "-")
