@@ -58,7 +58,7 @@ from shared.settings import Settings, WeightsSettings
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller
 
-REPLICAS, GROUP_SIZE, MEAN_TOKENS, SIGMA = 4, 8, 100, 0.65
+REPLICAS, GROUP_SIZE, MEAN_TOKENS, SIGMA = 4, 8, 100, 0.7
 PATIENCE = Patience(claim_after_s=30.0, retry_s=0.01, drain_s=0.0)
 
 

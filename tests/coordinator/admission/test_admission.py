@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from services.coordinator.admission.admission import Admission, Terms
+from services.coordinator.admission.admission import Admission, Terms, terms_of
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
 from services.coordinator.policies.promotion import CONSUMER, Promotion
@@ -12,15 +12,18 @@ from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, Sampling
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.policies import PolicyState
+from shared.settings import Settings
 from tests.conftest import until
 from tests.support.coordinator_players import Trainer, generating, record
 
 DATASET = Dataset(tuple(Problem(f"train.jsonl:{i + 1}", f"q{i}", None, str(i), {}) for i in range(5)), 0)
 
 
-def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], bool] = lambda: True) -> Admission:
+def admission(
+    bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], bool] = lambda: True, *, whole: bool = False
+) -> Admission:
     order, ledger = EpochOrder(len(DATASET), seed=0, shuffle=True), Ledger(bus)
-    terms = Terms(Sampling(2, 4, 1.0), slots, 2, steps)
+    terms = Terms(Sampling(2, 4, 1.0), slots, 2, steps, whole)
     return Admission(bus, ledger, DATASET, order, lambda: terms, gate, Shortage(bus, ledger), 0.001)
 
 
@@ -63,6 +66,16 @@ async def test_prompts_follow_the_order_of_the_seed_and_carry_the_newest_version
     await take(bus, 1)
     await admission(bus, slots=7).admit()
     assert (await generating(bus))[-1].min_version == 1
+
+
+async def test_a_sample_is_an_entry_and_in_a_run_that_repeats_itself_a_group_is(bus: Bus) -> None:
+    run = Settings.model_validate({"run": {"deterministic": "run"}, "algorithm": {"max_lag": 0}})
+    assert (terms_of(Settings()).whole, terms_of(run).whole) == (False, True)
+    await start(bus)
+    assert await admission(bus, slots=1).admit() == 1
+    assert [delivery.part for delivery in await bus.read(streams.PROMPTS, Prompt, "a", 9, 0.1)] == ["0", "1"]
+    assert await admission(bus, slots=2, whole=True).admit() == 1
+    assert [delivery.part for delivery in await bus.read(streams.PROMPTS, Prompt, "a", 9, 0.1)] == ["all"]
 
 
 async def test_a_restart_goes_on_exactly_at_the_cursor(bus: Bus) -> None:
