@@ -7,8 +7,8 @@ _GENERATION = Row(
     (
         Panel("Tokens per second", "Tokens generated for training, by replica.", "short", (rate("penstock_rollout_generated_tokens_total", marks='purpose="train"'),)),
         Panel("Samples per second", "Completions generated, for training and for evaluation.", "ops", (rate("penstock_rollout_generated_samples_total", "purpose"),)),
-        Panel("Time of a group", "How long the engine took for a group, without waiting for its turn.", "s", quantiles("penstock_rollout_generate_seconds")),
-        Panel("Groups in progress", "Groups that are generated or wait for weights, by replica.", "short", (Query("penstock_rollout_groups_in_progress<>"),)),
+        Panel("Time of a sample", "How long the engine took for an entry (a sample in training), without waiting for its turn.", "s", quantiles("penstock_rollout_generate_seconds")),
+        Panel("Entries in progress", "Samples (in evaluations: problems) that are generated or wait for weights, by replica.", "short", (Query("penstock_rollout_entries_in_progress<>"),)),
         Panel("Cut samples", "Share of completions that reached their length limit. A rise means rambling, or a limit too low.", "percentunit",
               (Query("sum(rate(penstock_rollout_truncated_samples_total<>[$__rate_interval])) / sum(rate(penstock_rollout_generated_samples_total<>[$__rate_interval]))", "cut"),)),
         Panel("Prompts taken", "Prompts by outcome: handed over, tried again, taken over from a silent replica, buried.", "ops",

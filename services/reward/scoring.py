@@ -1,6 +1,7 @@
 """Score a group: all scorers and the reference concurrently, then the reward expression."""
 
 import asyncio
+import dataclasses
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
 from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
 from services.reward.scorers.scorer import Scorer
+from shared.backoff import Backoff
 from shared.bus.messages import (
     Experience,
     Float32Array,
@@ -44,6 +46,7 @@ GROUP_MEAN = Gauge("penstock_reward_group_mean", "Mean reward of the newest grou
 IN_PROGRESS = Gauge("penstock_reward_groups_in_progress", "Groups that are being scored now.")
 _EXPRESSION = "reward.expression"
 _LOOK_EVERY_S = 1.0
+_REDO, _REDO_TIMES = Backoff(0.5, 10.0), 4
 
 
 def create_lenient_series(scorer: str, rules: Iterable[str]) -> None:
@@ -168,7 +171,7 @@ class Scoring:
     async def _timed(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
         started_s = time.monotonic()
         with self._failures.calling(part_of(scorer.name), group.prompt.problem):
-            scores = await scorer.score(group)
+            scores = await self._redo(scorer, group, await scorer.score(group))
         SECONDS.labels(scorer.name).observe(time.monotonic() - started_s)
         for status, count in Tally(score.status for score in scores).items():
             SAMPLES.labels(scorer.name, status.value).inc(count)
@@ -178,6 +181,21 @@ class Scoring:
         for score in scores:
             if score.value is not None:
                 value.observe(score.value)
+        return scores
+
+    async def _redo(self, scorer: Scorer, group: RolloutGroup, scores: list[Score]) -> list[Score]:
+        """Ask again for the samples without a score, if others have one: they alone are redone."""
+        for attempt in range(1, _REDO_TIMES + 1):
+            missing = [place for place, score in enumerate(scores) if score.status is ScoreStatus.UNAVAILABLE]
+            if not 0 < len(missing) < len(scores) == len(group.samples):
+                break
+            detail = scores[missing[0]].detail
+            self._failures.set_available(scorer.name, detail)
+            await self._failures.failed(part_of(scorer.name), group.prompt.problem, detail)
+            await asyncio.sleep(_REDO.wait_s(attempt))
+            again = await scorer.score(dataclasses.replace(group, samples=tuple(group.samples[i] for i in missing)))
+            for place, score in zip(missing, again, strict=True):
+                scores[place] = score
         return scores
 
     async def note_bug(self, group: str, error: str) -> None:

@@ -192,6 +192,7 @@ async def run(settings: Settings, replica: str) -> None:
             max_groups=settings.rollout.max_groups,
             group_size=settings.sampling.group_size,
             seed=settings.run.seed,
+            whole=settings.run.deterministic == "run",
             taking=context.cordon.taking,
             plausibility=Plausibility(context.bus, settings, context.live.refresh),
             turns=turns,

@@ -29,6 +29,7 @@ from services.rollout.follower import Follower
 from services.rollout.plausibility import Plausibility
 from services.rollout.version_hold import Hold
 from shared.bus import streams
+from shared.bus.assembly import bare
 from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
 from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample
@@ -45,10 +46,12 @@ GENERATED_SAMPLES = Counter(
 TRUNCATED_SAMPLES = Counter(
     "penstock_rollout_truncated_samples_total", "Completions cut at their length limit, by purpose.", ["purpose"]
 )
-GROUPS_IN_PROGRESS = Gauge("penstock_rollout_groups_in_progress", "Groups being generated or waiting for weights.")
+IN_PROGRESS = Gauge(
+    "penstock_rollout_entries_in_progress", "Entries (samples in training) being generated or waiting for weights."
+)
 GENERATE = Histogram(
     "penstock_rollout_generate_seconds",
-    "Seconds that the engine spent on a group, without waiting for its turn.",
+    "Seconds that the engine spent on an entry, a sample in training, without waiting for its turn.",
     buckets=(0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
 )
 
@@ -77,7 +80,7 @@ class Rate:
 
 
 class Generation:
-    """The handler: prompt to rollout group."""
+    """The handler: prompt to rollout group, of one sample or of all."""
 
     def __init__(
         self,
@@ -100,16 +103,19 @@ class Generation:
 
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
         """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
-        with GROUPS_IN_PROGRESS.track_inprogress():
+        with IN_PROGRESS.track_inprogress():
             if self._plausibility is not None:
                 await self._plausibility.check(prompt, purpose)
             token_ids = self._codec.encode(prompt)
             await self._follower.wait_for(prompt.min_version)
             training = purpose is Purpose.TRAIN
-            async with self._precedence.turn(prompt.sampling.samples, training=training):
+            sampling = prompt.sampling
+            if prompt.sample is not None:
+                sampling = dataclasses.replace(sampling, samples=1)
+            async with self._precedence.turn(sampling.samples, training=training):
                 if not training:
                     await self._follower.check_kept(prompt.min_version)
-                request = GenerationRequest(token_ids, prompt.sampling, seed_of(self._seed, prompt))
+                request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt))
                 generated = await self._engine.generate(request)
         self._count(prompt, generated)
         texts = self._codec.decode([sample.token_ids for sample in generated.samples])
@@ -124,7 +130,7 @@ class Generation:
             for sample, text in zip(generated.samples, texts, strict=True)
         )
         return RolloutGroup(
-            prompt=prompt,
+            prompt=prompt if prompt.sample is None else bare(prompt),
             prompt_token_ids=token_ids,
             samples=samples,
             replica=self._replica,
@@ -146,10 +152,10 @@ class Rollout:
     """One replica, from start to orderly stop; it owns the engine.
 
     Args:
-        max_groups: training groups held at a time; evaluation groups, mostly of one sample, ``group_size`` times as
-            many.
+        max_groups: groups whose samples are held at a time, in training and in evaluation.
         taking: set while new prompts may be taken.
         turns: with the trainer, on a shared device.
+        whole: entries are groups, not samples.
     """
 
     def __init__(
@@ -169,6 +175,7 @@ class Rollout:
         taking: asyncio.Event | None = None,
         plausibility: Plausibility | None = None,
         turns: DeviceTurns | None = None,
+        whole: bool = False,
     ) -> None:
         self._engine = engine
         self._turns = turns
@@ -191,7 +198,8 @@ class Rollout:
         self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
-        evaluation_groups = max(max_groups, min(max_groups * group_size, _MAX_EVALUATION_GROUPS))
+        samples = max_groups * group_size
+        evaluation_groups = max(max_groups, min(samples, _MAX_EVALUATION_GROUPS))
 
         crowd, failures = Crowd(), HandlerFailures("generation", bus, replica, status)
 
@@ -214,7 +222,7 @@ class Rollout:
             )
 
         self._workers = (
-            worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, max_groups, self._training),
+            worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, max_groups if whole else samples, self._training),
             worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
         )
 
@@ -276,8 +284,10 @@ class Rollout:
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:
-    """Return the group's seed: the same on every replica and delivery."""
+    """Return the seed of a group or a sample: the same on every replica and delivery."""
     words = [run_seed, list(Purpose).index(prompt.purpose), prompt.group_id]
+    if prompt.sample is not None:
+        words.append(prompt.sample + 1)  # a seed ignores zeros at its end
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
 

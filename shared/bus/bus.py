@@ -8,13 +8,15 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Any, Generic, NewType, TypeVar
+from typing import Any, Generic, NewType, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
 from shared.bus import connection, streams, wire
+from shared.bus.assembly import part_of
 from shared.bus.commands import Commands, block, rows, text
-from shared.bus.keys import COUNTS, key
+from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, key
+from shared.bus.messages import Prompt
 from shared.bus.streams import Row, Stream
 from shared.errors import BusUnavailable, MessageError
 from shared.text.redaction import redact
@@ -50,6 +52,8 @@ class Delivery(Generic[M]):
     kind: type[M]
     crashes: int = 0
     """Processes that died or fell silent holding it among other entries."""
+    part: str = ""
+    """Index of its sample in the group; "all": all samples; "": not assembled."""
 
     def message(self) -> M:
         """Decode it. Raises :class:`MessageError`."""
@@ -59,7 +63,7 @@ class Delivery(Generic[M]):
             raise MessageError(
                 f"expected a message of group {self.group_id[:40]!r}, as in its entry, found one of {written}"
             )
-        return message
+        return cast("M", part_of(message, self.part)) if isinstance(message, Prompt) else message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +144,8 @@ class Bus(Commands):
         command = self.call(lambda: self._client.execute_command(*words, self.keys.of(stream), ">"))
         answer = await self._unless_empty(command)
         entries = rows(answer[0][1]) if answer else ()
-        return [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in entries if fields]
+        deliveries = [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in entries if fields]
+        return await self._with_prompts(deliveries)
 
     async def own(
         self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES, *, suspect: bool = False
@@ -157,9 +162,8 @@ class Bus(Commands):
                 stream_name=stream.name, suspect=int(suspect),
             )  # fmt: skip
             page = await self._unless_empty(retaken)
-            for entry_id, attempts, crashes, fields in page:
-                if fields:
-                    yield self._delivery(stream, kind, text(entry_id), int(attempts), _pairs(fields), int(crashes))
+            for delivery in await self._with_prompts(self._delivered(stream, kind, page)):
+                yield delivery
             if len(page) < page_entries:
                 return
             start = f"({text(page[-1][0])}"
@@ -187,10 +191,7 @@ class Bus(Commands):
             min_idle_ms=int(min_idle_s * 1000), count=count, given_back=_GIVEN_BACK, stream_name=stream.name,
             suspect=int(suspect),
         )  # fmt: skip
-        return [
-            self._delivery(stream, kind, text(entry_id), int(attempts), _pairs(fields), int(crashes))
-            for entry_id, attempts, crashes, fields in await self._unless_empty(reclaimed)
-        ]
+        return await self._with_prompts(self._delivered(stream, kind, await self._unless_empty(reclaimed)))
 
     async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
         """Count this attempt before the entry is handled alone; False if no longer ours.
@@ -223,6 +224,24 @@ class Bus(Commands):
         for noted in (CRASHES, CAUSES):
             await self.write(noted, "HDEL", _field(delivery))
 
+    async def _with_prompts(self, deliveries: list[Delivery[M]]) -> list[Delivery[M]]:
+        """Add the groups' prompts, of which parts have only the group."""
+        groups = list(dict.fromkeys(delivery.group_id for delivery in deliveries if delivery.part))
+        if not groups:
+            return deliveries
+        prompts = dict(zip(groups, await self.hmget(GENERATING, *groups), strict=True))
+        return [
+            dataclasses.replace(delivery, data=prompts[delivery.group_id] or b"") if delivery.part else delivery
+            for delivery in deliveries
+        ]
+
+    def _delivered(self, stream: Stream, kind: type[M], answers: Sequence[Any]) -> list[Delivery[M]]:
+        return [
+            self._delivery(stream, kind, text(entry_id), int(attempts), _pairs(fields), int(crashes))
+            for entry_id, attempts, crashes, fields in answers
+            if fields
+        ]
+
     def _delivery(
         self,
         stream: Stream,
@@ -240,6 +259,7 @@ class Bus(Commands):
             data=fields.get(b"data", b""),
             kind=kind,
             crashes=crashes,
+            part=text(fields.get(b"part", b"")) if stream == streams.PROMPTS else "",
         )
 
     async def tail(
@@ -287,6 +307,8 @@ class Bus(Commands):
 
     async def _leave(self, delivery: Delivery[Any], outcome: str, detail: str, *, keep: bool) -> bool:
         stream = delivery.stream
+        if delivery.part.isdecimal() and keep:
+            detail = f"sample {delivery.part}: {detail}"
         left = await self.script(
             "leave", **_input(delivery), dead=stream.dead, outcome=outcome, detail=detail[:_LONGEST_REASON],
             attempts=delivery.attempts, keep=int(keep), audit_entries=self.audit_entries,
@@ -294,9 +316,11 @@ class Bus(Commands):
         )  # fmt: skip
         return bool(left)
 
-    async def requeue(self, delivery: Delivery[Any], prompt: object) -> bool:
+    async def requeue(self, delivery: Delivery[Any], prompt: Prompt) -> bool:
         """Send a stale experience's group back to the prompts."""
-        return bool(await self.script("requeue", **_input(delivery), payload=wire.encode(prompt)))
+        given = {**_input(delivery), "samples": prompt.sampling.samples, "payload": wire.encode(prompt)}
+        del given["part"]
+        return bool(await self.script("requeue", **given))
 
     async def renew(self, stream: Stream, consumer: str, entries: Sequence[EntryId]) -> set[EntryId]:
         """Renew ``entries``; return those still held."""
@@ -377,6 +401,8 @@ def _input(delivery: Delivery[Any]) -> dict[str, Any]:
         "group": stream.group or "",
         "entry_id": delivery.entry_id,
         "group_id": delivery.group_id,
+        "part": delivery.part,
+        "assembly": ASSEMBLY.of(delivery.group_id),
     }
 
 

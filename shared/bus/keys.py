@@ -60,6 +60,13 @@ def key(name: str, kind: str, lifetime: str, content: str) -> Key:
 
 
 RUN = key("run", "hash", "the run's", "state, step, cursor, head, newest_version, trainer_epoch, … (`Ledger`)")
+GENERATING = key("generating", "hash", "until the group is whole", "group id → its prompt")
+ASSEMBLY = key(
+    "assembly:<group>",
+    "hash",
+    "until the group is whole",
+    "parts, missing; @part → its entry on `prompts`; part → its generated sample",
+)
 COUNTS = key("counts", "hash", "the run's", "`trained`, `dropped:<reason>`, `dead:<stream>`, `requeued`: exact (`Bus`)")
 
 

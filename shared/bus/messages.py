@@ -114,6 +114,8 @@ class Prompt:
     requeues: Annotated[int, _INT32] = 0
     scorers: Annotated[tuple[str, ...], _NAME] = ()
     """Empty: all scorers."""
+    sample: Annotated[int, _INT32] | None = None
+    """The only sample to generate, by its index in the group; None: all of them."""
 
 
 def _check_samples(arrays: Mapping[str, Joined]) -> None:

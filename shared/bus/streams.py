@@ -10,7 +10,8 @@
          └── policy ──▶ every rollout replica
 
     stream         writers → reader                           an entry leaves when
-    prompts        coordinator, trainer → rollout             its RolloutGroup is published, in the same transaction
+    prompts        coordinator, trainer → rollout             its sample joins its group; the last one publishes the
+                                                              RolloutGroup, in the same transaction
     rollouts       rollout → reward                           its Experience is published, in the same transaction
     experience     reward → trainer                           its step is committed: moved to the journal; or its group is
                                                               dropped, or requeued
@@ -24,8 +25,8 @@
     history        scripts → people                           trimmed (every state of the run, with its reason)
     <stream>.dead  scripts → API                              a person revives (back onto its stream) or discards it
 
-Hand-over deletes a data stream's entry, so ``XLEN(prompts) + XLEN(rollouts) + XLEN(experience)`` is the number of
-groups in flight. Data streams are never trimmed by length. Other keys are declared beside their stores
+An entry of ``prompts`` is one sample, every other one a group (``assembly``). Hand-over deletes a data stream's entry,
+so ``HLEN(generating) + XLEN(rollouts) + XLEN(experience)`` is the number of groups in flight. Data streams are never trimmed by length. Other keys are declared beside their stores
 (``keys.key``).
 """
 
@@ -69,7 +70,7 @@ AUDIT = Stream("audit", max_entries=100_000)
 HISTORY = Stream("history", max_entries=10_000)
 
 TRAINING_STREAMS = (PROMPTS, ROLLOUTS, EXPERIENCE)
-"""Their lengths add up to the groups in flight."""
+"""They hold what is in flight."""
 EVALUATION_STREAMS = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_RESULTS)
 GROUPED_STREAMS = (*TRAINING_STREAMS, *EVALUATION_STREAMS, PUBLISHED)
 

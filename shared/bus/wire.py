@@ -64,6 +64,7 @@ _registered: set[type] = set()
 _column_checks: dict[type, ColumnCheck | None] = {}
 _records: dict[type, Reader] = {}
 _writers: dict[type, Write] = {}
+_joins: dict[type, Callable[[list[Any]], Any]] = {}
 _local = threading.local()
 
 
@@ -94,6 +95,11 @@ def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
     return register
 
 
+def join_by(cls: type[T], join: Callable[[list[Any]], T]) -> None:
+    """Read an array of pieces, where ``cls`` is expected, by ``join``."""
+    _joins[cls] = join
+
+
 def encode(value: object) -> bytes:
     """Encode a registered message."""
     kind, schema = _kinds[type(value)]
@@ -118,6 +124,8 @@ def decode(data: bytes, expected: type[T]) -> T:
         fields = msgpack.unpackb(data, ext_hook=_read_array)
     except (*INVALID, msgpack.UnpackException) as error:
         raise MessageError(f"expected a MessagePack message, found {len(data)} bytes that are none: {error}") from error
+    if type(fields) is list and expected in _joins:
+        return typing.cast(T, _joins[expected](fields))
     kind, schema = _kinds[expected]
     written = fields.get("kind") if type(fields) is dict else fields
     if type(written) is not str or written != kind or type(fields) is not dict:

@@ -58,6 +58,8 @@ ENDS_PROCESS = (MemoryError, StateLost, SettingsError, Fenced)
 _ALONE_FROM = 2
 _LOOK_S = 0.05
 _AT_ONCE_S = 86_400.0
+_ROUNDING_S = 0.005
+"""The server counts idle time in milliseconds."""
 
 Bug = Callable[[str, str], Awaitable[None]]
 """Receives the group and the exception's text."""
@@ -140,6 +142,7 @@ class Worker(Generic[In, Out]):
         self._leaving: set[EntryId] = set()
         """Handled, leaving the stream: renewals may not find them."""
         self._free = asyncio.Event()
+        self._reclaim_at_s = 0.0
         self._broken: asyncio.Future[None] | None = None
         self.counts = WorkCounts()
         for outcome in ("handed_over", "late", "retried", "buried", "given_back", "reclaimed"):
@@ -176,7 +179,7 @@ class Worker(Generic[In, Out]):
     async def _take(self) -> None:
         async for delivery in self._bus.own(self._source, self._kind, self._consumer, suspect=True):
             self._suspects.append(delivery)
-        patience_s, reclaim_at_s = min(1.0, self._patience.claim_after_s / 2), 0.0
+        patience_s = min(1.0, self._patience.claim_after_s / 2)
         while True:
             room = await self._room()
             self.resting = not self._taking.is_set()
@@ -185,12 +188,13 @@ class Worker(Generic[In, Out]):
             if self._may_try():
                 await self._try(self._suspects.popleft())
                 continue
-            block_s = _LOOK_S if self._suspects else patience_s
-            free = room - len(self._suspects)
-            if free > 0 and time.monotonic() >= reclaim_at_s:
-                deliveries = await self._reclaim(free)
-                reclaim_at_s = 0.0 if deliveries else time.monotonic() + patience_s
+            free, now_s = room - len(self._suspects), time.monotonic()
+            if free > 0 and now_s >= self._reclaim_at_s:
+                self._reclaim_at_s = now_s + patience_s
+                if deliveries := await self._reclaim(free):
+                    self._reclaim_at_s = 0.0
             else:
+                block_s = _LOOK_S if self._suspects else max(_LOOK_S, min(patience_s, self._reclaim_at_s - now_s))
                 deliveries = await self._bus.read(self._source, self._kind, self._consumer, room, block_s)
             for delivery in deliveries:
                 if delivery.crashes:
@@ -320,6 +324,7 @@ class Worker(Generic[In, Out]):
         idle_s = max(0.0, self._patience.claim_after_s - wait_s)
         uncounted = int(not counted) + int(self._alone is delivery)
         await self._bus.give_back(self._source, self._consumer, delivery.entry_id, idle_s=idle_s, uncounted=uncounted)
+        self._reclaim_at_s = min(self._reclaim_at_s, time.monotonic() + wait_s + _ROUNDING_S)
 
     async def _keep(self) -> None:
         while True:

@@ -87,8 +87,12 @@ class AlgorithmSettings(Section):
     max_lag: NonNegativeInt = Field(default=1)
     """Maximum lag of a sample, in steps; 0: synchronous. At most (max_lag + 1) × groups_per_step groups are in
     flight."""
-    on_stale: Literal["drop", "requeue"] = Field(default="drop")
-    """What happens to a group over max_lag: it is dropped, or its prompt is requeued."""
+    on_stale: Literal["drop", "requeue", "wait"] = Field(default="drop")
+    """What happens to a group over max_lag: it is dropped, or its prompt is requeued. Both train long completions less
+    often than short ones. `wait`: a step waits up to wait_s for groups admitted before those of its batch, so that they
+    are not overtaken; later they are dropped."""
+    wait_s: PositiveFloat = Field(default=600.0)
+    """Longest wait of a step for earlier groups with on_stale = "wait", in seconds."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
         default="grpo"
     )

@@ -54,7 +54,7 @@ class RolloutSettings(Section):
     """Engine that generates: vLLM, Hugging Face transformers, or a script for tests. `auto`: vLLM if it is installed
     and there is a GPU, else transformers."""
     max_groups: PositiveInt = Field(default=16)
-    """Groups that one replica generates at a time."""
+    """Groups whose samples one replica generates at a time: max_groups × sampling.group_size samples, of any groups."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the replicas, in turn. Used by `penstock up`; empty: every replica sees all GPUs."""
     engines_per_gpu: Literal["auto", 1, 2, 3, 4] = Field(default=1)

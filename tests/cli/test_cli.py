@@ -191,7 +191,7 @@ def test_every_setting_is_explained() -> None:
     found = {entry.key: (entry.kind, entry.default) for entry in entries}
     assert found["trainer.learning_rate"] == ("number", "1e-06")
     assert found["sampling.group_size"] == ("integer", "16")
-    assert found["algorithm.on_stale"] == ("'drop' | 'requeue'", '"drop"')
+    assert found["algorithm.on_stale"] == ("'drop' | 'requeue' | 'wait'", '"drop"')
     assert found["reward.scorers[answer].needs_stop"] == ("true | false", "false")
     assert found["evaluation.path"] == ("text | table", "none")
 

@@ -29,7 +29,7 @@ from shared.process.telemetry import Presence, Status
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders
-from tests.support.coordinator_players import Trainer, make, replicas, running, settings
+from tests.support.coordinator_players import Trainer, generating, make, replicas, running, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,19 +122,16 @@ async def test_admission_follows_slots_group_size_and_temperature(http: httpx.As
     await Trainer(bus).start()
     await http.post("/v1/run/start")
 
-    async def admitted() -> list[Prompt]:
-        return [prompt for _, prompt in reversed(await bus.newest(streams.PROMPTS, Prompt, 100))]
-
     async def count(expected: int) -> None:
         async def there() -> bool:
-            return len(await admitted()) == expected
+            return len(await generating(bus)) == expected
 
         await until(there)
 
     await count(4)  # (max_lag 1 + 1) × 2 groups
     await change(http, '"0"', algorithm__max_lag=3, sampling__group_size=6, sampling__temperature=0.5)
     await count(8)
-    drawn = [(prompt.sampling.samples, prompt.sampling.temperature) for prompt in await admitted()]
+    drawn = [(prompt.sampling.samples, prompt.sampling.temperature) for prompt in await generating(bus)]
     assert drawn == [(2, 1.0)] * 4 + [(6, 0.5)] * 4
     assert (await http.get("/v1/run")).json()["slots"] == 8
 

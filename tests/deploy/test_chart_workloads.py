@@ -185,7 +185,7 @@ def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports_and_keeps
     ) in refused.error
     assert not release.of("ScaledObject")
     (exported,) = STREAM_ENTRIES.collect()
-    for role, stream, most, groups in (("rollout", PROMPTS, 4, "16"), ("reward", ROLLOUTS, 8, "32")):
+    for role, stream, most, entries in (("rollout", PROMPTS, 4, "256"), ("reward", ROLLOUTS, 8, "32")):
         spec = release.one("HorizontalPodAutoscaler", role)["spec"]
         ((metric,), target) = spec["metrics"], spec["scaleTargetRef"]
         assert stream in SHOWN
@@ -193,7 +193,7 @@ def test_without_keda_an_autoscaler_reads_what_the_coordinator_exports_and_keeps
         assert (spec["minReplicas"], spec["maxReplicas"]) == (1, most)
         assert metric["external"]["metric"]["name"] == exported.name
         assert metric["external"]["metric"]["selector"] == {"matchLabels": {"run": "demo", "stream": stream.name}}
-        assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": groups}
+        assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": entries}
         assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 3600  # Kubernetes' maximum
         assert "replicas" not in release.workload(role)["spec"]
 
@@ -218,16 +218,18 @@ def test_the_rule_for_prometheus_adapter_passes_on_that_series_once_whoever_expo
 
 def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
     release = render(CASES["two-pools"], crds=ALL_CRDS)
-    for role, streams, most in (
-        ("rollout", (PROMPTS, EVAL_PROMPTS), 16),
-        ("reward", (ROLLOUTS, EVAL_ROLLOUTS), 8),
+    for role, streams, most, entries in (
+        ("rollout", (PROMPTS, EVAL_PROMPTS), 16, "512"),
+        ("reward", (ROLLOUTS, EVAL_ROLLOUTS), 8, "32"),
     ):
         scaled = release.one("ScaledObject", role)["spec"]
         target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"demo-penstock-{role}"}
         assert scaled["scaleTargetRef"] == target
         assert scaled["maxReplicaCount"] == most
         asked = {trigger["name"]: trigger["metadata"] for trigger in scaled["triggers"]}
-        assert asked == {stream.name: {"stream": Keys("demo").of(stream), "streamLength": "32"} for stream in streams}
+        assert asked == {
+            stream.name: {"stream": Keys("demo").of(stream), "streamLength": entries} for stream in streams
+        }
         assert {trigger["type"] for trigger in scaled["triggers"]} == {"redis-streams"}
         assert "replicas" not in release.one("Deployment", role)["spec"]  # two would set it
 
@@ -242,7 +244,7 @@ def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
 def test_keda_reaches_as_many_replicas_as_entries_need_from_any_number(
     scaled_object: Json, entries: list[int], target: int, replicas: int, tolerance: float
 ) -> None:
-    spec = json.loads(json.dumps(scaled_object).replace('"32"', f'"{target}"'))
+    spec = json.loads(json.dumps(scaled_object).replace('"512"', f'"{target}"'))
     lengths = dict(zip((trigger["name"] for trigger in spec["triggers"]), entries, strict=True))
     wanted = max(1, math.ceil(sum(entries) / target))
     for _ in range(50):

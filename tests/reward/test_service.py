@@ -141,20 +141,20 @@ async def test_a_group_that_a_scorer_cannot_judge_is_tried_again_and_then_buried
     assert status.last_error == "scorer 'judge': no answer from the judge"
 
 
-async def test_a_scorer_that_comes_back_scores_what_waited_and_the_service_is_whole_again(bus: Bus) -> None:
+async def test_a_scorer_that_comes_back_scores_the_sample_that_waited_and_the_service_is_whole_again(bus: Bus) -> None:
     status = Status(state="working")
-    states: list[str] = []
+    states: list[tuple[str, int]] = []
 
     def say(group: RolloutGroup) -> list[Score]:
-        states.append(status.state)
-        if len(states) < 3:
+        states.append((status.state, len(group.samples)))
+        if len(states) == 1:
             return [valued("judge", ScoreStatus.OK, 1.0), unavailable("judge", "busy")]
-        return [valued("judge", ScoreStatus.OK, 1.0), valued("judge", ScoreStatus.OK, 0.5)]
+        return [unavailable("judge", "busy") if len(states) == 2 else valued("judge", ScoreStatus.OK, 0.5)]
 
     await put(bus, builders.group(3))
     async with working(bus, scoring(Stub("judge", say), status=status)):
         (delivery,) = await take(bus, EXPERIENCE, 1)
-    assert states == ["working", "degraded", "degraded"]
+    assert states == [("working", 2), ("degraded", 1), ("degraded", 1)]
     assert (status.state, status.last_error) == ("working", "")
     assert delivery.message().rewards.tolist() == [1.0, 0.5]
 

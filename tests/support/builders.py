@@ -1,7 +1,10 @@
 """Small, whole messages for tests."""
 
+import dataclasses
+
 import numpy as np
 
+from shared.bus.assembly import bare
 from shared.bus.messages import (
     Experience,
     FinishReason,
@@ -51,6 +54,12 @@ def group(group_id: int = 0, texts: tuple[str, ...] = ("46", "47"), version: int
         started_at_s=2.0,
         finished_at_s=3.0,
     )
+
+
+def part(of: Prompt, version: int = 0, text: str = "46") -> RolloutGroup:
+    """The result of one entry of an admitted group."""
+    made = group(of.group_id, (text,), version)
+    return dataclasses.replace(made, prompt=bare(of))
 
 
 def experience(group_id: int = 0, rewards: tuple[float, ...] = (1.0, 0.0), version: int = 0) -> Experience:

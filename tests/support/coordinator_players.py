@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from services.coordinator.service import Coordinator, assemble, load_data
-from shared.bus import streams
+from shared.bus import streams, wire
 from shared.bus.bus import Bus
+from shared.bus.keys import GENERATING
 from shared.bus.messages import (
     Experience,
     FinishReason,
@@ -110,6 +111,12 @@ class Trainer:
         return step
 
 
+async def generating(bus: Bus) -> list[Prompt]:
+    """Return the prompts of the groups that are being generated, in the order of admission."""
+    prompts = [wire.decode(data, Prompt) for data in (await bus.hgetall(GENERATING)).values()]
+    return sorted(prompts, key=lambda prompt: prompt.group_id)
+
+
 def record(version: int, parent: int | None, step: int) -> PolicyRecord:
     return PolicyRecord(
         version=PolicyVersion(version),
@@ -145,7 +152,8 @@ async def replicas(bus: Bus, reward: Reward = lambda prompt: 1.0, evaluating: bo
             text=prompt.answer or "",
         )
         ids = np.array([5], dtype=np.int32)
-        return RolloutGroup(prompt, ids, (sample,) * prompt.sampling.samples, "rollout-0", 1.0, 2.0)
+        samples = prompt.sampling.samples if prompt.sample is None else 1
+        return RolloutGroup(prompt, ids, (sample,) * samples, "rollout-0", 1.0, 2.0)
 
     async def score(group: RolloutGroup) -> Experience:
         value = reward(group.prompt)

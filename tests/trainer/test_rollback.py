@@ -18,7 +18,7 @@ from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.rank0.resume import may_load
 from shared.bus import streams, wire
 from shared.bus.bus import Bus
-from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt
+from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion
 from shared.bus.stores.exports import Exports
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.operations import OperationState
@@ -28,7 +28,7 @@ from shared.process.telemetry import Presence, Status
 from shared.weights.format.snapshot import read_snapshot
 from tests.chaos.run import TcpServer
 from tests.conftest import PATIENCE_S, Server, until
-from tests.support.coordinator_players import Trainer, make, record, replicas, report, running, settings
+from tests.support.coordinator_players import Trainer, generating, make, record, replicas, report, running, settings
 from tests.support.fault_proxy import FaultProxy
 from tests.support.raw_redis import raw, script_text
 from tests.trainer.test_service import GROUPS, Run, bus_of, feed, versions
@@ -153,8 +153,8 @@ async def test_the_dataset_goes_on_at_the_first_prompt_that_was_not_trained_unde
             await bus.drop(delivery, "fenced", "")
         await _load_and_publish(bus)
         async with replica(bus, 6):
-            await until(lambda: _length(bus, streams.PROMPTS, 4))
-        prompts = [delivery.message() for delivery in await bus.read(streams.PROMPTS, Prompt, "test", 10, None)]
+            await until(lambda: _length(bus, streams.PROMPTS, 8))
+        prompts = await generating(bus)
         assert [prompt.group_id for prompt in prompts] == [14, 15, 16, 17]
         assert [prompt.answer for prompt in prompts] == ["12", "14", "16", "18"], (
             "problems 6 to 9: three steps took six"

@@ -29,7 +29,7 @@ from shared.settings import Settings
 
 ADMITTED = Counter("penstock_coordinator_admitted_total", "Groups admitted by this process.")
 
-_MOST_AT_ONCE = 256
+_MOST_AT_ONCE = 4096
 _NOT_RUNNING, _MOVED = -1, -2
 
 
@@ -41,13 +41,16 @@ class Terms:
     slots: int
     groups_per_step: int
     steps: int
+    whole: bool = False
+    """One entry a group, whose samples depend on no other request."""
 
 
 def terms_of(settings: Settings) -> Terms:
     """Return the admission terms in ``settings``."""
     sampling = settings.sampling
     drawn = Sampling(sampling.group_size, sampling.max_new_tokens, sampling.temperature)
-    return Terms(drawn, settings.slots, settings.algorithm.groups_per_step, settings.run.steps)
+    whole = settings.run.deterministic == "run"
+    return Terms(drawn, settings.slots, settings.algorithm.groups_per_step, settings.run.steps, whole)
 
 
 class Admission:
@@ -101,7 +104,7 @@ class Admission:
             return 0
 
     async def admit(self) -> int:
-        """Fill the free slots, at most 256; return the number of admitted groups.
+        """Fill the free slots, at most 4,096 samples or a group; return the number of admitted groups.
 
         Raises:
             BusFull: out of memory; nothing was admitted.
@@ -111,10 +114,12 @@ class Admission:
             newest, room = run.newest_version, self._room(run)
             if newest is None or room <= 0:
                 return 0
-            count = min(room, _MOST_AT_ONCE)
-            prompts = [self._prompt(run.cursor + place, run.shift, newest) for place in range(count)]
             terms = self._terms()
-            admitted = await self._ledger.admit(prompts, terms.slots, terms.groups_per_step, terms.steps, newest)
+            count = min(room, max(1, _MOST_AT_ONCE // terms.sampling.samples))
+            prompts = [self._prompt(run.cursor + place, run.shift, newest) for place in range(count)]
+            admitted = await self._ledger.admit(
+                prompts, terms.slots, terms.groups_per_step, terms.steps, newest, whole=terms.whole
+            )
             if admitted != _MOVED:
                 ADMITTED.inc(max(0, admitted))
                 return max(0, admitted)

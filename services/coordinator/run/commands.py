@@ -112,7 +112,7 @@ class Steering:
                 detail = f"nothing is generated or scored; {waiting} groups wait for the next step"
                 step = (await self._ledger.status()).step  # the last may just have been committed
                 return OperationOutcome(OperationState.SUCCEEDED, detail, {"step": step, "groups_waiting": waiting})
-            await report("draining", f"{prompts + rollouts + waiting} groups in flight")
+            await report("draining", f"{await self._ledger.in_flight()} groups in flight")
             await asyncio.sleep(_LOOK_S)
 
     async def drain_replica(self, operation: Operation, report: Report) -> OperationOutcome:
@@ -125,5 +125,5 @@ class Steering:
             if (await cordons(self._bus)).get(replica) is not Word.DRAINING and beats[0].state != "stopping":
                 return OperationOutcome(OperationState.CANCELLED, f"{replica} was ordered to stay")
             held = int(beats[0].values.get("held", 0))
-            await report("finishing", f"{replica} holds {held} groups")
+            await report("finishing", f"{replica} holds {held} entries")
             await asyncio.sleep(_LOOK_S)

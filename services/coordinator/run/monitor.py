@@ -74,6 +74,7 @@ class Look:
     counts: dict[str, int]
     evaluations: list[Evaluation]
     guards: list[GuardView]
+    groups_in_flight: int
 
 
 class Monitor:
@@ -151,6 +152,7 @@ class Monitor:
             dead=sum(depth.entries for depth in depths[len(SHOWN) :]),
             counts=run.counts,
             guards=read_guards(run.guards),
+            groups_in_flight=run.groups_in_flight,
             evaluations=[evaluation for evaluation in evaluated if evaluation.version not in run.revoked],
         )
 
@@ -186,7 +188,7 @@ class Monitor:
             steps=steps,
             head=status.head,
             newest_version=status.newest_version,
-            groups_in_flight=sum(look.depths[stream.name].entries for stream in streams.TRAINING_STREAMS),
+            groups_in_flight=look.groups_in_flight,
             slots=settings.slots,
             cursor=status.cursor,
             streams=look.depths,

@@ -2,7 +2,8 @@
 
 Groups are used in the order of admission, and pending on the bus until their step's commit. Others leave untrained::
 
-    stale       lag over ``max_lag``: dropped, or sent back to the prompts (``on_stale``)
+    stale       lag over ``max_lag``: dropped, or sent back to the prompts (``on_stale``); with ``on_stale = "wait"`` a
+                step waits for groups admitted before those of its batch
     fenced      a token of a revoked version: dropped
     too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
     no_signal   equal rewards with algorithm.dynamic_sampling: dropped, and another is generated in its slot
@@ -38,6 +39,7 @@ CONSUMER = "trainer"  # shared by successive trainers, so that pending entries a
 DYNAMIC_SAMPLING_ROUNDS = 10
 """Batches without signal for one step after which such groups are used."""
 _PROMPT_READ_S = 0.2
+_LOOK_S = 0.2
 _ALONE_FROM = 2
 
 
@@ -67,6 +69,7 @@ class Intake:
         self._tried: Taken | None = None
         self._retaken = asyncio.Event()
         self._useless = 0  # groups dropped without signal since the last batch
+        self._full_at_s: float | None = None  # since when a batch waits for earlier groups
 
     @property
     def _settings(self) -> Settings:
@@ -190,13 +193,31 @@ class Intake:
             self._arrived.clear()
             needed = self._settings.algorithm.groups_per_step
             fresh = await self._sort_out(step) if len(self._held) >= needed else []
-            if len(fresh) >= needed:
-                return [self._held[group_id] for group_id in sorted(fresh)[:needed]]
+            batch = sorted(fresh)[:needed] if len(fresh) >= needed else []
+            if batch and not await self._must_wait(batch[-1]):
+                self._full_at_s = None
+                return [self._held[group_id] for group_id in batch]
+            left_s = deadline_s - time.monotonic()
             try:
-                async with asyncio.timeout(deadline_s - time.monotonic()):
+                async with asyncio.timeout(min(left_s, _LOOK_S) if batch else left_s):
                     await self._arrived.wait()
             except TimeoutError:
-                return None
+                if time.monotonic() >= deadline_s:
+                    return None
+
+    async def _must_wait(self, last: GroupId) -> bool:
+        """Whether a batch that ends with ``last`` waits for earlier groups."""
+        algorithm = self._settings.algorithm
+        if algorithm.on_stale != "wait":
+            return False
+        now_s = time.monotonic()
+        self._full_at_s = self._full_at_s or now_s
+        if now_s - self._full_at_s >= algorithm.wait_s:
+            return False
+        if await self._ledger.is_overtaken(last):
+            return True
+        unread = await self._bus.length(EXPERIENCE) > len(self._known())  # asked last: groups only move on to there
+        return unread or self._arrived.is_set()
 
     async def release(self, batch: list[Taken]) -> None:
         """Forget a committed batch."""

@@ -1,8 +1,9 @@
 #!lua
--- Admit prompts into free slots and advance the dataset cursor.
--- KEYS: run prompts rollouts experience
--- ARGV: slots groups_per_step steps expected_cursor expected_newest now_s term payloads...
--- `term`: the leader's, or "" without a leader.
+-- Admit prompts into free slots and advance the dataset cursor: an entry on `prompts` for each sample.
+-- KEYS: run prompts rollouts experience generating assemblies...
+-- ARGV: slots groups_per_step steps expected_cursor expected_newest now_s term samples payloads...
+-- `assemblies`: those of the groups, in order; `samples`: entries per group, 0 for one entry with all samples; `term`: the
+-- leader's, or "" without a leader.
 -- Returns the number admitted; -1 if the run is not running or another leads it; -2 if the cursor or the newest version
 -- is not as expected (read again). Group ids are cursor values, so no two admissions share one.
 local state = redis.call('HMGET', run, 'state', 'cursor', 'newest_version', 'step', 'leader_term')
@@ -13,15 +14,22 @@ local cursor = tonumber(state[2] or '0')
 if cursor ~= tonumber(expected_cursor) or (state[3] or '') ~= expected_newest then
   return -2
 end
-local in_flight = redis.call('XLEN', prompts) + redis.call('XLEN', rollouts) + redis.call('XLEN', experience)
+local in_flight = redis.call('HLEN', generating) + redis.call('XLEN', rollouts) + redis.call('XLEN', experience)
 local wanted = (tonumber(steps) - tonumber(state[4] or '0')) * tonumber(groups_per_step)
 local room = math.min(tonumber(slots), wanted) - in_flight
 local admitted = 0
-for _, payload in ipairs(payloads) do
+for i, payload in ipairs(payloads) do
   if admitted >= room then
     break
   end
-  redis.call('XADD', prompts, '*', 'id', string.format('%d', cursor + admitted), 'data', payload)
+  local id = string.format('%d', cursor + admitted)
+  local parts = math.max(1, tonumber(samples))
+  redis.call('HSET', generating, id, payload)
+  redis.call('HSET', assemblies[i], 'parts', parts, 'missing', parts)
+  for part = 0, parts - 1 do
+    local entry = redis.call('XADD', prompts, '*', 'id', id, 'part', samples == '0' and 'all' or part)
+    redis.call('HSET', assemblies[i], '@' .. part, entry)
+  end
   admitted = admitted + 1
 end
 if admitted > 0 then

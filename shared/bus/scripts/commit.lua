@@ -2,7 +2,7 @@
 -- Commit one optimizer step atomically: its groups move from `experience` to `journal` and its policy version is
 -- published. Without entries, publish a version of the already committed step (the initial policy, or a resumed
 -- trainer's weights).
--- KEYS: run experience journal policies policy_states published steps counts audit marks prompts rollouts trained
+-- KEYS: run experience journal policies policy_states published steps counts audit marks generating rollouts trained
 -- ARGV: epoch commit_id step version parent record report group audit_entries report_entries now_s
 -- ARGV: revision plan entries...
 -- The parent must be the tip: the newest version, or a rollback's target. A mark of each version keeps the number of
@@ -52,7 +52,7 @@ end
 redis.call('HSET', run, 'step', step, 'newest_version', version, 'tip', version, 'last_commit', commit_id)
 redis.call('HSET', policies, version, record)
 redis.call('HSET', policy_states, version, 'published')
-local in_flight = redis.call('XLEN', prompts) + redis.call('XLEN', rollouts) + redis.call('XLEN', experience)
+local in_flight = redis.call('HLEN', generating) + redis.call('XLEN', rollouts) + redis.call('XLEN', experience)
 local position = tonumber(state[6] or '0') - tonumber(state[7] or '0') - in_flight
 redis.call('HSET', marks, version, (redis.call('HGET', counts, 'trained') or '0') .. ' ' .. string.format('%d', position))
 redis.call('XADD', published, '*', 'id', version, 'data', record)

@@ -1,23 +1,40 @@
 #!lua flags=allow-oom
--- Leave: take an entry off its stream for good, counted, with its reason.
--- KEYS: input counts audit dead
--- ARGV: group entry_id group_id outcome detail attempts keep audit_entries counted
--- `keep`: 1 to move the entry to the dead letters; `counted`: 1 if its ending is counted.
+-- Leave: take an entry off its stream for good, counted, with its reason. With a part, its whole group leaves.
+-- KEYS: input counts audit dead generating assembly
+-- ARGV: group entry_id group_id part outcome detail attempts keep audit_entries counted
+-- `part`: "" for an entry without an assembly; `keep`: 1 to move the entry, of a part the group's prompt, to the dead
+-- letters; `counted`: 1 if its ending is counted.
 -- Returns 1, or 0 if another consumer finished this entry first.
 local kept = keep == '1' and redis.call('XRANGE', input, entry_id, entry_id) or {}
 if redis.call('XACK', input, group, entry_id) == 0 then
   return 0
 end
 redis.call('XDEL', input, entry_id)
-if keep == '1' then
-  local data = ''
-  if kept[1] then
-    local fields = kept[1][2]
-    for i = 1, #fields, 2 do
-      if fields[i] == 'data' then data = fields[i + 1] end
+local data, parts = '', ''
+if kept[1] then
+  local fields = kept[1][2]
+  for i = 1, #fields, 2 do
+    if fields[i] == 'data' then data = fields[i + 1] end
+  end
+end
+if part ~= '' then
+  if redis.call('HGET', assembly, '@' .. (part == 'all' and '0' or part)) ~= entry_id then
+    return 0  -- not an entry of this group
+  end
+  data, parts = redis.call('HGET', generating, group_id) or '', part == 'all' and '0' or redis.call('HGET', assembly, 'parts')
+  for place = 0, tonumber(redis.call('HGET', assembly, 'parts')) - 1 do
+    local other = redis.call('HGET', assembly, '@' .. place)
+    if other then
+      redis.call('XACK', input, group, other)
+      redis.call('XDEL', input, other)
     end
   end
-  redis.call('XADD', dead, '*', 'id', group_id, 'data', data, 'reason', detail, 'attempts', attempts, 'entry', entry_id)
+  redis.call('DEL', assembly)
+  redis.call('HDEL', generating, group_id)
+end
+if keep == '1' then
+  redis.call('XADD', dead, '*', 'id', group_id, 'data', data, 'reason', detail, 'attempts', attempts, 'entry', entry_id,
+    'samples', parts)
 end
 if counted == '1' then
   redis.call('HINCRBY', counts, outcome, 1)

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.keys import ASSEMBLY
 from shared.bus.streams import Row, Stream
 
 _DISCARDED = "dropped:discarded"
@@ -98,9 +99,13 @@ def _letter(source: DeadLetterSource, row: Row) -> DeadLetter:
 
 
 async def revive(bus: Bus, source: DeadLetterSource, entry: str) -> int:
-    """Put a letter back onto its stream; return 1, 0 if gone, -1 if the run has ended."""
-    stream = _STREAMS[source]
-    return int(await bus.script("revive", dead=stream.dead, stream=stream, entry_id=entry, counted=_counted(stream)))
+    """Put a letter back onto its stream, or its group onto ``prompts``; return 1, 0 if gone, -1 if the run has ended."""
+    stream, letter = _STREAMS[source], await read_one(bus, source, entry)
+    revived = await bus.script(
+        "revive", dead=stream.dead, stream=stream, entry_id=entry, counted=_counted(stream),
+        assembly=ASSEMBLY.of(letter.group if letter else ""),
+    )  # fmt: skip
+    return int(revived)
 
 
 async def discard(bus: Bus, source: DeadLetterSource, entry: str, detail: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Literal
 from shared.bus import streams, wire
 from shared.bus.bus import Bus, Delivery, EntryId, read_counts
 from shared.bus.commands import text
-from shared.bus.keys import COUNTS, RUN, key
+from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, RUN, key
 from shared.bus.lua import Argument
 from shared.bus.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
 from shared.bus.stores.policies import Policies
@@ -129,6 +129,9 @@ class AdmissionState:
 
 _MOST_BITS = (1 << 32) - 1
 
+IN_FLIGHT = (("HLEN", GENERATING), ("XLEN", streams.ROLLOUTS), ("XLEN", streams.EXPERIENCE))
+"""Their answers add up to the groups in flight."""
+
 
 class Ledger(Policies):
     """One run's state and history."""
@@ -191,16 +194,25 @@ class Ledger(Policies):
         await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
 
     async def admit(
-        self, prompts: Sequence[Prompt], slots: int, groups_per_step: int, steps: int, newest: PolicyVersion
+        self,
+        prompts: Sequence[Prompt],
+        slots: int,
+        groups_per_step: int,
+        steps: int,
+        newest: PolicyVersion,
+        *,
+        whole: bool = False,
     ) -> int:
         """Admit ``prompts``, in order, into free slots, never more than the remaining steps can use; group ids start
-        at the cursor.
+        at the cursor. Every sample is an entry, of as many in each group, unless the groups stay ``whole``.
 
         Returns the number admitted; -1 if not running or not the leader; -2 if the cursor or newest version changed.
         """
         admitted = await self._bus.script(
             "admit", slots=slots, groups_per_step=groups_per_step, steps=steps, now_s=time.time(), term=self._term(),
             expected_cursor=prompts[0].group_id if prompts else 0, expected_newest=newest,
+            samples=0 if whole or not prompts else prompts[0].sampling.samples,
+            assemblies=[ASSEMBLY.of(str(prompt.group_id)) for prompt in prompts],
             payloads=[wire.encode(prompt) for prompt in prompts],
         )  # fmt: skip
         return int(admitted)
@@ -208,8 +220,7 @@ class Ledger(Policies):
     async def admission_state(self) -> AdmissionState:
         """Return the inputs of admission."""
         names = ("state", "cursor", "shift", "newest_version", "head", "step")
-        lengths = [("XLEN", stream) for stream in streams.TRAINING_STREAMS]
-        fields, *in_flight = await self._bus.ask_all(("HMGET", RUN, *names), *lengths)
+        fields, *in_flight = await self._bus.ask_all(("HMGET", RUN, *names), *IN_FLIGHT)
         state, cursor, shift, newest, head, step = fields
         return AdmissionState(
             RunState((state or b"created").decode()), int(cursor or 0), int(shift or 0), _version(newest), _version(head),
@@ -222,7 +233,7 @@ class Ledger(Policies):
 
     async def in_flight(self) -> int:
         """Return the number of groups in flight."""
-        return sum([await self._bus.length(stream) for stream in streams.TRAINING_STREAMS])
+        return sum(await self._bus.ask_all(*IN_FLIGHT))
 
     # ---------------------------------------------------------------- trainer
 
@@ -290,6 +301,10 @@ class Ledger(Policies):
         return Standing(
             admitted=cursor is None or group_id < int(cursor), trained=bool(trained), newest_version=_version(newest)
         )
+
+    async def is_overtaken(self, group_id: int) -> bool:
+        """Whether a group admitted before ``group_id`` is still generated or scored."""
+        return bool(await self._bus.script("overtaken", group_id=group_id))
 
     async def journal(self, after: str) -> list[JournalEntry]:
         """Return the journal after an entry, in commit order."""

@@ -7,7 +7,7 @@ from shared.bus.bus import Bus, read_counts
 from shared.bus.keys import COUNTS, RUN
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.evaluations import EVALUATIONS
-from shared.bus.stores.ledger import RunStatus, read_status
+from shared.bus.stores.ledger import IN_FLIGHT, RunStatus, read_status
 from shared.bus.stores.policies import REVOKED
 
 
@@ -21,12 +21,13 @@ class Overview:
     evaluations: Mapping[bytes, bytes]
     """As :func:`shared.bus.stores.evaluations.results`."""
     revoked: frozenset[PolicyVersion]
+    groups_in_flight: int
 
 
 async def overview(bus: Bus) -> Overview:
     """Read the data in one round trip."""
-    run, counts, evaluations, revoked = await bus.ask_all(
-        ("HGETALL", RUN), ("HGETALL", COUNTS), ("HGETALL", EVALUATIONS), ("SMEMBERS", REVOKED)
+    run, counts, evaluations, revoked, *in_flight = await bus.ask_all(
+        ("HGETALL", RUN), ("HGETALL", COUNTS), ("HGETALL", EVALUATIONS), ("SMEMBERS", REVOKED), *IN_FLIGHT
     )
     fenced = frozenset(PolicyVersion(int(version)) for version in revoked)
-    return Overview(read_status(run), read_counts(counts), run.get(b"guards", b""), evaluations, fenced)
+    return Overview(read_status(run), read_counts(counts), run.get(b"guards", b""), evaluations, fenced, sum(in_flight))

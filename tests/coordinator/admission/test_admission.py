@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from services.coordinator.admission.admission import Admission, Terms
+from services.coordinator.admission.admission import Admission, Terms, terms_of
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
 from services.coordinator.policies.promotion import CONSUMER, Promotion
@@ -12,15 +12,18 @@ from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, Sampling
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.policies import PolicyState
+from shared.settings import Settings
 from tests.conftest import until
-from tests.support.coordinator_players import Trainer, record
+from tests.support.coordinator_players import Trainer, generating, record
 
 DATASET = Dataset(tuple(Problem(f"train.jsonl:{i + 1}", f"q{i}", None, str(i), {}) for i in range(5)), 0)
 
 
-def admission(bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], bool] = lambda: True) -> Admission:
+def admission(
+    bus: Bus, slots: int = 4, steps: int = 100, gate: Callable[[], bool] = lambda: True, *, whole: bool = False
+) -> Admission:
     order, ledger = EpochOrder(len(DATASET), seed=0, shuffle=True), Ledger(bus)
-    terms = Terms(Sampling(2, 4, 1.0), slots, 2, steps)
+    terms = Terms(Sampling(2, 4, 1.0), slots, 2, steps, whole)
     return Admission(bus, ledger, DATASET, order, lambda: terms, gate, Shortage(bus, ledger), 0.001)
 
 
@@ -34,12 +37,9 @@ async def start(bus: Bus) -> Ledger:
     return ledger
 
 
-async def prompts(bus: Bus) -> list[Prompt]:
-    return [message for _, message in reversed(await bus.newest(streams.PROMPTS, Prompt, 1000))]
-
-
-async def take(bus: Bus, count: int) -> None:
-    for delivery in await bus.read(streams.PROMPTS, Prompt, "rollout", count, 0.1):
+async def take(bus: Bus, groups: int) -> None:
+    """End the next groups, of two samples each."""
+    for delivery in await bus.read(streams.PROMPTS, Prompt, "rollout", 2 * groups, 0.1):
         await bus.drop(delivery, "test")
 
 
@@ -49,7 +49,7 @@ async def test_admission_fills_the_slots_and_no_more(bus: Bus) -> None:
     assert await admission(bus).admit() == 0
     await take(bus, 3)
     assert await admission(bus).admit() == 3
-    assert [int(prompt.group_id) for prompt in await prompts(bus)] == [3, 4, 5, 6]
+    assert [int(prompt.group_id) for prompt in await generating(bus)] == [3, 4, 5, 6]
     assert (await ledger.status()).cursor == 7
 
 
@@ -57,7 +57,7 @@ async def test_prompts_follow_the_order_of_the_seed_and_carry_the_newest_version
     await start(bus)
     await admission(bus, slots=7).admit()
     order = EpochOrder(5, seed=0, shuffle=True)
-    found = await prompts(bus)
+    found = await generating(bus)
     assert [prompt.text for prompt in found] == [f"q{order.index(place)}" for place in range(7)]
     assert {prompt.min_version for prompt in found} == {0}
     trainer = Trainer(bus)
@@ -65,7 +65,17 @@ async def test_prompts_follow_the_order_of_the_seed_and_carry_the_newest_version
     await trainer.ledger.commit(1, record(1, 0, 0), [], None)
     await take(bus, 1)
     await admission(bus, slots=7).admit()
-    assert (await prompts(bus))[-1].min_version == 1
+    assert (await generating(bus))[-1].min_version == 1
+
+
+async def test_a_sample_is_an_entry_and_in_a_run_that_repeats_itself_a_group_is(bus: Bus) -> None:
+    run = Settings.model_validate({"run": {"deterministic": "run"}, "algorithm": {"max_lag": 0}})
+    assert (terms_of(Settings()).whole, terms_of(run).whole) == (False, True)
+    await start(bus)
+    assert await admission(bus, slots=1).admit() == 1
+    assert [delivery.part for delivery in await bus.read(streams.PROMPTS, Prompt, "a", 9, 0.1)] == ["0", "1"]
+    assert await admission(bus, slots=2, whole=True).admit() == 1
+    assert [delivery.part for delivery in await bus.read(streams.PROMPTS, Prompt, "a", 9, 0.1)] == ["all"]
 
 
 async def test_a_restart_goes_on_exactly_at_the_cursor(bus: Bus) -> None:
@@ -75,7 +85,7 @@ async def test_a_restart_goes_on_exactly_at_the_cursor(bus: Bus) -> None:
     await take(bus, 3)
     await admission(bus, slots=3).admit()  # another process
     order = EpochOrder(5, seed=0, shuffle=True)
-    assert [(int(p.group_id), p.text) for p in await prompts(bus)] == [
+    assert [(int(p.group_id), p.text) for p in await generating(bus)] == [
         (place, f"q{order.index(place)}") for place in (3, 4, 5)
     ]
 
@@ -115,7 +125,7 @@ async def test_after_pause_returns_nothing_is_admitted_and_resume_goes_on_at_the
     await until(lambda: at_least(ledger, paused_at + 4))
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
-    assert [int(prompt.group_id) for prompt in await prompts(bus)] == list(range(paused_at, paused_at + 4))
+    assert [int(prompt.group_id) for prompt in await generating(bus)] == list(range(paused_at, paused_at + 4))
 
 
 async def leave(bus: Bus) -> None:
@@ -137,8 +147,8 @@ async def test_two_admissions_that_race_share_no_group_id_and_keep_to_the_slots(
     for _ in range(15):
         await asyncio.gather(*(admission(bus, slots=6).admit() for _ in range(4)))
         assert await ledger.in_flight() == 6
-        deliveries = await bus.read(streams.PROMPTS, Prompt, "rollout", 5, 0.1)
-        seen += [int(delivery.message().group_id) for delivery in deliveries]
+        deliveries = await bus.read(streams.PROMPTS, Prompt, "rollout", 10, 0.1)
+        seen += [int(delivery.message().group_id) for delivery in deliveries[::2]]
         for delivery in deliveries:
             await bus.drop(delivery, "test")
     assert seen == list(range(75))
@@ -159,7 +169,7 @@ async def test_a_closed_gate_holds_admission(bus: Bus) -> None:
 
 
 async def full(bus: Bus) -> bool:
-    return await bus.length(streams.PROMPTS) == 4
+    return (await bus.length(streams.PROMPTS), await Ledger(bus).in_flight()) == (8, 4)
 
 
 async def publish(bus: Bus, versions: int) -> None:

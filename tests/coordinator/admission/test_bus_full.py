@@ -69,9 +69,9 @@ async def test_a_full_bus_takes_nothing_new_and_lets_everything_leave(small: Bus
         await ledger.admit([builders.prompt(4)], 8, 2, 10, PolicyVersion(0))
     assert (await ledger.status()).cursor == 4, "nothing of it was admitted"
 
-    prompts = await small.read(streams.PROMPTS, Prompt, "rollout", 4, 1.0)
+    prompts = await small.read(streams.PROMPTS, Prompt, "rollout", 8, 1.0)
     for prompt in prompts:
-        assert await small.hand_over(prompt, streams.ROLLOUTS, builders.group(int(prompt.group_id)))
+        assert await small.hand_over(prompt, streams.ROLLOUTS, builders.part(prompt.message()))
     groups = await small.read(streams.ROLLOUTS, RolloutGroup, "reward", 4, 1.0)
     assert await small.bury(groups[3], "too strange")
     for group in groups[:3]:
@@ -112,7 +112,7 @@ async def test_admission_waits_for_memory_says_so_and_goes_on_by_itself(small: B
         assert (await ledger.status()).bus_full.startswith("admission waits for memory: the bus uses ")
         assert await small.length(streams.PROMPTS) == 0
         await limit(small, ROOMY)
-        await until(lambda: _holds(small, streams.PROMPTS.name, 4))
+        await until(lambda: _holds(small, streams.PROMPTS.name, 8))
         assert not await _is_full(ledger)
     finally:
         loop.cancel()

@@ -324,7 +324,7 @@ async def test_requests_that_wait_together_share_a_batch_up_to_the_cap() -> None
     evaluation = [request(7, 8, max_new_tokens=2, temperature=0.0) for _ in range(8)]
     groups = await asyncio.gather(*(engine.generate(one) for one in training + evaluation))
     assert [len(group.samples) for group in groups] == [8, 8] + [1] * 8
-    assert rows == [(6, 2), (20, 1), (4, 2), (4, 1)]  # 2 × 8 + 4 × 1 rows, then the last 4
+    assert rows == [(2, 2), (20, 1), (1, 2), (4, 1)]  # 2 × 8 + 4 × 1 rows, then the last 4; equal prompts are read once
     await engine.close()
 
 
@@ -377,7 +377,7 @@ async def test_a_request_that_is_taken_back_leaves_its_batch() -> None:
     kept = await tasks[1]
     assert len(kept.samples) == 2
     assert tasks[0].cancelled()
-    assert steps == [2, 6, 6, 6, 2, 2]  # withdrawn in the third, known before the fourth, which drops its rows
+    assert steps == [1, 6, 6, 6, 2, 2]  # withdrawn in the third, known before the fourth, which drops its rows
     await engine.close()
 
 

@@ -37,7 +37,9 @@ GOLDEN_ARRAY = b"\xc7\x14\x01\x00\x02\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x0
 
 
 def test_bytes_written_by_schema_1_stay_readable() -> None:
-    assert wire.encode(builders.prompt(3)) == b"\x8e" + GOLDEN_PROMPT[1:] + b"\xa7scorers\x90"  # a newer field
+    assert (
+        wire.encode(builders.prompt(3)) == b"\x8f" + GOLDEN_PROMPT[1:] + b"\xa7scorers\x90\xa6sample\xc0"
+    )  # newer fields
     assert wire.decode(GOLDEN_PROMPT, Prompt) == builders.prompt(3)
 
 

@@ -12,9 +12,11 @@ from services.trainer.rank0 import intake as intake_module
 from services.trainer.rank0.intake import CONSUMER, Intake
 from shared.bus import wire
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
+from shared.bus.keys import GENERATING
 from shared.bus.messages import Experience, PolicyVersion, Prompt
+from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
-from shared.bus.streams import EXPERIENCE, PROMPTS
+from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
@@ -111,9 +113,13 @@ async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_
     intake = Intake(bus, Live(bus, settings("requeue")), {V(0): 0, V(5): 5})
     async with filling(intake):
         await until(lambda: _ended_without_a_batch(bus, intake, 5, {"requeued": 1}))
-    (delivery,) = await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)
-    assert (delivery.group_id, delivery.message().requeues, delivery.message().min_version) == ("0", 1, 5)
+    prompts = [delivery.message() for delivery in await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)]
+    assert [(prompt.group_id, prompt.sample, prompt.requeues, prompt.min_version) for prompt in prompts] == [
+        (0, 0, 1, 5),
+        (0, 1, 1, 5),
+    ]
     assert await bus.counts() == {"requeued": 1}
+    assert await Ledger(bus).in_flight() == 2, "it, and the group that is fresh"
 
 
 async def test_a_group_that_ends_the_trainer_is_tried_alone_and_takes_no_other_with_it(bus: Bus) -> None:
@@ -283,3 +289,35 @@ async def test_a_group_without_the_reference_that_was_promised_is_buried_with_th
     assert reasons[1].endswith("expected 6 reference logprobs, found 5")
     assert reasons[2].endswith("reference_logprobs: expected numbers from -1e+06 to 0.1, found nan to nan")
     assert (await bus.counts())["dead:experience"] == 3
+
+
+async def test_a_step_waits_for_a_group_that_was_admitted_before_those_of_its_batch(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(GENERATING), "1", wire.encode(builders.prompt(1)))
+    for group_id in (0, 2, 3):
+        await put(bus, group_id)
+    intake = Intake(bus, Live(bus, settings("wait")), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 3)
+        assert await intake.next_batch(0, wait_s=0.5) is None
+        await raw(bus).hdel(bus.keys.of(GENERATING), "1")
+        await bus.append(ROLLOUTS, {"id": "1", "data": b"being scored"})
+        assert await intake.next_batch(0, wait_s=0.5) is None
+        await bus.remove(ROLLOUTS)
+        await put(bus, 1)
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [taken.experience.group_id for taken in batch] == [0, 1]
+
+
+async def test_a_step_waits_no_longer_than_it_may_nor_for_later_groups(bus: Bus) -> None:
+    for group_id in (1, 9):
+        await raw(bus).hset(bus.keys.of(GENERATING), str(group_id), wire.encode(builders.prompt(group_id)))
+    for group_id in (0, 2):
+        await put(bus, group_id)
+    limited = settings("wait")
+    limited = limited.model_copy(update={"algorithm": limited.algorithm.model_copy(update={"wait_s": 0.3})})
+    intake = Intake(bus, Live(bus, limited), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [taken.experience.group_id for taken in batch] == [0, 2]

@@ -92,7 +92,8 @@ class Batch:
         self._length_N = torch.zeros(rows, dtype=torch.int32, device=device)
         self._stopped_N = torch.zeros(rows, dtype=torch.bool, device=device)
 
-        self._prompts, mask_PL = _pad_left([request.prompt_token_ids for request in requests], tokens.padding, device)
+        prompts, self._prompt_of_group = _distinct([request.prompt_token_ids for request in requests])
+        self._prompts, mask_PL = _pad_left(prompts, tokens.padding, device)
         self._input_ids = self._prompts
         self._padded = not bool(mask_PL.all())
         self._mask = torch.nn.functional.pad(mask_PL, (0, longest), value=1)
@@ -142,7 +143,7 @@ class Batch:
             use_cache=True,
             logits_to_keep=1,
         )
-        rows = torch.from_numpy(self._group_n).to(self._device)
+        rows = torch.from_numpy(self._prompt_of_group[self._group_n]).to(self._device)
         self._cache = output.past_key_values
         self._cache.batch_select_indices(rows)
         self._position_n, self._mask = self._position_n[rows], self._mask[rows]
@@ -160,7 +161,9 @@ class Batch:
     def _recompute(self) -> Cache:
         """Return the cache of prompts and tokens so far, without the last token, under the present weights."""
         tokens_nT = self._tokens_NT[self._alive_n, : self._written - 1].long()
-        ids_nT = torch.cat([self._prompts[torch.from_numpy(self._group_n).to(self._device)], tokens_nT], dim=1)
+        ids_nT = torch.cat(
+            [self._prompts[torch.from_numpy(self._prompt_of_group[self._group_n]).to(self._device)], tokens_nT], dim=1
+        )
         mask_nT = self._mask[:, : ids_nT.shape[1]]
         output = self._model(
             input_ids=ids_nT,
@@ -283,6 +286,13 @@ class _Choice:
             if self.any_greedy:
                 token_n = torch.where(self.greedy_n, logits_nV.argmax(-1), token_n)
         return token_n, logprobs_nV.gather(1, token_n.unsqueeze(1)).squeeze(1)
+
+
+def _distinct(prompts: Sequence[Int32Array]) -> tuple[list[Int32Array], npt.NDArray[np.int64]]:
+    """Return the different prompts, and the index of each group's."""
+    distinct: dict[bytes, int] = {}
+    index = [distinct.setdefault(prompt.tobytes(), len(distinct)) for prompt in prompts]
+    return [np.frombuffer(prompt, np.int32) for prompt in distinct], np.array(index)
 
 
 def _pad_left(prompts: Sequence[Int32Array], padding: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

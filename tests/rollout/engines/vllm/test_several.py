@@ -1,5 +1,6 @@
 """Engines per GPU, memory split and routing, without vLLM."""
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,14 @@ def test_a_prompt_returns_to_the_engine_that_has_read_it_while_loads_are_within_
             assert beside == 1
             with router.turn(prompt(1), 4) as overloaded:
                 assert overloaded == 0
+
+
+def test_samples_of_a_prompt_stay_together_within_the_slack() -> None:
+    router, engines = Router(2, slack=3), list[int]()
+    with contextlib.ExitStack() as running:
+        for _ in range(6):
+            engines.append(running.enter_context(router.turn(prompt(0), 1)))
+    assert engines == [0, 0, 0, 0, 1, 1]
 
 
 def test_new_weights_forget_who_has_read_a_prompt() -> None:

@@ -24,6 +24,8 @@ from shared.weights.receiver.puller import Puller
 from shared.weights.transport.offer import Offer
 
 R = TypeVar("R")
+_SLACK = 16
+"""Samples by which an engine that has read the prompt may be ahead."""
 
 
 class EngineSet:
@@ -35,7 +37,7 @@ class EngineSet:
         self.ranks, self.place, self.peer_address = first.ranks, first.place, first.peer_address
         self.stop, self.context_tokens, self.vocabulary = first.stop, first.context_tokens, first.vocabulary
         self.version: PolicyVersion | None = None
-        self._router = Router(len(engines))
+        self._router = Router(len(engines), _SLACK)
         self._gate = SwapGate()
         self._secret = b""
         self._pullers = {

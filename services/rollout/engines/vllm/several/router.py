@@ -1,4 +1,4 @@
-"""Choose each group's engine: the least loaded, or the one that has read the prompt."""
+"""Choose each request's engine: the least loaded, or the one that has read the prompt."""
 
 import contextlib
 import hashlib
@@ -11,9 +11,10 @@ _PROMPTS = 4096
 
 
 class Router:
-    """Counts outstanding samples per engine."""
+    """Counts outstanding samples per engine; an engine that has read the prompt may have ``slack`` more than others."""
 
-    def __init__(self, engines: int) -> None:
+    def __init__(self, engines: int, slack: int = 0) -> None:
+        self._slack = slack
         self.outstanding = [0] * engines
         self._engine_of: OrderedDict[bytes, int] = OrderedDict()
 
@@ -34,7 +35,7 @@ class Router:
     def _choose(self, prompt: bytes, samples: int) -> int:
         least = min(self.outstanding)
         engine = self._engine_of.pop(prompt, None)
-        if engine is None or self.outstanding[engine] > least + samples:
+        if engine is None or self.outstanding[engine] > least + max(samples, self._slack):
             engine = self.outstanding.index(least)
         self._engine_of[prompt] = engine
         if len(self._engine_of) > _PROMPTS:

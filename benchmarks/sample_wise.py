@@ -1,0 +1,298 @@
+"""The sample as the unit of work against the group: four scripted replicas, log-normal lengths, failures.
+
+Bus, admission, promotion, rollout replicas, workers and the trainer's intake are Penstock's own; decoding is a sleep of
+``token_s`` per token, scoring and training are short. Both ways get the same prompts, lengths and failures:
+``groups``: one entry per group (as with ``run.deterministic = "run"``); ``samples``: one entry per sample.
+
+    python -m benchmarks.sample_wise --steps 12 --on-stale drop
+    python -m benchmarks.sample_wise --steps 12 --failures 0.05
+"""
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.coordinator.admission.admission import Admission, terms_of
+from services.coordinator.admission.bus_full import Shortage
+from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
+from services.coordinator.policies.promotion import Promotion
+from services.rollout.engines.engine import GeneratedGroup, GeneratedSample, GenerationRequest
+from services.rollout.engines.prompts import CharacterCodec
+from services.rollout.engines.scripted import ScriptedEngine
+from services.rollout.service import Rollout, seed_of
+from services.trainer.batch.staleness import lag_steps
+from services.trainer.rank0.intake import Intake, Taken
+from shared.bus import embedded
+from shared.bus.bus import Bus
+from shared.bus.messages import (
+    Experience,
+    FinishReason,
+    PolicyRecord,
+    PolicyVersion,
+    RolloutGroup,
+    SampleScores,
+    Score,
+    ScoreStatus,
+    StepReport,
+)
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.live_settings import Live
+from shared.bus.streams import EXPERIENCE, ROLLOUTS
+from shared.bus.worker import Patience, Worker
+from shared.errors import TemporaryError
+from shared.process.telemetry import Status
+from shared.settings import Settings, WeightsSettings
+from shared.weights.format.snapshot import write_snapshot
+from shared.weights.receiver.puller import Puller
+
+REPLICAS, GROUP_SIZE, MEAN_TOKENS, SIGMA = 4, 8, 100, 0.7
+PATIENCE = Patience(claim_after_s=30.0, retry_s=0.01, drain_s=0.0)
+
+
+class Work:
+    """Lengths and failures of every sample, the same for both ways, and what they cost."""
+
+    def __init__(self, groups: int, failures: float, token_s: float, run: Settings) -> None:
+        lot = np.random.default_rng(0)
+        lengths = lot.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, (groups, GROUP_SIZE))
+        self.length_GS = np.maximum(1, lengths.astype(np.int64))
+        self.fails_GS = lot.random(lengths.shape) < failures
+        self.token_s = token_s
+        self.generated = self.wasted = 0
+        self.problems = tuple(Problem(f"row {group}", f"{group}+1=", None, "", {}) for group in range(groups))
+        self._samples_of: dict[int, list[tuple[int, int]]] = {}
+        for group, problem in enumerate(self.problems):
+            prompt, samples = problem.prompt(group, terms_of(run).sampling), [(group, s) for s in range(GROUP_SIZE)]
+            self._samples_of[seed_of(0, prompt)] = samples
+            for sample in samples:
+                self._samples_of[seed_of(0, dataclasses.replace(prompt, sample=sample[1]))] = [sample]
+
+    async def decode(self, request: GenerationRequest) -> list[int]:
+        """Return the lengths of a request's samples, after the longest. Raises TemporaryError at their first failure."""
+        samples = self._samples_of[request.seed]
+        lengths = [int(self.length_GS[sample]) for sample in samples]
+        await asyncio.sleep(max(lengths) * self.token_s)
+        failed = [sample for sample in samples if self.fails_GS[sample]]
+        self.generated += sum(lengths)
+        if failed:
+            self.wasted += sum(lengths)
+            for sample in failed:
+                self.fails_GS[sample] = False
+            raise TemporaryError("this sample fails once")
+        return lengths
+
+
+class PacedEngine(ScriptedEngine):
+    """Takes ``token_s`` per token, with any number of samples beside it up to the replica's room."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+        """Return samples of the drawn lengths, under the version at the start."""
+        started_at_s, version = time.time(), self.version
+        made = [_sample(length, version or 0) for length in await self._work.decode(request)]
+        return GeneratedGroup(tuple(made), started_at_s, time.time())
+
+
+def _sample(length: int, version: int) -> GeneratedSample:
+    ids, logprobs = np.ones(length, np.int32), np.full(length, -0.5, np.float32)
+    return GeneratedSample(ids, logprobs, np.array([[0, version]], np.int32), FinishReason.STOP)
+
+
+async def score(group: RolloutGroup) -> Experience:
+    """Return the group with a reward of 1 for each sample."""
+    scores = SampleScores((Score("length", ScoreStatus.OK, 1.0),))
+    samples = len(group.samples)
+    return Experience(group, np.ones(samples, np.float32), (scores,) * samples, time.time(), 0.0)
+
+
+class Trainer:
+    """Commits batches of the intake as versions; a step takes ``step_s``."""
+
+    def __init__(self, bus: Bus, run: Settings, folder: Path, step_s: float) -> None:
+        self._bus, self._ledger, self._settings = bus, Ledger(bus), run
+        self._folder, self._step_s = folder, step_s
+        self._steps: dict[PolicyVersion, int] = {}
+        self._intake = Intake(bus, Live(bus, run), self._steps)
+        self.trained: list[int] = []
+        self.lags: collections.Counter[int] = collections.Counter()
+        self.finished_s: list[float] = []
+
+    async def run(self) -> None:
+        """Train every step of the run."""
+        self._epoch = await self._ledger.take_epoch()
+        await self._commit(0, [])
+        filling = asyncio.create_task(self._intake.fill())
+        for step in range(self._settings.run.steps):
+            while (batch := await self._intake.next_batch(step, 1.0)) is None:
+                pass
+            await asyncio.sleep(self._step_s)
+            self.lags.update(lag_steps(taken.experience.group, step, self._steps) for taken in batch)
+            self.trained += [int(taken.experience.group_id) for taken in batch]
+            await self._commit(step + 1, batch)
+            await self._intake.release(batch)
+            self.finished_s.append(time.monotonic())
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+
+    async def _commit(self, step: int, batch: Sequence[Taken]) -> None:
+        version, parent = PolicyVersion(step), PolicyVersion(step - 1) if step else None
+        written = write_snapshot(self._folder, version, step, [("w", torch.zeros(1))], torch.float32)
+        record = PolicyRecord(version, parent, step, time.time(), written.digest, str(written.location))
+        report = StepReport(step, version, time.time(), len(batch), {}, {}) if batch else None
+        await self._ledger.commit(self._epoch, record, [taken.delivery for taken in batch], report)
+        self._steps[version] = step
+
+
+def settings(arguments: argparse.Namespace) -> Settings:
+    """Return the settings of both runs."""
+    algorithm = {"groups_per_step": arguments.groups_per_step, "max_lag": arguments.max_lag}
+    return Settings.model_validate(
+        {
+            "run": {"steps": arguments.steps},
+            "sampling": {"group_size": GROUP_SIZE},
+            "algorithm": {**algorithm, "on_stale": arguments.on_stale},
+        }
+    )
+
+
+def replica(bus: Bus, work: Work, number: int, arguments: argparse.Namespace, *, whole: bool) -> Rollout:
+    """Return a replica with room for ``arguments.max_groups`` groups."""
+    engine = PacedEngine(work)
+    return Rollout(
+        bus,
+        engine,
+        CharacterCodec(),
+        Status(),
+        Puller(engine.place, engine.ranks, 5.0, lambda: b"secret"),
+        WeightsSettings(deadline_s=5.0),
+        replica=f"rollout-{number}",
+        patience=PATIENCE,
+        max_groups=arguments.max_groups,
+        group_size=GROUP_SIZE,
+        whole=whole,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    bus: Bus, run: Settings, work: Work, arguments: argparse.Namespace, *, whole: bool
+) -> AsyncIterator[None]:
+    """Serve everything but the trainer."""
+    ledger, stop = Ledger(bus), asyncio.Event()
+    dataset, order = Dataset(work.problems, 0), EpochOrder(len(work.problems), seed=0, shuffle=False)
+    terms = dataclasses.replace(terms_of(run), whole=whole)
+    admission = Admission(bus, ledger, dataset, order, lambda: terms, lambda: True, Shortage(bus, ledger))
+    reward = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, score, 32, PATIENCE)
+    replicas = [replica(bus, work, number, arguments, whole=whole) for number in range(REPLICAS)]
+    leading = [admission.run(), Promotion(bus, ledger, 4, lambda version: admission.wake()).run()]
+    leaders = [asyncio.create_task(loop) for loop in leading]
+    workers = [asyncio.create_task(each.run(stop, 1.0)) for each in replicas]
+    workers.append(asyncio.create_task(reward.run(stop)))
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.gather(*workers)
+        for task in leaders:
+            task.cancel()
+        await asyncio.gather(*leaders, return_exceptions=True)
+
+
+async def measure(arguments: argparse.Namespace, *, whole: bool) -> dict[str, Any]:
+    """Run one way to its end."""
+    run = settings(arguments)
+    work = Work(3 * arguments.steps * arguments.groups_per_step, arguments.failures, arguments.token_s, run)
+    with tempfile.TemporaryDirectory(prefix="sample-wise-") as scratch, embedded.serving(Path(scratch) / "bus") as url:
+        bus = await Bus.connect(url, "sample-wise", wait_s=30.0)
+        try:
+            ledger, trainer = Ledger(bus), Trainer(bus, run, Path(scratch), arguments.step_s)
+            await ledger.create()
+            await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+            async with serving(bus, run, work, arguments, whole=whole):
+                await trainer.run()
+                status, counts = await ledger.account()
+        finally:
+            await bus.close()
+    return figures(arguments, work, trainer, status.cursor, counts)
+
+
+def figures(
+    arguments: argparse.Namespace, work: Work, trainer: Trainer, admitted: int, counts: dict[str, int]
+) -> dict[str, Any]:
+    """Return what one run cost and gave; rates from the first step's end on."""
+    seconds = trainer.finished_s[-1] - trainer.finished_s[0]
+    steps = len(trainer.finished_s) - 1
+    return {
+        "samples_per_s": round(steps * arguments.groups_per_step * GROUP_SIZE / seconds, 1),
+        "step_s": round(seconds / steps, 3),
+        "busy_share": round(_busy(arguments, work, seconds), 3),
+        "lags": {str(lag): groups for lag, groups in sorted(trainer.lags.items())},
+        "trained_vs_admitted_by_quartile": _quartiles(work, trainer.trained, admitted),
+        "longest_to_mean": round(float(work.length_GS[:admitted].max() / work.length_GS[:admitted].mean()), 2),
+        "wasted_tokens_share": round(work.wasted / work.generated, 4),
+        "admitted": admitted,
+        "endings": dict(sorted(counts.items())),
+    }
+
+
+def _busy(arguments: argparse.Namespace, work: Work, seconds: float) -> float:
+    """Return the share of the replicas' room that decoded, as if all tokens were decoded since the first step's end."""
+    room = REPLICAS * arguments.max_groups * GROUP_SIZE
+    return float(work.generated * work.token_s / (room * seconds))
+
+
+def _quartiles(work: Work, trained: Sequence[int], admitted: int) -> list[float]:
+    """Return, by quartile of length, the share of admitted samples that were trained, relative to all of them."""
+    lengths = work.length_GS[:admitted]
+    quartile_GS = np.searchsorted(np.quantile(lengths, (0.25, 0.5, 0.75)), lengths)
+    of_trained = np.bincount(quartile_GS[trained].ravel(), minlength=4) / len(trained)
+    of_admitted = np.bincount(quartile_GS.ravel(), minlength=4) / admitted
+    return [round(float(ratio), 4) for ratio in of_trained / of_admitted]
+
+
+async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure both ways, one after the other."""
+    groups, samples = await measure(arguments, whole=True), await measure(arguments, whole=False)
+    return {
+        "benchmark": "sample_wise",
+        "cpus": os.cpu_count(),
+        **vars(arguments),
+        "speedup": round(samples["samples_per_s"] / groups["samples_per_s"], 3),
+        "groups": groups,
+        "samples": samples,
+    }
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--groups-per-step", type=int, default=16)
+    parser.add_argument("--max-lag", type=int, default=1)
+    parser.add_argument("--max-groups", type=int, default=2, help="groups whose samples one replica has room for")
+    parser.add_argument("--on-stale", default="wait")
+    parser.add_argument("--failures", type=float, default=0.0, help="share of samples that fail once")
+    parser.add_argument("--token-s", type=float, default=0.005)
+    parser.add_argument("--step-s", type=float, default=0.2)
+    logging.basicConfig(level=logging.ERROR)
+    print(json.dumps(asyncio.run(compare(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Laws of the samples of a group: entries of their own, one group."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from shared.bus import wire
+from shared.bus.bus import Bus, Delivery
+from shared.bus.messages import PolicyRecord, PolicyVersion, Prompt, RolloutGroup
+from shared.bus.stores.dead_letters import DeadLetterSource, discard, read_page, revive
+from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.streams import AUDIT, PROMPTS, PUBLISHED, ROLLOUTS
+from shared.bus.worker import Patience, Worker
+from shared.errors import MessageError, TemporaryError
+from tests.conftest import until
+from tests.support import builders
+from tests.support.coordinator_players import Trainer, generating
+from tests.support.raw_redis import raw
+
+
+async def admit(bus: Bus, *groups: Prompt, whole: bool = False) -> Ledger:
+    ledger = Ledger(bus)
+    await ledger.create()
+    await Trainer(bus).start()
+    (published,) = await bus.read(PUBLISHED, PolicyRecord, "coordinator", 1, 1.0)
+    assert await ledger.promote(published)
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    assert await ledger.admit(groups, 8, 2, 10, PolicyVersion(0), whole=whole) == len(groups)
+    return ledger
+
+
+async def take(bus: Bus, count: int = 100) -> list[Delivery[Prompt]]:
+    return await bus.read(PROMPTS, Prompt, "a", count, 0.5)
+
+
+async def finish(bus: Bus, delivery: Delivery[Prompt], text: str = "46") -> bool:
+    return await bus.hand_over(delivery, ROLLOUTS, builders.part(delivery.message(), text=text))
+
+
+async def whole_groups(bus: Bus) -> list[RolloutGroup]:
+    return [delivery.message() for delivery in await bus.read(ROLLOUTS, RolloutGroup, "b", 10, None)]
+
+
+async def parts_left(bus: Bus) -> int:
+    return len([key async for key in raw(bus).scan_iter(f"{bus.keys.named('assembly')}:*")])
+
+
+async def endings(bus: Bus) -> list[tuple[str, str]]:
+    rows = await raw(bus).xrange(bus.keys.of(AUDIT))
+    return [(fields[b"id"].decode(), fields[b"outcome"].decode()) for _, fields in rows]
+
+
+async def test_each_sample_is_an_entry_and_the_last_to_end_makes_the_group(bus: Bus) -> None:
+    first, second = builders.prompt(0, samples=3), builders.prompt(1, text="1+1=", samples=3)
+    ledger = await admit(bus, first, second)
+    entries = await take(bus)
+    assert [(entry.message().group_id, entry.message().sample) for entry in entries] == [
+        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)
+    ]  # fmt: skip
+    assert entries[3].message().text == "1+1="
+    for place in (2, 0, 4):
+        assert await finish(bus, entries[place], f"text {place}")
+    assert await whole_groups(bus) == []
+    assert await ledger.in_flight() == 2
+    assert await finish(bus, entries[1], "text 1")
+    (group,) = await whole_groups(bus)
+    assert [sample.text for sample in group.samples] == ["text 0", "text 1", "text 2"]
+    assert group.prompt == first
+    assert await ledger.in_flight() == 2
+    for entry in (entries[5], entries[3]):
+        assert await finish(bus, entry)
+    assert [made.prompt for made in await whole_groups(bus)] == [second]
+    assert (await bus.length(PROMPTS), await parts_left(bus), await generating(bus)) == (0, 0, [])
+
+
+async def test_a_sample_that_two_consumers_finish_counts_once(bus: Bus) -> None:
+    await admit(bus, builders.prompt(0, samples=2))
+    slow, other = await take(bus)
+    (quick, _) = await bus.reclaim(PROMPTS, Prompt, "quick", 0.0, 2)
+    assert await finish(bus, quick, "quick")
+    assert not await finish(bus, slow, "slow")
+    assert await whole_groups(bus) == []
+    assert await finish(bus, other)
+    (group,) = await whole_groups(bus)
+    assert [sample.text for sample in group.samples] == ["quick", "46"]
+
+
+async def test_a_group_that_is_not_split_is_one_entry(bus: Bus) -> None:
+    ledger = await admit(bus, builders.prompt(0, samples=3), whole=True)
+    (entry,) = await take(bus)
+    assert entry.message() == builders.prompt(0, samples=3)
+    assert await bus.hand_over(entry, ROLLOUTS, builders.group(0, ("1", "2", "3")))
+    (group,) = await whole_groups(bus)
+    assert [sample.text for sample in group.samples] == ["1", "2", "3"]
+    assert (await ledger.in_flight(), await parts_left(bus)) == (1, 0)
+
+
+async def test_a_buried_sample_ends_its_group_once_and_takes_its_other_samples_along(bus: Bus) -> None:
+    ledger = await admit(bus, builders.prompt(0, samples=3), builders.prompt(1, samples=3))
+    done, buried, held, *_ = await take(bus)
+    assert await finish(bus, done)
+    assert await bus.bury(buried, "too strange")
+    assert not await finish(bus, held), "its group has ended"
+    assert not await bus.bury(held, "again")
+    assert not await bus.drop(held, "run_ended")
+    assert await bus.counts() == {"dead:prompts": 1}
+    assert await endings(bus) == [("0", "dead:prompts")]
+    assert (await bus.length(PROMPTS), await ledger.in_flight(), await parts_left(bus)) == (3, 1, 1)
+    (letter,) = await read_page(bus, "", 10, None)
+    assert letter.reason == "sample 1: too strange"
+    assert wire.decode(letter.data, Prompt) == builders.prompt(0, samples=3)
+
+
+async def test_a_revived_sample_revives_its_group_from_its_prompt(bus: Bus) -> None:
+    ledger = await admit(bus, builders.prompt(0, samples=3))
+    done, buried, late = await take(bus)
+    await finish(bus, done)
+    await bus.bury(buried, "too strange")
+    (letter,) = await read_page(bus, "", 10, None)
+    assert await revive(bus, DeadLetterSource.PROMPTS, letter.entry) == 1
+    assert await revive(bus, DeadLetterSource.PROMPTS, letter.entry) == 0
+    assert (await bus.counts(), await ledger.in_flight()) == ({"dead:prompts": 0}, 1)
+    assert not await finish(bus, late), "an entry of its first life"
+    for entry in await take(bus):
+        assert entry.attempts == 1
+        assert await finish(bus, entry, "second life")
+    (group,) = await whole_groups(bus)
+    assert [sample.text for sample in group.samples] == ["second life"] * 3
+    assert await parts_left(bus) == 0
+
+
+async def test_a_discarded_sample_discards_its_group(bus: Bus) -> None:
+    ledger = await admit(bus, builders.prompt(0, samples=3))
+    await bus.bury((await take(bus))[1], "too strange")
+    (letter,) = await read_page(bus, "", 10, None)
+    assert await discard(bus, DeadLetterSource.PROMPTS, letter.entry, "")
+    assert await bus.counts() == {"dead:prompts": 0, "dropped:discarded": 1}
+    assert await ledger.in_flight() == 0
+
+
+async def test_only_the_sample_that_failed_is_tried_again(bus: Bus) -> None:
+    await admit(bus, builders.prompt(0, samples=4), builders.prompt(1, samples=4))
+    tried: list[tuple[int, int | None]] = []
+
+    async def generate(prompt: Prompt) -> RolloutGroup:
+        tried.append((prompt.group_id, prompt.sample))
+        if tried.count((1, 2)) == 1 and (prompt.group_id, prompt.sample) == (1, 2):
+            raise TemporaryError("a bad moment")
+        return builders.part(prompt)
+
+    stop, patience = asyncio.Event(), Patience(claim_after_s=1.0, retry_s=0.01)
+    working = asyncio.create_task(Worker(bus, "a", PROMPTS, Prompt, ROLLOUTS, generate, 8, patience).run(stop))
+    await until(lambda: _whole(bus, 2))
+    stop.set()
+    await working
+    assert sorted(tried) == sorted([(group, sample) for group in (0, 1) for sample in range(4)] + [(1, 2)])
+
+
+async def _whole(bus: Bus, count: int) -> bool:
+    return await bus.length(ROLLOUTS) == count
+
+
+@pytest.mark.parametrize("part", ["7", "-1", "x", "²", "1" * 5000, "all"])
+async def test_an_entry_that_a_stranger_forged_for_a_group_in_flight_changes_nothing_of_it(bus: Bus, part: str) -> None:
+    ledger = await admit(bus, builders.prompt(0, samples=2))
+    entries = await take(bus)
+    await bus.append(PROMPTS, {"id": "0", "part": part})
+    (forged,) = await take(bus)
+    assert not await bus.hand_over(forged, ROLLOUTS, builders.part(builders.prompt(0)))
+    if part != "all":
+        with pytest.raises(MessageError, match="expected a sample of 2, found"):
+            forged.message()
+    assert (await bus.counts(), await ledger.in_flight()) == ({}, 1)
+    for entry in entries:
+        assert await finish(bus, entry)
+    assert len(await whole_groups(bus)) == 1
+
+
+async def test_a_forged_entry_that_is_buried_ends_no_group(bus: Bus) -> None:
+    ledger = await admit(bus, builders.prompt(0, samples=2))
+    await take(bus)
+    await bus.append(PROMPTS, {"id": "0", "part": "1"})
+    (forged,) = await take(bus)
+    assert not await bus.bury(forged, "forged")
+    assert (await bus.counts(), await ledger.in_flight(), await bus.length(PROMPTS)) == ({}, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda parts: parts[::-1],
+        lambda parts: [parts[0], parts[0]],
+        lambda parts: [dataclasses.replace(parts[0], samples=()), parts[1]],
+        lambda parts: [parts[0], dataclasses.replace(parts[1], prompt_token_ids=parts[1].prompt_token_ids[1:])],
+    ],
+)
+def test_pieces_that_are_not_one_group_in_order_are_refused(harm: object) -> None:
+    prompt = builders.prompt(0)
+    parts = [builders.part(dataclasses.replace(prompt, sample=place)) for place in (0, 1)]
+    assert len(wire.decode(_joined(prompt, parts), RolloutGroup).samples) == 2
+    with pytest.raises(MessageError, match="expected"):
+        wire.decode(_joined(prompt, harm(parts)), RolloutGroup)  # type: ignore[operator]
+
+
+def _joined(prompt: Prompt, parts: list[RolloutGroup]) -> bytes:
+    pieces = [wire.encode(prompt), *map(wire.encode, parts)]
+    return b"\xdd" + len(pieces).to_bytes(4) + b"".join(b"\xc6" + len(piece).to_bytes(4) + piece for piece in pieces)
