@@ -29,6 +29,8 @@ BAR = 0.15
 _BUSY = 3
 """Two replicas and the trainer."""
 _TRIAL_S = 2.0
+_LIMIT_S = 600.0
+"""For one run."""
 _FIXED = 0.3
 """Share of a decoding step that does not grow with the batch."""
 
@@ -95,7 +97,7 @@ def main() -> None:
         trials.append(cores())
         for lag in lags:
             with tempfile.TemporaryDirectory(prefix="penstock-bench-plan-") as folder:
-                run_penstock(Path(folder), work, arguments.steps, lag, [])
+                run_penstock(Path(folder), work, arguments.steps, lag, [], _LIMIT_S)
                 runs.setdefault(lag, []).append(measured(_lines(Path(folder) / f"lag-{lag}")))
     print(json.dumps(_result(work.settings, runs, min(statistics.median(trials), float(_BUSY)), arguments.steps)))
 

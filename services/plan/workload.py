@@ -131,10 +131,12 @@ def workload_of(settings: Settings, model: str = "", lengths: Path | None = None
 
 
 def _prompt_tokens(settings: Settings) -> int:
-    path = settings.data.path
-    if path.suffix != ".jsonl" or not path.is_file():
+    files = [Path(source) for source in settings.data.sources if source.endswith(".jsonl") and Path(source).is_file()]
+    if not files:
         return _PROMPT_TOKENS
-    prompts = [row.get(settings.data.prompt_field) or row.get("messages") or "" for row in _rows(path)]
+    prompts = [
+        row.get(settings.data.prompt_field) or row.get("messages") or "" for file in files for row in _rows(file)
+    ]
     letters = [len(text if isinstance(text, str) else json.dumps(text)) for text in prompts]
     return max(1, round(sum(letters) / max(1, len(letters)) / _CHARACTERS_PER_TOKEN))
 

@@ -10,7 +10,6 @@ from prometheus_client import Gauge, Histogram
 
 from services.trainer.batch.staleness import lag_steps
 from shared.bus.messages import Experience, FinishReason, PolicyVersion
-from shared.model.flops import peak_tflops
 
 STEP = Gauge("penstock_trainer_step", "Committed optimizer steps.")
 VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy version.")

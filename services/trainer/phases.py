@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import torch
 
-from services.trainer.batch.flops import peak_tflops
+from shared.model.flops import peak_tflops
 
 
 class Phases:
