@@ -1,7 +1,7 @@
 """What cannot fit on the GPUs of this machine, for certain; ``penstock up`` refuses it before the start.
 
 Only what is allocated whatever the batch counts: weights, states and snapshots of the trainer, weights of an engine.
-Activations, caches, contexts and fragmentation are left out, and so are models whose sizes config.json does not give
+Activations, caches, contexts and fragmentation are not counted, and neither are models whose sizes config.json does not give
 exactly, so that nothing that fits is refused.
 """
 

@@ -18,7 +18,7 @@ _OF_TRAINER = ("zero_stage", "optimizer", "offload")
 
 
 def write(settings: Settings, candidates: Sequence[Candidate], cluster: Cluster, folder: Path) -> tuple[Path, Path]:
-    """Write ``run.toml`` and ``values.json`` for the fastest layout that this version's settings accept.
+    """Write ``run.toml`` and ``values.json`` for the fastest layout that this version supports.
 
     Raises:
         SettingsError: no layout is accepted, or the folder cannot be written.

@@ -7,7 +7,6 @@ from typing import Any
 from services.plan.hardware import GIB
 from services.plan.layouts import Candidate, Planner, Problem
 from services.plan.memory import Table, peak, total
-from shared.settings import Settings
 
 SHOWN = 3
 _PROBLEMS = 5
@@ -29,8 +28,8 @@ class Plan:
 
 
 def accepted(placement: str) -> bool:
-    """Whether the settings of this version can express a placement."""
-    return placement == "separate" or "placement" in Settings.model_fields
+    """Whether this version supports a placement with vLLM, whose rates the plan assumes."""
+    return placement == "separate"
 
 
 def text(plan: Plan) -> str:
@@ -62,7 +61,7 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     assert outcome is not None
     hours = planner.work.steps * outcome.step_s * layout.gpus / 3600
     lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in outcome.lags.items())
-    needs = "" if accepted(layout.placement) else " (these settings have no placement.mode yet)"
+    needs = "" if accepted(layout.placement) else " (not supported with vLLM yet)"
     lines = [
         f"{number}. {layout.placement}{needs}: {layout.words}",
         f"   {outcome.step_s:,.1f} s a step, {outcome.samples_per_s:,.1f} samples/s, {hours:,.0f} GPU-hours for "

@@ -68,7 +68,7 @@ class Outcome:
     dropped: float
     """Stale groups per trained group."""
     source_busy: float
-    """Share of time in which weights are moving; near 1, versions are left out."""
+    """Share of time in which weights are moving; near 1, versions are skipped."""
     bus_busy: float
     coordinator_busy: float
     spans: tuple[Span, ...]

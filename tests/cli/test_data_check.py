@@ -48,7 +48,7 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
         "prompt tokens: mean 6.0, longest 6",
         "  6: 1 ████████████████████████████████████████",
         "",
-        "warning: 1 rows of hf://own/sums@main:train cannot be used; the coordinator's log names them and why",
+        "warning: 1 rows of hf://own/sums@main:train cannot be used; the coordinator's log names them and the reasons",
     ]
 
 

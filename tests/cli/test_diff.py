@@ -61,4 +61,4 @@ def test_equal_runs_have_no_difference(runs: tuple[Path, Path], capsys: pytest.C
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "expected a run's folder or its settings file" in capsys.readouterr().err
+    assert "no run's folder or settings file at" in capsys.readouterr().err

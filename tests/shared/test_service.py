@@ -58,5 +58,7 @@ def test_a_process_advertises_its_own_address_and_not_the_coordinators(monkeypat
 
 def test_an_address_that_cannot_be_derived_is_refused_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POD_IP", raising=False)
-    with pytest.raises(SettingsError, match=r"none to nowhere\.invalid:6379 .*: change bus\.url, or set run\.host to"):
+    with pytest.raises(
+        SettingsError, match=r"no route to the bus at nowhere\.invalid:6379, .*: change bus\.url, or set run\.host to"
+    ):
         own_host(Settings.model_validate({"bus": {"url": "redis://nowhere.invalid"}}))

@@ -115,7 +115,7 @@ ARGUMENTS = {
     "dead discard": ["rollouts", "1-0"],
     "runs delete": ["x"],
 }
-LOCAL = {"up", "report", "settings", "audit-rewards"}
+LOCAL = {"up", "report", "settings", "audit-rewards", "plan", "new", "diff", "data", "data check"}
 """These read local files; `up` is tested below, the audit in tests/reward/test_audit.py."""
 
 

@@ -234,7 +234,7 @@ async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
     assert "a rollback to version 2 is in progress (loading)" in other.json()["detail"]
     resumed = await http.post("/v1/run/resume")
     assert resumed.status_code == 409
-    assert "rollback to version 2 under way (loading)" in resumed.json()["detail"]
+    assert "rollback to version 2 is in progress (loading)" in resumed.json()["detail"]
 
     await _load_and_publish(bus)
     async with replica(bus, 5):

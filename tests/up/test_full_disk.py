@@ -142,5 +142,5 @@ def test_room_that_runs_out_is_said_once_and_once_when_it_is_back(tmp_path: Path
     room = Room(tmp_path, said.append, lambda folder: free.pop(0))
     for _ in range(6):
         room.look()
-    assert [text.split(":")[0] for text in said] == ["no room", "disk space again"]
+    assert [text.split(":")[0] for text in said] == ["no disk space", "disk space again"]
     assert "free disk space there (or move run.folder), and it continues automatically" in said[0]

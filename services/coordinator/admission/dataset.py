@@ -74,7 +74,7 @@ class Dataset:
     problems: tuple[Problem, ...]
     bad_rows: int
     filtered: int = 0
-    """Rows that ``data.filter`` left out."""
+    """Rows that ``data.filter`` dropped."""
     sizes: tuple[int, ...] = ()
     """Problems of each source, if there are several."""
     bad: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ def load(
         setting: the setting that named ``source``.
         scorers: names that a row may use.
         comparing: scorers that need a reference answer.
-        condition: rows that do not meet it are left out (``data.filter``).
+        condition: rows that do not meet it are dropped (``data.filter``).
 
     Raises:
         SettingsError: missing, empty, of unknown format, or too many bad rows.

@@ -351,7 +351,7 @@ def test_rows_that_meet_the_filter_are_used_and_the_others_are_counted(
     [
         ("grade > 1", "expected a number or text in 'grade', as data.filter needs it, found none"),
         ("source + 1 > 1", "expected values that fit data.filter, found others"),
-        ("level > 9", "expected rows of .* that meet data.filter .level > 9., found none among 3: change data.filter"),
+        ("level > 9", "expected rows of .* that meet data.filter .level > 9., but none of 3 does: change data.filter"),
     ],
 )
 def test_a_filter_that_does_not_fit_the_rows_is_refused(tmp_path: Path, condition: str, sentence: str) -> None:
@@ -378,5 +378,5 @@ def test_several_datasets_are_loaded_one_after_the_other(tmp_path: Path) -> None
     assert (loaded.sizes, loaded.filtered, loaded.bad) == (
         (2, 2),
         2,
-        ("b.jsonl:4: expected text in 'prompt', found none",),
+        ("b.jsonl:4: expected text in 'prompt', found an empty one",),
     )

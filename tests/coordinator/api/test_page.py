@@ -214,7 +214,7 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         assert await page.evaluate("document.activeElement.id") == "pause"  # the focus has not moved
         await page.keyboard.press("Enter")
         await (
-            page.locator("dialog[open]").get_by_label("Why?").fill(f"lunch {HOSTILE}")
+            page.locator("dialog[open]").get_by_label("Reason").fill(f"lunch {HOSTILE}")
         )  # the previous one may still be running
         await page.get_by_role("button", name="Pause", exact=True).click()
         await shows(page, "dialog h2", "A token that may operate")
@@ -287,7 +287,7 @@ async def test_a_version_is_pinned_released_and_exported_from_its_own_dialog_and
             assert await page.evaluate("document.activeElement.ariaLabel") == "More of version 1…"
             await page.get_by_role("button", name="Stop…").click()
             await shows(page, "dialog", "cannot be resumed")
-            await page.get_by_label("Why?").fill(HOSTILE)
+            await page.get_by_label("Reason").fill(HOSTILE)
             await page.get_by_role("button", name="Stop for good").click()
             await shows(page, "#state", "stopped")
             assert await page.locator("#stop").is_disabled()
@@ -307,7 +307,7 @@ async def test_a_replica_is_cordoned_and_drained_and_a_dead_letter_put_back_or_d
     async def told(name: str, command: str) -> None:
         await page.locator(f"[data-key='replica-{name}']").click()
         await page.get_by_role("button", name=f"{command}…", exact=True).click()
-        await page.get_by_label("Why?").fill("a new disk")
+        await page.get_by_label("Reason").fill("a new disk")
         await page.get_by_role("button", name=command, exact=True).click()
         await page.locator("dialog").wait_for(state="detached")
 
@@ -364,7 +364,7 @@ async def test_live_settings_are_changed_from_what_is_now_and_the_server_says_at
         await page.get_by_role("button", name="Change", exact=True).click()
         await shows(page, "dialog [role=alert]", "the settings changed meanwhile")
         assert [await one.input_value() for one in (lag, size)] == ["3", "6"]
-        await page.get_by_label("Why?").fill(HOSTILE)
+        await page.get_by_label("Reason").fill(HOSTILE)
         await page.get_by_role("button", name="Change", exact=True).click()
         await page.locator("dialog").wait_for(state="detached")
         await shows(page, "#events", HOSTILE)

@@ -107,7 +107,7 @@ async def test_a_function_that_fails_makes_the_group_unknown_and_is_named(obeyin
     assert details == [
         "obey: ZeroDivisionError: no",
         "obey: SystemExit: 0",
-        "obey: two processes died of it",
+        "obey: two processes died while they computed it",
         "obey: ValueError: expected a finite number or None for completion 1, found nan",
         "obey: ValueError: expected 2 rewards from the function, one per completion, found 1",
         "obey: TypeError: expected a number or None for completion 0, found str",

@@ -32,7 +32,7 @@ LOGGED = Gauge(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Column:
-    """One function's values of a group, or why there are none."""
+    """One function's values of a group, or why they do not exist."""
 
     name: str
     values: Sequence[float | None] = ()

@@ -358,7 +358,7 @@ async def test_weights_that_do_not_come_whole_change_nothing(engine: VllmEngine,
     bucket.write_bytes(bucket.read_bytes()[:-4])
     with pytest.raises(WeightsError, match="torn"):
         await engine.stage(harmed)
-    with pytest.raises(WeightsError, match="to be staged"):
+    with pytest.raises(WeightsError, match="is not staged"):
         await engine.swap(PolicyVersion(3))
     wrong = offer(tmp_path, 4, tiny.model())
     with pytest.raises(WeightsError):

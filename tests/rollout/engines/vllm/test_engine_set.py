@@ -179,7 +179,7 @@ async def test_a_pull_that_fails_in_one_engine_fails_the_version_until_it_succee
 ) -> None:
     with cut_off(engines), pytest.raises(WeightsError, match=r"^engine 1 of 2: could not reach the source of weights"):
         await trainer.stage(engines, 2)
-    with pytest.raises(WeightsError, match=r"^engine 1 of 2: expected policy version 2 to be staged"):
+    with pytest.raises(WeightsError, match=r"^engine 1 of 2: policy version 2 is not staged"):
         await engines.swap(PolicyVersion(2))
     assert [engine.version for engine in engines.engines] == [2, 1]
     assert (engines.version, engines.torn) == (1, True)
