@@ -16,7 +16,7 @@ VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo up test faults fuzz portability portability-processes storm quick check lint format types imports openapi dashboards models clean install install-dev
+.PHONY: help demo up test faults fuzz portability portability-processes storm quick check lint format types imports openapi dashboards models images clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
@@ -30,6 +30,7 @@ help:
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
 	@echo "make dashboards write deploy/k8s/penstock-monitoring/dashboards from deploy/dashboards"
 	@echo "make models  write docs/models.md from tests/support/model_verdicts.toml"
+	@echo "make images  build the small images without a registry, and run them as the chart does"
 	@echo "make format  let ruff format the code       make clean   remove .venv and caches (runs/ stays)"
 
 install:
@@ -71,6 +72,12 @@ portability-processes: install-dev
 			echo "== round $$round of $(ROUNDS), $$machine, $$file"; \
 			env "$${kernels[@]}" OMP_NUM_THREADS=$$threads $(PYTEST) "$$file" $(ARGS) || failed=$$((failed + 1)); \
 		done; done; done; echo "$$failed of the files' runs failed"; exit $$((failed > 0))
+
+# Needs root, and Debian's buildah, crun and debootstrap. The GPU images' wheels are several GB: `make images IMAGES="rollout trainer"`.
+IMAGES ?= coordinator reward executor
+images: install-dev
+	@deploy/docker/build-local $(IMAGES)
+	$(VENV_PYTHON) -m pytest tests/deploy/test_built_images.py $(ARGS)
 
 storm: install-dev
 	$(VENV_PYTHON) -m benchmarks.storm --seconds 1800 $(ARGS)

@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.wire import make_experience, make_group
 from shared.bus import embedded, wire
 from shared.bus.bus import Bus
+from shared.bus.keys import ASSEMBLY, GENERATING
 from shared.bus.messages import RolloutGroup
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from tests.support.raw_redis import raw, script_text
@@ -39,12 +40,13 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
     client, source, output = raw(bus), bus.keys.of(ROLLOUTS), bus.keys.of(EXPERIENCE)
     sent, scored = wire.encode(group), wire.encode(make_experience(group))
     hand_over = client.register_script(script_text("hand_over"))
+    keys = [source, output, bus.keys.of(GENERATING), bus.keys.of(ASSEMBLY.of(str(group.group_id)))]
     for number in range(groups):
         await client.xadd(source, {"id": str(group.group_id), "data": sent})
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
             answer = await client.xreadgroup("reward", "a", {source: ">"}, count=TAKEN_AT_ONCE, block=1000)
             for entry, fields in answer[0][1]:
-                assert await hand_over(keys=[source, output], args=["reward", entry, fields[b"id"], scored])
+                assert await hand_over(keys, ["reward", entry, fields[b"id"], "", scored])
 
 
 async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int | str]:

@@ -2,10 +2,12 @@
 
 Bus, admission, promotion, rollout replicas, workers and the trainer's intake are Penstock's own; decoding is a sleep of
 ``token_s`` per token, scoring and training are short. Both ways get the same prompts, lengths and failures:
-``groups``: one entry per group (as with ``run.deterministic = "run"``); ``samples``: one entry per sample.
+``groups``: one entry per group (as with ``run.deterministic = "run"``); ``samples``: one entry per sample. A share of
+the samples fails once in generation, or in scoring ``--times``: with more than all attempts, they can never be scored.
 
     python -m benchmarks.sample_wise --steps 12 --on-stale drop
     python -m benchmarks.sample_wise --steps 12 --failures 0.05
+    python -m benchmarks.sample_wise --steps 12 --failures 0.05 --fail-in scoring --times 1000
 """
 
 import argparse
@@ -13,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -29,47 +32,55 @@ from services.coordinator.admission.admission import Admission, terms_of
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
 from services.coordinator.policies.promotion import Promotion
+from services.reward.scorers.scorer import unavailable, valued
+from services.reward.scoring import Scoring
 from services.rollout.engines.engine import GeneratedGroup, GeneratedSample, GenerationRequest
 from services.rollout.engines.prompts import CharacterCodec
 from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.service import Rollout, seed_of
-from services.trainer.batch.staleness import lag_steps
+from services.trainer.batch.staleness import group_lag
 from services.trainer.rank0.intake import Intake, Taken
+from shared.backoff import Backoff
 from shared.bus import embedded
 from shared.bus.bus import Bus
 from shared.bus.messages import (
-    Experience,
     FinishReason,
     PolicyRecord,
     PolicyVersion,
     RolloutGroup,
-    SampleScores,
     Score,
     ScoreStatus,
     StepReport,
 )
+from shared.bus.stores import records
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.live_settings import Live
-from shared.bus.streams import EXPERIENCE, ROLLOUTS
+from shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.errors import TemporaryError
+from shared.expression import Expression
 from shared.process.telemetry import Status
 from shared.settings import Settings, WeightsSettings
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller
 
-REPLICAS, GROUP_SIZE, MEAN_TOKENS, SIGMA = 4, 8, 100, 0.7
+REPLICAS, GROUP_SIZE, MEAN_TOKENS = 4, 8, 100
 PATIENCE = Patience(claim_after_s=30.0, retry_s=0.01, drain_s=0.0)
 
 
 class Work:
     """Lengths and failures of every sample, the same for both ways, and what they cost."""
 
-    def __init__(self, groups: int, failures: float, token_s: float, run: Settings) -> None:
+    def __init__(self, arguments: argparse.Namespace, run: Settings) -> None:
+        groups, token_s = 3 * arguments.steps * arguments.groups_per_step, arguments.token_s
         lot = np.random.default_rng(0)
-        lengths = lot.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, (groups, GROUP_SIZE))
-        self.length_GS = np.maximum(1, lengths.astype(np.int64))
-        self.fails_GS = lot.random(lengths.shape) < failures
+        sigma = arguments.sigma
+        lengths = lot.lognormal(np.log(MEAN_TOKENS) - sigma**2 / 2, sigma, (groups, GROUP_SIZE))
+        self.length_GS = np.maximum(1, lengths.round().astype(np.int64))
+        failing = (lot.random(lengths.shape) < arguments.failures) * arguments.times
+        unscored, idle = arguments.fail_in == "scoring", np.zeros_like(failing)
+        self.fails_GS, self.unscored_GS = (idle, failing) if unscored else (failing, idle)
+        """How often each sample still fails in generation, and in scoring."""
         self.token_s = token_s
         self.generated = self.wasted = 0
         self.problems = tuple(Problem(f"row {group}", f"{group}+1=", None, "", {}) for group in range(groups))
@@ -80,8 +91,8 @@ class Work:
             for sample in samples:
                 self._samples_of[seed_of(0, dataclasses.replace(prompt, sample=sample[1]))] = [sample]
 
-    async def decode(self, request: GenerationRequest) -> list[int]:
-        """Return the lengths of a request's samples, after the longest. Raises TemporaryError at their first failure."""
+    async def decode(self, request: GenerationRequest) -> list[tuple[int, int]]:
+        """Return the group and index of a request's samples, after the longest. Raises TemporaryError if one fails."""
         samples = self._samples_of[request.seed]
         lengths = [int(self.length_GS[sample]) for sample in samples]
         await asyncio.sleep(max(lengths) * self.token_s)
@@ -90,9 +101,9 @@ class Work:
         if failed:
             self.wasted += sum(lengths)
             for sample in failed:
-                self.fails_GS[sample] = False
-            raise TemporaryError("this sample fails once")
-        return lengths
+                self.fails_GS[sample] -= 1
+            raise TemporaryError("this sample fails")
+        return samples
 
 
 class PacedEngine(ScriptedEngine):
@@ -105,20 +116,38 @@ class PacedEngine(ScriptedEngine):
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
         """Return samples of the drawn lengths, under the version at the start."""
         started_at_s, version = time.time(), self.version
-        made = [_sample(length, version or 0) for length in await self._work.decode(request)]
+        samples = await self._work.decode(request)
+        made = [_sample(sample[1], int(self._work.length_GS[sample]), version or 0) for sample in samples]
         return GeneratedGroup(tuple(made), started_at_s, time.time())
 
 
-def _sample(length: int, version: int) -> GeneratedSample:
-    ids, logprobs = np.ones(length, np.int32), np.full(length, -0.5, np.float32)
+def _sample(place: int, length: int, version: int) -> GeneratedSample:
+    ids, logprobs = np.full(length, place + 1, np.int32), np.full(length, -0.5, np.float32)
     return GeneratedSample(ids, logprobs, np.array([[0, version]], np.int32), FinishReason.STOP)
 
 
-async def score(group: RolloutGroup) -> Experience:
-    """Return the group with a reward of 1 for each sample."""
-    scores = SampleScores((Score("length", ScoreStatus.OK, 1.0),))
-    samples = len(group.samples)
-    return Experience(group, np.ones(samples, np.float32), (scores,) * samples, time.time(), 0.0)
+class PlaceScorer:
+    """A reward of 1 for each sample, unless it fails. Its tokens are its place in the group, plus 1."""
+
+    name = "place"
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def score(self, group: RolloutGroup) -> list[Score]:
+        """Return the scores."""
+        scores, left = [], self._work.unscored_GS[group.group_id]
+        for sample in group.samples:
+            place = int(sample.token_ids[0]) - 1
+            scores.append(unavailable(self.name, "fails") if left[place] else valued(self.name, ScoreStatus.OK, 1.0))
+            left[place] = max(0, left[place] - 1)
+        return scores
+
+    async def close(self) -> None:
+        """Do nothing."""
 
 
 class Trainer:
@@ -130,6 +159,7 @@ class Trainer:
         self._steps: dict[PolicyVersion, int] = {}
         self._intake = Intake(bus, Live(bus, run), self._steps)
         self.trained: list[int] = []
+        self.trained_tokens = 0
         self.lags: collections.Counter[int] = collections.Counter()
         self.finished_s: list[float] = []
 
@@ -142,8 +172,11 @@ class Trainer:
             while (batch := await self._intake.next_batch(step, 1.0)) is None:
                 pass
             await asyncio.sleep(self._step_s)
-            self.lags.update(lag_steps(taken.experience.group, step, self._steps) for taken in batch)
+            self.lags.update(group_lag(t.experience.group, step, self._steps, t.contexts) for t in batch)
             self.trained += [int(taken.experience.group_id) for taken in batch]
+            for taken in batch:
+                lengths = [len(sample.token_ids) for sample in taken.experience.group.samples]
+                self.trained_tokens += sum(lengths) - sum(taken.contexts)
             await self._commit(step + 1, batch)
             await self._intake.release(batch)
             self.finished_s.append(time.monotonic())
@@ -198,7 +231,9 @@ async def serving(
     dataset, order = Dataset(work.problems, 0), EpochOrder(len(work.problems), seed=0, shuffle=False)
     terms = dataclasses.replace(terms_of(run), whole=whole)
     admission = Admission(bus, ledger, dataset, order, lambda: terms, lambda: True, Shortage(bus, ledger))
-    reward = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, score, 32, PATIENCE)
+    scoring = Scoring([PlaceScorer(work)], Expression("place", ["place"]), Status(), redo=Backoff(0.01, 0.01))
+    last = functools.partial(scoring, last=True)
+    reward = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, scoring, 32, PATIENCE, last=last)
     replicas = [replica(bus, work, number, arguments, whole=whole) for number in range(REPLICAS)]
     leading = [admission.run(), Promotion(bus, ledger, 4, lambda version: admission.wake()).run()]
     leaders = [asyncio.create_task(loop) for loop in leading]
@@ -217,7 +252,7 @@ async def serving(
 async def measure(arguments: argparse.Namespace, *, whole: bool) -> dict[str, Any]:
     """Run one way to its end."""
     run = settings(arguments)
-    work = Work(3 * arguments.steps * arguments.groups_per_step, arguments.failures, arguments.token_s, run)
+    work = Work(arguments, run)
     with tempfile.TemporaryDirectory(prefix="sample-wise-") as scratch, embedded.serving(Path(scratch) / "bus") as url:
         bus = await Bus.connect(url, "sample-wise", wait_s=30.0)
         try:
@@ -227,8 +262,12 @@ async def measure(arguments: argparse.Namespace, *, whole: bool) -> dict[str, An
             async with serving(bus, run, work, arguments, whole=whole):
                 await trainer.run()
                 status, counts = await ledger.account()
+            for _, fields in await records.page(bus, AUDIT, None, len(work.length_GS)):
+                if fields[b"outcome"] != b"trained":
+                    work.wasted += int(work.length_GS[int(fields[b"id"])].sum())
         finally:
             await bus.close()
+    work.wasted += int(work.length_GS[trainer.trained].sum()) - trainer.trained_tokens
     return figures(arguments, work, trainer, status.cursor, counts)
 
 
@@ -286,8 +325,11 @@ def main() -> None:
     parser.add_argument("--groups-per-step", type=int, default=16)
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--max-groups", type=int, default=2, help="groups whose samples one replica has room for")
+    parser.add_argument("--sigma", type=float, default=0.7, help="of the lengths' logarithms; 0: equal lengths")
     parser.add_argument("--on-stale", default="wait")
-    parser.add_argument("--failures", type=float, default=0.0, help="share of samples that fail once")
+    parser.add_argument("--failures", type=float, default=0.0, help="share of samples that fail")
+    parser.add_argument("--fail-in", choices=("generation", "scoring"), default="generation")
+    parser.add_argument("--times", type=int, default=1, help="how often they fail")
     parser.add_argument("--token-s", type=float, default=0.005)
     parser.add_argument("--step-s", type=float, default=0.2)
     logging.basicConfig(level=logging.ERROR)

@@ -16,7 +16,6 @@ class Backoff:
     longest_s: float
 
     def wait_s(self, failures: int) -> float:
-        """Return the wait after ``failures`` consecutive failures, from 1."""
         return min(self.first_s * 2.0 ** min(failures - 1, 60), self.longest_s)
 
     def jittered_s(self, failures: int) -> float:

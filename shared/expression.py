@@ -60,11 +60,7 @@ class Expression:
         self._evaluate = _Compiler(self.text, scorers).compile() if self.text else _mean
 
     def __call__(self, values: Values) -> float:
-        """Return the reward.
-
-        Raises:
-            PermanentError: not finite, or a scorer does not apply.
-        """
+        """Raises PermanentError: not finite, or a scorer does not apply."""
         try:
             reward = float(self._evaluate(values))
         except KeyError as error:
@@ -102,12 +98,7 @@ class Condition:
         self._evaluate = _Compiler(self.text, None, setting).compile()
 
     def __call__(self, values: Mapping[str, float | str]) -> bool:
-        """Return whether the condition holds.
-
-        Raises:
-            KeyError: a name has no value.
-            TypeError, ArithmeticError: the values do not fit the operations.
-        """
+        """Raises KeyError: a name has no value; TypeError, ArithmeticError: the values do not fit the operations."""
         return bool(self._evaluate(cast(Values, values)))
 
 
@@ -116,7 +107,7 @@ def _mean(values: Values) -> float:
 
 
 class _Compiler:
-    """Args: ``scorers``: the known names; None: any name, and texts."""
+    """``scorers``: the known names; None: any name, and texts."""
 
     def __init__(self, text: str, scorers: Sequence[str] | None, setting: str = "reward.expression") -> None:
         self._text = text
@@ -147,9 +138,9 @@ class _Compiler:
                 return self._scorer(name, node)
             case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not() as sign, operand=operand):
                 return _unary(sign, self._node(operand, depth + 1))
-            case ast.BinOp(op=found) if type(found) in _BINARY:
+            case ast.BinOp(op=operation) if type(operation) in _BINARY:
                 return _binary(
-                    _BINARY[type(found)], self._node(node.left, depth + 1), self._node(node.right, depth + 1)
+                    _BINARY[type(operation)], self._node(node.left, depth + 1), self._node(node.right, depth + 1)
                 )
             case ast.BoolOp(op=word, values=operands):
                 return _boolean(isinstance(word, ast.And), [self._node(operand, depth + 1) for operand in operands])

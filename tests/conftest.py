@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         slow, limit = item.get_closest_marker("slow"), item.get_closest_marker("timeout")
         if slow is not None or limit is not None:
             allowed_s.setdefault(item.path, []).append(600.0 if limit is None else limit.args[0])
-    most_s = {path: (max(found), sum(found)) for path, found in allowed_s.items()}
+    most_s = {path: (max(allowances), sum(allowances)) for path, allowances in allowed_s.items()}
     items.sort(key=lambda item: most_s.get(item.path, (0.0, 0.0)), reverse=True)
 
 
@@ -85,25 +85,25 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("bus"))
-    found.start()
-    yield found
-    found.close()
+    server = Server(tmp_path_factory.mktemp("bus"))
+    server.start()
+    yield server
+    server.close()
 
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    found = Server(tmp_path)
-    found.start()
-    yield found
-    found.close()
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.close()
 
 
 @pytest.fixture
 async def bus(server: Server) -> AsyncIterator[Bus]:
-    found = await Bus.connect(server.url, f"test-{uuid.uuid4().hex[:8]}", wait_s=10.0)
-    yield found
-    await found.close()
+    connected_bus = await Bus.connect(server.url, f"test-{uuid.uuid4().hex[:8]}", wait_s=10.0)
+    yield connected_bus
+    await connected_bus.close()
 
 
 def need(tool: str, package: str) -> str:
@@ -144,21 +144,21 @@ async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:
     Raises:
         TimeoutError: with the condition and its last value.
     """
-    found: object = "no answer"
+    answer: object = "no answer"
     pause_s = 0.01
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                found = condition()  # type: ignore[operator]
-                if asyncio.iscoroutine(found):
-                    waiting, found = found, "no answer"
-                    found = await waiting
-                if found:
+                answer = condition()  # type: ignore[operator]
+                if asyncio.iscoroutine(answer):
+                    waiting, answer = answer, "no answer"
+                    answer = await waiting
+                if answer:
                     return
                 await asyncio.sleep(pause_s)
                 pause_s = min(1.02 * pause_s, 0.1)
     except TimeoutError as error:
-        raise TimeoutError(f"waited {timeout_s:g} s for `{words(condition)}`, found last: {found!r}") from error
+        raise TimeoutError(f"waited {timeout_s:g} s for `{words(condition)}`, found last: {answer!r}") from error
 
 
 def words(condition: object) -> str:
@@ -198,9 +198,9 @@ def server_of_objects() -> Iterator["Storage"]:
     need_module("flask_cors", "flask-cors")
     from tests.support.object_storage import Storage
 
-    found = Storage()
-    yield found
-    found.close()
+    storage = Storage()
+    yield storage
+    storage.close()
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_prose_is_free_of_idioms(page: Path) -> None:
     assert list(idioms(page)) == []
 
 
-@pytest.mark.parametrize("top", ["services", "shared", "deploy", "benchmarks", "examples"])
+@pytest.mark.parametrize("top", ["services", "shared", "penstock", "deploy", "benchmarks", "examples"])
 def test_docstrings_are_free_of_idioms(top: str) -> None:
     assert [hit for path in sorted((ROOT / top).rglob("*.py")) for hit in idioms_of_docstrings(path)] == []
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from deploy.dashboards import bus, grafana, overview, policies, reward, rollout, trainer
+from deploy.dashboards import bus, gpus, grafana, overview, policies, reward, rollout, trainer
 
-BOARDS = (overview.BOARD, rollout.BOARD, reward.BOARD, trainer.BOARD, bus.BOARD, policies.BOARD)
+BOARDS = (overview.BOARD, rollout.BOARD, reward.BOARD, trainer.BOARD, bus.BOARD, policies.BOARD, gpus.BOARD)
 FOLDER = Path(__file__).parents[1] / "k8s" / "penstock-monitoring" / "dashboards"
 
 

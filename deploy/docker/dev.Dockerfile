@@ -8,7 +8,10 @@ FROM ${BASE}
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN useradd --uid 10001 --user-group --create-home penstock && python -m venv /opt/penstock
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE Makefile ./
+COPY deploy/docker/locks/dev.txt deploy/docker/locks/build.txt ./
+RUN /opt/penstock/bin/pip install --require-hashes -r dev.txt -r build.txt
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE Makefile ./
+COPY penstock penstock
 COPY shared shared
 COPY services services
 COPY config config
@@ -17,7 +20,7 @@ COPY tests tests
 COPY benchmarks benchmarks
 COPY docs docs
 COPY deploy deploy
-RUN /opt/penstock/bin/pip install -c constraints.txt -e '.[all]'
+RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation -e .
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 ENTRYPOINT ["python"]

@@ -4,24 +4,32 @@
 #
 #   docker build -f deploy/docker/reward.Dockerfile -t "$REGISTRY/penstock-reward:0.1.0" .
 #
-# EXTRA=reward,reward-models adds reward models and reference logprobs, with PyTorch.
-# BASE may be any Debian with this Python; pin it by digest for builds that can be repeated.
+# LOCK=reward-models adds reward models and reference logprobs, with PyTorch.
+# BASE may be any Debian bookworm with Python 3.11 or newer; pin it by digest for builds that can be repeated.
 ARG BASE=python:3.12.12-slim-bookworm
 
-FROM ${BASE} AS build
+# Packages are a layer of their own, which a change of the code leaves as it is.
+FROM ${BASE} AS packages
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
-RUN python -m venv /opt/penstock
-ARG EXTRA=reward
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+RUN python -m venv /opt/penstock && echo /opt/code > "$(echo /opt/penstock/lib/python3.*/site-packages)/code.pth"
+ARG LOCK=reward
+COPY deploy/docker/locks/${LOCK}.txt lock.txt
+RUN /opt/penstock/bin/pip install --require-hashes -r lock.txt
+
+FROM packages AS code
+COPY deploy/docker/locks/build.txt ./
+RUN /opt/penstock/bin/pip install --require-hashes -r build.txt
+COPY pyproject.toml README.md LICENSE ./
 COPY shared shared
 COPY services/__init__.py services/py.typed services/
 COPY services/reward services/reward
-RUN /opt/penstock/bin/pip install -c constraints.txt ".[$EXTRA]" && rm /opt/penstock/bin/penstock
+RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation --target /opt/code . && rm -r /opt/code/bin
 
 FROM ${BASE}
 RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin penstock
-COPY --from=build /opt/penstock /opt/penstock
+COPY --from=packages /opt/penstock /opt/penstock
+COPY --from=code /opt/code /opt/code
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /tmp

@@ -4,20 +4,27 @@
 #
 #   docker build -f deploy/docker/trainer.Dockerfile -t "$REGISTRY/penstock-trainer:0.1.0" .
 #
-# EXTRA=trainer,s3,adam-8bit,fused-kernels adds 8-bit Adam, and kernels that save a tenth of a step.
-# BASE may be any Debian with this Python; pin it by digest for builds that can be repeated.
+# LOCK=trainer-kernels adds 8-bit Adam, and kernels that save a tenth of a step.
+# BASE may be any Debian bookworm with Python 3.11 or newer; pin it by digest for builds that can be repeated.
 ARG BASE=python:3.12.12-slim-bookworm
 
-FROM ${BASE} AS build
+# Packages are a layer of their own, which a change of the code leaves as it is.
+FROM ${BASE} AS packages
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
-RUN python -m venv /opt/penstock
-ARG EXTRA=trainer,s3
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+RUN python -m venv /opt/penstock && echo /opt/code > "$(echo /opt/penstock/lib/python3.*/site-packages)/code.pth"
+ARG LOCK=trainer
+COPY deploy/docker/locks/${LOCK}.txt lock.txt
+RUN /opt/penstock/bin/pip install --require-hashes -r lock.txt
+
+FROM packages AS code
+COPY deploy/docker/locks/build.txt ./
+RUN /opt/penstock/bin/pip install --require-hashes -r build.txt
+COPY pyproject.toml README.md LICENSE ./
 COPY shared shared
 COPY services/__init__.py services/py.typed services/
 COPY services/trainer services/trainer
-RUN /opt/penstock/bin/pip install -c constraints.txt ".[$EXTRA]" && rm /opt/penstock/bin/penstock
+RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation --target /opt/code . && rm -r /opt/code/bin
 
 FROM ${BASE}
 # Triton compiles its launchers with the host's C compiler when a kernel is first used; NCCL loads the libraries of RDMA.
@@ -26,7 +33,8 @@ RUN apt-get update \
         ibverbs-providers=44.0-2 libibverbs1=44.0-2 librdmacm1=44.0-2 \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin penstock
-COPY --from=build /opt/penstock /opt/penstock
+COPY --from=packages /opt/penstock /opt/penstock
+COPY --from=code /opt/code /opt/code
 # NVIDIA's container toolkit reads the first two; GKE mounts the driver where the third says.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility LD_LIBRARY_PATH=/usr/local/nvidia/lib64
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -4,6 +4,7 @@
 API.
 """
 
+import dataclasses
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -13,8 +14,21 @@ import typer
 from rich.console import Console
 
 from services.cli import commands
+from services.cli.cluster import commands as cluster_commands
 from services.cli.commands import LOOK, OPERATE, Version
-from services.cli.connection import LATEST, AsJson, Connection, Reason, TokenFile, Url, connected
+from services.cli.connection import (
+    LATEST,
+    AsJson,
+    Connection,
+    Reason,
+    RunArgument,
+    TokenFile,
+    Url,
+    connected,
+    named,
+    split,
+)
+from services.cli.policy import commands as policy_commands
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
 
@@ -35,7 +49,6 @@ app = typer.Typer(
 )
 data = typer.Typer(help="Examine the data of a run.", no_args_is_help=True)
 app.add_typer(data, name="data", rich_help_panel=_TOOLS)
-RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -61,6 +74,11 @@ def up(
         Path | None,
         typer.Option(metavar="RUN_FOLDER", help="Continue the run in this folder.", show_default=False),
     ] = None,
+    start_from: Annotated[
+        str,
+        typer.Option("--from", metavar="RUN[@STEP]", help="Begin with the weights of another run's checkpoint."),
+    ] = "",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With --from: continue its optimizer too.")] = False,
     prometheus: Annotated[
         bool,
         typer.Option("--prometheus", help="Also run the local Prometheus, with its data in the run's folder."),
@@ -80,6 +98,8 @@ def up(
 
     `penstock up --resume runs/latest`
 
+    `penstock up stage-2.toml --from runs/stage-1@400 --optimizer`
+
     `penstock up config/arithmetic.toml --prometheus`
 
     `PENSTOCK__BUS__URL=rediss://:secret@host:6379 penstock up my-run.toml`
@@ -91,9 +111,14 @@ def up(
 
     if prometheus:
         find_program()
-    config, flags = _split(words or [])
+    config, flags = split(words or [])
     try:
-        prepared = prepare.prepare(config, resume, flags)
+        if start_from or optimizer:
+            from services.cli.policy.start_from import prepared_from
+
+            prepared = prepared_from(config, resume, flags, start_from, optimizer=optimizer)
+        else:
+            prepared = prepare.prepare(config, resume, flags)
     except RunEnded as error:
         console.say(f"{error}\n\n{summary.text(error.folder, resumable=False)}")
         raise typer.Exit from error
@@ -120,9 +145,11 @@ def new(
     """
     from services.cli import new_run
 
-    file, flags = _split(words)
+    file, flags = split(words)
     if file is None:
-        raise SettingsError("expected the name of a new file, found none: penstock new my-run.toml")
+        raise SettingsError(
+            "the name of the new file is missing: penstock new my-run.toml --policy.model models/my-model"
+        )
     new_run.write(file, flags)
     console.say(f"{file}: next, `penstock data check {file}` and `penstock up {file}`")
 
@@ -190,7 +217,9 @@ def status(connection: Connection) -> None:
     console.show(view.screen(f"penstock · {seen.run_id}", seen, rows, lines))
 
 
+cluster_commands.add_to(app, _RUN)
 commands.add_to(app)
+policy_commands.add_to(app)
 
 
 @app.command(rich_help_panel=OPERATE)
@@ -246,7 +275,7 @@ def export(
     """
     from services.cli import export as exports
 
-    number, run = exports.number(version), _named(run)
+    number, run = exports.number(version), named(run)
     if (coordinator := None if here else exports.find_alive(run, url, token_file)) is not None:
         exported = exports.ask(coordinator, number, to, adapter=adapter)
     else:
@@ -276,7 +305,7 @@ def plan(
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            "--calibrate", metavar="RUN", help="Correct the rates by an earlier run's folder or summary.json."
+            "--calibrate", metavar="RUN|FILE", help="Correct the rates by an earlier run, or by `penstock calibrate`."
         ),
     ] = None,
     lengths: Annotated[
@@ -305,7 +334,7 @@ def plan(
     from services.plan import files, picture
     from services.plan import report as shown
 
-    config, flags = _split(words or [])
+    config, flags = split(words or [])
     settings = plans.settings_of(config, flags)
     made = plans.make(settings, gpus, model, calibrate, lengths)
     if as_json:
@@ -321,6 +350,34 @@ def plan(
         raise typer.Exit(1)
 
 
+@app.command(rich_help_panel=_TOOLS, context_settings={"ignore_unknown_options": True})
+def calibrate(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG [--TABLE.SETTING VALUE]...", help="The run's TOML file, and settings to override."
+        ),
+    ] = None,
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The file to write.")] = Path("calibration.json"),
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, metavar="S", help="For each rate.")] = 15.0,
+) -> None:
+    """Measure this device's rates for `penstock plan --calibrate`: training, memory and transfers, in about a minute.
+
+    It trains random layers of the policy's shape and needs no weights.
+
+    **Example:** `penstock calibrate my-run.toml` then `penstock plan my-run.toml --gpus 8xH200 --calibrate calibration.json`
+    """
+    from services.cli import calibrate as calibration
+    from services.cli.plan import settings_of
+
+    config, flags = split(words or [])
+    calibration.check_folder(to)
+    measured = calibration.measure(settings_of(config, flags), seconds)
+    calibration.write(measured, to)
+    console.say_json(dataclasses.asdict(measured))
+    console.warn(f"written: {to}")
+
+
 @app.command(rich_help_panel=_TOOLS)
 def report(
     run: Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")] = LATEST,
@@ -332,11 +389,28 @@ def report(
     from services.coordinator.records.report import write_report
 
     if not run.is_dir():
-        raise PenstockError(f"expected a run's folderat {run}, but it does not exist: give --run RUN_FOLDER")
+        raise PenstockError(f"no run's folder at {run}: give --run RUN_FOLDER")
     try:
         console.say(str(write_report(run)))
     except OSError as error:
         raise PenstockError(f"could not write the report in {run}: {error}") from error
+
+
+@app.command(rich_help_panel=LOOK)
+def memory(
+    run: RunArgument = LATEST,
+    plan: Annotated[bool, typer.Option("--plan", help="Compare with what the plan predicts for each phase.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each process of a run held on its device: the latest and the peak of each phase, by component.
+
+    It reads the run's folder, also after the run has ended.
+
+    **Examples:** `penstock memory` · `penstock memory runs/math-… --plan`
+    """
+    from services.cli import memory as memories
+
+    memories.show(named(run), plan=plan, as_json=as_json)
 
 
 @app.command("diff", rich_help_panel=_TOOLS)
@@ -345,13 +419,13 @@ def compare_runs(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another run's folder.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs: the settings in which they differ, and their curves over the steps that both have.
+    """Compare two runs: settings, curves over the steps that both have, and recorded rollouts for the same prompts.
 
     **Example:** `penstock diff runs/math-a runs/math-b`
     """
     from services.cli import diff
 
-    diff.compare(_named(a), _named(b), as_json=as_json)
+    diff.compare(named(a), named(b), as_json=as_json)
 
 
 @data.command("check")
@@ -397,7 +471,7 @@ def audit_rewards(
     from shared.settings import load_run
 
     try:
-        settings = load_run(_named(run))
+        settings = load_run(named(run))
         audited = audits.make(settings, url, token_file, above=above, count=sample, seed=seed)
     except PenstockError as error:
         raise SettingsError(str(error)) from error
@@ -430,10 +504,6 @@ def settings(
     settings_help.show(entries, Console())
 
 
-def _named(run: Path) -> Path:
-    return LATEST if str(run) == LATEST.name and not run.exists() else run
-
-
 def _steer(connection: Connection, command: str, **body: str) -> None:
     coordinator = connection.coordinator()
     answer = coordinator.post(f"/v1/run/{command}", body)
@@ -444,23 +514,6 @@ def _steer(connection: Connection, command: str, **body: str) -> None:
         return
     seen = coordinator.run()
     console.say(f"{seen.run_id}: {seen.state}, step {seen.step} of {seen.steps}")
-
-
-def _split(words: list[str]) -> tuple[Path | None, list[str]]:
-    files, flags = [], []
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("--"):
-            files.append(word)
-        elif "=" in word:
-            flags.append(word)
-        else:
-            flags += [word, *(value for value in [next(rest, None)] if value is not None)]
-    if len(files) > 1:
-        raise SettingsError(
-            f"expected one settings file, found {' '.join(files)}: settings are given as --run.steps 10"
-        )
-    return (Path(files[0]) if files else None), flags
 
 
 def _version() -> str:

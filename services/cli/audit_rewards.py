@@ -42,12 +42,6 @@ _SHOWN_TEXT, _SHOWN_DETAIL = 60, 100
 
 
 def read_groups(settings: Settings, url: str, token_file: Path | None) -> list[AuditedGroup]:
-    """Return a run's recorded groups with their problems' columns.
-
-    Raises:
-        SettingsError: no groups.
-        PenstockError: no answer.
-    """
     asked = find_alive(settings.run_folder, url, token_file)
     if asked is None:
         rows: list[Mapping[str, Any]] = list(jsonl.read(settings.run_folder / "rollouts.jsonl"))
@@ -103,11 +97,7 @@ def _completion(row: Mapping[str, Any]) -> Completion:
 
 @contextlib.contextmanager
 def fresh_executor(settings: Settings) -> Iterator[str]:
-    """Yield the address of a new executor, "" if not needed.
-
-    Raises:
-        SettingsError: no isolation on this machine.
-    """
+    """Yield the address of a new executor, "" if not needed."""
     if not audit.needs_executor(settings):
         yield ""
         return
@@ -143,11 +133,6 @@ async def _answers(address: str, process: "subprocess.Popen[bytes]") -> None:
 def make(
     settings: Settings, url: str, token_file: Path | None, *, above: float | None, count: int, seed: int
 ) -> AuditReport:
-    """Audit a run's rewards.
-
-    Raises:
-        PenstockError: no groups, or an unusable scorer.
-    """
     if not settings.run.id and not url:
         raise SettingsError(
             "the settings file has no run.id, and no coordinator's address is given: give the run's folder, or --url"
@@ -161,12 +146,10 @@ def make(
 
 
 def say_json(report: AuditReport, settings: Settings) -> None:
-    """Print the report as JSON."""
     console.say_json({"not_rescored": audit.not_rescored(settings), **dataclasses.asdict(report)})
 
 
 def show(report: AuditReport, settings: Settings) -> None:
-    """Print the report."""
     if report.disagreements:
         console.show(_table(report.disagreements))
     doubted = len({(each.step, each.group, each.sample) for each in report.disagreements})

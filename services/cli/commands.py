@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from services.cli.connection import Connection, Most, Reason, connected
+from services.cli.connection import AsJson, Connection, Most, Reason, connected
 
 LOOK, OPERATE = "Look at a run", "Operate a run"
 Version = Annotated[int, typer.Argument(metavar="VERSION", min=0)]
@@ -27,6 +27,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(rich_help_panel=LOOK)(events)
     app.command(rich_help_panel=LOOK)(page)
     app.command(rich_help_panel=LOOK)(tail)
+    app.command(rich_help_panel="Tools")(doctor)
     for name, group in (("policies", policies), ("services", services), ("dead", dead), ("runs", runs)):
         app.add_typer(group, name=name, rich_help_panel=OPERATE)
 
@@ -192,6 +193,40 @@ def tail(connection: Connection) -> None:
 
     for event in connection.coordinator().events():
         console.say(json.dumps(event) if connection.as_json else tables.event_line(event))
+
+
+def doctor(
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster", metavar="RELEASE", help="Check this Helm release through kubectl, instead of this machine."
+        ),
+    ] = "",
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", metavar="NAME", help="The release's namespace. Default: kubectl's.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, or a release in a cluster; each fault is one sentence with its fix.
+
+    Of this machine: the NVIDIA driver and shared memory. Of a release: pods that do not start; and, inside of those that
+    run, the bus, its memory limit, clocks, and whether pods see one another's files.
+
+    **Examples:** `penstock doctor` · `penstock doctor --cluster my-run --namespace research`
+    """
+    from services.up.display import console
+    from shared.preflight import node, release
+
+    if cluster:
+        findings = release.examine(release.Kubectl(namespace), cluster)
+    else:
+        findings = iter([node.driver(), node.shared_memory(1 << 30)])
+    failures = 0
+    for finding in findings:
+        failures += not finding.ok
+        mark = "ok  " if finding.ok else "FAIL"
+        console.say(finding.line() if as_json else f"{mark} {finding.check}: {finding.sentence}")
+    raise typer.Exit(1 if failures else 0)
 
 
 def _progress(detail: str) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
+from shared.errors import SettingsError
+
 if TYPE_CHECKING:
     from services.client.coordinator import CoordinatorClient
 
@@ -26,6 +28,7 @@ TokenFile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason, recorded with the change.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
 Most = Annotated[int, typer.Option("--most", min=1, metavar="N", help="The maximum number of rows.")]
 
 
@@ -51,8 +54,11 @@ class Connection:
         return page_link(*self._address_and_token())
 
     def _address_and_token(self) -> tuple[str, str]:
+        from services.cli.cluster import deployment
         from services.client.coordinator import find, read_token
 
+        if not self.url and (deployed := deployment.find(self.run)) is not None:
+            return deployed.connect()
         address = find(self.url, self.run)
         return address, read_token(self.token_file, address, self.run)
 
@@ -85,9 +91,35 @@ def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[.
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
+        from services.cli.cluster.deployment import forwarding
+
         connection = Connection(**{name: given.pop(name) for name in options})
-        command(connection, **given)  # type: ignore[call-arg]  # typer gives every parameter by name
+        with forwarding():
+            command(connection, **given)  # type: ignore[call-arg]  # typer gives every parameter by name
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def named(run: Path) -> Path:
+    """Return the folder that ``latest`` names, else ``run``."""
+    return LATEST if str(run) == LATEST.name and not run.exists() else run
+
+
+def split(words: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the file or folder among ``words``, and the settings that follow. Raises SettingsError."""
+    files, flags = [], []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("--"):
+            files.append(word)
+        elif "=" in word:
+            flags.append(word)
+        else:
+            flags += [word, *(value for value in [next(rest, None)] if value is not None)]
+    if len(files) > 1:
+        raise SettingsError(
+            f"expected one settings file, found {' '.join(files)}: settings are given as --run.steps 10"
+        )
+    return (Path(files[0]) if files else None), flags

@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,8 +32,6 @@ _UNLIMITED = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lengths:
-    """Prompt lengths in tokens."""
-
     tokens: Sequence[int]
     refused: Sequence[str]
     """Why prompts cannot be generated."""
@@ -48,6 +47,7 @@ class _Limits:
 
 def check(settings: Settings, shown: int) -> bool:
     """Print the report; return whether every measured prompt can be generated. Raises SettingsError."""
+    logging.getLogger("services").addHandler(logging.NullHandler())  # the report names the bad rows
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
     context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
@@ -68,7 +68,6 @@ def check(settings: Settings, shown: int) -> bool:
 
 
 def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCodec) -> Lengths:
-    """Return the lengths of up to 5,000 prompts, spread over the data."""
     chosen = np.unique(np.linspace(0, len(problems) - 1, min(len(problems), _MOST_MEASURED)).astype(int))
     tokens, refused = [], []
     for index in chosen:

@@ -1,4 +1,4 @@
-"""``penstock diff A B``: the settings in which two runs differ, and their curves side by side."""
+"""``penstock diff A B``: the settings in which two runs differ, their curves, and what they answered to the same prompts."""
 
 import dataclasses
 import json
@@ -29,6 +29,17 @@ _ENDS = 5
 """Steps averaged at the end."""
 _POINTS = 24
 """Of a drawn curve."""
+_GROUPS, _SHOWN_TEXT = 10, 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """A recorded group of a problem."""
+
+    step: int
+    reward_mean: float
+    best: str
+    """The completion with the highest reward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,13 +54,12 @@ class Curve:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Return the means of the last values."""
         first, second = self.a[-self.last :], self.b[-self.last :]
         return sum(first) / len(first), sum(second) / len(second)
 
 
 def settings_differences(a: Settings, b: Settings) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, by key, except for names and places."""
+    """By key, except for names and places."""
     first, second = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
     keys = dict.fromkeys([*first, *second])
     return {
@@ -60,7 +70,6 @@ def settings_differences(a: Settings, b: Settings) -> dict[str, tuple[Any, Any]]
 
 
 def curves(a: Path, b: Path) -> tuple[int, list[Curve]]:
-    """Return the number of steps that both runs have, and each metric's curves over these."""
     first, second = (one_line_a_step(read(folder / "metrics.jsonl")) for folder in (a, b))
     steps = min(len(first), len(second))
     scorers = sorted({name for line in (*first[:1], *second[:1]) for name in line if name.startswith(_SCORER)})
@@ -72,14 +81,24 @@ def curves(a: Path, b: Path) -> tuple[int, list[Curve]]:
     return steps, [curve for curve in drawn if curve.a and curve.b]
 
 
+def same_prompts(a: Path, b: Path) -> dict[str, tuple[Group, Group]]:
+    """Return the newest groups of problems that both runs recorded, those that differ most in reward first."""
+    first, second = (_by_problem(folder / "rollouts.jsonl") for folder in (a, b))
+    both = {problem: (first[problem], second[problem]) for problem in first if problem in second}
+    return dict(sorted(both.items(), key=lambda item: -abs(item[1][0].reward_mean - item[1][1].reward_mean)))
+
+
 def compare(a: Path, b: Path, *, as_json: bool) -> None:
-    """Print the differences. Raises SettingsError if one is no run."""
     differing = settings_differences(load_run(a), load_run(b))
-    steps, drawn = curves(a, b)
+    (steps, drawn), groups = curves(a, b), same_prompts(a, b)
     if as_json:
-        ends = {curve.metric: list(curve.ends) for curve in drawn}
         console.say_json(
-            {"settings": {key: list(both) for key, both in differing.items()}, "steps": steps, "last": ends}
+            {
+                "settings": {key: list(both) for key, both in differing.items()},
+                "steps": steps,
+                "last": {curve.metric: list(curve.ends) for curve in drawn},
+                "rollouts": {name: list(map(dataclasses.asdict, both)) for name, both in groups.items()},
+            }
         )
         return
     _show("settings", [(key, _shown(first), _shown(second)) for key, (first, second) in differing.items()])
@@ -87,6 +106,31 @@ def compare(a: Path, b: Path, *, as_json: bool) -> None:
         f"the last {min(_ENDS, steps)} of {steps} common steps",
         [(curve.metric, _drawn(curve.ends[0], curve.a), _drawn(curve.ends[1], curve.b)) for curve in drawn],
     )
+    if not groups:
+        return
+    _show(
+        f"rollouts of {len(groups)} problems that both recorded",
+        [(name, _answered(first), _answered(second)) for name, (first, second) in list(groups.items())[:_GROUPS]],
+    )
+
+
+def _answered(group: Group) -> str:
+    return (
+        f"step {group.step}: reward {group.reward_mean:.3g}, {json.dumps(group.best[:_SHOWN_TEXT], ensure_ascii=False)}"
+    )
+
+
+def _by_problem(file: Path) -> dict[str, Group]:
+    groups: dict[str, Group] = {}
+    for line in read(file):
+        try:
+            completions: Any = line["completions"]
+            rated = [(float(each["reward"] or 0.0), str(each["text"])) for each in completions]
+            mean = sum(reward for reward, _ in rated) / len(rated)
+            groups[str(line["problem"])] = Group(int(str(line["step"])), mean, max(rated)[1])
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            continue  # from another version
+    return groups
 
 
 def _drawn(end: float, values: Sequence[float]) -> str:
@@ -111,11 +155,11 @@ def _accuracies(a: Path, b: Path) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def _by_set(folder: Path) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    accuracies: dict[str, list[float]] = {}
     for line in read(folder / "evaluations.jsonl"):
         if isinstance(accuracy := line.get("accuracy"), (int, float)):
-            found.setdefault(str(line.get("set", "heldout")), []).append(float(accuracy))
-    return found
+            accuracies.setdefault(str(line.get("set", "heldout")), []).append(float(accuracy))
+    return accuracies
 
 
 def _values(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.exports import check_free, export_folder
+from services.offline.stored import export
+from shared.bus.stores.exports import check_free
 from shared.errors import PenstockError, SettingsError
 from shared.files.durable import whole_folder
 from shared.settings import load_run
@@ -112,14 +112,7 @@ def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "
     Raises:
         PenstockError: it failed, or a dependency is not installed.
     """
-    try:
-        from services.trainer.export.huggingface import export_version, newest_version
-    except ImportError as error:
-        raise PenstockError(f"export needs penstock[trainer]: {error}: install it") from error
-    settings = load_run(run)
-    policy_version = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
-    folder = to or export_folder(settings, policy_version, adapter=adapter)
-    exported = export_version(settings, policy_version, folder, adapter=adapter)
+    exported = export(load_run(run), version, to, adapter=adapter)
     return {"version": exported.version, "step": exported.step, "folder": exported.folder, "adapter": exported.adapter}
 
 

@@ -14,7 +14,6 @@ _COMMENT_COLUMN = 48
 
 
 def write(path: Path, flags: Sequence[str]) -> None:
-    """Write ``path``. Raises SettingsError if the flags are wrong, or the file exists."""
     text = toml(given(flags))
     loads(text, str(path))
     try:
@@ -25,7 +24,6 @@ def write(path: Path, flags: Sequence[str]) -> None:
 
 
 def toml(values: Mapping[str, str]) -> str:
-    """Return a run's file that sets ``values`` (dotted key → text)."""
     known = {entry.key: entry for entry in entries() if entry.kind}
     tables = list(dict.fromkeys(key.partition(".")[0] for key in (*known, *values)))
     keys = sorted(dict.fromkeys((*COMMON, *values)), key=lambda key: tables.index(key.partition(".")[0]))
@@ -44,7 +42,6 @@ def toml(values: Mapping[str, str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return ``text`` as a TOML value, as flags are read."""
     try:
         tomllib.loads(f"value = {text}")
     except ValueError:

@@ -10,26 +10,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.plan import measured as runs
-from services.plan.hardware import parse_cluster
+from services.plan.hardware import parse_cluster, read_calibration
 from services.plan.layouts import Layout, Planner, Preferences
 from services.plan.measured import Corrections, Measured
 from services.plan.memory import TrainerOptions
 from services.plan.report import Plan, text
 from services.plan.workload import Workload, workload_of
+from shared.errors import SettingsError
 from shared.settings import Settings, load, loads
 
 
 def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
-    """Return the run's settings, or the defaults with ``flags``; may raise SettingsError."""
     return loads("", "the flags", flags) if config is None else load(config, flags)
 
 
 def make(
     settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, lengths: Path | None = None
 ) -> Plan:
-    """Return the plan; may raise SettingsError."""
     planner = Planner(workload_of(settings, model, lengths), parse_cluster(gpus), preferences(settings))
-    if calibrate is not None:
+    if calibrate is not None and not calibrate.exists():
+        raise SettingsError(f"no run's folder or file of rates at {calibrate}: change --calibrate")
+    if calibrate is not None and (rates := read_calibration(calibrate)) is not None:
+        planner = dataclasses.replace(planner, cluster=rates.of(planner.cluster))
+    elif calibrate is not None:
         figures, own = runs.read_run(calibrate)
         planner = dataclasses.replace(planner, corrections=corrections(figures, own, model, gpus))
         lengths_of_run = dataclasses.replace(
@@ -42,7 +45,6 @@ def make(
 
 
 def preferences(settings: Settings) -> Preferences:
-    """Return what the run's settings say."""
     trainer, rollout = settings.trainer, settings.rollout
     options = TrainerOptions(
         ranks=trainer.ranks * trainer.nodes,

@@ -43,8 +43,6 @@ _SHARED = ("kind", "name")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One setting or preset."""
-
     key: str
     kind: str
     default: str
@@ -52,12 +50,10 @@ class Entry:
 
     @property
     def section(self) -> str:
-        """The table of the setting."""
         return self.key.rpartition(".")[0]
 
     @property
     def brief(self) -> str:
-        """The beginning of the text, for one line."""
         text = self.text.split(". ")[0]
         if len(text) > _BRIEF_WIDTH:
             text = re.sub(r" \([^)]*\)", "", text)
@@ -67,19 +63,16 @@ class Entry:
 
 
 def entries(*, internal: bool = False) -> list[Entry]:
-    """Return every setting; test settings only if ``internal``."""
     return [entry for entry in _of(Settings, "") if internal or not entry.key.startswith(f"{_INTERNAL}.")]
 
 
 def matching(name: str) -> list[Entry]:
-    """Return settings of section ``name`` or whose key contains it."""
     every = entries(internal=True)
     within = [entry for entry in every if entry.key == name or re.match(rf"{re.escape(name)}[.\[]", entry.key)]
     return within or [entry for entry in every if name in entry.key]
 
 
 def show_common(console: Console) -> None:
-    """Print the common settings and the other sections."""
     every = {entry.key: entry for entry in entries() if entry.kind}
     for section, group in groupby((every[key] for key in COMMON), lambda entry: entry.key.partition(".")[0]):
         console.print(Text(f"\n[{section}]", style="bold"))
@@ -99,7 +92,6 @@ def show_common(console: Console) -> None:
 
 
 def show(chosen: Sequence[Entry], console: Console) -> None:
-    """Print settings with their full descriptions."""
     for section, group in groupby(chosen, lambda entry: entry.section):
         console.print(Text(f"\n[{section}]", style="bold"))
         for entry in group:
@@ -111,7 +103,6 @@ def show(chosen: Sequence[Entry], console: Console) -> None:
 
 
 def markdown() -> str:
-    """Return the reference page."""
     lines = [
         "# Settings",
         "",

@@ -23,7 +23,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> None:
-    """Print a list."""
     if as_json:
         console.say_json(list(items))
         return
@@ -39,7 +38,6 @@ def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> Non
 
 
 def show_one(item: dict[str, Any], *, as_json: bool) -> None:
-    """Print one thing."""
     if as_json:
         console.say_json(item)
         return
@@ -51,7 +49,6 @@ def show_one(item: dict[str, Any], *, as_json: bool) -> None:
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """Return an event as one line."""
     line = f"{_clock(event['at_s'])}  {event['source']:<14} {event['name']}: {event['detail']}"
     return escaped_line(line)
 

@@ -20,7 +20,8 @@ from shared.peers import tickets
 TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
 """Token file in the run's folder."""
 _TIMEOUT_S = 10.0
-_ANNOUNCED = "coordinator.json"
+_GENERATE_S = 150.0
+_ANNOUNCED, _SETTINGS = "coordinator.json", "settings.toml"
 _POLL_S = 0.2
 _SILENCE_S = 30.0
 
@@ -55,6 +56,11 @@ def find(url: str | None, run_folder: Path) -> str:
     try:
         announced = json.loads(file.read_text(encoding="utf-8"))["url"]
     except FileNotFoundError as error:
+        if (run_folder / _SETTINGS).exists():
+            raise Unreachable(
+                f"the run in {run_folder} has no coordinator: it is starting or has ended. Its records are in that folder; "
+                f"`penstock up --resume {run_folder}` continues it"
+            ) from error
         raise Unreachable(
             f"no run at {run_folder}: {file.name} is missing there: start one with `penstock up`, "
             "or give --run RUN_FOLDER or --url http://HOST:PORT"
@@ -133,6 +139,16 @@ class CoordinatorClient:
         answer: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
         return answer
 
+    def generate(self, question: JsonObject) -> JsonObject:
+        """Return the live policy's completions (``POST /v1/run/generate``).
+
+        Raises:
+            RequestRefused: by the coordinator.
+            Unreachable: no answer.
+        """
+        answer: JsonObject = self._answer("POST", "/v1/run/generate", body=question, timeout_s=_GENERATE_S).json()
+        return answer
+
     def delete(self, path: str) -> None:
         """Delete ``path``.
 
@@ -141,11 +157,11 @@ class CoordinatorClient:
         """
         self._answer("DELETE", path)
 
-    def items(self, path: str, most: int, **query: str | int) -> list[JsonObject]:
+    def items(self, path: str, most: int, *, a_page: int = 500, **query: str | int) -> list[JsonObject]:
         """Return up to ``most`` items of a list, page by page."""
         items: list[JsonObject] = []
         while len(items) < most:
-            page = self.get(path, **query, limit=min(500, most - len(items)))
+            page = self.get(path, **query, limit=min(a_page, most - len(items)))
             items += page["items"]
             if page["next"] is None:
                 break
@@ -195,6 +211,7 @@ class CoordinatorClient:
         query: Mapping[str, str | int] | None = None,
         body: JsonObject | None = None,
         key: str = "",
+        timeout_s: float = _TIMEOUT_S,
     ) -> httpx.Response:
         headers = {**self._headers, "Idempotency-Key": key} if key else self._headers
         try:
@@ -204,7 +221,7 @@ class CoordinatorClient:
                 params=dict(query or {}),
                 json=body,
                 headers=headers,
-                timeout=_TIMEOUT_S,
+                timeout=timeout_s,
                 trust_env=False,
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:

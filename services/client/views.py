@@ -79,6 +79,8 @@ class RunView(View):
     activity: str = ""
     notices: list[Notice] = Field(default=[])
     """Most important first."""
+    bound: str = ""
+    """What bounds the last step, and what would help."""
     self_tests: dict[str, str] = Field(default={})
     """Newest self-test result of the trainer, by subject."""
     step: int = 0
@@ -96,6 +98,7 @@ class RunView(View):
     started_at_s: float | None = None
     training_s: float | None = None
     eta_s: float | None = None
+    gpu_hours: float = 0.0
     bus: str = ""
 
     @property

@@ -19,6 +19,7 @@ from pathlib import Path
 from services.coordinator.admission import dataset
 from services.coordinator.admission.admission import Admission, terms_of
 from services.coordinator.admission.bus_full import Shortage
+from services.coordinator.admission.curriculum import Curriculum
 from services.coordinator.admission.data_overlap import Training
 from services.coordinator.admission.mixing import MixedOrder
 from services.coordinator.api.app import make_app
@@ -36,13 +37,16 @@ from services.coordinator.policies.rollback import KIND as ROLLBACK
 from services.coordinator.policies.rollback import Rollbacks, request
 from services.coordinator.records.recorder import Recorder
 from services.coordinator.records.report import DATA
+from services.coordinator.run.capacity import measure
 from services.coordinator.run.commands import Steering
 from services.coordinator.run.device_grants import DeviceGrants
+from services.coordinator.run.gpu_hours import GpuHours
 from services.coordinator.run.guards import Guards
 from services.coordinator.run.leader_lease import Lease
 from services.coordinator.run.lifecycle import Lifecycle
 from services.coordinator.run.monitor import Monitor
 from services.coordinator.run.notices import notice
+from services.coordinator.run.release import Release
 from services.coordinator.schemas.run import NoticeView
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
@@ -84,6 +88,8 @@ class Coordinator:
     guards: Guards
     operations: Operations
     devices: DeviceGrants
+    gpu_hours: GpuHours
+    release: Release
     lease: Lease
     api: Parts
 
@@ -112,6 +118,8 @@ class Coordinator:
             self.guards.run,
             self.operations.run,
             self.devices.run,
+            self.gpu_hours.run,
+            self.release.run,
         )
 
     async def _leave(self) -> None:
@@ -155,6 +163,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
         await server.answers.wait()
         context.status.state = "working"  # only now: readiness may be queried
         monitoring = outer.create_task(parts.monitor.run())
+        measuring = outer.create_task(measure(context.bus, folder))
         leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop)))
         announcing = outer.create_task(_announce(parts.lease, server, announce, context.settings.run.id))
         await context.stop.wait()
@@ -164,6 +173,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
             leading.cancel()
         await asyncio.wait([leading])
         monitoring.cancel()
+        measuring.cancel()
         serving.cancel()
 
 
@@ -200,7 +210,7 @@ def assemble(
         lambda: lifecycle.gate_open,
         Shortage(bus, ledger),
     )
-    monitor = Monitor(bus, live, status, lambda: [*data.notices, *_room(folder, recorder)])
+    monitor = Monitor(bus, live, status, lambda: [*data.notices, *_room(folder, recorder), *release.notices()])
     groups_per_step = settings.algorithm.groups_per_step
     guards = Guards(
         bus,
@@ -251,8 +261,22 @@ def assemble(
     promotion = Promotion(bus, ledger, FAN_OUT, promoted)
     live.listen(lambda settings: look())
     lease, devices = Lease(bus, replica), DeviceGrants(bus, ledger, settings, monitor.beats)
+    gpu_hours = GpuHours(bus, ledger, live, monitor.beats, settings.internal.deadline_s, look)
+    release = Release(bus, ledger, settings.internal.release, monitor.beats, settings.run.steps)
     return Coordinator(
-        promotion, admission, lifecycle, recorder, monitor, rollbacks, guards, operations, devices, lease, api
+        promotion,
+        admission,
+        lifecycle,
+        recorder,
+        monitor,
+        rollbacks,
+        guards,
+        operations,
+        devices,
+        gpu_hours,
+        release,
+        lease,
+        api,
     )
 
 
@@ -282,16 +306,16 @@ def make_evaluator(
     async def given_up(version: PolicyVersion) -> bool:
         return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
 
-    longest = settings.sampling.max_new_tokens
-    return Evaluator(bus, held_out, settings.evaluation, longest, settings.run.seed, given_up, judge)
+    return Evaluator(bus, held_out, settings.evaluation, settings.sampling, settings.run.seed, given_up, judge)
 
 
-def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder | MixedOrder:
+def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder | MixedOrder | Curriculum:
     """Return the order of the training problems. Raises SettingsError."""
     data, seed = settings.data, settings.run.seed
+    order: dataset.EpochOrder | MixedOrder = dataset.EpochOrder(len(train), seed, shuffle=data.shuffle)
     if train.sizes:
-        return MixedOrder(train.sizes, list(data.sources.values()), seed, shuffle=data.shuffle)
-    return dataset.EpochOrder(len(train), seed, shuffle=data.shuffle)
+        order = MixedOrder(train.sizes, list(data.sources.values()), seed, shuffle=data.shuffle)
+    return Curriculum(train, order, seed) if data.curriculum else order
 
 
 def load_data(settings: Settings) -> Data:

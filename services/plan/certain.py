@@ -24,7 +24,7 @@ _COUNTED = ("weights", "master weights", "moments", "critic", "reference", "snap
 
 
 def visible_gpus() -> list[float]:
-    """Return the bytes of each GPU of this machine by nvidia-smi; empty without it."""
+    """In bytes, by nvidia-smi; empty without it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -18,10 +18,8 @@ _OF_TRAINER = ("zero_stage", "optimizer", "offload")
 
 
 def write(settings: Settings, candidates: Sequence[Candidate], cluster: Cluster, folder: Path) -> tuple[Path, Path]:
-    """Write ``run.toml`` and ``values.json`` for the fastest layout that this version supports.
-
-    Raises:
-        SettingsError: no layout is accepted, or the folder cannot be written.
+    """Write ``run.toml`` and ``values.json`` for the fastest layout that this version supports. Raises SettingsError:
+    no layout is accepted, or the folder cannot be written.
     """
     candidate = next((each for each in candidates if accepted(each.layout.placement)), None)
     if candidate is None:
@@ -38,7 +36,6 @@ def write(settings: Settings, candidates: Sequence[Candidate], cluster: Cluster,
 
 
 def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
-    """Return the run's own settings with those of the layout."""
     values = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     layout, trainer = candidate.layout, candidate.layout.trainer
     table = values.setdefault("trainer", {})

@@ -34,11 +34,13 @@ Placement = Literal["separate", "shared", "lend"]
 PLACEMENTS: tuple[Placement, ...] = ("separate", "shared", "lend")
 USABLE = 0.95
 """Of a GPU's memory; the rest is fragmentation."""
-_SIMULATED = 8
+_SIMULATED = 16
 _MOST_GROUPS = 12_000
 """Of one simulation."""
 _SMALL = 6.5e9
 """Weights below which one engine leaves a GPU idle (services/rollout/engines/vllm/several/plan.py)."""
+_WAYS = (("adamw", "none"), ("adamw_8bit", "none"), ("adamw", "optimizer"), ("adamw", "all"))
+"""Optimizers and offloading, in the order of what they cost."""
 _SWITCH_S = (0.05, 0.3, 0.8, 0.8)
 """Both ways, by rung; rung 3 also moves the optimizer's state."""
 _CONTEXT_ASLEEP = 3.0 * (1 << 30)
@@ -47,8 +49,6 @@ _CONTEXT_ASLEEP = 3.0 * (1 << 30)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """A split of the cluster."""
-
     placement: Placement
     trainer: TrainerOptions
     tensor_parallel: int
@@ -72,7 +72,6 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """One line for people."""
         trainer = self.trainer
         train = f"train on {trainer.ranks}, ZeRO {trainer.zero_stage}"
         train += ", 8-bit Adam" if trainer.optimizer == "adamw_8bit" else ""
@@ -86,8 +85,6 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """A layout that does not fit."""
-
     layout: str
     needed_bytes: float
     limit_bytes: float
@@ -97,8 +94,6 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout that fits."""
-
     layout: Layout
     memory: Mapping[str, Table]
     """By side: trainer, rollout; or shared alone."""
@@ -135,6 +130,8 @@ class Planner:
     cluster: Cluster
     own: Preferences
     corrections: Corrections = dataclasses.field(default_factory=Corrections)
+    exhaustive: bool = False
+    """Simulate every layout, not only those with the best estimates (benchmarks/plan_sweep.py)."""
 
     @property
     def limit_bytes(self) -> float:
@@ -149,10 +146,10 @@ class Planner:
             for found in self._of(placement):
                 (candidates if isinstance(found, Candidate) else problems).append(found)  # type: ignore[arg-type]
         candidates.sort(key=lambda candidate: (candidate.estimate_s, candidate.layout.gpus))
-        return sorted(map(self.simulated, _varied(candidates)), key=_pace), _distinct(problems)
+        chosen = candidates if self.exhaustive else _varied(candidates)
+        return sorted(map(self.simulated, chosen), key=_pace), _distinct(problems)
 
     def simulated(self, candidate: Candidate, *, record: bool = False, steps: int = 0) -> Candidate:
-        """Return ``candidate`` with its outcome."""
         steps = steps or max(6, min(15, _MOST_GROUPS // (self.work.groups or 1)))
         outcome = simulate(self.work, candidate.rates, self._side(candidate), steps, record=record)
         return dataclasses.replace(candidate, outcome=outcome)
@@ -179,34 +176,40 @@ class Planner:
 
     # ---------------------------------------------------------------- memory
 
-    def _options(self, ranks: int) -> Iterator[TrainerOptions]:
-        """Yield the trainer's settings, the run's own first, then those that need less memory and more time."""
-        mine = dataclasses.replace(self.own.trainer, ranks=ranks, snapshots=self.own.transport == "pull")
-        yield mine
-        transports = (True, False) if mine.snapshots else (False,)
-        for offload, snapshots, optimizer, stage in itertools.product(
-            ("none", "optimizer", "all"), transports, ("adamw", "adamw_8bit"), (1, 2, 3)
-        ):
-            valid = (optimizer == "adamw" or offload == "none") and (offload != "all" or stage == 3)
-            if valid and (ranks > 1 or stage == max(1, mine.zero_stage) or offload == "all"):
-                yield dataclasses.replace(
-                    mine, zero_stage=stage, optimizer=optimizer, offload=offload, snapshots=snapshots
-                )
+    def _mine(self, ranks: int) -> TrainerOptions:
+        return dataclasses.replace(self.own.trainer, ranks=ranks, snapshots=self.own.transport == "pull")
 
-    def _trainer(self, ranks: int, beside_bytes: float = 0.0) -> tuple[TrainerOptions, Table, int] | Problem:
-        """Return the first settings that fit, or why the run's own do not."""
-        first: Problem | None = None
-        for options in self._options(ranks):
-            table, kept = trainer_table(self.work, options, self.limit_bytes - beside_bytes)
-            if peak(table) + beside_bytes <= self.limit_bytes:
-                return options, table, kept
-            first = first or _problem(_words(options), table, self.limit_bytes - beside_bytes)
-        assert first is not None
-        return first
+    def _options(self, ranks: int) -> Iterator[list[TrainerOptions]]:
+        """Yield the trainer's settings: with the run's own optimizer and offloading first, then with those that need less
+        memory. Within each, ZeRO stages and transports."""
+        mine = self._mine(ranks)
+        transports = (True, False) if mine.snapshots else (False,)
+        ways = [(mine.optimizer, mine.offload), *_WAYS]
+        for optimizer, offload in dict.fromkeys(ways):
+            stages = (3,) if offload == "all" else (1, 2, 3) if ranks > 1 else (max(1, mine.zero_stage),)
+            way = dataclasses.replace(mine, optimizer=optimizer, offload=offload)
+            own = [mine] if way == mine else []
+            others = itertools.product(stages, transports)
+            yield own + [dataclasses.replace(way, zero_stage=stage, snapshots=pull) for stage, pull in others]
+
+    def _trainers(self, ranks: int, beside_bytes: float = 0.0) -> Iterator[tuple[TrainerOptions, Table, int] | Problem]:
+        """Yield the settings that fit, of the first optimizer and offloading with which any do, or why none does."""
+        limit_bytes = self.limit_bytes - beside_bytes
+        for together in self._options(ranks):
+            fits = False
+            for options in dict.fromkeys(together):
+                table, kept = trainer_table(self.work, options, limit_bytes)
+                if peak(table) <= limit_bytes:
+                    fits = True
+                    yield options, table, kept
+            if fits:
+                return
+        table, _ = trainer_table(self.work, self._mine(ranks), limit_bytes)
+        yield _problem(_words(self._mine(ranks)), table, limit_bytes)
 
     def _as_set(self, ranks: int) -> Problem | None:
         """Return why the run's own settings do not fit on ``ranks`` GPUs, if they do not."""
-        options = next(self._options(ranks))
+        options = self._mine(ranks)
         table, _ = trainer_table(self.work, options, self.limit_bytes)
         return None if peak(table) <= self.limit_bytes else _problem(_words(options), table, self.limit_bytes)
 
@@ -235,11 +238,16 @@ class Planner:
     # ---------------------------------------------------------------- placements
 
     def _split(self, placement: Placement, ranks: int) -> Iterator[Candidate | Problem]:
-        found = self._trainer(ranks)
-        if isinstance(found, Problem):
-            yield found
-            return
-        options, table, kept = found
+        for trainer in self._trainers(ranks):
+            if isinstance(trainer, Problem):
+                yield trainer
+            else:
+                yield from self._with_engines(placement, *trainer)
+
+    def _with_engines(
+        self, placement: Placement, options: TrainerOptions, table: Table, kept: int
+    ) -> Iterator[Candidate | Problem]:
+        ranks = options.ranks
         for parallel in self._parallel_sizes(self.cluster.gpus - ranks):
             replicas = (self.cluster.gpus - ranks) // parallel
             for engines in self._engine_counts(parallel):
@@ -264,17 +272,17 @@ class Planner:
         yield self._candidate(lent, {**tables, "trainer": table}, kept, groups)
 
     def _shared(self, ranks: int) -> Iterator[Candidate | Problem]:
-        found = self._trainer(ranks, _CONTEXT_ASLEEP)
-        if isinstance(found, Problem):
-            yield dataclasses.replace(found, layout=f"shared: {found.layout}")
-            return
-        options, _, kept = found
-        for parallel in self._parallel_sizes(ranks):
-            turns = self._turns(options, parallel, 0)
-            if turns is not None:
-                rung, table, groups = turns
-                layout = Layout("shared", options, parallel, 0, borrowed=ranks // parallel, rung=rung, shadow=False)
-                yield self._candidate(layout, {"shared": table}, kept, groups)
+        for trainer in self._trainers(ranks, _CONTEXT_ASLEEP):
+            if isinstance(trainer, Problem):
+                yield dataclasses.replace(trainer, layout=f"shared: {trainer.layout}")
+                continue
+            options, _, kept = trainer
+            for parallel in self._parallel_sizes(ranks):
+                turns = self._turns(options, parallel, 0)
+                if turns is not None:
+                    rung, table, groups = turns
+                    layout = Layout("shared", options, parallel, 0, borrowed=ranks // parallel, rung=rung, shadow=False)
+                    yield self._candidate(layout, {"shared": table}, kept, groups)
 
     def _turns(self, options: TrainerOptions, parallel: int, others: int) -> tuple[int, Table, int] | None:
         """Return the lowest rung on which trainer and engine fit by turns, the memory, and an engine's groups."""
@@ -379,5 +387,4 @@ def _problem(layout: str, table: Table, limit_bytes: float) -> Problem:
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:
-    """Return one problem per layout and component."""
     return list({(problem.layout): problem for problem in problems}.values())

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,12 @@ from shared.errors import SettingsError
 from shared.settings import SETTINGS_FILE, Settings, load
 
 _WARM_UP = 3
-_BOUND = 0.2
-"""Share of a step that the trainer waits, from which the replicas are what bounds it."""
 _COMPUTING = ("forward_backward", "proximal", "reference", "critic")
 _OTHER = ("optimizer", "snapshot", "commit", "probe")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Corrections:
-    """Measured over predicted seconds."""
-
     train: float = 1.0
     update: float = 1.0
     decode: float = 1.0
@@ -50,7 +45,7 @@ class Measured:
 
 
 def mean_metrics(run_folder: Path) -> dict[str, float]:
-    """Return a run's mean metrics after its first third; empty if it has no three steps."""
+    """Empty if the run has no three steps."""
     try:
         lines = _lines(run_folder / "metrics.jsonl")
     except SettingsError:
@@ -61,21 +56,15 @@ def mean_metrics(run_folder: Path) -> dict[str, float]:
 
 
 def read_run(path: Path) -> tuple[Measured, Settings]:
-    """Return the figures and settings of the run whose folder, or summary.json, ``path`` is.
-
-    Raises:
-        SettingsError: they cannot be read, or the run has too few steps.
+    """Return the figures and settings of the run whose folder, or summary.json, ``path`` is. Raises SettingsError:
+    they cannot be read, or the run has too few steps.
     """
     folder = path if path.is_dir() else path.parent
     return measured(_lines(folder / "metrics.jsonl")), load(folder / SETTINGS_FILE, environment={})
 
 
 def measured(lines: Sequence[Mapping[str, Any]]) -> Measured:
-    """Return the means of the lines of metrics.jsonl.
-
-    Raises:
-        SettingsError: fewer than three steps.
-    """
+    """Return the means of the lines of metrics.jsonl. Raises SettingsError: fewer than three steps."""
     if len(lines) < 3:
         raise SettingsError(
             f"expected a run of at least 3 steps with --calibrate, found {len(lines)}: give a longer one"
@@ -97,23 +86,6 @@ def measured(lines: Sequence[Mapping[str, Any]]) -> Measured:
         tokens=mean("response_tokens_mean"),
         samples_per_s=mean("samples") / step_s if step_s else 0.0,
     )
-
-
-def advice(metrics: Mapping[str, Any], replicas: int) -> str:
-    """Return what bounds a run by a step's metrics (as in metrics.jsonl), and what would help; "" if unknown."""
-    step_s, wait_s = (float(metrics.get(name) or 0.0) for name in ("step_s", "phase_wait_s"))
-    if step_s <= 0 or wait_s <= 0 or replicas < 1:
-        return ""
-    share = min(1.0, wait_s / step_s)
-    if share < _BOUND:
-        return f"trainer-bound: it waits {share:.0%}; more replicas would not help, more trainer.ranks would"
-    if not metrics.get("lag_max"):
-        return f"synchronous: the trainer waits {share:.0%}; algorithm.max_lag = 1 would generate meanwhile"
-    needed = math.ceil(replicas / max(1 - share, 0.01))
-    more = max(1, min(needed - replicas, replicas))
-    faster = step_s / max(step_s - wait_s, step_s * replicas / (replicas + more))
-    word = "one more replica" if more == 1 else f"{more} more replicas"
-    return f"rollout-bound: the trainer waits {share:.0%}; {word} would be {faster:.1f} times as fast"
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from services.plan.hardware import GIB
 from services.plan.shapes import Shape
 from services.plan.workload import Workload
 
-Phase = Literal["wait", "forward and backward", "optimizer", "generate", "train"]
+Phase = Literal["wait", "forward and backward", "optimizer", "critic", "generate", "train"]
 _CONTEXT = 0.6 * GIB
 """CUDA, cuBLAS and the program."""
 _NCCL = 1.0 * GIB
@@ -28,6 +28,8 @@ _BUCKET = 1e9
 """DeepSpeed's 500 million gradients of 2 bytes."""
 _GATHERED = 2e9
 """Weights that live at a time at ZeRO stage 3."""
+_RESERVE = 1.1
+"""By which the trainer overestimates what it keeps (services/trainer/model/recomputation.py)."""
 _SUB_GROUP = 4e9
 """Gradients in float32 of DeepSpeed's 1 billion weights that stage 3 steps at a time."""
 _LOGIT_BYTES = 4.3
@@ -85,15 +87,18 @@ class TrainerOptions:
 def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -> tuple[Table, int]:
     """Return rank 0's memory by phase, and the layers that keep their activations within ``limit_bytes``."""
     lasting = _lasting(work, options)
-    moving = _gradients(work, options)
+    moving = _gradients(work.trained, work, options)
     base = total(lasting) + total(moving)
-    kept = _kept_layers(work, options, USED * limit_bytes - base)
+    kept, keeps_logits = _kept(work, options, USED * limit_bytes - base)
     step = Component("gradients in float32", _float32_gradients(work, options), _MORE_RANKS)
     table: dict[Phase, Components] = {
         "wait": lasting,
-        "forward and backward": [*lasting, *moving, *activations(work, options, kept)],
+        "forward and backward": [*lasting, *moving, *activations(work, options, kept, keeps_logits=keeps_logits)],
         "optimizer": [*lasting, *moving, step],
     }
+    if work.critic is not None:
+        of_critic = _gradients(work.critic.weights, work, options)
+        table["critic"] = [*lasting, *of_critic, *activations(work, options, kept)[:1]]
     return table, kept
 
 
@@ -134,12 +139,11 @@ def _optimizer(trained: int, work: Workload, options: TrainerOptions) -> list[Co
 
 def _critic_bytes(critic: Shape, work: Workload, options: TrainerOptions) -> float:
     weights = critic.weights * work.weight_bytes / options.shards(3)
-    states = total(_optimizer(critic.weights, work, options))
-    return weights + states + critic.weights * work.weight_bytes / options.shards(2)
+    return weights + total(_optimizer(critic.weights, work, options))
 
 
-def _gradients(work: Workload, options: TrainerOptions) -> list[Component]:
-    nbytes = work.trained * work.weight_bytes
+def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+    nbytes = trained * work.weight_bytes
     parts = [Component("gradients", nbytes / options.shards(2), "set trainer.zero_stage = 2")]
     if not options.zero_stage:
         return parts
@@ -158,13 +162,18 @@ def _float32_gradients(work: Workload, options: TrainerOptions) -> float:
     return min(own, _SUB_GROUP) if options.zero_stage == 3 else own
 
 
-def activations(work: Workload, options: TrainerOptions, kept: int) -> list[Component]:
-    """Return what a forward and backward pass needs beside the weights, with ``kept`` layers not recomputed."""
+def activations(work: Workload, options: TrainerOptions, kept: int, *, keeps_logits: bool = False) -> list[Component]:
+    """Return what a forward and backward pass needs beside the weights, with ``kept`` layers not recomputed.
+
+    ``keeps_logits``: those of all tokens stay until the backward pass, which computes their gradients in place.
+    """
     shape, tokens = work.shape, options.micro_batch_tokens
     saved, inputs = _layer_bytes(work, options)
     recomputing = saved if kept < shape.layers else 0.0
     nbytes = kept * saved + (shape.layers - kept) * inputs + recomputing
     logits = min(tokens, options.chunk_tokens or tokens) * shape.vocabulary * _LOGIT_BYTES * work.weight_bytes / 2
+    if keeps_logits:
+        logits = _all_logits(work, options)
     advice = "lower trainer.micro_batch_tokens"
     if not kept or options.checkpointing is False:
         advice += ", or set trainer.gradient_checkpointing = true"
@@ -176,15 +185,22 @@ def _layer_bytes(work: Workload, options: TrainerOptions) -> tuple[float, float]
     return float(tokens * work.shape.saved_per_token), float(tokens * work.shape.hidden)
 
 
-def _kept_layers(work: Workload, options: TrainerOptions, free_bytes: float) -> int:
+def _all_logits(work: Workload, options: TrainerOptions) -> float:
+    return float(options.micro_batch_tokens * work.shape.vocabulary * work.weight_bytes)
+
+
+def _kept(work: Workload, options: TrainerOptions, free_bytes: float) -> tuple[int, bool]:
+    """Return the layers that are not recomputed, and whether all logits are kept, as ``model.recomputation`` decides."""
     layers = work.shape.layers
     if options.checkpointing is not True and options.checkpointing != "auto":
-        return layers
+        return layers, False
     if options.checkpointing is True:
-        return 0
+        return 0, False
     saved, inputs = _layer_bytes(work, options)
-    room = free_bytes - total(activations(work, options, 0))
-    return max(1, min(layers, int(room // max(1.0, saved - inputs))))
+    room = free_bytes - total(activations(work, options, 1))
+    keeps_logits = bool(options.chunk_tokens) and _all_logits(work, options) * _RESERVE <= room
+    room -= _all_logits(work, options) * keeps_logits
+    return max(1, min(layers, 1 + int(room // max(1.0, _RESERVE * (saved - inputs))))), keeps_logits
 
 
 # ---------------------------------------------------------------- engines

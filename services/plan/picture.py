@@ -36,7 +36,6 @@ svg {{ width: 100%; font: 12px system-ui, sans-serif }} pre {{ overflow-x: auto;
 
 
 def write(plan: Plan, file: Path) -> None:
-    """Write the page; raises SettingsError if that fails."""
     try:
         write_whole(file, page(plan))
     except OSError as error:
@@ -44,7 +43,6 @@ def write(plan: Plan, file: Path) -> None:
 
 
 def page(plan: Plan) -> str:
-    """Return the page."""
     body = "".join(_section(plan, candidate) for candidate in plan.best)
     return _PAGE.format(body=body, text=escape(text(plan)))
 

@@ -13,10 +13,11 @@ import dataclasses
 
 from services.plan.hardware import Cluster
 from services.plan.memory import TrainerOptions, kv_bytes
+from services.plan.shapes import Shape
 from services.plan.workload import Workload
 from shared.model.flops import BACKWARD, forward_flops
 
-_REACHED = 0.9
+REACHED = 0.9
 """Share of the data sheet's memory bandwidth."""
 _LAYER_S = 50e-6
 """Kernels of a layer in a decoding step, beside the bytes."""
@@ -70,11 +71,9 @@ class Rates:
     coordinator_s: float = COORDINATOR_GROUP_S
 
     def decoding(self, sequences: float) -> float:
-        """Return the seconds of one decoding step."""
         return self.decode_s + self.sequence_s * max(0.0, sequences - 1)
 
     def step(self, tokens: float) -> float:
-        """Return the seconds of training on ``tokens``."""
         return self.train_s + self.token_s * tokens
 
 
@@ -85,7 +84,7 @@ def decode_seconds(work: Workload, cluster: Cluster, tensor_parallel: int, engin
     used = shape.weights if each * shape.active > shape.decoder else shape.active * each + shape.embeddings
     moved = used * work.weight_bytes / tensor_parallel + each * context * kv_bytes(work, tensor_parallel)
     moved += each * shape.vocabulary * 4 * _LOGIT_COPIES / tensor_parallel
-    busy = moved / (gpu.bytes_per_s * _REACHED) + shape.layers * _LAYER_S
+    busy = moved / (gpu.bytes_per_s * REACHED) + shape.layers * _LAYER_S
     if tensor_parallel > 1:
         slow = cluster.network_bytes_per_s if tensor_parallel > cluster.per_node else gpu.link_bytes_per_s
         busy += shape.layers * (_ALL_REDUCE_S + 4 * each * shape.hidden * work.weight_bytes / slow)
@@ -103,10 +102,14 @@ def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kep
     sizes = work.shape.sizes
     forward = forward_flops(round(own), round(own * mean / 2), round(own), sizes)
     again = (work.shape.layers - kept) / work.shape.layers
-    mfu = _MFU if work.shape.head_dim >= 128 else _MFU_NARROW
-    computing = forward * (1 + BACKWARD + again) / (cluster.gpu.flops_per_s * mfu)
+    computing = forward * (1 + BACKWARD + again) / (cluster.gpu.flops_per_s * mfu_of(work.shape))
     launching = passes * work.shape.layers * _LAUNCH_S
     return max(computing, launching, passes * _gathering(work, cluster, options)) * work.passes
+
+
+def mfu_of(shape: Shape) -> float:
+    """Return the share of a GPU's peak that forward and backward passes reach."""
+    return _MFU if shape.head_dim >= 128 else _MFU_NARROW
 
 
 def _gathering(work: Workload, cluster: Cluster, options: TrainerOptions) -> float:
@@ -126,7 +129,7 @@ def update_seconds(work: Workload, cluster: Cluster, options: TrainerOptions) ->
     if options.offload != "none":
         update = _UPDATE_BYTES * own / cluster.host_bytes_per_s
     else:
-        update = _UPDATE_BYTES * own / (cluster.gpu.bytes_per_s * _REACHED)
+        update = _UPDATE_BYTES * own / (cluster.gpu.bytes_per_s * REACHED)
     gathered = work.policy_bytes / cluster.gpu.link_bytes_per_s if options.zero_stage else 0.0
     written = 0.0 if options.snapshots and not work.lora_rank else work.published_bytes / _WRITE[cluster.nodes > 1]
     return update + gathered + written + 0.02

@@ -15,15 +15,12 @@ _IDLE, _BUSY = 0.15, 0.7
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The compared layouts, fastest first."""
-
     planner: Planner
     candidates: Sequence[Candidate]
     problems: Sequence[Problem]
 
     @property
     def best(self) -> Sequence[Candidate]:
-        """Those that are shown."""
         return self.candidates[:SHOWN]
 
 
@@ -33,7 +30,6 @@ def accepted(placement: str) -> bool:
 
 
 def text(plan: Plan) -> str:
-    """Return the plan for a terminal or a document."""
     lines = [_head(plan.planner)]
     for number, candidate in enumerate(plan.best, 1):
         lines += ["", *_candidate(plan, number, candidate)]
@@ -86,7 +82,6 @@ def _phase(phase: Any, table: Table) -> str:
 
 
 def reason(plan: Plan, candidate: Candidate) -> str:
-    """Return what bounds a layout, relative to the fastest."""
     outcome, first = candidate.outcome, plan.candidates[0]
     assert outcome is not None
     slower = candidate.step_s / first.step_s
@@ -115,7 +110,6 @@ def _refusal(problem: Problem) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan for programs."""
     work, cluster = plan.planner.work, plan.planner.cluster
     return {
         "model": work.shape.name,

@@ -85,27 +85,20 @@ class Shape:
 
 
 def shape_of(model: str) -> Shape:
-    """Return the sizes of a known name (``7b``) or of a folder in Hugging Face form.
-
-    Raises:
-        SettingsError: neither, or its config.json has no such sizes.
+    """Return the sizes of a known name (``7b``) or of a folder in Hugging Face form. Raises SettingsError: neither, or
+    its config.json has no such sizes.
     """
     known = SHAPES.get(model.lower())
     config = known if known is not None else _cached(model)
     if not config:
         raise SettingsError(
-            f"expected a model with a config.json in policy.model, found none at {model!r}: give a folder in Hugging Face "
-            f"form, or --model with one of {', '.join(SHAPES)}"
+            f"no config.json of a model at {model!r}: set policy.model to a folder in Hugging Face form, or give penstock plan "
+            f"--model with one of {', '.join(SHAPES)}"
         )
     return from_config(config, model if known is not None else Path(model).name)
 
 
 def from_config(config: Config, name: str) -> Shape:
-    """Return the sizes that config.json's fields give.
-
-    Raises:
-        SettingsError: a size is missing.
-    """
     fields = {**config, **text} if isinstance(text := config.get("text_config"), Mapping) else config
     try:
         return _shape(fields, name)

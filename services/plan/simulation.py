@@ -113,7 +113,6 @@ class _Replica:
 
 
 def simulate(work: Workload, rates: Rates, side: Side, steps: int, *, seed: int = 0, record: bool = False) -> Outcome:
-    """Return what ``steps`` steps are like."""
     return _Run(work, rates, side, steps, seed, record).outcome()
 
 

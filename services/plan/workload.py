@@ -33,7 +33,6 @@ class Lengths:
     sample: tuple[int, ...] = ()
 
     def quantiles(self, count: int) -> list[float]:
-        """Return ``count`` lengths of equal probability, ascending."""
         places = [(index + 0.5) / count for index in range(count)]
         if self.sample:
             ordered = sorted(self.sample)
@@ -66,7 +65,6 @@ class Workload:
 
     @property
     def slots(self) -> int:
-        """Groups in flight at most."""
         return (self.max_lag + 1) * self.groups
 
     @property
@@ -102,10 +100,8 @@ class Workload:
 
 
 def workload_of(settings: Settings, model: str = "", lengths: Path | None = None) -> Workload:
-    """Return the work that ``settings`` describe, with the shape ``model`` instead of policy.model.
-
-    Raises:
-        SettingsError: the model's sizes or the lengths cannot be read.
+    """Return the work that ``settings`` describe, with the shape ``model`` instead of policy.model. Raises
+    SettingsError: the model's sizes or the lengths cannot be read.
     """
     algorithm, sampling = settings.algorithm, settings.sampling
     shape = shape_of(model or settings.policy.model)

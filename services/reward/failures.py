@@ -1,11 +1,5 @@
 """Track scorer failures for heartbeat, readiness, metrics and events.
 
-::
-
-    group scored ───────▶ succeeded(part)        in_a_row = 0
-    not scored ─────────▶ failed(part, …)        cause, row and counts in the next heartbeat
-    silent for long ────▶ look()                 report a call that may hang before its deadline
-
 A part is a scorer, the reference, the expression, or scoring as a whole (unforeseen exceptions).
 """
 
@@ -41,7 +35,6 @@ Tell = Callable[[str, str], Awaitable[None]]
 
 
 def part_of(scorer: str) -> str:
-    """Return a scorer's part name."""
     return f"scorer {scorer!r}"
 
 
@@ -55,12 +48,7 @@ class _Calls:
 
 
 class Failures:
-    """Failures of one replica's parts; lives in its event loop.
-
-    Args:
-        status: for the heartbeat and /readyz.
-        tell: writes an event; None without a bus.
-    """
+    """Failures of one replica's parts; lives in its event loop."""
 
     def __init__(self, status: Status, tell: Tell | None = None) -> None:
         self._status = status
@@ -73,10 +61,7 @@ class Failures:
 
     @contextlib.contextmanager
     def calling(self, part: str, problem: str, silent_s: float = SILENT_S) -> Iterator[None]:
-        """Record that ``part`` works on the row ``problem`` while the body runs.
-
-        It may hang if it takes longer than ``silent_s``.
-        """
+        """It may hang if it takes longer than ``silent_s``."""
         if part not in self._calls:
             FAILURES.labels(part)  # create the series at 0
             self._calls[part] = _Calls()
@@ -93,7 +78,6 @@ class Failures:
             self._silent.discard(part)
 
     async def failed(self, part: str, problem: str, reason: str) -> None:
-        """Record that ``part`` failed on the row ``problem``."""
         before = self._status.failures.get(part)
         now_s = time.time()
         self._status.failures[part] = PartFailure(
@@ -110,7 +94,6 @@ class Failures:
             await self._tell(f"{part} failed", f"{problem}: {reason}")
 
     def succeeded(self, part: str) -> None:
-        """Record a success."""
         before = self._status.failures.get(part)
         if before is None:
             return
@@ -120,7 +103,6 @@ class Failures:
             del self._status.failures[part]  # it was only slow
 
     def set_available(self, scorer: str, problem: str | None) -> None:
-        """Record whether a scorer is available; ``problem`` says why not."""
         if (problem is None) == (scorer not in self._down):
             return
         AVAILABLE.labels(scorer).set(problem is None)
@@ -134,7 +116,6 @@ class Failures:
         self._status.last_error = "; ".join(f"scorer {name!r}: {reason}" for name, reason in self._down.items())
 
     def look(self) -> None:
-        """Report parts that have been silent for much longer than ever before."""
         now_s = time.monotonic()
         for part, calls in self._calls.items():
             if not calls.running:

@@ -15,14 +15,11 @@ from shared.bus.stores.score_statistics import observe
 
 
 class Normaliser:
-    """Running normalisation of one scorer."""
-
     def __init__(self, bus: Bus, scorer: str) -> None:
         self._bus = bus
         self._scorer = scorer
 
     async def normalised(self, prompt: Prompt, values: Sequence[float]) -> list[float]:
-        """Return a group's normalised values; count a training group once."""
         counted = values if prompt.purpose is Purpose.TRAIN else ()
         count, mean, squares = await observe(self._bus, self._scorer, prompt.group_id, counted)
         deviation = math.sqrt(squares / count) if count > 1 and squares > 0 else 1.0

@@ -14,6 +14,7 @@ from shared.bus.messages import Float32Array, RolloutGroup
 from shared.errors import TemporaryError
 from shared.model.model_source import check_model
 from shared.process.importing import importing
+from shared.process.memory_timeline import Held
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -29,13 +30,19 @@ class Reference:
         self._settings = settings
         require_libraries('algorithm.reference = "reward"')
         check_model("policy.model", settings.policy.model)
+        self._policy: FrozenPolicy | None = None
         self._batcher: Batcher[TokenSequence, Float32Array] | None = None
 
     async def start(self) -> None:
         """Load the model in a thread. Raises SettingsError."""
-        policy = await asyncio.to_thread(_open, self._settings)
-        self._batcher = Batcher(policy, self._settings.model_work, self.name)
+        self._policy = await asyncio.to_thread(_open, self._settings)
+        self._batcher = Batcher(self._policy, self._settings.model_work, self.name)
         self._batcher.start()
+
+    @property
+    def held(self) -> Held | None:
+        """What the policy holds on its device, once it is loaded."""
+        return None if self._policy is None else self._policy.held
 
     async def close(self) -> None:
         """Stop."""

@@ -1,13 +1,6 @@
-"""Dry run of every scorer on a few rows before the first group.
+"""Dry run of every scorer on a few rows before the first group (docs/rewards.md, "Rehearsal").
 
-::
-
-    rows (from the coordinator) × {the row's answer, a trivial completion} ──▶ each scorer, one sample at a time
-                                                    ├── its own fault on all            ──▶ refuse to start
-                                                    └── fails on some, or not ready yet ──▶ record a failure
-
-Skips judges (requests may cost money), the reference and the expression. Prompts count as evaluation, so running
-statistics do not change.
+Skips judges, the reference and the expression. Prompts count as evaluation, so running statistics do not change.
 """
 
 import asyncio
@@ -43,8 +36,6 @@ _ENOUGH_S = 4.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of one scorer on one completion."""
-
     problem: str
     failure: str = ""
     own: bool = False
@@ -52,7 +43,7 @@ class Trial:
 
 
 async def rows(bus: Bus, stop: asyncio.Event, within_s: float = _ROWS_WITHIN_S) -> list[Prompt]:
-    """Return the coordinator's rows; empty if there is work already or on timeout."""
+    """Empty if there is work already, or on timeout."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s and not stop.is_set():
         if prompts := await rehearsal.offered(bus):
@@ -67,10 +58,8 @@ async def rows(bus: Bus, stop: asyncio.Event, within_s: float = _ROWS_WITHIN_S) 
 async def rehearse(
     scorers: Sequence[tuple[ScorerSettings, Scorer]], prompts: Sequence[Prompt], failures: Failures
 ) -> None:
-    """Try every scorer except judges and record their failures.
-
-    Raises:
-        SettingsError: a scorer failed on everything, by its own fault.
+    """Try every scorer except judges and record their failures. Raises SettingsError: a scorer failed on everything,
+    by its own fault.
     """
     asked = [(of, scorer) for of, scorer in scorers if not isinstance(of, JudgeScorer)]
     trials = await asyncio.gather(*(_try(of, scorer, prompts, failures) for of, scorer in asked))

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
 from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
+from services.reward.scorers.reward_model import RewardModel
 from services.reward.scorers.scorer import Scorer
 from shared.backoff import Backoff
 from shared.bus.messages import (
@@ -26,8 +28,11 @@ from shared.bus.messages import (
 )
 from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
+from shared.process.memory_timeline import Held
 from shared.process.telemetry import Status
 from shared.settings import Settings
+
+log = logging.getLogger(__name__)
 
 _VALUES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -55,6 +60,21 @@ def create_lenient_series(scorer: str, rules: Iterable[str]) -> None:
         LENIENT.labels(scorer, rule)
 
 
+def _scored_places(columns: Sequence[Sequence[Score]]) -> list[int]:
+    """Return the samples that every scorer scored."""
+    rows = zip(*columns, strict=True)
+    return [
+        place for place, row in enumerate(rows) if all(score.status is not ScoreStatus.UNAVAILABLE for score in row)
+    ]
+
+
+def _of_places(logprobs: Float32Array | None, group: RolloutGroup, places: Sequence[int]) -> Float32Array | None:
+    if logprobs is None:
+        return None
+    parts = np.split(logprobs, np.cumsum([len(sample.token_ids) for sample in group.samples])[:-1])
+    return np.concatenate([parts[place] for place in places])
+
+
 class Scoring:
     """Turn groups into experience.
 
@@ -63,6 +83,7 @@ class Scoring:
         status: the replica's heartbeat.
         reference: the frozen initial policy, if it runs here.
         tell: writes an event.
+        redo: the waits before missing scores are asked for again.
     """
 
     def __init__(
@@ -72,8 +93,10 @@ class Scoring:
         status: Status,
         reference: Reference | None = None,
         tell: Tell | None = None,
+        redo: Backoff = _REDO,
     ) -> None:
         self._scorers = scorers
+        self._redo_waits = redo
         self._reference = reference
         self._expression = expression
         self._status = status
@@ -105,8 +128,12 @@ class Scoring:
     def _parts(self) -> list[Scorer | Reference]:
         return [*self._scorers, *([self._reference] if self._reference is not None else [])]
 
-    async def __call__(self, group: RolloutGroup) -> Experience:
+    async def __call__(self, group: RolloutGroup, *, last: bool = False) -> Experience:
         """Return the group with its rewards.
+
+        Args:
+            last: drop the samples of a training group that a scorer could not score, if at least half of
+                them, and two, are left.
 
         Raises:
             TemporaryError: a scorer could not work now.
@@ -117,7 +144,17 @@ class Scoring:
         started_s = time.monotonic()
         with IN_PROGRESS.track_inprogress():
             columns, reference_logprobs = await self._ask(self._applying(group.prompt), group)
-        await self._note(columns, group.prompt.problem)
+        if missing := await self._note(columns, group.prompt.problem):
+            scored = _scored_places(columns)
+            if not last or group.prompt.purpose is not Purpose.TRAIN or len(scored) < max(2, len(group.samples) / 2):
+                raise TemporaryError(
+                    f"scorer {missing.scorer!r} unavailable: {missing.detail} ({group.prompt.problem})"
+                )
+            dropped = len(group.samples) - len(scored)
+            log.warning("samples dropped: no score", extra={"group": group.group_id, "samples": dropped})
+            reference_logprobs = _of_places(reference_logprobs, group, scored)
+            group = dataclasses.replace(group, samples=tuple(group.samples[place] for place in scored))
+            columns = [[column[place] for place in scored] for column in columns]
         scores = tuple(SampleScores(row) for row in zip(*columns, strict=True))
         rewards = await self._rewards(scores, group.prompt.problem)
         self._count(rewards)
@@ -192,7 +229,7 @@ class Scoring:
             detail = scores[missing[0]].detail
             self._failures.set_available(scorer.name, detail)
             await self._failures.failed(part_of(scorer.name), group.prompt.problem, detail)
-            await asyncio.sleep(_REDO.wait_s(attempt))
+            await asyncio.sleep(self._redo_waits.wait_s(attempt))
             again = await scorer.score(dataclasses.replace(group, samples=tuple(group.samples[i] for i in missing)))
             for place, score in zip(missing, again, strict=True):
                 scores[place] = score
@@ -203,10 +240,23 @@ class Scoring:
         await self._failures.failed(HANDLER, f"group {group}", error)
 
     async def watch(self) -> None:
-        """Report scorers that may hang, until cancelled."""
+        """Report scorers that may hang, and the models' memory, until cancelled."""
         while True:
             self._failures.look()
+            self._note_memory()
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _note_memory(self) -> None:
+        models = (part.held for part in self._parts() if isinstance(part, RewardModel | Reference))
+        by_place: dict[tuple[str, float], list[Held]] = {}
+        for held in filter(None, models):
+            by_place.setdefault(held.place, []).append(held)
+        for place, together in by_place.items():
+            components = Tally[str]()
+            for held in together:
+                components.update(held.components)
+            whole = Held(place, components, max(held.total_bytes for held in together))
+            self._status.memory.note(whole.during("score", _LOOK_EVERY_S))
 
     async def _look_back(self, group: RolloutGroup) -> Float32Array | None:
         """Return a training group's reference logprobs. Raises TemporaryError."""
@@ -224,8 +274,8 @@ class Scoring:
         self._failures.succeeded(self._reference.name)
         return logprobs
 
-    async def _note(self, columns: list[list[Score]], problem: str) -> None:
-        """Record successes and failures on the row ``problem``. Raises TemporaryError if a score is missing."""
+    async def _note(self, columns: list[list[Score]], problem: str) -> Score | None:
+        """Record successes and failures on the row ``problem``; return the first missing score."""
         missing: list[Score] = []
         for column in columns:
             lost = next((score for score in column if score.status is ScoreStatus.UNAVAILABLE), None)
@@ -235,8 +285,7 @@ class Scoring:
             else:
                 missing.append(lost)
                 await self._failures.failed(part_of(lost.scorer), problem, lost.detail)
-        if missing:
-            raise TemporaryError(f"scorer {missing[0].scorer!r} unavailable: {missing[0].detail} ({problem})")
+        return missing[0] if missing else None
 
     async def _rewards(self, scores: Sequence[SampleScores], problem: str) -> Float32Array:
         """Return the reward of each sample. Raises PermanentError."""

@@ -8,11 +8,10 @@
                                  ├── scorer ┘
                                  └── reference, where it lives here ──▶ reference logprobs
                                       └── unavailable, or a bug ──▶ tried again, then buried with the cause; never worth 0
-
-It is stateless: another replica scores a group that was not handed over.
 """
 
 import asyncio
+import functools
 import gc
 
 from services.reward.executor.client import read_executor_secret
@@ -96,7 +95,6 @@ def _teller(bus: Bus) -> Tell:
 
 
 async def work(context: Context, scoring: Scoring) -> None:
-    """Score training and evaluation groups until stopped."""
     crowd = Crowd()
     workers = [
         Worker(
@@ -106,6 +104,7 @@ async def work(context: Context, scoring: Scoring) -> None:
             kind=RolloutGroup,
             output=output,
             handler=scoring,
+            last=functools.partial(scoring, last=True),
             concurrency=context.settings.internal.reward_groups,
             patience=context.patience,
             taking=context.cordon.taking,
@@ -123,12 +122,7 @@ async def work(context: Context, scoring: Scoring) -> None:
 
 
 async def run(settings: Settings, replica: str) -> None:
-    """Run one reward replica until stopped.
-
-    Raises:
-        SettingsError: wrong settings.
-        BusUnavailable: no bus at the start.
-    """
+    """Run one reward replica until stopped."""
     make_scoring(settings, Status())  # report wrong settings before waiting for anything
     async with serve(settings, "reward", replica) as context:
         scoring = make_scoring(await context.live.refresh(), context.status, context.bus)

@@ -25,6 +25,12 @@ from shared.settings import Settings, check_plain_engine, check_reproducible, ch
 
 Explain = Callable[[int, str], Awaitable[None]]
 
+_LOADED_FIRST = {
+    "transformers": "services.rollout.engines.transformers.engine",
+    "vllm": "services.rollout.engines.vllm.several.start",
+}
+_CONTEXT_SHARE = 0.02
+"""Share of a GPU for a process's CUDA context, before vLLM looks."""
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -52,7 +58,7 @@ def choose_engine(settings: Settings) -> str:
         name = pick_engine(settings.run.device)
     try:
         check_reproducible(settings, name)
-        check_shared_engine(settings, name)
+        check_shared_engine(settings, name, on_gpu=name == "vllm" and _has_gpu(settings.run.device))
         if name != "vllm":
             check_plain_engine(settings, name)
     except ValueError as error:
@@ -62,11 +68,15 @@ def choose_engine(settings: Settings) -> str:
 
 def pick_engine(device: str) -> str:
     """Return ``vllm`` if installed and ``device`` is an available GPU, else ``transformers``."""
-    if device == "cpu" or importlib.util.find_spec("vllm") is None:
-        return "transformers"
+    return "vllm" if importlib.util.find_spec("vllm") is not None and _has_gpu(device) else "transformers"
+
+
+def _has_gpu(device: str) -> bool:
+    if device == "cpu":
+        return False
     import torch
 
-    return "vllm" if torch.cuda.is_available() else "transformers"
+    return torch.cuda.is_available()
 
 
 async def _open_vllm(
@@ -87,7 +97,7 @@ async def _open_vllm(
         logprobs=settings.internal.logprobs,
         kv=weights.kv,
         update=weights.update,
-        shadow=weights.shadow,
+        shadow="bucketed" if settings.shared_devices else weights.shadow,
         peer_host=host if weights.transport == "pull" else "",
         deadline_s=weights.deadline_s,
     )
@@ -109,7 +119,7 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
         max_num_seqs=settings.rollout.max_groups * settings.sampling.group_size,
         trust_remote_code=settings.policy.trust_remote_code,
         tensor_parallel_size=vllm.tensor_parallel_size,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        gpu_memory_utilization=_utilization(settings),
         max_model_len=vllm.max_model_len,
         arguments=vllm_arguments(settings),
         hosts=hosts,
@@ -119,11 +129,24 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
 def vllm_arguments(settings: Settings) -> dict[str, Any]:
     """Return ``rollout.vllm.arguments`` plus those for adapters."""
     given = settings.rollout.vllm.arguments
+    if settings.shared_devices and _has_gpu(settings.run.device):
+        given = {"enable_sleep_mode": True, **given}
     if not settings.publishes_adapters:
         return given
     rank = settings.policy.lora.rank
     fits = next((known for known in _VLLM_RANKS if known >= rank), rank)
     return {"enable_lora": True, "max_lora_rank": fits, "max_loras": 1, **given}
+
+
+def _utilization(settings: Settings) -> float:
+    """Return vLLM's share of its GPU, at most what the trainer leaves free of a shared one."""
+    chosen = settings.rollout.vllm.gpu_memory_utilization
+    if not settings.shared_devices or not _has_gpu(settings.run.device):
+        return chosen
+    from services.rollout.engines.vllm.several.gpu import Gpu
+
+    memory = Gpu().memory
+    return min(chosen, memory.free_bytes / memory.total_bytes - _CONTEXT_SHARE)
 
 
 async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
@@ -170,8 +193,9 @@ async def run(settings: Settings, replica: str) -> None:
 
         now = await context.live.refresh()
         if settings.shared_devices:
+            name = await asyncio.to_thread(choose_engine, now)
             with importing():  # before the lease, which a stalled event loop would let lapse
-                importlib.import_module("services.rollout.engines.transformers.engine")
+                importlib.import_module(_LOADED_FIRST[name])
         lease = await around.enter_async_context(leased(_lease(context)))
         while not await lease.acquire(1.0):
             if context.stop.is_set():

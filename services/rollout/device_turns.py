@@ -37,6 +37,11 @@ class DeviceTurns:
         self._granted_s: float | None = None
         self._switch_s: float | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the device is ours."""
+        return self._open.is_set()
+
     @contextlib.asynccontextmanager
     async def pulling(self) -> AsyncIterator[None]:
         """Pull weights while the device is ours."""

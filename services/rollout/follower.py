@@ -72,10 +72,8 @@ _IDLE_S = 1.0
 
 
 class Follower:
-    """Keeps ``engine`` on the head; pulls failing for ``give_up_s`` send waiters away.
-
-    Args:
-        pulling: entered around each pull; waits while another process uses the device.
+    """Keeps ``engine`` on the head; pulls failing for ``give_up_s`` send waiters away. ``pulling``: entered around
+    each pull; waits while another process uses the device.
     """
 
     def __init__(
@@ -155,7 +153,6 @@ class Follower:
             )
 
     async def release(self) -> None:
-        """Send all waiters away, because the replica stops."""
         self._released = True
         await self._notify()
 
@@ -171,7 +168,6 @@ class Follower:
         self._told.set()
 
     async def run(self) -> None:
-        """Follow the head until cancelled; raises EngineDied."""
         self._status.source = self._engine.peer_address
         for entry, update in await self._bus.newest(streams.POLICY, PolicyUpdate):
             self._after = entry

@@ -1,7 +1,6 @@
 """Compare a replica's logprobs of the trainer's probe with the trainer's own.
 
-A large gap raises an alarm, and the guard ``probe`` pauses the run. Number types and kernels cause some thousandths of
-a nat; above ``weights.probe_gap_nats``, importance ratios are wrong.
+Number types and kernels cause some thousandths of a nat; above ``weights.probe_gap_nats``, importance ratios are wrong.
 """
 
 import logging

@@ -4,6 +4,7 @@
 
     prompts ───────▶ encode ──▶ wait for min_version ──▶ engine.generate ──▶ decode ──▶ rollouts
     eval_prompts ─▶     the same handler, the same batches, training first          ──▶ eval_rollouts
+    questions ────▶     the same handler, in the room that training leaves           ──▶ answers
     policy ─▶ follower ──▶ engine.stage, engine.swap      hold ──▶ which version to keep for an evaluation
 
 Evaluation prompts are taken while the held version is served; training prompts unless the head is past a kept version
@@ -22,17 +23,19 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.rollout.device_turns import DeviceTurns
-from services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
+from services.rollout.engines.engine import Engine, GeneratedGroup, GeneratedSample, GenerationRequest
 from services.rollout.engines.prompts import Codec
+from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.eval_priority import Precedence
 from services.rollout.follower import Follower
 from services.rollout.plausibility import Plausibility
+from services.rollout.questions import Answering
 from services.rollout.version_hold import Hold
 from shared.bus import streams
 from shared.bus.assembly import bare
 from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
-from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample
+from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sample
 from shared.bus.streams import Stream
 from shared.bus.worker import Patience, Worker
 from shared.process.telemetry import HandlerFailures, Status
@@ -113,9 +116,10 @@ class Generation:
             if prompt.sample is not None:
                 sampling = dataclasses.replace(sampling, samples=1)
             async with self._precedence.turn(sampling.samples, training=training):
-                if not training:
+                if purpose is Purpose.EVALUATE:
                     await self._follower.check_kept(prompt.min_version)
-                request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt))
+                stop = StopTexts(self._codec.decode, sampling.stop) if sampling.stop else None
+                request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), stop)
                 generated = await self._engine.generate(request)
         self._count(prompt, generated)
         texts = self._codec.decode([sample.token_ids for sample in generated.samples])
@@ -126,6 +130,7 @@ class Generation:
                 version_spans=sample.version_spans,
                 finish_reason=sample.finish_reason,
                 text=text,
+                **(_support(sample) if training else {}),
             )
             for sample, text in zip(generated.samples, texts, strict=True)
         )
@@ -196,6 +201,7 @@ class Rollout:
         )
         precedence = Precedence(max_groups * group_size)
         self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility)
+        self._answering = Answering(bus, replica, self._generation.handle, taking)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
         samples = max_groups * group_size
@@ -235,14 +241,12 @@ class Rollout:
                 releasing = around.create_task(self._release(stop))
                 regulating = around.create_task(self._keep_regulating())
                 taking_turns = around.create_task(self._take_turns())
+                answering = around.create_task(self._answering.run())
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
-                following.cancel()
-                reporting.cancel()
-                releasing.cancel()
-                regulating.cancel()
-                taking_turns.cancel()
+                for task in (following, reporting, releasing, regulating, taking_turns, answering):
+                    task.cancel()
         finally:
             self._status.state = "stopping"
             await self._engine.close()
@@ -273,7 +277,13 @@ class Rollout:
             samples_per_s, tokens_per_s = self._generation.rate.per_second(time.monotonic())
             self._status.values.update(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, held=float(held))
             self._status.state = self._state(held, stop.is_set())
+            self._note_memory(report_s)
             await asyncio.sleep(report_s)
+
+    def _note_memory(self, seconds: float) -> None:
+        phase = "generate" if self._turns is None or self._turns.is_open else "train"
+        for rank, held in enumerate(self._engine.held):
+            self._status.memory.note(held.during(phase, seconds), rank)
 
     def _state(self, held: int, stopping: bool) -> str:
         if stopping:
@@ -281,6 +291,10 @@ class Rollout:
         if self._follower.failing:
             return "degraded"
         return "working" if held and self._engine.version is not None else "waiting"
+
+
+def _support(sample: GeneratedSample) -> dict[str, Int32Array]:
+    return {"support_sizes": sample.support_sizes, "support_ids": sample.support_ids}
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:

@@ -17,8 +17,6 @@ _LOOK_S = 0.1
 
 
 class Hold:
-    """One replica's side of an evaluation."""
-
     def __init__(self, bus: Bus, replica: str) -> None:
         self._bus = bus
         self._replica = replica
@@ -35,7 +33,6 @@ class Hold:
         return self._seen.version
 
     async def refresh(self) -> None:
-        """Read the current hold."""
         held = await holding(self._bus)
         known = self._seen
         if held is not None and (known is None or known.version != held.version):

@@ -1,11 +1,4 @@
-"""Follow a run's records for one sink.
-
-::
-
-    read the bus ──▶ batch ──▶ offset file ──▶ sink's process ──▶ offset file ──▶ the next batch
-                                   ▲                 └── failed, late or dead: killed, and the same batch again
-                                   └── a killed service continues here
-"""
+"""Follow a run's records for one sink; a failed batch, and that of a killed service, is sent again."""
 
 import asyncio
 import contextlib
@@ -36,13 +29,7 @@ Tell = Callable[[str, str], Awaitable[None]]
 
 
 class Follower:
-    """Deliver every step and evaluation to one sink, exactly once.
-
-    Args:
-        path: the offset file.
-        tell: writes an event, by name and detail.
-        every_s: least time between two batches.
-    """
+    """Deliver every step and evaluation to one sink, exactly once."""
 
     def __init__(
         self,
@@ -118,7 +105,6 @@ class Follower:
         self.trouble = reason
 
     async def _read(self, offset: Offset) -> Offset:
-        """Return ``offset`` with the next points pending."""
         rows = await following(self._bus, streams.STEPS, offset.after, _BATCH)
         for entry, fields in rows:
             offset.after = entry

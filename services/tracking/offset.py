@@ -16,8 +16,6 @@ from shared.files.durable import flush, write_whole
 
 @dataclasses.dataclass(slots=True)
 class Offset:
-    """A sink's place in the records."""
-
     after: str = "0-0"
     """The last step's entry on the bus."""
     evaluated: list[int] = dataclasses.field(default_factory=list)
@@ -29,7 +27,6 @@ class Offset:
 
     @classmethod
     def read(cls, path: Path) -> "Offset":
-        """Return the state in ``path``, or the beginning. Raises SettingsError if it cannot be read."""
         if not path.exists():
             return cls()
         try:
@@ -41,7 +38,6 @@ class Offset:
             ) from error
 
     def write(self, path: Path) -> None:
-        """Replace ``path``. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(dataclasses.asdict(self)))
         flush(path)

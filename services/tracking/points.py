@@ -1,7 +1,6 @@
 """Points: what trackers show of a step or an evaluation, under names that users of TRL know.
 
-A step that does not follow the last one begins a segment: the run was rolled back. Each segment is a run of its own in
-a tracker, so that no curve is overwritten.
+A step that does not follow the last one begins a segment: the run was rolled back.
 """
 
 import dataclasses

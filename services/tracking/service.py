@@ -22,12 +22,7 @@ _LOOK_S = 1.0
 
 
 async def run(settings: Settings, replica: str) -> None:
-    """Copy the run's records until stopped.
-
-    Raises:
-        SettingsError: a tracker's library is missing.
-        BusUnavailable: no bus at the start.
-    """
+    """Copy the run's records until stopped."""
     check_libraries(settings.tracking.sinks)
     tracked = tracked_run(settings)
     async with serve(settings, "tracking", replica) as context:
@@ -66,7 +61,6 @@ async def _watch(context: Context, followers: list[Follower]) -> None:
 
 
 def check_libraries(sinks: tuple[str, ...]) -> None:
-    """Raise SettingsError if a tracker's library is not installed."""
     for name in sinks:
         if importlib.util.find_spec(name) is None:
             raise SettingsError(

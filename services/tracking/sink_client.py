@@ -22,11 +22,7 @@ class SinkFailure(Exception):
 
 
 class SinkClient:
-    """One sink.
-
-    Args:
-        timeout_s: an answer that is later counts as a failure, and the process is killed.
-    """
+    """One sink. ``timeout_s``: an answer that is later counts as a failure, and the process is killed."""
 
     def __init__(self, name: str, run: TrackedRun, timeout_s: float) -> None:
         self._name = name

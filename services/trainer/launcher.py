@@ -7,8 +7,6 @@
        │            ├─ all ended with 0 ─▶ 0
        │            └─ one ended otherwise ─▶ the others are killed ─▶ its exit code (1 after a signal)
     SIGTERM, SIGINT ─▶ forwarded to the host's first rank; rank 0 then stops all ranks in order
-
-The supervisor restarts. The launcher listens on no port (``rank_group``).
 """
 
 import contextlib
@@ -33,10 +31,7 @@ _STOP_S = 15.0
 
 
 def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> int:
-    """Run ``command`` for each of this host's ranks; return their exit code.
-
-    ``drain_s``: rank 0's time to finish after a stop signal.
-    """
+    """``drain_s``: rank 0's time to finish after a stop signal."""
     with tempfile.TemporaryDirectory(prefix="penstock-ranks-", ignore_cleanup_errors=True) as folder:
         ranks = Ranks(drain_s + _STOP_S)
         with ranks.forwarding_signals():
@@ -46,7 +41,6 @@ def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> 
 
 
 def environment(trainer: TrainerSettings, local: int, store: Path) -> dict[str, str]:
-    """Return the environment of this host's rank ``local``."""
     threads = {} if trainer.ranks == 1 else {"OMP_NUM_THREADS": "1"}
     return {
         **threads,
@@ -70,7 +64,6 @@ class Ranks:
         self._ends_at_s = float("inf")
 
     def start(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Start another process, unless stopping."""
         if not self._told:
             self._processes.append(start_process(words, variables))
 
@@ -92,7 +85,6 @@ class Ranks:
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """Forward SIGTERM and SIGINT to the first process within the block."""
         before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -120,5 +112,4 @@ class Ranks:
 
 
 def start_process(words: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a rank in the launcher's process group."""
     return subprocess.Popen(words, env=dict(variables))

@@ -6,6 +6,7 @@
     TRAIN:
         measured = learner.learn(batch)                        # see ``algorithm/update``
         weights = artifacts.publish(version)                   # replicas can get them; the driver commits
+    FREE: memory goes to the host, and comes back before the next command that needs it
     CHECKPOINT: save → complete        LOAD, REPLAY: back to the ledger's step
     mailbox.send(result)
 
@@ -13,26 +14,42 @@ It uses no bus. A resumed trainer loads a checkpoint and replays the journal thr
 publishing; a rollback does so during the run.
 """
 
+import collections
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from torch import nn
 
 from services.trainer.algorithm.reference import Reference
 from services.trainer.algorithm.step_totals import NotFinite
 from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.memory import components
+from services.trainer.model.residency import Residency
 from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts
 from services.trainer.rank0.commands import Command, CommandKind, share
 from services.trainer.rank0.mailbox import Mailbox, NoMailbox
 from services.trainer.rank0.probe import Prober
-from services.trainer.rank0.results import Published, Replayed, Result, Saved, StepMade, StepSkipped, StopRequested
+from services.trainer.rank0.results import (
+    Freed,
+    Published,
+    Replayed,
+    Result,
+    Saved,
+    StepMade,
+    StepSkipped,
+    StopRequested,
+)
 from shared.bus.messages import Experience, StepPlan
 from shared.errors import SettingsError
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
+
+_WITHOUT_MODEL = (CommandKind.IDLE, CommandKind.WAIT, CommandKind.STOP, CommandKind.FREE)
 
 
 class Trainer:
@@ -57,20 +74,25 @@ class Trainer:
         self._mailbox = mailbox
         self._artifacts = artifacts
         self._stop_requested = stop_requested
-        self._phases = Phases(engine.device)
+        self._frozen = reference if isinstance(reference, nn.Module) else None
+        self._phases = Phases(engine.device, self._components)
         self._learner = Learner(engine, settings, self._phases, critic, reference)
         every, context = settings.internal.probe_every_versions, settings.rollout.vllm.max_model_len
         self._prober = Prober(engine, settings.run.seed, every, context)
         self._root = settings.run_folder / "checkpoints"
+        self._residencies = [part.residency for part in (engine, critic) if part is not None]
+        if isinstance(reference, nn.Module):
+            self._residencies.append(Residency(reference, engine.device))
+        self._rung, self._is_away = 0, False
         self.step = 0
 
-    def run(self) -> None:
-        """Execute commands until STOP."""
+    def run(self) -> bool:
+        """Execute commands until STOP or FINISH; return whether the run is over."""
         while True:
             with self._phases.measure("wait"):
                 command = share(self._mailbox.receive(), self._engine.device)
-            if command.kind is CommandKind.STOP:
-                return
+            if command.kind in (CommandKind.STOP, CommandKind.FINISH):
+                return command.kind is CommandKind.FINISH
             result = self.execute(command)
             if self._engine.on_any_rank(self._stop_requested()):
                 self._mailbox.send(StopRequested())
@@ -78,7 +100,11 @@ class Trainer:
 
     def execute(self, command: Command) -> Result:
         """Execute one command; collective."""
+        if self._is_away and command.kind not in _WITHOUT_MODEL:
+            self._reload()
         match command.kind:
+            case CommandKind.FREE:
+                return self._free(command.rung)
             case CommandKind.TRAIN:
                 return self._train(command)
             case CommandKind.CHECKPOINT:
@@ -93,6 +119,29 @@ class Trainer:
                 return result
         return Result()
 
+    def _free(self, rung: int) -> Freed:
+        """Free the device's memory for generation, down to ``rung`` of the ladder."""
+        if self._is_away:
+            return Freed({})
+        memory = self._memory()
+        with self._phases.measure("offload"):
+            for residency in self._residencies:
+                residency.free(rung)
+        self._rung, self._is_away = rung, True
+        return Freed(memory)
+
+    def _memory(self) -> dict[str, float]:
+        memory = collections.Counter[str]()
+        for residency in self._residencies:
+            memory.update(residency.memory())
+        return {**memory, "snapshot": float(self._artifacts.snapshot_bytes)}
+
+    def _reload(self) -> None:
+        with self._phases.measure("reload"):
+            for residency in self._residencies:
+                residency.restore()
+        self._is_away = False
+
     def _open(self, command: Command) -> Result:
         match command.kind:
             case CommandKind.LOAD:
@@ -105,13 +154,18 @@ class Trainer:
 
     def _train(self, command: Command) -> StepMade | StepSkipped:
         try:
-            measured = self.update(command.groups, command.lags, command.learning_rate)
+            measured = self.update(command.groups, command.lags, command.learning_rate, contexts=command.contexts)
         except NotFinite as error:
             return StepSkipped(str(error), error.touched)
+        for residency in self._residencies:
+            residency.begin(self._rung)
         published, plan = self._publish(command), self._learner.plan
         assert plan is not None
-        memory = self._phases.take_memory()
-        return StepMade(published, measured, plan, self._phases.take(), memory)
+        memory, samples = self._phases.take_memory(), self._engine.gathered(self._phases.take_samples())
+        return StepMade(published, measured, plan, self._phases.take(), memory, samples)
+
+    def _components(self) -> dict[str, float]:
+        return components(self._engine, self._critic, self._frozen, self._artifacts.snapshots)
 
     def update(
         self,
@@ -119,12 +173,13 @@ class Trainer:
         lags: Sequence[int],
         peak: float | None = None,
         repeated: StepPlan | None = None,
+        contexts: Sequence[int] = (),
     ) -> dict[str, float]:
         """Make one step from ``batch`` with ``lags``; return its figures over all ranks.
 
-        ``peak`` is a changed peak learning rate, ``repeated`` a replayed step's plan.
+        ``peak`` is a changed peak learning rate, ``repeated`` a replayed step's plan, ``contexts`` as in ``learn``.
         """
-        measured = self._learner.learn(batch, lags, self.step + 1, peak, repeated)
+        measured = self._learner.learn(batch, lags, self.step + 1, peak, repeated, contexts)
         self.step += 1
         return measured
 
@@ -136,7 +191,8 @@ class Trainer:
         return Published(weights, probe)
 
     def _load(self, folder: Path) -> None:
-        (checkpoint,) = [checkpoint for checkpoint in local_store.find(self._root) if checkpoint.folder == folder]
+        checkpoint = local_store.read(folder)
+        assert checkpoint is not None
         local_store.check_ranks(checkpoint, self._engine.ranks, self._settings.trainer.zero_stage)
         local_store.check_base(checkpoint, self._settings.policy)
         self._engine.load(folder / "engine")
@@ -148,7 +204,7 @@ class Trainer:
             self._critic.load(folder / "critic")
         if checkpoint.state.kl_coefficient is not None:
             self._learner.kl_coefficient = checkpoint.state.kl_coefficient
-        self.step = checkpoint.state.step
+        self.step = 0 if folder.name == local_store.START else checkpoint.state.step
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
     def _replay(self, command: Command) -> Replayed:

@@ -8,7 +8,7 @@ import numpy as np
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge, Histogram
 
-from services.trainer.batch.staleness import lag_steps
+from services.trainer.batch.staleness import trained_lags
 from shared.bus.messages import Experience, FinishReason, PolicyVersion
 
 STEP = Gauge("penstock_trainer_step", "Committed optimizer steps.")
@@ -103,23 +103,33 @@ class BatchFigures:
 
 
 def batch_figures(
-    batch: Sequence[Experience], step: int, steps_of_versions: Mapping[PolicyVersion, int]
+    batch: Sequence[Experience],
+    step: int,
+    steps_of_versions: Mapping[PolicyVersion, int],
+    contexts: Sequence[int] = (),
 ) -> BatchFigures:
-    """Return the figures of a batch trained after ``step`` steps."""
+    """Return the figures of a batch trained after ``step`` steps; ``contexts`` as in its command."""
     rewards = np.concatenate([experience.rewards for experience in batch])
     samples = [sample for experience in batch for sample in experience.group.samples]
+    contexts, first = contexts or (0,) * len(samples), 0
     lags: Counter[int] = Counter()
-    for experience in batch:
-        lags[lag_steps(experience.group, step, steps_of_versions)] += len(experience.group.samples)
-    tokens = sum(len(sample.token_ids) for sample in samples)
+    for group in (experience.group for experience in batch):
+        end = first + len(group.samples)
+        lags.update(trained_lags(group, step, steps_of_versions, contexts[first:end]))
+        first = end
+    lengths = [len(sample.token_ids) for sample in samples]
+    stale = [context for context, length in zip(contexts, lengths, strict=True) if context == length]
     metrics = {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "reward_max": float(rewards.max()),
         "reward_min": float(rewards.min()),
-        "lag_mean": sum(lag * count for lag, count in lags.items()) / len(samples),
+        "lag_mean": sum(lag * count for lag, count in lags.items()) / lags.total(),
         "lag_max": float(max(lags)),
-        "response_tokens_mean": tokens / len(samples),
+        "stale_samples": float(len(stale)),
+        "masked_tokens": float(sum(contexts) - sum(stale)),
+        "unscored_samples": float(sum(e.group.prompt.sampling.samples - len(e.group.samples) for e in batch)),
+        "response_tokens_mean": sum(lengths) / len(samples),
         "truncated_fraction": sum(s.finish_reason is FinishReason.LENGTH for s in samples) / len(samples),
         "zero_std_groups": float(sum(float(experience.rewards.std()) == 0.0 for experience in batch)),
         "generate_s_mean": float(np.mean([e.group.finished_at_s - e.group.started_at_s for e in batch])),
@@ -127,7 +137,7 @@ def batch_figures(
         **_scorer_means(batch),
         **_lenient_shares(batch),
     }
-    return BatchFigures(metrics, lags, len(samples), tokens)
+    return BatchFigures(metrics, lags, lags.total(), sum(lengths) - sum(contexts))
 
 
 def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:

@@ -3,25 +3,39 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-import psutil
 import torch
 
+from shared.bus.messages import MemorySample
 from shared.model.flops import peak_tflops
+from shared.process import memory_timeline
+
+_WORDS = {"forward_backward": "forward and backward"}
+_REST = {
+    "optimizer": "gradients in float32",
+    **dict.fromkeys(("forward_backward", "proximal", "reference", "critic", "probe"), memory_timeline.ACTIVATIONS),
+}
+"""What a GPU's peak in a phase holds beside the components."""
 
 
 class Phases:
     """Seconds and memory of a step by phase, on the training thread.
 
-    Memory is a GPU's peak in the phase, else what is resident at its end.
+    Memory is a GPU's peak in the phase, else what is resident at its end. ``components``: bytes of this rank's tensors.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self, device: torch.device | None = None, components: Callable[[], Mapping[str, float]] | None = None
+    ) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._memory: dict[str, float] = {}
         self._device = device or torch.device("cpu")
+        self._place = memory_timeline.place_of(self._device)
         self._peak_bytes = 0.0
+        self._components = components
+        self._held: Mapping[str, float] = {}
+        self._samples: dict[str, MemorySample] = {}
 
     @contextlib.contextmanager
     def measure(self, phase: str) -> Iterator[None]:
@@ -31,13 +45,28 @@ class Phases:
         try:
             yield
         finally:
-            self.seconds[phase] += time.perf_counter() - started_s
-            self._memory[phase] = max(self._memory.get(phase, 0.0), self._note())
+            seconds = time.perf_counter() - started_s
+            self.seconds[phase] += seconds
+            nbytes = self._note()
+            if phase not in self._samples or nbytes > self._memory.get(phase, 0.0):
+                self._sample(phase, seconds, nbytes)
+            self._memory[phase] = max(self._memory.get(phase, 0.0), nbytes)
 
     def _note(self) -> float:
         used_bytes = memory_bytes(self._device)
         self._peak_bytes = max(self._peak_bytes, used_bytes)
         return used_bytes
+
+    def _sample(self, phase: str, seconds: float, nbytes: float) -> None:
+        """Note what the phase held: the larger of each component at its begin and end."""
+        if self._components is None:
+            return
+        before, self._held = self._held, self._components()
+        names = dict.fromkeys([*before, *self._held])
+        held = {name: max(before.get(name, 0.0), self._held.get(name, 0.0)) for name in names}
+        rest = _REST.get(phase, memory_timeline.OTHER) if self._device.type == "cuda" else memory_timeline.OTHER
+        words = _WORDS.get(phase, phase)
+        self._samples[phase] = memory_timeline.sample(self._place, words, seconds, held, nbytes, rest)
 
     def take(self) -> dict[str, float]:
         """Return the seconds so far and start again."""
@@ -47,10 +76,16 @@ class Phases:
     def take_memory(self) -> dict[str, float]:
         """Return bytes since the last call: ``memory_bytes``, and ``memory_<phase>_bytes``."""
         self._note()
-        figures = {"memory_bytes": self._peak_bytes if self._device.type == "cuda" else memory_bytes(self._device)}
+        whole = self._peak_bytes if self._device.type == "cuda" else memory_bytes(self._device)
+        figures = {"memory_bytes": whole}
         figures |= {f"memory_{phase}_bytes": nbytes for phase, nbytes in self._memory.items()}
         self._memory, self._peak_bytes = {}, 0.0
         return figures
+
+    def take_samples(self) -> tuple[MemorySample, ...]:
+        """Return the samples of the memory timeline since the last call."""
+        samples, self._samples = self._samples, {}
+        return tuple(samples.values())
 
 
 def memory_bytes(device: torch.device) -> float:
@@ -59,7 +94,7 @@ def memory_bytes(device: torch.device) -> float:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return float(peak)
-    return float(psutil.Process().memory_info().rss)
+    return memory_timeline.resident_bytes()
 
 
 def utilisation(flops: float, seconds: float, peak_flops: float, device: torch.device) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from services.trainer.launcher import RANKS_STORE
 from shared.errors import SettingsError
+from shared.peers import nccl_transport
 from shared.peers.addresses import rendezvous_address, use_interfaces
 from shared.peers.tcp_store import connect_store, serve_store
 from shared.settings import Settings, TrainerSettings
@@ -24,23 +25,29 @@ _MEET = timedelta(minutes=30)
 
 
 def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0.0.1") -> tuple[int, int]:
-    """Join the process group of the launcher's environment (default: one rank); return (rank, ranks).
-
-    ``settings`` are for trainers that may span hosts; ``own`` is this host's reachable address.
-
-    Raises:
-        SettingsError: the environment is another launcher's.
-    """
+    """``settings`` are for trainers that may span hosts; ``own`` is this host's reachable address."""
     trainer = TrainerSettings() if settings is None else settings.trainer
     use_interfaces(own, spans_hosts=trainer.nodes > 1)
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "nccl" if device == "cuda" else "gloo"
+    if backend == "nccl":
+        nccl_transport.record()
     dist.init_process_group(backend, store=_store(trainer, rank, ranks, own), rank=rank, world_size=ranks)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if backend == "nccl" and ranks > 1:
+        _check_fabric(settings)
     return rank, ranks
+
+
+def _check_fabric(settings: Settings | None) -> None:
+    """Connect the ranks, and refuse the transport that NCCL chose unless it is the required one."""
+    dist.barrier()
+    transports = nccl_transport.recorded()
+    if settings is not None and settings.fabric.require == "rdma":
+        nccl_transport.require_rdma(transports)
 
 
 def _store(trainer: TrainerSettings, rank: int, ranks: int, own: str) -> Store:

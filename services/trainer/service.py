@@ -5,8 +5,7 @@
     rank 0      event loop: ``rank0/driver`` ◀── mailbox ──▶ training thread: ``loop``
     others                                                   main thread: ``loop``
 
-Without RANK in its environment it is the only rank, or the launcher of ``trainer.ranks``. A rank that dies ends the
-others; the supervisor restarts all.
+Without RANK in its environment it is the only rank, or the launcher of ``trainer.ranks``.
 """
 
 import asyncio
@@ -28,7 +27,6 @@ from shared.settings import Settings
 
 
 async def run(settings: Settings, replica: str) -> int:
-    """Run the rank that the environment names; return its exit code."""
     if "RANK" in os.environ and not die_with(int(os.environ.get(LAUNCHER, os.getppid())), signal.SIGKILL):
         return 0
     if int(os.environ.get("RANK", "0")) == 0:
@@ -44,8 +42,9 @@ async def run(settings: Settings, replica: str) -> int:
         from services.trainer.rank0.artifacts import Artifacts
         from services.trainer.training import train
 
-    train(settings, NoMailbox(), Artifacts(settings), stopping.is_set)
-    return 0
+    finished = train(settings, NoMailbox(), Artifacts(settings), stopping.is_set)
+    # A host's first rank speaks for it. Of rank 0's host that is rank 0, which the launcher must not end early.
+    return 0 if finished or os.environ["LOCAL_RANK"] != "0" else settings.internal.stopped_exit_status
 
 
 async def _run_rank_0(settings: Settings, replica: str) -> int:
@@ -61,8 +60,7 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
             for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
                 if error is not None:
                     raise error
-            stopped = settings.internal.stopped_exit_status
-            return stopped if stopped and not await driver.is_over() else 0
+            return 0 if driver.finished else settings.internal.stopped_exit_status
 
 
 def _train(context: Context, mailbox: Mailbox) -> None:

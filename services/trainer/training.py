@@ -27,8 +27,8 @@ def train(
     mailbox: Mailbox | NoMailbox,
     artifacts: Artifacts,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> None:
-    """Train until STOP; other endings go to the mailbox."""
+) -> bool:
+    """Train until STOP or FINISH; return whether the run is over. Other endings go to the mailbox."""
     try:
         device = _begin(settings)
         loading = _Loading(settings, device, mailbox)
@@ -37,7 +37,7 @@ def train(
             reference, critic = loading.reference(engine), loading.critic()
             context = settings.rollout.vllm.max_model_len or own_context(engine.model.config.to_dict())
             mailbox.send(ModelLoaded(engine.vocabulary, context))
-            Trainer(engine, settings, mailbox, artifacts, critic, reference, stop_requested).run()
+            return Trainer(engine, settings, mailbox, artifacts, critic, reference, stop_requested).run()
         finally:
             dist.destroy_process_group()
     except BaseException as error:

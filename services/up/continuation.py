@@ -1,7 +1,4 @@
-"""Whether a run can be continued, and with which settings.
-
-The checkpoint's weights, sharded optimizer and random state, and the journal's batches, depend on them.
-"""
+"""Whether a run can be continued, and with which settings."""
 
 import json
 from collections.abc import Mapping
@@ -31,33 +28,24 @@ FIXED = (
 
 
 def check_unchanged(before: Settings, after: Settings, sources: Mapping[str, str]) -> None:
-    """Raise SettingsError if a setting of ``FIXED`` changed.
-
-    Args:
-        before: the run's settings.
-        after: the resume's.
-        sources: origin of each overridden setting.
-    """
+    """Raise SettingsError if a setting of ``FIXED`` changed."""
     for key in FIXED:
-        old, new = _value(before, key), _value(after, key)
+        old, new = value_of(before, key), value_of(after, key)
         if old != new:
             source = next((source for name, source in sources.items() if f"{name}.".startswith(f"{key}.")), "")
             raise SettingsError(
-                f"expected {key} = {_shown(old)}, with which the run was started, found {_shown(new)}"
+                f"expected {key} = {shown(old)}, with which the run was started, found {shown(new)}"
                 f"{f' ({source})' if source else ''}: leave it out, or start a new run, which may begin with what `penstock export` writes"
             )
 
 
 class RunEnded(PenstockError):
-    """The run has no steps left."""
-
     def __init__(self, sentence: str, folder: Path) -> None:
         super().__init__(sentence)
         self.folder = folder
 
 
 def check_steps_left(folder: Path, steps: int) -> None:
-    """Raise RunEnded if the records of the run in ``folder`` are complete and it has made ``steps`` steps."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         state, made = str(summary["state"]), int(summary["steps"])
@@ -70,12 +58,14 @@ def check_steps_left(folder: Path, steps: int) -> None:
         )
 
 
-def _value(settings: Settings, key: str) -> object:
+def value_of(settings: Settings, key: str) -> object:
+    """Return the setting or table ``key``."""
     value: object = settings
     for name in key.split("."):
         value = getattr(value, name)
     return value
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a setting's value for messages."""
     return str(value.model_dump(exclude_defaults=True)) if isinstance(value, Section) else repr(value)

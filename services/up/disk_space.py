@@ -10,14 +10,6 @@ _LOOK_EVERY_S = 1.0
 
 
 class Room:
-    """Watch the free space of one folder.
-
-    Args:
-        folder: the run's.
-        tell: reports a line.
-        free_bytes: returns free space.
-    """
-
     def __init__(self, folder: Path, tell: Callable[[str], None], free_bytes: Callable[[Path], int]) -> None:
         self._folder = folder
         self._tell = tell
@@ -25,13 +17,11 @@ class Room:
         self._full = False
 
     async def run(self) -> None:
-        """Check until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def look(self) -> None:
-        """Check once, and report changes."""
         free_bytes = self._free_bytes(self._folder)
         full = free_bytes < LEAST_BYTES * (2 if self._full else 1)
         if full and not self._full:

@@ -8,7 +8,6 @@ from shared.settings.dataset_source import hub_dataset
 
 
 def pinned(source: str, setting: str) -> str:
-    """Return ``source`` with its revision's commit; paths stay as they are. Raises SettingsError, which names ``setting``."""
     dataset = hub_dataset(source)
     if dataset is None or re.fullmatch("[0-9a-f]{40}", dataset.revision):
         return source
@@ -20,10 +19,10 @@ def pinned(source: str, setting: str) -> str:
             "to a file"
         ) from error
     try:
-        found = HfApi().dataset_info(dataset.repository, revision=dataset.revision or None)
+        info = HfApi().dataset_info(dataset.repository, revision=dataset.revision or None)
     except Exception as error:  # the library raises whatever its HTTP client raises
         sentence = " ".join(str(error).split())[:300] or type(error).__name__
         raise SettingsError(
             f"expected a dataset on the hub at {source}, found: {sentence}: change {setting}, or check HF_ENDPOINT and HF_TOKEN"
         ) from error
-    return str(dataclasses.replace(dataset, revision=found.sha or dataset.revision))
+    return str(dataclasses.replace(dataset, revision=info.sha or dataset.revision))

@@ -29,8 +29,6 @@ _EXECUTOR_STOP_S = 15.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process to keep running."""
-
     name: str
     """On the bus, in the view and of its log; stable."""
     service: str
@@ -45,7 +43,7 @@ class ProcessPlan:
 
 
 def services(settings: Settings, config: Path, bus_url: str, environment: Mapping[str, str]) -> list[ProcessPlan]:
-    """Return the run's processes without the bus. ``bus_url`` is passed by environment: it may contain a password."""
+    """``bus_url`` is passed by environment: it may contain a password."""
     counts = {"coordinator": 1, "rollout": settings.rollout.replicas, "reward": settings.reward.replicas, "trainer": 1}
     counts |= {TRACKING: 1} if settings.tracking.sinks else {}
     threads = {"rollout": settings.run.threads, "trainer": settings.run.threads}
@@ -67,7 +65,6 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
 
 
 def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessPlan:
-    """Return the embedded bus. Raises SettingsError if it is not installed."""
     command = tuple(embedded.command(socket, data))
     return ProcessPlan(VALKEY, VALKEY, command, dict(environment), stop_s=_VALKEY_STOP_S, socket=socket)
 
@@ -103,11 +100,7 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """Return a free port for a process that cannot report its own.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Return a free port for a process that cannot report its own."""
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         return int(listener.getsockname()[1])
 
@@ -118,7 +111,6 @@ def executor_address(run_folder: Path) -> str:
 
 
 def is_own_executor(address: str) -> bool:
-    """Whether ``penstock up`` starts the executor at ``address``."""
     return not address or address.startswith(_executor_prefix())
 
 
@@ -127,7 +119,6 @@ def _executor_prefix() -> str:
 
 
 def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
-    """Return (setting, port) of every fixed metrics port."""
     return [("run.metrics_port", port) for port in _ports(settings).values()]
 
 
@@ -169,5 +160,4 @@ def _environment(base: Mapping[str, str], bus_url: str, threads: int) -> dict[st
 
 
 def current_environment() -> dict[str, str]:
-    """Return this process's environment."""
     return dict(os.environ)

@@ -38,8 +38,6 @@ _BUS_CHECK_S = 6.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run ready to start."""
-
     settings: Settings
     """Resolved; every path is absolute."""
     folder: Path
@@ -49,21 +47,12 @@ class Prepared:
     """Held while the run is ours."""
 
     def accept(self) -> None:
-        """Make these the run's settings; a failed resume changes nothing.
-
-        Raises:
-            OSError: not writable.
-        """
+        """A failed resume changes nothing."""
         write_whole(self.folder / SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
 
 
 def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> Prepared:
-    """Return a run ready to start.
-
-    Raises:
-        SettingsError: names the setting to change.
-        RunEnded: the run to resume has no steps left.
-    """
+    """Raises SettingsError: names the setting to change; RunEnded: the run to resume has no steps left."""
     if (config is None) == (resume is None):
         given = "neither" if config is None else "both"
         raise SettingsError(
@@ -157,14 +146,20 @@ def _resolved(settings: Settings) -> Settings:
     )
     settings = _with_critic(settings)
     settings = _with(settings, "reward", scorers=tuple(map(_with_absolute_model, settings.reward.scorers)))
+    by_dataset = {_absolute_source(source): others for source, others in settings.sampling.by_dataset.items()}
+    settings = _with(settings, "sampling", by_dataset=by_dataset)
     settings = _with(settings, "data", path=_with_absolute_sources(settings.data.path))
     return _with_absolute_sets(settings)
 
 
 def _with_absolute_sources(path: str | dict[str, float]) -> str | dict[str, float]:
     if isinstance(path, dict):
-        return {pinned(absolute(source), "data.path"): weight for source, weight in path.items()}
-    return pinned(absolute(path), "data.path")
+        return {_absolute_source(source): weight for source, weight in path.items()}
+    return _absolute_source(path)
+
+
+def _absolute_source(source: str) -> str:
+    return pinned(absolute(source), "data.path")
 
 
 def _with_absolute_sets(settings: Settings) -> Settings:

@@ -31,8 +31,6 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
 
 
 class ChildState(StrEnum):
-    """State of a supervised process."""
-
     STARTING = "starting"
     READY = "ready"
     WAITING = "restarting"
@@ -42,8 +40,6 @@ class ChildState(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restarts(Backoff):
-    """Restart policy."""
-
     first_s: float = 0.25
     longest_s: float = 15.0
     well_after_s: float = 20.0
@@ -54,16 +50,12 @@ class Restarts(Backoff):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """Message and exit code of a failed run."""
-
     sentence: str
     code: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Provided by the supervisor."""
-
     logs: Path
     restarts: Restarts
     starting: asyncio.Lock
@@ -76,8 +68,6 @@ class Surroundings:
 
 
 class Child:
-    """One process and its restarts."""
-
     def __init__(self, plan: ProcessPlan, around: Surroundings) -> None:
         self.plan = plan
         self.state = ChildState.STARTING
@@ -96,17 +86,14 @@ class Child:
 
     @property
     def was_ready(self) -> bool:
-        """Return whether the process was ever ready."""
         return self._was_ready
 
     def mark_ready(self) -> None:
-        """Mark the process as ready."""
         if self.state is ChildState.STARTING:
             self._was_ready = self._is_ready = True
             self._set(ChildState.READY)
 
     async def run(self) -> None:
-        """Keep the process running until stopped, failed or done."""
         while not self._asked.is_set():
             code = await self._live()
             if self._asked.is_set() or (code == 0 and await self._around.finished()):
@@ -118,11 +105,9 @@ class Child:
         self._set(ChildState.ENDED)
 
     def stop(self) -> None:
-        """Stop the process; kill it after ``plan.stop_s``."""
         self._asked.set()
 
     def kill(self) -> None:
-        """Kill it at once."""
         self._asked.set()
         self._hurry.set()
         if self.pid is not None:
@@ -182,8 +167,6 @@ class Child:
             async with asyncio.timeout(self.plan.stop_s):
                 await self._hurry.wait()
         process_tree.kill_group(process.pid)
-
-    # ---------------------------------------------------------------- after a death
 
     def _judge(self, code: int) -> ProcessFailure | None:
         """Count a death; return why the run fails, or None to restart."""

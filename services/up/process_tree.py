@@ -1,7 +1,6 @@
 """System calls that end children with their parent and adopt orphans.
 
 On Linux, children are signalled at their parent's death and orphans (such as trainer ranks) come to this process.
-Elsewhere only an orderly stop cleans up.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else
 
 
 def dies_with_parent() -> Callable[[], None] | None:
-    """Return a preexec function: SIGTERM when this process dies."""
+    """SIGTERM when this process dies."""
     if _prctl is None:
         return None
     parent = os.getpid()
@@ -33,7 +32,6 @@ def dies_with_parent() -> Callable[[], None] | None:
 
 
 def inherit_orphans() -> None:
-    """Adopt orphaned descendants."""
     if _prctl is not None:
         _prctl(_SET_CHILD_SUBREAPER, 1)
 
@@ -67,7 +65,6 @@ def kill_group(pid: int) -> None:
 
 
 def started_at_s(pid: int) -> float | None:
-    """Return the start, Unix seconds, if it exists."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -75,7 +72,6 @@ def started_at_s(pid: int) -> float | None:
 
 
 def memory_bytes(pid: int) -> int:
-    """Return resident memory; 0 if it does not exist."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

@@ -1,11 +1,4 @@
-"""One run from its first process to its last.
-
-::
-
-    Supervisor ◀── ready, ended ── Watch (asks the coordinator) ── RunSnapshot ──▶ Screen
-        ▲                                                                            ▲
-        └── SIGINT, SIGTERM, SIGHUP                  pids, restarts, deaths ─────────┘
-"""
+"""One run from its first process to its last."""
 
 import asyncio
 import shutil
@@ -34,28 +27,20 @@ INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
 
 Planner = Callable[[Prepared, str], Sequence[ProcessPlan]]
-"""Maps a run and its bus URL to processes."""
 
 
 def service_plans(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
-    """Return the service processes of a run."""
     environment = plan.current_environment()
     executor = plan.executor(run.settings, run.config, environment)
     return [*executor, *plan.services(run.settings, run.config, bus_url, environment)]
 
 
 def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
-    """Return the service processes and Prometheus."""
     return [*service_plans(run, bus_url), prometheus.plan(run.settings, run.folder, plan.current_environment())]
 
 
 @run_folder.private_files()
 def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | None = None) -> Ending:
-    """Run to the end, and clean up.
-
-    Raises:
-        SettingsError: the embedded bus is not installed.
-    """
     socket = embedded.socket_path(run.settings.run.id) if run.settings.bus.url == EMBEDDED else None
     try:
         url = run.settings.bus.url if socket is None else embedded.url(socket)

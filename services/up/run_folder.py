@@ -27,7 +27,6 @@ _LEFTOVER_S = 10.0
 
 
 def new_run_id(config: Path) -> str:
-    """Return a new id, as `arithmetic-20261121-101500-3f9c`."""
     stem = "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in "._-") else "-" for letter in config.stem
     )
@@ -35,11 +34,6 @@ def new_run_id(config: Path) -> str:
 
 
 def make_run_folder(settings: Settings) -> Path:
-    """Create a new run's folder.
-
-    Raises:
-        SettingsError: not writable, or already a run.
-    """
     if RUN_ID_PATTERN.fullmatch(settings.run.id) is None:
         raise SettingsError(
             f"expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found {settings.run.id!r}: change run.id"
@@ -79,11 +73,7 @@ def private_files() -> Iterator[None]:
 
 
 def lock(folder: Path) -> TextIO:
-    """Lock the run; keep the returned file.
-
-    Raises:
-        SettingsError: another `up` holds it.
-    """
+    """Raises SettingsError: another `up` holds it."""
     held = (folder / "up.lock").open("w")
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +84,6 @@ def lock(folder: Path) -> TextIO:
 
 
 def link_latest(folder: Path) -> None:
-    """Point the link `latest` to the run's folder."""
     link, beside = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
     if link.exists() and not link.is_symlink():
         return
@@ -154,14 +143,12 @@ def mark_in_memory(folder: Path, run_folder: Path) -> None:
 
 
 def remove_snapshots(folder: Path) -> None:
-    """Remove snapshots from shared memory only."""
     if is_in_memory(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.with_name(f"{folder.name}.run").unlink(missing_ok=True)
 
 
 def remove_dead_snapshots() -> None:
-    """Remove in-memory snapshots of killed runs."""
     for mark in (_MEMORY / f"penstock-{os.getuid()}").glob("*.run"):
         try:
             run_folder = Path(mark.read_text(encoding="utf-8"))
@@ -178,10 +165,8 @@ def remove_dead_snapshots() -> None:
 
 
 def model_bytes(model: Path) -> int:
-    """Return a model's size on disk, or 0."""
     return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Return whether the folder is ours, in shared memory."""
     return folder.is_relative_to(_MEMORY / f"penstock-{os.getuid()}")

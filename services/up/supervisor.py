@@ -1,12 +1,4 @@
-"""Supervise a run's processes until it ends, then stop them in order.
-
-::
-
-    start the bus ──▶ it answers ──▶ start the services ──▶ … ──▶ end(…) ──▶ stop: rollout, reward, executor,
-                                                                              trainer, coordinator, bus
-
-``<run folder>/up.json`` lists the running processes.
-"""
+"""Supervise a run's processes until it ends, then stop them in order; ``<run folder>/up.json`` lists them."""
 
 import asyncio
 import contextlib
@@ -32,15 +24,11 @@ _LOOK_EVERY_S = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ending:
-    """Exit code, and the message of a failure."""
-
     code: int
     sentence: str = ""
 
 
 class Supervisor:
-    """The processes of one run."""
-
     def __init__(
         self,
         run_folder: Path,
@@ -68,23 +56,19 @@ class Supervisor:
         self._ended.set()
 
     def kill(self) -> None:
-        """Stop everything at once."""
         for child in self.children:
             child.kill()
 
     def mark_ready(self, name: str, since_s: float) -> None:
-        """Mark the replica ``name``, started at ``since_s``, as ready."""
         for child in self.children:
             if child.plan.name == name and since_s >= child.started_at_s:
                 child.mark_ready()
 
     @property
     def was_ready(self) -> bool:
-        """Return whether every process was ready at least once."""
         return all(child.was_ready for child in self.children)
 
     async def run(self) -> Ending:
-        """Run until the end; return the ending."""
         async with asyncio.TaskGroup() as tasks:
             bus = [child for child in self.children if child.plan.service == VALKEY]
             runs = {child: tasks.create_task(child.run()) for child in bus}

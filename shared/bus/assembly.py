@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from shared.bus import wire
+from shared.bus.columns import join_columns
 from shared.bus.messages import Prompt, RolloutGroup
 from shared.errors import MessageError
 
@@ -36,29 +37,35 @@ def bare(prompt: Prompt) -> Prompt:
     return dataclasses.replace(prompt, text=None, messages=None, answer=None, extra={})
 
 
-def join(pieces: Sequence[Any]) -> RolloutGroup:
-    """Return the group of an encoded prompt and its encoded parts.
+def part_of_group(group: RolloutGroup, place: int) -> bytes:
+    """Return the encoded part of one sample of a whole group."""
+    prompt = bare(dataclasses.replace(group.prompt, sample=place))
+    return wire.encode(dataclasses.replace(group, prompt=prompt, samples=(group.samples[place],)))
+
+
+def join(pieces: Sequence[Any]) -> dict[str, Any]:
+    """Return the fields of the group of an encoded prompt and its encoded parts, to be checked at once.
 
     Raises:
         MessageError: they are not those of one group, in order.
     """
     if len(pieces) < 2 or not all(type(piece) is bytes for piece in pieces):
         raise MessageError(f"expected a prompt and its samples, found {len(pieces)} pieces")
-    prompt, parts = wire.decode(pieces[0], Prompt), [wire.decode(piece, RolloutGroup) for piece in pieces[1:]]
-    first = parts[0]
+    prompt, parts = wire.unpack(pieces[0], Prompt), [wire.unpack(piece, RolloutGroup) for piece in pieces[1:]]
+    group_id, tokens = prompt["group_id"], parts[0]["prompt_token_ids"]
     for place, part in enumerate(parts):
-        if (part.group_id, part.prompt.sample, len(part.samples)) != (prompt.group_id, place, 1):
-            raise MessageError(f"expected sample {place} of group {prompt.group_id}, found another")
-        if not np.array_equal(part.prompt_token_ids, first.prompt_token_ids):
-            raise MessageError(f"expected the same prompt tokens for every sample of group {prompt.group_id}")
-    return RolloutGroup(
-        prompt=prompt,
-        prompt_token_ids=first.prompt_token_ids,
-        samples=tuple(part.samples[0] for part in parts),
-        replica=", ".join(sorted({part.replica for part in parts}))[:1024],
-        started_at_s=min(part.started_at_s for part in parts),
-        finished_at_s=max(part.finished_at_s for part in parts),
-    )
+        if (part["prompt"]["group_id"], part["prompt"]["sample"], part["samples"]["rows"]) != (group_id, place, 1):
+            raise MessageError(f"expected sample {place} of group {group_id}, found another")
+        if not np.array_equal(part["prompt_token_ids"], tokens):
+            raise MessageError(f"expected the same prompt tokens for every sample of group {group_id}")
+    return {
+        "prompt": prompt,
+        "prompt_token_ids": tokens,
+        "samples": join_columns([part["samples"] for part in parts]),
+        "replica": ", ".join(sorted({part["replica"] for part in parts}))[:1024],
+        "started_at_s": min(part["started_at_s"] for part in parts),
+        "finished_at_s": max(part["finished_at_s"] for part in parts),
+    }
 
 
 wire.join_by(RolloutGroup, join)

@@ -316,9 +316,14 @@ class Bus(Commands):
         )  # fmt: skip
         return bool(left)
 
-    async def requeue(self, delivery: Delivery[Any], prompt: Prompt) -> bool:
-        """Send a stale experience's group back to the prompts."""
-        given = {**_input(delivery), "samples": prompt.sampling.samples, "payload": wire.encode(prompt)}
+    async def requeue(self, delivery: Delivery[Any], prompt: Prompt, kept: Sequence[bytes] = ()) -> bool:
+        """Send a stale experience's group back to the prompts.
+
+        Args:
+            kept: the encoded part of each sample; b"" of those to generate again.
+        """
+        parts = [*kept, *[b""] * (prompt.sampling.samples - len(kept))]
+        given = {**_input(delivery), "payload": wire.encode(prompt), "parts": parts}
         del given["part"]
         return bool(await self.script("requeue", **given))
 

@@ -30,11 +30,9 @@ class Joined:
         return len(self.lengths)
 
     def written(self) -> dict[str, Any]:
-        """Return the column for MessagePack."""
         return {"lengths": self.lengths, "joined": self.joined}
 
     def split(self) -> list[npt.NDArray[Any]]:
-        """Return the arrays."""
         ends = list(accumulate(self.lengths))
         return list(map(self.joined.__getitem__, map(slice, [0, *ends], ends)))
 
@@ -50,7 +48,6 @@ ColumnCheck = Callable[[Mapping[str, Joined]], None]
 
 
 def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, Any]:
-    """Return the columns ``names`` of ``records``."""
     if type(records) is Rows:
         return records.columns
     written: dict[str, Any] = {"rows": len(records)}
@@ -63,8 +60,35 @@ def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, 
     return written
 
 
+def join_columns(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns of tables with a row each, as they are written; of columns that all tables have.
+
+    Raises:
+        ValueError: a column has not one row.
+    """
+    joined: dict[str, Any] = {"rows": len(tables)}
+    for name in tables[0]:
+        cells = [table[name] for table in tables if name in table]
+        if len(cells) < len(tables) or name == "rows":
+            continue
+        if type(cells[0]) is list:
+            joined[name] = _one_each(name, cells)
+        else:
+            arrays = [cell["joined"] for cell in cells]
+            lengths = _one_each(name, [cell["lengths"] for cell in cells])
+            if lengths != list(map(len, arrays)) or len({array.dtype for array in arrays}) > 1:
+                raise ValueError(f"{name}: expected an array of its length from each part, found others")
+            joined[name] = {"lengths": lengths, "joined": np.concatenate(arrays)}
+    return joined
+
+
+def _one_each(name: str, cells: Sequence[Any]) -> list[Any]:
+    if not all(type(cell) is list and len(cell) == 1 for cell in cells):
+        raise ValueError(f"{name}: expected one row from each part, found others")
+    return [cell[0] for cell in cells]
+
+
 def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck | None, length: int) -> Reader:
-    """Return the reader of at most ``length`` records."""
     most = min(length, _MOST_ROWS)
 
     def one(written: Any) -> tuple[Any, ...]:

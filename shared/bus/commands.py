@@ -42,15 +42,10 @@ class Commands(Server):
             return text(await self.write(stream, "XADD", *arguments))
 
     async def ask(self, command: str, *words: Argument | Named) -> Any:
-        """Run a read."""
         return await self.call(lambda: self._client.execute_command(command, *self._words(words)))
 
     async def ask_all(self, *commands: tuple[Argument | Named, ...], at_once: bool = False) -> list[Any]:
-        """Run commands (name, key, arguments) in one round trip.
-
-        Args:
-            at_once: in one transaction.
-        """
+        """Run commands (name, key, arguments) in one round trip. ``at_once``: in one transaction."""
 
         async def send() -> list[Any]:
             pipeline = self._client.pipeline(transaction=at_once)
@@ -66,27 +61,22 @@ class Commands(Server):
     # ---------------------------------------------------------------- typed reads
 
     async def get(self, key: Key) -> bytes | None:
-        """Return a string."""
         value: bytes | None = await self.ask("GET", key)
         return value
 
     async def hget(self, key: Key, field: str) -> bytes | None:
-        """Return a hash field."""
         value: bytes | None = await self.ask("HGET", key, field)
         return value
 
     async def hmget(self, key: Key, *fields: str) -> list[bytes | None]:
-        """Return hash fields."""
         values: list[bytes | None] = await self.ask("HMGET", key, *fields)
         return values
 
     async def hgetall(self, key: Key) -> dict[bytes, bytes]:
-        """Return a hash."""
         fields: dict[bytes, bytes] = await self.ask("HGETALL", key)
         return fields
 
     async def smembers(self, key: Key) -> set[bytes]:
-        """Return a set."""
         members: set[bytes] = await self.ask("SMEMBERS", key)
         return members
 
@@ -104,8 +94,6 @@ class Commands(Server):
         return [row for _, entries in answer or () for row in rows(entries)]
 
     async def keys_like(self, pattern: str) -> list[str]:
-        """Return key names of any run that match a pattern."""
-
         async def scan() -> list[str]:
             return [key.decode() async for key in self._client.scan_iter(match=pattern, count=1000)]
 
@@ -117,12 +105,10 @@ class Commands(Server):
 
 
 def rows(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Row]:
-    """Return rows with text ids."""
     return [(text(entry), fields) for entry, fields in entries]
 
 
 def block(block_s: float | None) -> tuple[Argument, ...]:
-    """Return a blocking read's arguments."""
     return () if block_s is None else ("BLOCK", max(1, int(block_s * 1000)))
 
 

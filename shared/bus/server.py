@@ -44,11 +44,8 @@ _BACKOFF = Backoff(0.05, longest_s=2.0)
 
 
 class Server:
-    """A server that may be away.
-
-    Args:
-        client: from :func:`connection.open_client`.
-        wait_s: timeout of a call; None: forever.
+    """A server that may be away. ``client``: from :func:`connection.open_client`. ``wait_s``: timeout of a call; None:
+    forever.
     """
 
     def __init__(self, client: connection.Client, *, wait_s: float | None = None) -> None:
@@ -58,7 +55,6 @@ class Server:
         self._wait_s = wait_s
 
     def wait_for_ever(self) -> None:
-        """Wait without a limit from now on."""
         self._wait_s = None
 
     async def close(self) -> None:
@@ -66,10 +62,8 @@ class Server:
         await connection.close_client(self._client)
 
     async def call(self, command: Callable[[], Awaitable[R]]) -> R:
-        """Run ``command``, repeatedly while the server is unreachable or cannot write to disk.
-
-        Raises:
-            BusUnavailable: no answer for ``wait_s``.
+        """Run ``command``, repeatedly while the server is unreachable or cannot write to disk. Raises BusUnavailable:
+        no answer for ``wait_s``.
         """
         started_s, failures = time.monotonic(), 0
         cancels = _cancels()
@@ -103,11 +97,7 @@ class Server:
             log.info("bus available again", extra={"reconnects": self.reconnects})
 
     async def evaluate(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        """Run a script atomically.
-
-        Raises:
-            BusFull: the server is at its maxmemory, and this script adds to what is in flight.
-        """
+        """Run a script atomically."""
         words = (len(keys), *keys, *arguments)
         try:
             return await self.call(lambda: self._evaluate(script, words))

@@ -21,8 +21,11 @@
     eval_prompts, eval_rollouts, eval_results                 as the first three, for held-out problems
     steps          trainer (commit) → coordinator, people     trimmed (step reports)
     events         every service, rollbacks → people          trimmed
+    questions      API → rollout                              trimmed (`stores.questions`)
+    answers        rollout → API                              trimmed
     audit          scripts → people                           trimmed (how every group ended)
     history        scripts → people                           trimmed (every state of the run, with its reason)
+    memory         every process with a model → people        trimmed (what it holds on its device, by phase)
     <stream>.dead  scripts → API                              a person revives (back onto its stream) or discards it
 
 An entry of ``prompts`` is one sample, every other one a group (``assembly``). Hand-over deletes a data stream's entry,
@@ -67,12 +70,15 @@ POLICY = Stream("policy", max_entries=64)
 STEPS = Stream("steps", max_entries=100_000)
 EVENTS = Stream("events", max_entries=10_000)
 AUDIT = Stream("audit", max_entries=100_000)
+QUESTIONS = Stream("questions", max_entries=256)
+ANSWERS = Stream("answers", max_entries=256)
 HISTORY = Stream("history", max_entries=10_000)
+MEMORY = Stream("memory", max_entries=10_000)
 
 TRAINING_STREAMS = (PROMPTS, ROLLOUTS, EXPERIENCE)
 """They hold what is in flight."""
 EVALUATION_STREAMS = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_RESULTS)
 GROUPED_STREAMS = (*TRAINING_STREAMS, *EVALUATION_STREAMS, PUBLISHED)
 
-for _stream in (*GROUPED_STREAMS, JOURNAL, POLICY, STEPS, EVENTS, AUDIT, HISTORY):
+for _stream in (*GROUPED_STREAMS, JOURNAL, POLICY, STEPS, EVENTS, AUDIT, HISTORY, MEMORY, QUESTIONS, ANSWERS):
     declare(_stream)

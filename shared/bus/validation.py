@@ -35,7 +35,6 @@ class FieldLimits:
 
     @property
     def bounded(self) -> bool:
-        """Whether numbers are limited."""
         return not (math.isinf(self.least) and math.isinf(self.most))
 
 
@@ -70,14 +69,12 @@ def shown(value: object) -> str:
 
 
 def optional(inner: Reader) -> Reader:
-    """Return the reader of ``inner`` or None."""
     read = inner.one
     test = f"({{v}} is None or {inner.test})" if inner.test else ""
     return Reader(lambda value: None if value is None else read(value), test=test)
 
 
 def int_reader(limits: FieldLimits) -> Reader:
-    """Return the reader of an int."""
     least, most = limits.least, limits.most
 
     def one(value: Any) -> int:
@@ -120,7 +117,6 @@ def _bounds(least: float, most: float) -> str:
 
 
 def text_reader(limits: FieldLimits) -> Reader:
-    """Return the reader of a str."""
     most = limits.length
 
     def one(value: Any) -> str:
@@ -138,7 +134,6 @@ def text_reader(limits: FieldLimits) -> Reader:
 
 
 def enum_reader(hint: type[enum.Enum]) -> Reader:
-    """Return the reader of a str enumeration."""
     members = {member.value: member for member in hint}
 
     def one(value: Any) -> enum.Enum:
@@ -156,7 +151,6 @@ def enum_reader(hint: type[enum.Enum]) -> Reader:
 
 
 def array_reader(dtype: np.dtype[Any], limits: FieldLimits) -> Reader:
-    """Return the reader of an array."""
     least, most, shape, bounded = limits.least, limits.most, limits.shape, limits.bounded
     lengths = [(axis, length) for axis, length in enumerate(shape) if length is not None]
     within = _within(dtype, least, most)
@@ -186,7 +180,6 @@ def _within(dtype: np.dtype[Any], least: float, most: float) -> Callable[[npt.ND
 
 
 def tuple_reader(inner: Reader, limits: FieldLimits) -> Reader:
-    """Return the reader of a tuple."""
     most, every = limits.length, inner.every
 
     def one(values: Any) -> tuple[Any, ...]:
@@ -197,7 +190,6 @@ def tuple_reader(inner: Reader, limits: FieldLimits) -> Reader:
 
 
 def dict_reader(inner: Reader, limits: FieldLimits) -> Reader:
-    """Return the reader of a dictionary with str keys."""
     names, held, most = text_reader(NO_LIMITS).every, inner.every, limits.length
 
     def one(values: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ _registered: set[type] = set()
 _column_checks: dict[type, ColumnCheck | None] = {}
 _records: dict[type, Reader] = {}
 _writers: dict[type, Write] = {}
-_joins: dict[type, Callable[[list[Any]], Any]] = {}
+_joins: dict[type, Callable[[list[Any]], dict[str, Any]]] = {}
 _local = threading.local()
 
 
@@ -95,8 +95,8 @@ def message(kind: str, schema: int) -> Callable[[type[T]], type[T]]:
     return register
 
 
-def join_by(cls: type[T], join: Callable[[list[Any]], T]) -> None:
-    """Read an array of pieces, where ``cls`` is expected, by ``join``."""
+def join_by(cls: type, join: Callable[[list[Any]], dict[str, Any]]) -> None:
+    """Read an array of pieces, where ``cls`` is expected, as the fields that ``join`` returns."""
     _joins[cls] = join
 
 
@@ -120,12 +120,37 @@ def decode(data: bytes, expected: type[T]) -> T:
     Raises:
         MessageError: not MessagePack, another kind, a newer schema, a missing field, or a field of the wrong type.
     """
+    fields = _unpacked(data)
     try:
-        fields = msgpack.unpackb(data, ext_hook=_read_array)
+        if type(fields) is list and expected in _joins:
+            fields = _joins[expected](fields)
+        else:
+            _check_kind(fields, expected)
+        return typing.cast(T, _record(expected).one(fields))
+    except INVALID as error:
+        kind, schema = _kinds[expected]
+        raise MessageError(f"expected the fields of {kind!r} schema {schema}, found other ones: {error}") from error
+
+
+def unpack(data: bytes, expected: type) -> dict[str, Any]:
+    """Return a message's fields, which are not checked.
+
+    Raises:
+        MessageError: not MessagePack, another kind, or a newer schema.
+    """
+    fields = _unpacked(data)
+    _check_kind(fields, expected)
+    return typing.cast("dict[str, Any]", fields)
+
+
+def _unpacked(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, ext_hook=_read_array)
     except (*INVALID, msgpack.UnpackException) as error:
         raise MessageError(f"expected a MessagePack message, found {len(data)} bytes that are none: {error}") from error
-    if type(fields) is list and expected in _joins:
-        return typing.cast(T, _joins[expected](fields))
+
+
+def _check_kind(fields: Any, expected: type) -> None:
     kind, schema = _kinds[expected]
     written = fields.get("kind") if type(fields) is dict else fields
     if type(written) is not str or written != kind or type(fields) is not dict:
@@ -135,10 +160,6 @@ def decode(data: bytes, expected: type[T]) -> T:
             f"expected {kind!r} with schema <= {schema}, found {shown(fields.get('schema'))}: "
             "update this service to the version that wrote it"
         )
-    try:
-        return typing.cast(T, _record(expected).one(fields))
-    except INVALID as error:
-        raise MessageError(f"expected the fields of {kind!r} schema {schema}, found other ones: {error}") from error
 
 
 def _writer(cls: type) -> Write:
@@ -249,6 +270,8 @@ def _reader(hint: Any, limits: FieldLimits) -> Reader:
 
 def _composite_reader(hint: Any, limits: FieldLimits) -> Reader:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if (alias := getattr(origin, "__value__", None)) is not None:  # NDArray of later numpy versions
+        return _composite_reader(alias[arguments], limits)
     if origin in (types.UnionType, typing.Union):
         (inner,) = (argument for argument in arguments if argument is not type(None))
         return optional(_reader(inner, limits))

@@ -104,6 +104,7 @@ class Worker(Generic[In, Out]):
     """Run ``handler`` over one stream until stopped.
 
     Args:
+        last: handles an entry's last attempt; default: ``handler``.
         crowd: shared by the workers of one process.
         bug: receives exceptions that are bugs.
     """
@@ -120,6 +121,7 @@ class Worker(Generic[In, Out]):
         patience: Patience,
         taking: asyncio.Event | None = None,
         *,
+        last: Callable[[In], Awaitable[Out]] | None = None,
         crowd: Crowd | None = None,
         bug: Bug | None = None,
     ) -> None:
@@ -129,6 +131,7 @@ class Worker(Generic[In, Out]):
         self._kind = kind
         self._output = output
         self._handler = handler
+        self._last = last or handler
         self._concurrency = concurrency
         self._patience = patience
         self._taking = taking or _always()
@@ -265,8 +268,9 @@ class Worker(Generic[In, Out]):
                 self._broken.set_exception(error)
 
     async def _handle(self, delivery: Delivery[In]) -> None:
+        handler = self._last if delivery.attempts >= self._patience.max_attempts else self._handler
         try:
-            result = wire.encode(await self._handler(delivery.message()))
+            result = wire.encode(await handler(delivery.message()))
         except PermanentError as error:
             await self._bury(delivery, str(error))
         except NotHere as error:

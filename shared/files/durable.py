@@ -15,12 +15,8 @@ _AGAIN_S = 1.0
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Write a file atomically; it survives the process, not the machine (:func:`flush`).
-
-    ``mode`` defaults to the umask's.
-
-    Raises:
-        OSError: it cannot be written; the old file stays.
+    """Write a file atomically; it survives the process, not the machine (:func:`flush`). ``mode`` defaults to the
+    umask's. Raises OSError: it cannot be written; the old file stays.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -58,11 +54,8 @@ def replace_folder(written: Path, folder: Path) -> None:
 
 
 class Kept:
-    """A regularly updated file; if the disk is full, writes are retried each second.
-
-    Args:
-        path: the file.
-        tell: reports when it cannot be written, and when it can again.
+    """A regularly updated file; if the disk is full, writes are retried each second. ``path``: the file. ``tell``:
+    reports when it cannot be written, and when it can again.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None], mode: int | None = None) -> None:
@@ -72,7 +65,6 @@ class Kept:
         self._waiting: str | None = None
 
     def write(self, text: str) -> None:
-        """Write the file, now or later."""
         try:
             write_whole(self._path, text, self._mode)
         except OSError as error:
@@ -85,7 +77,6 @@ class Kept:
             self._waiting = None
 
     async def run(self) -> None:
-        """Retry pending writes until cancelled."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             if self._waiting is not None:
@@ -93,7 +84,6 @@ class Kept:
 
 
 def no_room(path: Path, error: OSError) -> str:
-    """Return the message for an unwritable file."""
     way_out = "free space there" if error.errno in NO_ROOM else "make it writable"
     return (
         f"cannot write {path.name} in {path.parent} ({error.strerror or error}): {way_out}, or move run.folder; "
@@ -111,7 +101,6 @@ def free_bytes(folder: Path) -> int:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,11 +12,6 @@ _SHORTEST = 16
 
 
 def make_secret(path: Path) -> None:
-    """Write a new secret, unless one exists.
-
-    Raises:
-        OSError: it cannot be written.
-    """
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -28,10 +23,8 @@ def make_secret(path: Path) -> None:
 
 
 def read_secret(path: Path, setting: str, what: str = "secret") -> bytes:
-    """Return the first line of the file named by ``setting``.
-
-    Raises:
-        SettingsError: it is missing or too short, or others can read it.
+    """Return the first line of the file named by ``setting``. Raises SettingsError: it is missing or too short, or
+    others can read it.
     """
     secret = read_private(path, setting, what).partition(b"\n")[0].strip()
     if len(secret) < _SHORTEST:
@@ -43,10 +36,8 @@ def read_secret(path: Path, setting: str, what: str = "secret") -> bytes:
 
 
 def read_private(path: Path, setting: str, what: str) -> bytes:
-    """Return the content of the file named by ``setting``.
-
-    Raises:
-        SettingsError: it cannot be read, or others can read or write it.
+    """Return the content of the file named by ``setting``. Raises SettingsError: it cannot be read, or others can read
+    or write it.
     """
     try:
         with path.open("rb") as file:

@@ -11,7 +11,7 @@ _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def own_context(config: Mapping[str, Any]) -> int:
-    """Return the maximum sequence length in tokens from config.json fields; 0: not specified."""
+    """In tokens; 0: not specified."""
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else config
     own = next((int(fields[name]) for name in _NAMES if isinstance(fields.get(name), int)), 0)
@@ -42,7 +42,7 @@ def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, mo
 
 
 def read_config(model: str) -> Mapping[str, Any]:
-    """Return config.json's fields in the folder ``model``; empty for a hub name."""
+    """Empty for a hub name."""
     file = Path(model) / "config.json"
     config: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return config

@@ -47,14 +47,8 @@ class ModelSizes:
 def forward_flops(
     tokens: int, visible_pairs: int, predicted: int, sizes: ModelSizes, windowed_pairs: Sequence[int] = ()
 ) -> float:
-    """Return the operations of one forward pass.
-
-    Args:
-        tokens: computed positions.
-        visible_pairs: (position, visible position) pairs, itself included.
-        predicted: positions with logits.
-        sizes: the model.
-        windowed_pairs: pairs within each of ``sizes.windows``.
+    """Operations of one forward pass over ``tokens`` positions, ``predicted`` of them with logits; ``visible_pairs``
+    are (position, visible position) pairs, and ``windowed_pairs`` those within each of ``sizes.windows``.
     """
     attention = visible_pairs * sizes.attention_width
     attention += sum(pairs * width for pairs, (_, width) in zip(windowed_pairs, sizes.windows, strict=True))
@@ -62,7 +56,7 @@ def forward_flops(
 
 
 def peak_tflops(device_name: str) -> float:
-    """Return a GPU's dense bfloat16 peak in TFLOP/s, or 0 if unknown."""
+    """Dense bfloat16; 0 if unknown."""
     for name, peak in _PEAK_TFLOPS.items():
         if name in device_name:
             return peak

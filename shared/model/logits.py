@@ -46,6 +46,19 @@ def logprobs_and_entropies(
     return _chosen(logprobs_NV, targets_N), entropy_N
 
 
+def restrict(logits_NV: Tensor, support_NK: Tensor, sizes_N: Tensor) -> Tensor:
+    """Return the logits with −∞ for tokens that could not be drawn.
+
+    Args:
+        support_NK: token ids (int64): those that could be drawn where a size is positive, those that could not where it
+            is negative. Padding repeats one of them.
+        sizes_N: 0: every token could.
+    """
+    possible_NV = (sizes_N <= 0)[:, None].expand(logits_NV.shape).clone()
+    possible_NV.scatter_(1, support_NK, (sizes_N >= 0)[:, None].expand(support_NK.shape))
+    return logits_NV.masked_fill(~possible_NV, -torch.inf)
+
+
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Tensor:
     """Return logprobs only."""
     if logits_NV.is_cuda and _has_triton():

@@ -33,7 +33,6 @@ def backward(
     chosen_gradient_N: Tensor,
     entropy_gradient_N: Tensor,
 ) -> Tensor:
-    """Return the logits' gradient, in their type."""
     logits_NV = logits_NV.contiguous()
     rows, width = logits_NV.shape
     gradient_NV = torch.empty_like(logits_NV)

@@ -1,10 +1,7 @@
-"""Float32 logits from half-precision hidden states and output layer.
+"""Float32 logits from half-precision hidden states and output layer (docs/algorithms.md, "Numerics").
 
-Bfloat16 products are accumulated in float32, then rounded to 8 bits: a logit of 20 may be off by 0.06
-(``benchmarks/logits_precision.py``). Keeping the accumulator equals MiniMax-M1's float32 output layer
-(arXiv:2506.13585, §3.2): one product on GPUs, copied factors elsewhere. Gradients are half-precision products.
-
-Shapes: ``N`` tokens, ``D`` hidden size, ``V`` vocabulary.
+One product on GPUs, copied factors elsewhere; gradients are half-precision products. Shapes: ``N`` tokens, ``D`` hidden
+size, ``V`` vocabulary.
 """
 
 import functools

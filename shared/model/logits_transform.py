@@ -41,8 +41,6 @@ _NEUTRAL: tuple[Any, ...] = (None, 0, 1, False)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitsTransform:
-    """Changes before and after an output layer."""
-
     divisor: float = 1.0
     """For hidden states."""
     factor: float = 1.0
@@ -53,11 +51,9 @@ class LogitsTransform:
     """Only this many first words have logits; None: all."""
 
     def before(self, hidden_ND: Tensor) -> Tensor:
-        """Return the output layer's input."""
         return hidden_ND if self.divisor == 1 else hidden_ND / self.divisor
 
     def after(self, logits_NV: Tensor) -> Tensor:
-        """Return the model's logits from the output layer's."""
         if self.words is not None:
             logits_NV = logits_NV[..., : self.words]
         if self.factor != 1:
@@ -69,7 +65,7 @@ PLAIN = LogitsTransform()
 
 
 def logits_transform(model: Any, name: str = "policy.model") -> LogitsTransform:
-    """Return the transform of ``model`` (of setting ``name``); raises SettingsError if its config is unknown."""
+    """Raise SettingsError if the config of ``model`` (of setting ``name``) is unknown."""
     config, kind = model.config.get_text_config(), type(model).__name__
     _check_head(model, kind, name)
     fields = {**config.to_dict(), **{key: getattr(config, key, None) for key in _KNOWN}}  # some are properties

@@ -15,7 +15,6 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check_model(setting: str, source: str) -> None:
-    """Raise SettingsError, naming ``setting``, if ``source`` has no safetensors weights."""
     check_source(setting, source, ("config.json",))
     folder = Path(source)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)) if folder.is_dir() else []
@@ -27,7 +26,7 @@ def check_model(setting: str, source: str) -> None:
 
 
 def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
-    """Raise SettingsError unless ``source`` is a folder with one of the files ``needed`` or a reachable hub name."""
+    """Raise SettingsError unless ``source`` is a folder with one of the files ``needed``, or a reachable hub name."""
     if not source:
         raise SettingsError(f"{setting} must be a folder in Hugging Face form or a hub name: set {setting}")
     folder = Path(source)

@@ -13,7 +13,6 @@ _IMPLEMENTATION = "_attn_implementation"
 
 @contextlib.contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Use eager attention within the block."""
     configurations = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, getattr(config, _IMPLEMENTATION, None)) for config in configurations.values()]
     chosen = [(config, implementation) for config, implementation in before if implementation is not None]

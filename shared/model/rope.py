@@ -1,7 +1,5 @@
-"""Rotary embeddings with frequencies fixed per run, not per batch.
+"""Rotary embeddings with frequencies fixed per run, not per batch (docs/reference/trainer.md).
 
-With ``longrope`` (Phi-3, arXiv:2402.13753) transformers chooses frequencies per batch, so logprobs would depend on
-batching. A run, like vLLM, chooses once: long factors if its context exceeds ``original_max_position_embeddings``.
 ``dynamic`` is plain up to ``max_position_embeddings``, the replicas' limit; vLLM's differs and is refused, as are
 unknown kinds.
 """

@@ -21,13 +21,11 @@ Frame = dict[str, Any]
 
 
 def pack(frame: Frame) -> bytes:
-    """Return a frame's bytes."""
     body: bytes = msgpack.packb(frame)
     return _LENGTH.pack(len(body)) + body
 
 
 def send(connection: socket.socket, frame: Frame, deadline_s: float) -> None:
-    """Send a frame; raises PeerError if not read within ``deadline_s``."""
     try:
         connection.settimeout(deadline_s)
         connection.sendall(pack(frame))
@@ -43,13 +41,13 @@ def readable(connection: socket.socket, timeout_s: float | None = 0.0) -> bool:
 
 
 def receive(connection: socket.socket, deadline_s: float | None, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes, within ``deadline_s`` (None: no limit); raises PeerError."""
+    """``deadline_s`` None: no limit."""
     ends_at_s = None if deadline_s is None else time.monotonic() + deadline_s
     return _unpack(_read(connection, _length(_read(connection, _LENGTH.size, ends_at_s), largest), ends_at_s))
 
 
 async def receive_async(reader: asyncio.StreamReader, largest: int = MAX_BYTES) -> Frame:
-    """Return the next frame, of at most ``largest`` bytes, without a deadline; raises PeerError."""
+    """As :func:`receive`, without a deadline."""
     try:
         size = _length(await reader.readexactly(_LENGTH.size), largest)
         return _unpack(await reader.readexactly(size))

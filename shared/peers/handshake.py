@@ -5,8 +5,6 @@
     server ──▶ {challenge: 32 bytes}
     client ──▶ {challenge: 32 bytes, proof: HMAC-SHA256 of both challenges as "client"}
     server ──▶ {proof: HMAC-SHA256 of both challenges as "server"}
-
-Later messages are neither encrypted nor signed.
 """
 
 import asyncio
@@ -39,7 +37,6 @@ def admit(connection: socket.socket, secret: bytes, deadline_s: float) -> None:
 
 
 async def admit_async(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Authenticate a client, without a deadline; raises PeerError."""
     ours = secrets.token_bytes(_NONCE_BYTES)
     writer.write(frames.pack({"challenge": ours}))
     answer = await frames.receive_async(reader, _STRANGER_BYTES)
@@ -99,6 +96,5 @@ class Newcomers:
             dropped()
 
     def leave(self, connection: object) -> None:
-        """Stop counting ``connection``."""
         with self._lock:
             self._drops.pop(connection, None)

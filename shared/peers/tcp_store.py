@@ -12,7 +12,6 @@ from shared.peers.addresses import listen
 
 
 def serve_store(host: str, port: int, setting: str, timeout: timedelta, **options: Any) -> TCPStore:
-    """Return a store served on ``host``:``port`` (0: any free one) only; SettingsErrors name ``setting``."""
     listener = listen(host, port, setting)
     bound = listener.getsockname()[1]
     return TCPStore(
@@ -27,5 +26,5 @@ def serve_store(host: str, port: int, setting: str, timeout: timedelta, **option
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Return a connection to a store. May exceed ``timeout`` if its process is stopped."""
+    """May exceed ``timeout`` if its process is stopped."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -19,13 +19,11 @@ _PROOF_BYTES = 18
 
 
 def issue(secret: bytes, purpose: str, life_s: float) -> str:
-    """Return a ticket for ``purpose``, valid for ``life_s``."""
     body = f"{int(time.time() + life_s):x}.{secrets.token_urlsafe(_NONCE_BYTES)}"
     return f"{body}.{_proof(secret, purpose, body)}"
 
 
 def is_valid(ticket: str, secret: bytes, purpose: str) -> bool:
-    """Whether ``ticket`` is valid for ``purpose`` under ``secret``."""
     body, _, proof = ticket.rpartition(".")
     if not hmac.compare_digest(proof.encode(), _proof(secret, purpose, body).encode()):
         return False

@@ -32,12 +32,7 @@ _LEAVE_S = 1.0
 
 
 class DeviceLease:
-    """The lease of ``devices``; on the event loop.
-
-    Args:
-        replica: its name; a restart ends the grants of its predecessor.
-        ttl_s: lifetime without renewal.
-    """
+    """``replica``: its name; a restart ends the grants of its predecessor. ``ttl_s``: lifetime without renewal."""
 
     def __init__(self, bus: Bus, replica: str, phase: Phase, devices: Sequence[int] = (), ttl_s: float = 30.0) -> None:
         self._bus = bus
@@ -50,11 +45,12 @@ class DeviceLease:
         """Fencing token; 0 while not held."""
         self.rung = -1
         """Rung down to which memory must be free before the release; -1: not asked."""
+        self.freed = -1
+        """Rung at which the holder before released the devices, or -1."""
         self._switches: dict[str, float] = {}
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is anything to lease."""
         return bool(self._request.devices)
 
     @property
@@ -63,11 +59,7 @@ class DeviceLease:
         return self.term > 0 or not self.is_shared
 
     async def keep(self) -> None:
-        """Request and renew until cancelled.
-
-        Raises:
-            Fenced: another process was granted a device.
-        """
+        """Raises Fenced: another process was granted a device."""
         while self.is_shared:
             await self.look()
             await asyncio.sleep(_LOOK_S)
@@ -98,11 +90,7 @@ class DeviceLease:
         return self.rung
 
     async def confirm(self) -> None:
-        """Check at a phase boundary that the devices are still held.
-
-        Raises:
-            Fenced: they are not.
-        """
+        """Raises Fenced: they are not."""
         if not self.is_shared:
             return
         async with self._busy:
@@ -120,13 +108,13 @@ class DeviceLease:
 
     def _take(self, renewal: Renewal) -> None:
         asked_s, self._requested_s = self._requested_s, None
-        self.term = renewal.term
+        self.term, self.freed = renewal.term, renewal.freed
         waited_s = 0.0 if asked_s is None else time.perf_counter() - asked_s
         self._switches = {
             "switches": self._switches.get("switches", 0.0) + 1,
             "switch_train_s": self._switches.get("switch_train_s", 0.0) + waited_s,
             "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + renewal.switch_s,
-            "switch_rung": float(renewal.freed),
+            "switch_rung": float(max(0, renewal.freed)),
         }
         self._granted.set()
 
@@ -136,7 +124,7 @@ class DeviceLease:
         return switches
 
     async def release(self, switch_s: float | None = None) -> None:
-        """Return the devices; ``switch_s``: how long the switch to the phase that ends took."""
+        """``switch_s``: how long the switch to the phase that ends took."""
         if not self.is_shared:
             return
         async with self._busy:
@@ -149,7 +137,6 @@ class DeviceLease:
 
 @contextlib.asynccontextmanager
 async def leased(lease: DeviceLease) -> AsyncIterator[DeviceLease]:
-    """Keep ``lease`` while the body runs, and release it at the end; raises Fenced into the body's place."""
     try:
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(lease.keep())

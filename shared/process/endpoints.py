@@ -1,10 +1,6 @@
-"""/metrics, /healthz and /readyz over HTTP, on a daemon thread.
+"""/metrics, /healthz and /readyz over HTTP, on a daemon thread (docs/reference/listeners.md).
 
-``/readyz`` answers 200 if ``ready()``, else 503.
-
-Without a token, against DNS rebinding, ``Host`` must be an IP address, ``localhost``, this machine's name or
-``run.host``; off loopback, also a private network's name (``trainer.runs.svc``). Reads time out, and a connection
-above ``MAX_CONNECTIONS`` closes the oldest.
+Without a token, against DNS rebinding, ``Host`` must name this machine or a private network.
 """
 
 import contextlib
@@ -39,12 +35,6 @@ _Answer = tuple[int, str, bytes]
 
 
 class Endpoints:
-    """/metrics, /healthz and /readyz on one port.
-
-    Raises:
-        SettingsError: the port is taken.
-    """
-
     def __init__(self, host: str, port: int, setting: str, ready: Callable[[], Mapping[str, Json]]) -> None:
         names = frozenset({host.lower(), socket.gethostname().lower()})
         is_private = not is_loopback(host)
@@ -63,7 +53,6 @@ class Endpoints:
         threading.Thread(target=self._server.serve_forever, name="endpoints", daemon=True).start()
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -62,7 +62,6 @@ async def _watch() -> None:
 
 @contextlib.contextmanager
 def _schedstat() -> Iterator[int | None]:
-    """Yield a descriptor of this thread's scheduling statistics, if the kernel has them."""
     try:
         descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -75,5 +74,4 @@ def _schedstat() -> Iterator[int | None]:
 
 
 def _waited_s(schedstat: int | None) -> float:
-    """Return how long the thread was runnable without a core."""
     return 0.0 if schedstat is None else int(os.pread(schedstat, 100, 0).split()[1]) / 1e9

@@ -21,7 +21,6 @@ class JsonLines(logging.Formatter):
         self._replica = replica
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname,
@@ -42,7 +41,6 @@ class PlainLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s " + replica + " %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         values = " ".join(f"{name}={escaped_line(str(value))}" for name, value in _extra(record).items())
         return escaped(redacted(f"{super().format(record)}  {values}".rstrip()))
 
@@ -52,7 +50,6 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 def set_up(level: str, replica: str) -> None:
-    """Log to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainLines(replica) if sys.stderr.isatty() else JsonLines(replica))
     logging.basicConfig(level=level, handlers=[handler], force=True)

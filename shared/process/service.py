@@ -30,12 +30,14 @@ from shared.bus.bus import Bus
 from shared.bus.messages import Json
 from shared.bus.stores.cordon import Cordon
 from shared.bus.stores.live_settings import Live
+from shared.bus.stores.owner import claim
 from shared.bus.stores.registry import registered_settings
 from shared.bus.stores.run_secret import RunSecret
 from shared.bus.worker import Patience
 from shared.errors import BusUnavailable, SettingsError
 from shared.process import event_loop, log
 from shared.process.endpoints import Endpoints
+from shared.process.gpus import held_gpus
 from shared.process.telemetry import Presence, Status
 from shared.settings import Settings, load, loads
 from shared.text.redaction import redacted
@@ -138,8 +140,9 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     A hanging shutdown (e.g. the bus is gone) is ended ``_LEAVE_S`` after ``bus.drain_s``.
     """
     stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
-    status = Status()
+    status = Status(gpus=held_gpus(settings, service, os.environ))
     bus = await Bus.connect(settings.bus.url, settings.run.id, wait_s=settings.internal.start_wait_s)
+    await _claim(bus, settings)
     bus.wait_for_ever()
 
     live, cordon, secret = Live(bus, settings), Cordon(bus, replica, told_to_stop), RunSecret(bus)
@@ -172,6 +175,14 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
         endpoints.close()
         await bus.close()
         signal.alarm(0)
+
+
+async def _claim(bus: Bus, settings: Settings) -> None:
+    try:
+        await claim(bus, settings.run.id, settings.internal.owner)
+    except BaseException:
+        await bus.close()
+        raise
 
 
 @contextlib.asynccontextmanager
@@ -262,7 +273,8 @@ def main(
         settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
         log.set_up(settings.telemetry.log_level, replica)
         with asyncio.Runner(loop_factory=loop) as runner:
-            return runner.run(_awaited(run(settings, replica))) or 0
+            code = runner.run(_awaited(run(settings, replica)))
+            return settings.internal.stopped_exit_status if code is None else code
     except (SettingsError, BusUnavailable) as error:
         return refuse(service, error)
     except Exception:  # noqa: BLE001 (the outermost edge: the caller leaves, and no library adds its last words to the traceback)

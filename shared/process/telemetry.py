@@ -15,7 +15,8 @@ from prometheus_client import Gauge
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Json, PolicyVersion
 from shared.bus.stores.heartbeats import Heartbeat, PartFailure, beat_once, count_start, note_left
-from shared.bus.streams import EVENTS
+from shared.bus.streams import EVENTS, MEMORY
+from shared.process.memory_timeline import MemoryTimeline
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Status:
     taking: bool = True
     failures: dict[str, PartFailure] = dataclasses.field(default_factory=dict)
     """By part."""
+    memory: MemoryTimeline = dataclasses.field(default_factory=MemoryTimeline)
+    gpus: tuple[str, ...] = ()
 
     @property
     def ready(self) -> bool:
@@ -92,7 +95,6 @@ class Presence:
                 continue
 
     async def leave(self) -> None:
-        """Remove the heartbeat: the replica left by itself."""
         await note_left(self._bus, self._replica)
 
     async def _beat(self, process: psutil.Process, starts: int) -> None:
@@ -114,17 +116,14 @@ class Presence:
             taking=self._status.taking,
             starts=starts,
             failures=tuple(self._status.failures.values()),
+            gpus=self._status.gpus,
         )
         await beat_once(self._bus, beat, self._heartbeat_s)
+        for report in self._status.memory.take(self._replica):
+            await self._bus.publish(MEMORY, report)
 
 
 class HandlerFailures:
-    """Bugs in a replica's handlers, for heartbeats and events.
-
-    Args:
-        part: the handler, for people.
-    """
-
     def __init__(self, part: str, bus: Bus, replica: str, status: Status) -> None:
         self._part = part
         self._bus = bus
@@ -133,7 +132,6 @@ class HandlerFailures:
         self._told_s = -math.inf
 
     async def note(self, group: str, error: str) -> None:
-        """Note an exception."""
         before, problem = self._status.failures.get(self._part), f"group {group[:100]}"
         failed = 1 + (before.failed if before else 0)
         self._status.failures[self._part] = PartFailure(self._part, error[:500], problem, failed, 0, time.time())
@@ -143,6 +141,5 @@ class HandlerFailures:
 
 
 async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:
-    """Write an event, also to the log."""
     log.info(name, extra={"detail": detail, **fields})
     await bus.publish(EVENTS, Event(at_s=time.time(), source=source, name=name, detail=detail, fields=fields))

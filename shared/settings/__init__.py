@@ -16,7 +16,6 @@
       guards.py         [guards]
       placement.py      [placement]
       internal.py       [internal], for tests and the Helm chart
-    removed.py        settings that no longer exist, and what replaced them
     section.py        what every table has in common
 
 What two services must agree on stands once. Unknown keys are errors. Loaded in ``__main__``, passed down as values;
@@ -38,7 +37,7 @@ from shared.settings.loading import (
 from shared.settings.placement import check_shared_engine
 from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.reward import ExecutorSettings
-from shared.settings.rollout import RolloutSettings
+from shared.settings.rollout import RolloutSettings, SamplingSettings
 from shared.settings.root import Settings, check_plain_engine, check_reproducible
 from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings
 from shared.settings.trainer import TrainerSettings
@@ -53,6 +52,7 @@ __all__ = [
     "LoraSettings",
     "PolicySettings",
     "RolloutSettings",
+    "SamplingSettings",
     "Settings",
     "TrainerSettings",
     "WeightsSettings",

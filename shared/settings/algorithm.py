@@ -5,10 +5,20 @@ where they are computed: ``services/trainer/algorithm/advantages.py``, ``losses.
 docs/algorithms.md says when to use which. Settings that contradict one another are refused, with advice.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from shared.settings.section import Section, shown
 
@@ -73,6 +83,8 @@ class CriticSettings(Section):
     """Decay λ of generalized advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
 
 
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
+LOSSES = ("clip", "gspo", "cispo", "policy_gradient", "dpo")
 Clip = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -87,20 +99,21 @@ class AlgorithmSettings(Section):
     max_lag: NonNegativeInt = Field(default=1)
     """Maximum lag of a sample, in steps; 0: synchronous. At most (max_lag + 1) × groups_per_step groups are in
     flight."""
-    on_stale: Literal["drop", "requeue", "wait"] = Field(default="drop")
-    """What happens to a group over max_lag: it is dropped, or its prompt is requeued. Both train long completions less
-    often than short ones. `wait`: a step waits up to wait_s for groups admitted before those of its batch, so that they
-    are not overtaken; later they are dropped."""
+    on_stale: Literal["drop", "requeue", "mask", "wait"] = Field(default="drop")
+    """What happens to a sample with a token over max_lag: it is not trained (`drop`), it is generated again
+    (`requeue`), or its tokens up to the last one over max_lag are not trained (`mask`). All three train long
+    completions less often than short ones. `wait`: a step waits up to wait_s for groups admitted before those of its
+    batch, so that they are not overtaken; later stale samples are dropped."""
     wait_s: PositiveFloat = Field(default=600.0)
     """Longest wait of a step for earlier groups with on_stale = "wait", in seconds."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
-        default="grpo"
-    )
+    advantage: str = Field(default="grpo")
     """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves
-    the sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), or by a critic (gae)."""
-    loss: Literal["clip", "gspo", "cispo", "policy_gradient", "dpo"] = Field(default="clip")
+    the sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), by a critic (gae), or by your own
+    function of a group's rewards, `package.module:function`."""
+    loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
-    gradient, or preferences between a group's best and worst sample (dpo)."""
+    gradient, preferences between a group's best and worst sample (dpo), or your own function of the tokens' logprobs
+    and advantages, `package.module:function`."""
     clip: tuple[Clip, PositiveFloat] = Field(default=(0.2, 0.2))
     """[low, high]: the ratio is clipped at 1 − low where the advantage is negative, and at 1 + high where it is
     positive (clip, gspo). For cispo, high is the largest weight − 1."""
@@ -148,6 +161,17 @@ class AlgorithmSettings(Section):
         overrides = {str(name): table for name, table in PRESETS.items()}
         return {**overrides.get(str(values.get("preset", "grpo")), {}), **values}
 
+    @field_validator("advantage", "loss")
+    @classmethod
+    def _known(cls, name: str, info: ValidationInfo) -> str:
+        names = LOSSES if info.field_name == "loss" else ADVANTAGES
+        if name not in names and re.fullmatch(r"[\w.]+:[\w.]+", name) is None:
+            raise ValueError(
+                f"expected {', '.join(map(repr, names))} or an import path 'package.module:function', found {name!r}: change "
+                f"algorithm.{info.field_name}"
+            )
+        return name
+
     @model_validator(mode="after")
     def _agree(self) -> "AlgorithmSettings":
         for problem in (self._contradiction(), self._uncorrected()):
@@ -169,6 +193,13 @@ class AlgorithmSettings(Section):
     def needs_critic(self) -> bool:
         """Whether the trainer holds a critic."""
         return self.advantage == "gae" and self.loss != "dpo"
+
+    @property
+    def compares_whole_samples(self) -> bool:
+        """Whether a group can be trained only if all tokens of all its samples count."""
+        penalised = self.kl.where == "reward" and self.kl.coefficient > 0
+        by_group = self.advantage in ("grpo", "dr_grpo", "rloo", "maxrl") or ":" in self.advantage
+        return self.loss == "dpo" or (penalised and by_group)
 
     def _contradiction(self) -> str:
         """Return what is wrong and what to change, or nothing."""
@@ -234,6 +265,14 @@ class AlgorithmSettings(Section):
             return (
                 f'expected algorithm.dynamic_sampling = false with advantage = "{self.advantage}", which learns from '
                 "groups with equal rewards too, found true: change one of them"
+            )
+        if self.on_stale == "mask" and self.compares_whole_samples:
+            because = (
+                'loss = "dpo"' if self.loss == "dpo" else f'kl.where = "reward" and advantage = "{self.advantage}"'
+            )
+            return (
+                f'expected another algorithm.on_stale than "mask" with {because}, which compares whole samples, masked '
+                'tokens included: set algorithm.on_stale = "wait", "requeue" or "drop"'
             )
         if self.groups_per_step % self.minibatches:
             return (

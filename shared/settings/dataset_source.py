@@ -15,8 +15,6 @@ _NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HubDataset:
-    """One split of a dataset on a Hugging Face hub."""
-
     repository: str
     revision: str
     """Branch, tag or commit; empty: the default branch."""
@@ -31,7 +29,7 @@ class HubDataset:
 
 
 def hub_dataset(source: str) -> HubDataset | None:
-    """Return the hub's dataset that ``source`` names, or None for a path."""
+    """None for a path."""
     if not source.startswith(_HUB):
         return None
     parts = _NAME.fullmatch(source)
@@ -41,7 +39,7 @@ def hub_dataset(source: str) -> HubDataset | None:
 
 
 def absolute(source: str) -> str:
-    """Return ``source`` for other working directories."""
+    """For other working directories."""
     return source if hub_dataset(source) else os.path.abspath(source)  # noqa: PTH100 (does not resolve links)
 
 

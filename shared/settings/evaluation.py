@@ -1,8 +1,4 @@
-"""The settings of evaluation: which held-out problems are asked when, how answers count, and what a fall of accuracy leads to.
-
-Several sets have a name each: ``path = { aime = "aime.jsonl", gsm8k = "gsm8k.jsonl" }``. Every setting of a set is then one value for
-all of them, or a table by name: ``samples = { aime = 16 }``, with the default for the others.
-"""
+"""The settings of evaluation; with several sets, each is one value for all sets, or a table by name."""
 
 from typing import Annotated, Literal, TypeVar
 
@@ -79,14 +75,12 @@ class EvaluationSettings(Section):
 
     @property
     def paths(self) -> dict[str, str]:
-        """The problems' path of each set, the main set first."""
         if self.path is None:
             return {}
         return self.path if isinstance(self.path, dict) else {ONLY_SET: self.path}
 
     @property
     def held_out(self) -> tuple[HeldOutSet, ...]:
-        """Every set, the main one first."""
         return tuple(
             HeldOutSet(
                 name=name,
@@ -102,11 +96,10 @@ class EvaluationSettings(Section):
 
     @property
     def gated(self) -> str:
-        """The set whose accuracy the gate examines; empty without such a set."""
+        """Empty without such a set."""
         return next(iter(self.paths), "")
 
     def setting_of(self, held_out: HeldOutSet) -> str:
-        """Return the setting that says where a set is, for messages."""
         return f"evaluation.path.{held_out.name}" if isinstance(self.path, dict) else "evaluation.path"
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ class GuardsSettings(Section):
     entropy_nats: NonNegativeFloat = Field(default=1e-4)
     """Guard `entropy`: smallest mean entropy per token."""
     stale_share: Share = Field(default=0.25)
-    """Guard `lag`: largest share of groups that are dropped as stale."""
+    """Guard `lag`: largest share of samples that are dropped as stale, alone or with their group."""
     throughput_share: Share = Field(default=0.5)
     """Guard `throughput`: smallest tokens/s, as a share of the median of the preceding steps (four times as many)."""
     starving_share: Share = Field(default=0.8)
@@ -51,11 +51,9 @@ class GuardsSettings(Section):
 
     @property
     def sudden_steps(self) -> int:
-        """Steps that the guards against sudden changes examine."""
         return max(1, self.steps // 2)
 
     def action(self, guard: Guard) -> Action:
-        """Return what happens when ``guard`` trips."""
         if guard in self.off:
             return "off"
         return "pause" if guard in self.pause else "tell"

@@ -18,8 +18,16 @@ class InternalSettings(Section):
     """Seconds between a replica's heartbeats; it counts as gone after 5 of them."""
     start_wait_s: PositiveFloat = Field(default=30.0)
     """Seconds that a service waits for the bus at its start; later it waits without a limit."""
+    owner: str = Field(default="")
+    """The release whose services use the run's keys, `namespace/release`; services of another one refuse to start."""
     stopped_exit_status: Annotated[int, Field(ge=0, le=255)] = Field(default=0)
-    """Exit status of a trainer that is stopped before its run is over; a Job of Kubernetes restarts it for 143."""
+    """Exit status of a service that is stopped before its run is over; a Job of Kubernetes restarts it for 143."""
+    leave_when_over: bool = Field(default=False)
+    """Whether the trainer exits once the run is over, its records are complete and its checkpoints are stored."""
+    release: tuple[str, ...] = Field(default=())
+    """Kubernetes objects, as group/version/resource/name, that the coordinator scales to zero when the run is over."""
+    deadline_s: NonNegativeFloat = Field(default=0.0)
+    """Seconds after its creation when the run is stopped; 0: never."""
     executor_check_s: PositiveFloat = Field(default=15.0)
     """Seconds between two checks of the executor with a program that tries to escape."""
     executor_profiles: tuple[Literal["stdlib", "numpy"], ...] = Field(default=())

@@ -1,9 +1,4 @@
-"""From a TOML file, the environment and dotted flags to :class:`Settings`, and back to TOML.
-
-The file first, then the environment (``PENSTOCK__TRAINER__LEARNING_RATE``), then flags (``--trainer.learning_rate
-1e-5``). A value is read as TOML, else as a string. Whatever is wrong becomes one sentence a setting, which begins with
-the source of its value: the file, the environment variable or the flag. Nothing else reads the environment.
-"""
+"""Load settings from a TOML file, the environment and flags; each error names the source of the wrong value."""
 
 import difflib
 import math
@@ -19,7 +14,6 @@ from pydantic import ValidationError
 
 from shared.errors import SettingsError
 from shared.files.durable import write_whole
-from shared.settings.removed import replacement
 from shared.settings.root import Settings
 from shared.text.redaction import SECRET_NAME, redact, redacted
 
@@ -29,25 +23,16 @@ SETTINGS_FILE = "settings.toml"
 
 
 def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in ``path``, overridden by the environment and then by ``flags`` (``--trainer.ranks 2``).
-
-    Without a path: the defaults, overridden in the same way.
+    """Without a path: the defaults, overridden in the same way.
 
     Paths in the file are relative to the working directory.
-
-    Raises:
-        SettingsError: no such file, no TOML, an unknown key, a wrong type, or settings that contradict each other.
     """
     environment = os.environ if environment is None else environment
     return loads("" if path is None else _read(path), str(path or "settings"), flags, environment)
 
 
 def load_run(run: Path) -> Settings:
-    """Return the settings of the run in folder ``run``, which may have moved, or those in the TOML file ``run``.
-
-    Raises:
-        SettingsError: the file does not exist.
-    """
+    """Return the settings of the run in folder ``run``, which may have moved, or those in the TOML file ``run``."""
     if run.is_file():
         return load(run)
     folder = run.resolve()
@@ -60,11 +45,6 @@ def load_run(run: Path) -> Settings:
 
 
 def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in the text ``toml``, which messages call ``name``, overridden as by :func:`load`.
-
-    Raises:
-        SettingsError: as :func:`load`.
-    """
     try:
         values = tomllib.loads(toml)
     except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits
@@ -75,11 +55,7 @@ def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[
 
 
 def sources(flags: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return where each overridden setting has its value from, in words, by its dotted key.
-
-    Raises:
-        SettingsError: a flag is no setting.
-    """
+    """Raises SettingsError: a flag is no setting."""
     origins = {
         _key(name): f"environment variable {name}" for name in environment or {} if name.startswith(ENVIRONMENT_PREFIX)
     }
@@ -87,16 +63,11 @@ def sources(flags: Sequence[str], environment: Mapping[str, str] | None = None) 
 
 
 def given(flags: Sequence[str]) -> dict[str, str]:
-    """Return the texts of ``flags`` by dotted key. Raises SettingsError if one is no setting's."""
     return _flags(flags)
 
 
 def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
-    """Return ``settings`` with ``changes`` (dotted key → value), checked as a whole.
-
-    Raises:
-        SettingsError: a value is wrong, or contradicts the other settings.
-    """
+    """Raises SettingsError: a value is wrong, or contradicts the other settings."""
     values = settings.model_dump(mode="json", exclude_none=True)
     for key, value in changes.items():
         table, name = key.split(".")
@@ -135,12 +106,11 @@ def _check_values(value: object, key: str, name: str) -> None:
 
 
 def dump(settings: Settings, path: Path) -> None:
-    """Write the resolved settings as TOML, without the password of bus.url, for services and for people to read; whole or not at all."""
+    """Without the password of bus.url; atomic."""
     write_whole(path, dumps(settings))
 
 
 def dumps(settings: Settings) -> str:
-    """Return the resolved settings as TOML, without the password of bus.url."""
     values = settings.model_dump(mode="json", exclude_none=True)
     values["bus"]["url"] = redact(settings.bus.url)
     return f"# The resolved settings of run {settings.run.id}.\n{tomli_w.dumps(values)}"
@@ -200,7 +170,6 @@ def _explain(error: ValidationError, name: str, sources: Mapping[str, str]) -> s
 
 
 def _with_source(problem: dict[str, Any], name: str, sources: Mapping[str, str]) -> str:
-    """Return what is wrong, and where the wrong values come from: the file ``name``, or what overrides it."""
     key, sentence = ".".join(str(part) for part in problem["loc"]), _explain_one(problem)
     if problem["type"] != "value_error":
         return f"{next((source for known, source in sources.items() if _holds(known, key)), name)}: {sentence}"
@@ -216,8 +185,6 @@ def _holds(table: str, key: str) -> bool:
 def _explain_one(problem: dict[str, Any]) -> str:
     where = [str(part) for part in problem["loc"]]
     key = ".".join(where)
-    if problem["type"] == "extra_forbidden" and (instead := replacement(problem["loc"])):
-        return f"{key} was removed: {instead}"
     if problem["type"] == "extra_forbidden":
         known = _known_keys(where[:-1])
         close = difflib.get_close_matches(where[-1], known, n=1)

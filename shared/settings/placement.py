@@ -9,8 +9,10 @@ from shared.settings.section import Section, shown
 if TYPE_CHECKING:
     from shared.settings.root import Settings
 
-RUNGS = (0, 1, 2)
-"""Rungs of the ladder that are supported."""
+RUNGS = (0, 1, 2, 3, 4)
+"""Rungs of the ladder."""
+REPLICA_RUNG = 2
+"""The highest rung at which a replica frees memory; above it the trainer does, too."""
 
 
 class PlacementSettings(Section):
@@ -20,8 +22,9 @@ class PlacementSettings(Section):
     """`separate`: trainer and replicas have devices of their own. `shared`: trainer rank i and replica i use the same
     device in turn. `lend` is not supported yet."""
     rung: Literal["auto", 0, 1, 2, 3, 4] = Field(default="auto")
-    """What a replica frees for training, with `shared`: nothing (0), its KV cache (1), its weights too (2). `auto`: the
-    lowest that fits into memory, by measured sizes. 3 and 4 are not supported yet."""
+    """What is freed at a switch, with `shared`: nothing (0), the replica's KV cache (1), its weights too (2); for
+    generation also the trainer's optimizer states (3), and its weights (4). `auto`: the lowest that fits into memory, by
+    measured sizes; vLLM on a CPU supports only 0."""
 
 
 def check_placement(settings: "Settings") -> None:
@@ -32,11 +35,6 @@ def check_placement(settings: "Settings") -> None:
             'expected placement.mode = "separate" or "shared", found "lend": replicas on idle trainer devices are not supported '
             "yet; change placement.mode"
         )
-    if placement.rung not in ("auto", *RUNGS):
-        raise ValueError(
-            f'expected placement.rung = "auto", 0, 1 or 2, found {placement.rung}: offloading the trainer\'s own memory is not '
-            "supported yet; change placement.rung"
-        )
     if placement.mode == "separate":
         return
     if settings.run.deterministic == "run" and placement.rung != 0:
@@ -45,7 +43,7 @@ def check_placement(settings: "Settings") -> None:
             f"found {shown(placement.rung)}: change one of them"
         )
     if rollout.engine != "auto":
-        check_shared_engine(settings, rollout.engine)
+        check_shared_engine(settings, rollout.engine, on_gpu=settings.run.device != "cpu")
     for key, value, expected, reason in (
         ("rollout.replicas", rollout.replicas, trainer.ranks, "rank i and replica i share device i"),
         ("rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, 1, "a replica has one device"),
@@ -62,10 +60,22 @@ def check_placement(settings: "Settings") -> None:
             )
 
 
-def check_shared_engine(settings: "Settings", engine: str) -> None:
-    """Raise ValueError where replicas of ``engine`` cannot share a device."""
-    if settings.placement.mode == "shared" and engine != "transformers":
+def check_shared_engine(settings: "Settings", engine: str, *, on_gpu: bool) -> None:
+    """Raise ValueError where replicas of ``engine`` cannot share a device, a GPU if ``on_gpu``."""
+    if settings.placement.mode != "shared":
+        return
+    if engine == "scripted":
         raise ValueError(
-            f'expected the engine "transformers" with placement.mode = "shared", found "{engine}", whose memory is not freed for '
-            'training yet: change rollout.engine, or set placement.mode = "separate"'
+            'expected the engine "vllm" or "transformers" with placement.mode = "shared", found "scripted", which uses no device: '
+            'change rollout.engine, or set placement.mode = "separate"'
+        )
+    if engine == "vllm" and settings.weights.shadow == "full":
+        raise ValueError(
+            'expected weights.shadow = "auto" or "bucketed" with placement.mode = "shared", found "full": weights are replaced while '
+            "generation is paused, and a second copy would take the trainer's memory; change weights.shadow"
+        )
+    if engine == "vllm" and not on_gpu and settings.placement.rung != 0:
+        raise ValueError(
+            f"expected placement.rung = 0 for vLLM on a CPU, found {shown(settings.placement.rung)}: its sleep mode, which frees "
+            'memory, needs a GPU; set placement.rung = 0 or rollout.engine = "transformers"'
         )

@@ -7,10 +7,12 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from shared.settings.section import Section
 
+MOST_KEPT = 256
+"""Most tokens that a truncated distribution keeps at a position, besides ties with the last: their ids travel."""
+
 
 class SamplingSettings(Section):
-    """How completions are drawn. The whole distribution is sampled (no top-p or top-k), so that behavior logprobs are
-    those of the distribution that the trainer computes."""
+    """How completions are drawn (docs/algorithms.md, "Truncated sampling")."""
 
     group_size: Annotated[int, Field(ge=2, le=4096)] = Field(default=16)
     """Completions per prompt, 2 to 4096. The group is the baseline of its advantages. During the run it may grow to 4
@@ -19,6 +21,48 @@ class SamplingSettings(Section):
     """Maximum length of a completion, in tokens."""
     temperature: PositiveFloat = Field(default=1.0)
     """Softmax temperature. The trainer divides its logits by the same number."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
+    """Draw from the most probable tokens whose probabilities reach this sum, in training and in evaluations that
+    sample; 1: from all. The trainer computes logprobs over the tokens that could be drawn."""
+    top_k: Annotated[int, Field(ge=0, le=MOST_KEPT)] = Field(default=0)
+    """Draw from this many most probable tokens, at most 256; 0: from all, or from 256 with top_p or min_p."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0)
+    """Draw from tokens of at least this probability, relative to the most probable one; 0: from all."""
+    min_new_tokens: NonNegativeInt = Field(default=0)
+    """Tokens before which a completion does not end by itself."""
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=())
+    """Texts that end a completion, in training and evaluation; it includes the text."""
+    by_dataset: dict[str, dict[str, Any]] = Field(default={})
+    """Other values for the problems of a dataset of data.path: { "hard.jsonl" = { max_new_tokens = 512 } }. Each
+    setting of this table except group_size; max_new_tokens may only be lower."""
+
+    @property
+    def kept_tokens(self) -> int:
+        """The top-k of a truncated distribution; 0: it is whole."""
+        return self.top_k or (MOST_KEPT if self.top_p < 1 or self.min_p > 0 else 0)
+
+    def of(self, source: str) -> "SamplingSettings":
+        """Return the values for problems of ``source``."""
+        own = {name: getattr(self, name) for name in type(self).model_fields if name != "by_dataset"}
+        return SamplingSettings.model_validate({**own, **self.by_dataset.get(source, {})})
+
+    @model_validator(mode="after")
+    def _agree(self) -> "SamplingSettings":
+        for source, others in self.by_dataset.items():
+            where = f'sampling.by_dataset."{source}"'
+            if refused := {"group_size", "by_dataset"} & others.keys():
+                raise ValueError(f"expected another setting in {where} than {min(refused)}: leave it out")
+            if self.of(source).max_new_tokens > self.max_new_tokens:
+                raise ValueError(
+                    f"expected max_new_tokens <= {self.max_new_tokens}, that of [sampling], in {where}, found "
+                    f"{others['max_new_tokens']}: raise sampling.max_new_tokens and lower it for the other datasets"
+                )
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"expected sampling.min_new_tokens <= sampling.max_new_tokens, found {self.min_new_tokens} > "
+                f"{self.max_new_tokens}: change one of them"
+            )
+        return self
 
 
 class VllmSettings(Section):

@@ -13,6 +13,7 @@ from shared.errors import SettingsError
 from shared.expression import Expression
 from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.evaluation import EvaluationSettings
+from shared.settings.fabric import FabricSettings
 from shared.settings.guards import GuardsSettings
 from shared.settings.internal import InternalSettings
 from shared.settings.placement import PlacementSettings, check_placement
@@ -57,6 +58,8 @@ class Settings(Section):
     """The optimizer and its engine."""
     placement: PlacementSettings = Field(default=PlacementSettings())
     """Which processes share a device."""
+    fabric: FabricSettings = Field(default=FabricSettings())
+    """What connects GPUs of several pods or machines."""
     weights: WeightsSettings = Field(default=WeightsSettings())
     """How policy versions reach the replicas."""
     coordinator: CoordinatorSettings = Field(default=CoordinatorSettings())
@@ -128,6 +131,7 @@ class Settings(Section):
             _check_engines,
             _check_trainer,
             _check_slots,
+            _check_sampling,
             check_placement,
         ):
             rule(self)
@@ -230,6 +234,22 @@ def _check_slots(settings: Settings) -> None:
         )
 
 
+def _check_sampling(settings: Settings) -> None:
+    """Refuse unknown datasets, and logprobs over all tokens where samples are drawn from some."""
+    sampling, sources = settings.sampling, settings.data.sources
+    if unknown := sampling.by_dataset.keys() - sources.keys():
+        raise ValueError(
+            f"expected a dataset of data.path in sampling.by_dataset, found {min(unknown)!r}; data.path has "
+            f"{', '.join(sources)}: change one of them"
+        )
+    drawn = [sampling, *map(sampling.of, sources)]
+    if settings.algorithm.reference_travels and any(one.kept_tokens or one.min_new_tokens for one in drawn):
+        raise ValueError(
+            'expected algorithm.reference = "trainer" with top_p, top_k, min_p or min_new_tokens in [sampling], found '
+            '"reward", whose logprobs are over all tokens and not over those that could be drawn: change one of them'
+        )
+
+
 def check_reproducible(settings: Settings, engine: str) -> None:
     """Raise ValueError where ``settings`` ask for a run that repeats to the bit, and others of them make it depend on timing."""
     if settings.run.deterministic != "run":
@@ -238,6 +258,11 @@ def check_reproducible(settings: Settings, engine: str) -> None:
         raise ValueError(
             f'expected algorithm.max_lag = 0 with run.deterministic = "run", found {settings.algorithm.max_lag}: which version generates '
             "a group depends on timing otherwise; change one of them"
+        )
+    if settings.data.curriculum and settings.algorithm.dynamic_sampling:
+        raise ValueError(
+            'expected algorithm.dynamic_sampling = false with data.curriculum and run.deterministic = "run", found true: a trainer '
+            "that dies forgets which groups it dropped since its last step; change one of them"
         )
     if engine not in ("auto", "transformers"):
         raise ValueError(

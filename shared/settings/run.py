@@ -38,6 +38,8 @@ class RunSettings(Section):
     """Folder in which run folders are created; a run writes to `<folder>/<id>/`."""
     steps: PositiveInt = Field(default=100)
     """Optimizer steps of the run."""
+    gpu_hours: Annotated[float, Field(ge=0, le=1e9)] = Field(default=0.0)
+    """GPU-hours after which the run pauses, counted while trainer and replicas hold GPUs; 0: no limit."""
     seed: NonNegativeInt = Field(default=0)
     """Seed of the dataset order, of sampling and of the trainer."""
     host: str = Field(default="", pattern=r"^[0-9A-Za-z_.-]*$")
@@ -84,6 +86,8 @@ class DataSettings(Section):
     """Unreadable rows that are skipped; one more refuses the start."""
     shuffle: bool = Field(default=True)
     """Whether each epoch has a new order, drawn from run.seed."""
+    curriculum: bool = Field(default=False)
+    """Whether problems are drawn by the signal of their last groups, p(1 − p), instead of epoch by epoch."""
     filter: str = Field(default="")
     """Condition that a training row must meet, over its columns and `prompt_characters`: `level <= 3 and source !=
     "web"`. Empty: all rows."""

@@ -1,8 +1,4 @@
-"""The optimizer, its engine and its checkpoints: ``[trainer]``, ``[trainer.store]``. Imports no DeepSpeed.
-
-Credentials of object storage are no settings: they come from where AWS's own tools look for them (environment, profile, role of
-the pod or machine).
-"""
+"""``[trainer]`` and ``[trainer.store]``; AWS's own tools find the credentials of object storage."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -153,7 +149,6 @@ class TrainerSettings(Section):
 
 
 def check_deepspeed(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where settings of DeepSpeed are ours to make."""
     for key, setting in DEEPSPEED_KEYS.items():
         table, _, name = key.rpartition(".")
         inner = settings.get(table, {}) if table else settings

@@ -1,7 +1,7 @@
 r"""Escape characters that control a terminal, or reorder its text, as ``\u001b`` (valid in JSON).
 
-Escaped: C0 and C1 except newline and tab, DEL, bidirectional and invisible formatting, line and paragraph separators,
-tags, and surrogates.
+C0 and C1 except newline and tab, DEL, bidirectional and invisible formatting, line and paragraph separators, tags, and
+surrogates.
 """
 
 import re

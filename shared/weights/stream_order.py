@@ -23,6 +23,11 @@ class Point:
         """Return whether the device has reached it, without waiting."""
         return self._event is None or bool(self._event.query())
 
+    def wait(self) -> None:
+        """Wait for it in this thread."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def follow(self) -> None:
         """Make the current stream, but not this thread, wait for it."""
         if self._event is not None:

@@ -73,7 +73,6 @@ class _Attempt(Generic[T]):
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """Call, then hand over or discard the result."""
         try:
             result = self._call()
         except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it
@@ -89,7 +88,6 @@ class _Attempt(Generic[T]):
             self._discard(result)
 
     def leave(self) -> None:
-        """Stop waiting."""
         with self._lock:
             self._left = True
 
@@ -101,5 +99,4 @@ def _told(error: Exception, what: str) -> WeightsError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line; torch appends stack traces."""
     return str(error).partition("\n")[0][:300]

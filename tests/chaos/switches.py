@@ -11,7 +11,7 @@ from tests.support.raw_redis import raw
 
 SHARED: Mapping[str, object] = {
     "placement.mode": "shared",
-    "placement.rung": 2,
+    "placement.rung": 4,
     "rollout.replicas": 1,
     "internal.claim_after_s": 5,
     "algorithm.max_lag": 0,

@@ -1,7 +1,7 @@
 """Every admitted prompt ends once and no version number is reused, whatever is killed.
 
 A rollout replica, the reward, one of two trainer ranks, the coordinator and Valkey are killed in mid-work, and one
-replica is frozen longer than its entries are kept.
+replica is frozen longer than its entries are kept. The tracker's process is killed too, and shows each step once.
 """
 
 import asyncio
@@ -21,9 +21,15 @@ from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 from tests.conftest import PATIENCE_S
+from tests.support.trackers import READERS
 
 STEPS, GROUPS, CHECKPOINT_EVERY = 45, 8, 7
-FLAGS = {"run.steps": STEPS, "trainer.ranks": 2, "trainer.checkpoint_every_steps": CHECKPOINT_EVERY}
+FLAGS = {
+    "run.steps": STEPS,
+    "trainer.ranks": 2,
+    "trainer.checkpoint_every_steps": CHECKPOINT_EVERY,
+    "tracking.sinks": '["tensorboard"]',
+}
 
 
 async def _kill_rank(run: Run, bus: Bus) -> None:
@@ -43,6 +49,14 @@ async def _kill_rank(run: Run, bus: Bus) -> None:
             await run.more_steps(bus, 1)
 
 
+async def _kill_sink(run: Run) -> None:
+    """Kill the process that has the tracker's library."""
+    pid = run.pid("tracking-0")
+    assert pid is not None
+    await run.until(lambda: psutil.Process(pid).children())
+    psutil.Process(pid).children()[0].kill()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_whatever_is_killed_every_prompt_ends_once_and_no_version_is_reused(tmp_path: Path) -> None:
@@ -52,9 +66,11 @@ async def test_whatever_is_killed_every_prompt_ends_once_and_no_version_is_reuse
         frozen = run.pid("rollout-1")
         assert frozen is not None
         os.kill(frozen, signal.SIGSTOP)
-        for name in ("rollout-0", "reward-0", "coordinator-0", "trainer-0", "valkey"):
+        for name in ("rollout-0", "reward-0", "coordinator-0", "trainer-0", "sink", "tracking-0", "valkey"):
             if name == "trainer-0":
                 await _kill_rank(run, bus)
+            elif name == "sink":
+                await _kill_sink(run)
             else:
                 assert run.send(name, signal.SIGKILL)
             await run.more_steps(bus, 4)
@@ -74,4 +90,6 @@ async def _audit(bus: Bus, folder: Path) -> None:
     await audit_versions(bus)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "a replayed step is not reported again"
+    shown = READERS["tensorboard"](folder, folder.name, "train/reward")
+    assert [step for step, _ in shown] == list(range(1, STEPS + 1)), "a tracker shows each step once"
     assert "journal replayed" in [event.name for _, event in await bus.newest(EVENTS, Event, 10_000)]

@@ -45,6 +45,7 @@ RUN = {
     ],
     "tokens_per_s": 3200.0,
     "training_s": 65.0,
+    "gpu_hours": 12.34,
     "eta_s": 95.0,
     "a_field_of_tomorrow": {"x": 1},
 }
@@ -146,6 +147,7 @@ def test_status_shows_the_run_and_its_replicas(coordinator: Coordinator, tmp_pat
         "evaluating version 100",
         "100/250",
         "eta 1m35s",
+        "12.3 GPU-hours",
         "0.712",
         "0.745",
         "61 of 64",
@@ -179,7 +181,16 @@ def test_a_refusal_is_told_in_its_own_words(coordinator: Coordinator) -> None:
 def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
     missing = penstock("status", "--run", str(tmp_path / "none"))
     dead = penstock("pause", "--url", "http://127.0.0.1:1")
-    for shown, piece in ((missing, "coordinator.json is missing there"), (dead, "no coordinator answers")):
+    (tmp_path / "settings.toml").touch()
+    ended = penstock("status", "--run", str(tmp_path))
+    resume = (
+        f"it is starting or has ended. Its records are in that folder; `penstock up --resume {tmp_path}` continues it"
+    )
+    for shown, piece in (
+        (missing, "coordinator.json is missing there"),
+        (dead, "no coordinator answers"),
+        (ended, resume),
+    ):
         assert shown.returncode == 1
         assert piece in shown.stderr
         assert len(shown.stderr.splitlines()) == 1
@@ -191,7 +202,7 @@ def test_every_setting_is_explained() -> None:
     found = {entry.key: (entry.kind, entry.default) for entry in entries}
     assert found["trainer.learning_rate"] == ("number", "1e-06")
     assert found["sampling.group_size"] == ("integer", "16")
-    assert found["algorithm.on_stale"] == ("'drop' | 'requeue' | 'wait'", '"drop"')
+    assert found["algorithm.on_stale"] == ("'drop' | 'requeue' | 'mask' | 'wait'", '"drop"')
     assert found["reward.scorers[answer].needs_stop"] == ("true | false", "false")
     assert found["evaluation.path"] == ("text | table", "none")
 

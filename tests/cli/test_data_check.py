@@ -37,6 +37,7 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
             tmp_path, url, "-m", "services.cli", "data", "check", settings(tmp_path, "hf://own/sums@main:train")
         )
     assert checked.returncode == 0, checked.stderr
+    assert "bad row" not in checked.stderr
     assert checked.stdout.splitlines() == [
         "training: hf://own/sums@main:train: 1 problems",
         "training: 1 problems, 1 bad rows, 1 rows left out by data.filter",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.__main__ import main
-from services.cli.diff import Curve, curves, settings_differences
+from services.cli.diff import Curve, Group, curves, same_prompts, settings_differences
 from shared.settings import load_run
 
 
@@ -50,6 +50,29 @@ def test_the_comparison_is_printed(runs: tuple[Path, Path], capsys: pytest.Captu
     assert ["trainer.learning_rate", "1e-06", "2e-06"] in rows
     assert ["reward_mean", "0.2", "▁▅█", "0.3", "▁██"] in rows
     assert ["accuracy", "heldout", "0.5", "▁█", "0.75", "▁█"] in rows
+
+
+def test_rollouts_for_the_same_prompts_are_compared_those_that_differ_most_first(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first: list[tuple[str, list[float]]] = [("a", [0, 1]), ("b", [1, 1]), ("a", [0, 0.5])]
+    second: list[tuple[str, list[float]]] = [("a", [0, 0.5]), ("b", [0, 0])]
+    for folder, rewards in zip(runs, (first, second), strict=True):
+        lines = [
+            {"step": step, "problem": name, "completions": [{"text": f"{r}", "reward": r} for r in both]}
+            for step, (name, both) in enumerate(rewards, 1)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "rollouts.jsonl").write_text('{"from": "another version"}\n' + text)
+    assert list(same_prompts(*runs).items()) == [
+        ("b", (Group(2, 1.0, "1"), Group(2, 0.0, "0"))),
+        ("a", (Group(3, 0.25, "0.5"), Group(1, 0.25, "0.5"))),
+    ]
+    assert main(["diff", *map(str, runs)]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert ['step 2: reward 1, "1"', 'step 2: reward 0, "0"'] in [
+        [cell.strip() for cell in row if cell][1:] for row in rows
+    ]
 
 
 def test_equal_runs_have_no_difference(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def test_every_common_setting_is_a_comment_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ((), "expected the name of a new file"),
+        ((), "the name of the new file is missing"),
         (("run.toml", "--run.stepz=7"), "stepz"),
         (("run.toml", "--run.steps=0"), "run.steps"),
         (("old.toml",), "expected a new file, found old.toml (File exists)"),

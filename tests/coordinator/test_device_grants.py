@@ -44,17 +44,22 @@ def test_training_gets_every_device_or_none_and_goes_first(
 
 
 REPLICA = {"weights": 15.0, "shadow": 15.0, "kv_cache": 40.0}
-RUNGS = [(45.0, 250.0, 0), (45.0, 100.0, 1), (45.0, 60.0, 2), (45.0, 40.0, 2), (45.0, 0.0, 2)]
+TRAINER = {"weights": 15.0, "gradients": 15.0, "optimizer": 90.0, "snapshot": 15.0, "peak": 140.0}
+RUNGS = [(300.0, 0), (234.0, 0), (233.0, 1), (228.0, 1), (227.0, 3), (200.0, 3), (150.0, 4), (1.0, 4)]
 
 
-@pytest.mark.parametrize(("trainer", "capacity", "rung"), RUNGS)
-def test_the_lowest_rung_that_fits_is_chosen(trainer: float, capacity: float, rung: int) -> None:
-    assert lowest_rung(REPLICA, {"optimizer": trainer}, capacity) == rung
+@pytest.mark.parametrize(("capacity", "rung"), RUNGS)
+def test_the_lowest_rung_at_which_training_and_generation_fit_is_chosen(capacity: float, rung: int) -> None:
+    assert lowest_rung(REPLICA, TRAINER, capacity) == rung
+
+
+def test_a_small_trainer_asks_the_replica_alone_for_memory() -> None:
+    assert lowest_rung(REPLICA, {"weights": 1.0, "peak": 60.0}, 99.0) == 2
 
 
 def test_what_is_not_measured_yet_is_freed_as_far_as_possible() -> None:
-    assert lowest_rung({}, {"optimizer": 1.0}, 100.0) == 2
-    assert lowest_rung(REPLICA, {}, 1000.0) == 2
+    assert lowest_rung({}, TRAINER, 1000.0) == 4
+    assert lowest_rung(REPLICA, {"optimizer": 1.0}, 1000.0) == 4
 
 
 class Players:

@@ -144,12 +144,14 @@ async def _failing(bus: Bus) -> bool:
     return any(beat.failures for beat in await heartbeats(bus))
 
 
-def test_lag_counts_the_groups_that_left_as_stale() -> None:
+def test_lag_counts_the_samples_that_left_as_stale() -> None:
     guard = GuardsSettings(steps=2, stale_share=0.5)
     assert guards.lag(steps(dropped_stale=[2.0, 2.0]), guard, 2) == "", "4 of 8 is not over a half"
     assert guards.lag(steps(dropped_stale=[3.0, 3.0]), guard, 2).startswith(
-        "60% of the groups of 2 steps were dropped as stale"
+        "60% of the samples of 2 steps were dropped as stale"
     )
+    assert guards.lag(steps(stale_samples=[4.0, 4.0], dropped_stale=[0.0, 0.0]), guard, 2) == "", "one of two groups"
+    assert guards.lag(steps(stale_samples=[4.0, 4.0], dropped_stale=[1.0, 1.0]), guard, 2) != "", "two of three"
 
 
 def test_a_cliff_is_measured_against_the_steps_before() -> None:
@@ -183,8 +185,8 @@ async def _trips(parts: Coordinator, name: str) -> None:
 
 
 def _trip_count(name: str, action: str) -> float:
-    found = REGISTRY.get_sample_value("penstock_coordinator_guard_trips_total", {"guard": name, "action": action})
-    return found or 0.0
+    count = REGISTRY.get_sample_value("penstock_coordinator_guard_trips_total", {"guard": name, "action": action})
+    return count or 0.0
 
 
 async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its_chance(
@@ -203,7 +205,7 @@ async def test_a_guard_that_pauses_says_why_everywhere_and_a_resumed_run_has_its
         reason = (await ledger.status()).reason
         assert reason.startswith("guard no_signal: in 2 steps no group had two different rewards")
         assert reason.endswith("resume, roll back, or change [guards]")
-        assert [found.guard for found in (await parts.monitor.view()).guards] == ["no_signal"]
+        assert [guard.guard for guard in (await parts.monitor.view()).guards] == ["no_signal"]
         assert _trip_count("no_signal", "pause") == before + 1
         await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
         await until(lambda: not parts.guards.active)
@@ -219,11 +221,11 @@ async def test_who_leads_next_goes_on_from_what_is_wrong_and_does_not_tell_it_ag
             await trainer.step(entropy=0.05)
             await _trips(first, "entropy")
         follower = make(bus, of)
-        (found,) = (await follower.monitor.view()).guards
-        assert (found.guard, found.action) == ("entropy", "tell")
+        (guard,) = (await follower.monitor.view()).guards
+        assert (guard.guard, guard.action) == ("entropy", "tell")
         async with running(follower):
             await until(lambda: len(follower.guards._looks) >= 2)
-            assert follower.guards.active["entropy"].since_s == found.since_s
+            assert follower.guards.active["entropy"].since_s == guard.since_s
             assert _trip_count("entropy", "tell") == before + 1
             await trainer.step(entropy=0.5)
             await until(lambda: not follower.guards.active)
@@ -242,11 +244,11 @@ async def test_a_step_that_goes_wrong_between_two_looks_is_found_and_over_at_the
         for report in steps(kl_mean=[0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     ]
     seen: list[StepReport] = []
-    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: seen, tuple, lambda: None, 60)
+    watcher = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: seen, tuple, lambda: None, 60)
     for count, active in ((2, []), (6, ["kl"]), (6, [])):
         seen[:] = told[:count]
-        await found.look(await parts.monitor.view())
-        assert list(found.active) == active
+        await watcher.look(await parts.monitor.view())
+        assert list(watcher.active) == active
     names = [event.name for _, event in reversed(await bus.newest(EVENTS, Event, 9))]
     assert names == ["guard kl", "guard kl over"]
 
@@ -266,8 +268,8 @@ async def test_of_guards_that_trip_in_one_look_the_first_to_go_wrong_comes_first
         entropy=[1.0, 1.0, 1.0, 1.0, 0.0],
     )
     reports = [dataclasses.replace(report, finished_at_s=time.time() + report.step) for report in made]
-    found = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: reports, tuple, lambda: None, 60)
-    await found.look(await parts.monitor.view())
+    watcher = guards.Guards(bus, ledger, of.guards, 2, parts.monitor.view, lambda: reports, tuple, lambda: None, 60)
+    await watcher.look(await parts.monitor.view())
     names = [event.name for _, event in reversed(await bus.newest(EVENTS, Event, 9))]
     assert names == ["guard lag", "guard kl", "guard no_signal", "guard entropy"]
 

@@ -24,9 +24,9 @@ async def state(bus: Bus) -> RunState:
     return (await Ledger(bus).status()).state
 
 
-async def reaches(bus: Bus, wanted: RunState) -> None:
+async def reaches(bus: Bus, target: RunState) -> None:
     async def reached() -> bool:
-        return await state(bus) is wanted
+        return await state(bus) is target
 
     await until(reached)
 
@@ -36,8 +36,8 @@ async def closes(parts: Coordinator) -> None:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return content
 
 
 async def test_a_run_trains_its_steps_and_finishes_with_figures_that_add_up(bus: Bus, tmp_path: Path) -> None:
@@ -47,18 +47,23 @@ async def test_a_run_trains_its_steps_and_finishes_with_figures_that_add_up(bus:
         for _ in range(4):
             await trainer.step()
         await closes(parts)
-    found, status = summary(run.run_folder), await Ledger(bus).status()
+    summary_json, status = summary(run.run_folder), await Ledger(bus).status()
     assert status.state is RunState.FINISHED
-    assert (found["state"], found["steps"], found["samples"], found["head"]) == ("finished", 4, 16, 4)
+    assert (summary_json["state"], summary_json["steps"], summary_json["samples"], summary_json["head"]) == (
+        "finished",
+        4,
+        16,
+        4,
+    )
     # held-out answers 0, 2, 4, 6, 8: three of five are right
-    assert (found["accuracy_before"], found["accuracy_after"]) == (0.6, 0.6)
-    assert (found["reward_first"], found["reward_last"]) == (0.25, 0.25)  # mean of 0.1, 0.2, 0.3, 0.4
-    assert (found["lag_mean"], found["lag_max"]) == (0.25, 1)
-    assert found["training_s"] == status.last_commit_s - status.first_admission_s  # type: ignore[operator]
-    assert found["samples_per_s"] == 16 / found["training_s"]
-    assert found["tokens_per_s"] == 160 / found["training_s"]
-    assert found["groups_admitted"] == status.cursor == sum(found["counts"].values())
-    assert found["counts"]["trained"] == 8
+    assert (summary_json["accuracy_before"], summary_json["accuracy_after"]) == (0.6, 0.6)
+    assert (summary_json["reward_first"], summary_json["reward_last"]) == (0.25, 0.25)  # mean of 0.1, 0.2, 0.3, 0.4
+    assert (summary_json["lag_mean"], summary_json["lag_max"]) == (0.25, 1)
+    assert summary_json["training_s"] == status.last_commit_s - status.first_admission_s  # type: ignore[operator]
+    assert summary_json["samples_per_s"] == 16 / summary_json["training_s"]
+    assert summary_json["tokens_per_s"] == 160 / summary_json["training_s"]
+    assert summary_json["groups_admitted"] == status.cursor == sum(summary_json["counts"].values())
+    assert summary_json["counts"]["trained"] == 8
     names = {path.name for path in run.run_folder.iterdir()}
     assert {"metrics.jsonl", "evaluations.jsonl", "events.jsonl", "summary.json", "report.html"} <= names
     evaluated = [json.loads(line) for line in (run.run_folder / "evaluations.jsonl").read_text().splitlines()]
@@ -91,8 +96,8 @@ async def test_a_finished_run_with_more_steps_than_it_had_makes_them_and_finishe
         await closes(parts)
     status = await Ledger(bus).status()
     assert (status.state, status.step, status.closed) == (RunState.FINISHED, 4, True)
-    found = summary(run.run_folder)
-    assert (found["steps"], found["samples"], found["counts"]["trained"]) == (4, 16, 8)
+    summary_json = summary(run.run_folder)
+    assert (summary_json["steps"], summary_json["samples"], summary_json["counts"]["trained"]) == (4, 16, 8)
     evaluated = [json.loads(line) for line in (run.run_folder / "evaluations.jsonl").read_text().splitlines()]
     assert [(line["version"], line["final"]) for line in evaluated] == [(0, False), (2, True), (4, True)]
     events = [json.loads(line)["name"] for line in (run.run_folder / "events.jsonl").read_text().splitlines()]
@@ -194,10 +199,12 @@ async def test_a_stop_ends_the_run_with_what_there_is(bus: Bus, tmp_path: Path) 
         await trainer.step()
         await parts.api.ledger.transition(RunState.STOPPED, "enough", [RunState.RUNNING])
         await closes(parts)
-    found = summary(run.run_folder)
-    assert (found["state"], found["reason"], found["steps"]) == ("stopped", "enough", 1)
-    assert (found["accuracy_before"], found["counts"]["trained"]) == (1.0, 2)
-    assert sum(found["counts"].values()) == found["groups_admitted"] == (await Ledger(bus).status()).cursor
+    summary_json = summary(run.run_folder)
+    assert (summary_json["state"], summary_json["reason"], summary_json["steps"]) == ("stopped", "enough", 1)
+    assert (summary_json["accuracy_before"], summary_json["counts"]["trained"]) == (1.0, 2)
+    assert (
+        sum(summary_json["counts"].values()) == summary_json["groups_admitted"] == (await Ledger(bus).status()).cursor
+    )
     assert (run.run_folder / "report.html").exists()
 
 
@@ -249,8 +256,12 @@ async def test_a_stop_interrupts_the_initial_evaluation(bus: Bus, tmp_path: Path
         await until(asked)
         await parts.api.ledger.transition(RunState.STOPPED, "", [RunState.CREATED, RunState.RUNNING])
         await closes(parts)
-    found = summary(run.run_folder)
-    assert (found["accuracy_before"], found["groups_admitted"], found["training_s"]) == (None, 0, 0.0)
+    summary_json = summary(run.run_folder)
+    assert (summary_json["accuracy_before"], summary_json["groups_admitted"], summary_json["training_s"]) == (
+        None,
+        0,
+        0.0,
+    )
 
 
 async def test_a_paused_run_neither_evaluates_nor_ends_until_it_is_resumed(bus: Bus, tmp_path: Path) -> None:
@@ -279,8 +290,12 @@ async def test_a_run_whose_evaluation_fails_still_trains(bus: Bus, tmp_path: Pat
         trainer = await Trainer(bus).start()
         await trainer.step()
         await closes(parts)
-    found = summary(run.run_folder)
-    assert (found["accuracy_before"], found["accuracy_after"], found["state"]) == (None, None, "finished")
+    summary_json = summary(run.run_folder)
+    assert (summary_json["accuracy_before"], summary_json["accuracy_after"], summary_json["state"]) == (
+        None,
+        None,
+        "finished",
+    )
 
 
 async def test_a_server_that_comes_back_empty_gets_its_run_back(bus: Bus, tmp_path: Path) -> None:

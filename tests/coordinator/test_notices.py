@@ -35,7 +35,7 @@ def evaluation(answered: int) -> Evaluation:
 
 
 def texts(*args: object) -> list[str]:
-    return [f"{one.level}: {one.text}" for one in compose(*args)]  # type: ignore[arg-type]
+    return [f"{notice.level}: {notice.text}" for notice in compose(*args)]  # type: ignore[arg-type]
 
 
 def test_why_a_run_is_paused_comes_first_and_the_guard_that_did_it_is_not_said_twice() -> None:

@@ -38,8 +38,8 @@ ROOT = Path(__file__).parents[2]
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
     await Ledger(bus).create()
     run = settings(tmp_path, steps=50, coordinator={"autostart": False}, algorithm={"groups_per_step": 2, "max_lag": 1})
-    async with running(make(bus, run)) as found:
-        yield found
+    async with running(make(bus, run)) as running_parts:
+        yield running_parts
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ async def ended(http: httpx.AsyncClient, location: str) -> dict[str, Any]:
         return bool((await http.get(location)).json()["state"] != "running")
 
     await until(over)
-    found: dict[str, Any] = (await http.get(location)).json()
-    return found
+    operation: dict[str, Any] = (await http.get(location)).json()
+    return operation
 
 
 def test_what_may_change_is_what_the_api_takes() -> None:
@@ -90,7 +90,7 @@ async def test_settings_change_only_from_the_revision_that_was_read(http: httpx.
     told = [event.fields["changes"] for _, event in await bus.newest(streams.EVENTS, Event, 2)]
     assert told == [{"sampling.temperature": 0.5}, {"algorithm.max_lag": 3, "trainer.learning_rate": 2e-6}]
     history = (await http.get("/v1/run/settings/history")).json()["items"]
-    assert [(one["revision"], one["changes"]) for one in history] == [
+    assert [(record["revision"], record["changes"]) for record in history] == [
         (2, {"sampling.temperature": 0.5}),
         (1, {"algorithm.max_lag": 3, "trainer.learning_rate": 2e-6}),
     ]
@@ -163,12 +163,12 @@ async def test_a_revision_on_the_bus_that_memory_cannot_hold_is_not_applied(bus:
 
 
 async def test_two_changes_of_one_revision_are_one_change(bus: Bus) -> None:
-    one, other = Live(bus, Settings()), Live(bus, Settings())
+    record, other = Live(bus, Settings()), Live(bus, Settings())
     made = await asyncio.gather(
-        one.change(0, {"algorithm.max_lag": 2}, ""), other.change(0, {"algorithm.max_lag": 3}, "")
+        record.change(0, {"algorithm.max_lag": 2}, ""), other.change(0, {"algorithm.max_lag": 3}, "")
     )
-    assert sorted(found is None for found in made) == [False, True]
-    assert await one.newest() == 1
+    assert sorted(actual is None for actual in made) == [False, True]
+    assert await record.newest() == 1
 
 
 async def test_a_drained_pause_ends_when_nothing_is_generated_or_scored(http: httpx.AsyncClient, bus: Bus) -> None:
@@ -289,7 +289,7 @@ async def test_a_dead_letter_is_read_requeued_and_discarded_and_the_audit_stays_
     first = (await http.get("/v1/dead-letters", params={"limit": 2})).json()
     second = (await http.get("/v1/dead-letters", params={"limit": 2, "cursor": first["next"]})).json()
     letters = first["items"] + second["items"]
-    assert [(one["stream"], one["group"], one["reason"], one["attempts"]) for one in letters] == [
+    assert [(record["stream"], record["group"], record["reason"], record["attempts"]) for record in letters] == [
         ("prompts", "0", "poison", 1), ("prompts", "1", "poison", 1), ("prompts", "2", "poison", 1),
     ]  # fmt: skip
     path = f"/v1/dead-letters/prompts/{letters[0]['entry']}"
@@ -321,9 +321,9 @@ async def test_versions_are_compared_pinned_and_released(http: httpx.AsyncClient
         await http.post("/v1/run/start")
         await trainer.step()
         await trainer.step()
-    found = (await http.get("/v1/policies/1/compare/2")).json()
-    assert (found["ancestor"], found["left_steps"], found["right_steps"]) == (1, 0, 1)
-    assert found["metrics"]["reward_mean"] == {"left": 0.5, "right": 0.5, "change": 0.0}
+    answer = (await http.get("/v1/policies/1/compare/2")).json()
+    assert (answer["ancestor"], answer["left_steps"], answer["right_steps"]) == (1, 0, 1)
+    assert answer["metrics"]["reward_mean"] == {"left": 0.5, "right": 0.5, "change": 0.0}
     assert (await http.post("/v1/policies/2/pin")).status_code == 409
     await Ledger(bus).set_checkpoint(PolicyVersion(2), "/checkpoints/step-000002")
     pinned = {"version": 2, "pinned": True, "released": False, "changed": True}
@@ -331,7 +331,7 @@ async def test_versions_are_compared_pinned_and_released(http: httpx.AsyncClient
     assert (await http.post("/v1/policies/2/release")).json() == {**pinned, "released": True}
     assert (await http.post("/v1/policies/2/unpin")).json() == {**pinned, "pinned": False, "released": True}
     shown = (await http.get("/v1/policies", params={"limit": 1, "cursor": "1"})).json()["items"]
-    assert [(one["version"], one["released"]) for one in shown] == [(2, True)]
+    assert [(record["version"], record["released"]) for record in shown] == [(2, True)]
 
 
 async def test_cleanup_leaves_the_newest_checkpoints_and_the_pinned_ones(bus: Bus, tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ async def test_cleanup_leaves_the_newest_checkpoints_and_the_pinned_ones(bus: Bu
     for old in local_store.superfluous(tmp_path, 1):
         if await ledger.forget_checkpoint(str(old.folder)):
             local_store.delete(old)
-    assert [one.state.step for one in local_store.find(tmp_path)] == [2, 4]
+    assert [record.state.step for record in local_store.find(tmp_path)] == [2, 4]
     assert sorted(await ledger.checkpoints()) == [20, 40]
 
 

@@ -25,7 +25,9 @@ from tests.support.chart import (
     Kinds,
     Release,
     environment,
+    jobs_of,
     labels,
+    merged,
     play_all,
     refusal,
     render,
@@ -102,7 +104,7 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
 
 JOB_SET_FIELDS: Json = {
     "network": {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"},
-    "failurePolicy": {"maxRestarts", "restartStrategy", "rules"},
+    "successPolicy": {"operator", "targetReplicatedJobs"},
     "replicatedJobs": {"name", "replicas", "template", "groupName", "dependsOn"},
 }
 """Used fields of JobSet's CRD (v1alpha2, 0.10); no package has a model."""
@@ -114,15 +116,15 @@ def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
     import kubernetes_validate
 
     found = [(version, one) for (_, version, _), release in matrix.items() for one in release.of("JobSet")]
-    assert len(found) == 2 * len(CASES)
+    assert len(found) == 2 * (len(CASES) - 1)  # a LeaderWorkerSet cannot be part of one
     for version, one in found:
-        spec, (replicated,) = one["spec"], one["spec"]["replicatedJobs"]
+        spec = one["spec"]
         assert spec.keys() == JOB_SET_FIELDS.keys()
         assert spec["network"].keys() <= JOB_SET_FIELDS["network"]
-        assert spec["failurePolicy"].keys() <= JOB_SET_FIELDS["failurePolicy"]
-        assert replicated.keys() <= JOB_SET_FIELDS["replicatedJobs"]
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": one["metadata"], **replicated["template"]}
-        kubernetes_validate.validate(job, f"1.{version}", strict=True)
+        assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
+        assert all(replicated.keys() <= JOB_SET_FIELDS["replicatedJobs"] for replicated in spec["replicatedJobs"])
+        for job in jobs_of(one):
+            kubernetes_validate.validate(job, f"1.{version}", strict=True)
 
 
 LEADER_WORKER_SET_FIELDS: Json = {
@@ -176,6 +178,18 @@ def test_one_release_has_the_alerts_and_dashboards_of_all_runs(matrix: Mapping[t
     (monitor,) = run.of("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert {label["targetLabel"] for label in endpoint["relabelings"]} == {"service", "instance", "run"}
+
+
+def test_an_alerts_runbook_is_a_section_of_the_documentation_wherever_it_is_published() -> None:
+    folder = "https://docs.example.org/penstock"
+    release = render({"rules": {"runbookFolder": folder}}, crds=ALL_CRDS, chart=MONITORING)
+    (rules,) = release.of("PrometheusRule")
+    alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    titles = re.findall("(?m)^### (.+)$", (ROOT / "docs/operations.md").read_text())
+    assert len(alerts) > 30
+    for rule in alerts:
+        assert rule["annotations"]["runbook_url"] == f"{folder}/operations.md#{rule['alert'].lower()}"
+        assert rule["alert"] in titles
 
 
 def test_every_rule_keeps_runs_of_several_namespaces_apart() -> None:
@@ -258,7 +272,7 @@ def templates_of(release: Release, pod: Json) -> list[Json]:
 def test_network_policies_deny_everything_and_open_only_ports_that_exist(releases: list[Release]) -> None:
     for release in releases:
         pods = list(release.pods())
-        ports = {port["containerPort"] for _, pod in pods for port in ports_of(pod)} | {53, 5353, 6379, 443}
+        ports = {port["containerPort"] for _, pod in pods for port in ports_of(pod)} | {53, 5353, 6379, 443, 6443}
         deny, *rest = sorted(release.of("NetworkPolicy"), key=lambda one: "default-deny" not in one["metadata"]["name"])
         assert deny["spec"]["policyTypes"] == ["Ingress", "Egress"]
         assert "ingress" not in deny["spec"]
@@ -394,11 +408,14 @@ def breaches(spec: Json) -> Iterator[str]:
             yield "a port of the host"
 
 
-def test_the_files_of_a_pod_are_read_only_and_no_pod_has_a_token(releases: list[Release]) -> None:
+def test_the_files_of_a_pod_are_read_only_and_only_a_coordinator_that_may_scale_has_a_token(
+    releases: list[Release],
+) -> None:
     for release in releases:
         assert all(one["automountServiceAccountToken"] is False for one in release.of("ServiceAccount"))
-        for _, pod in release.pods():
-            assert pod["spec"]["automountServiceAccountToken"] is False
+        for role, pod in release.pods():
+            may_scale = role == "coordinator" and bool(release.of("Role"))
+            assert pod["spec"]["automountServiceAccountToken"] is may_scale
             assert all(one["securityContext"]["readOnlyRootFilesystem"] for one in pod["spec"]["containers"])
 
 
@@ -430,7 +447,12 @@ def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path, crds: Kin
         assert settings.run.id == "demo"
         assert str(settings.snapshot_folder) == "/var/penstock/runs/demo/weights"
         assert settings.trainer.ranks == (4 if role == "trainer" else 1)
-        assert settings.internal.stopped_exit_status == (143 if role == "trainer" and crds else 0)
+        in_job_set = crds is not None and role in ("trainer", "rollout", "reward")
+        assert settings.internal.stopped_exit_status == (143 if in_job_set else 0)
+        assert settings.internal.leave_when_over == (in_job_set and role == "trainer")
+        if role == "coordinator":
+            released = ["executor"] if crds else ["rollout", "reward", "trainer", "executor"]
+            assert [target.rpartition("-")[2] for target in settings.internal.release] == released
 
 
 def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
@@ -442,7 +464,8 @@ def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
         (together,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert together["topologyKey"] == "topology.kubernetes.io/zone"
         assert together["labelSelector"]["matchExpressions"][0]["values"] == ["trainer", "rollout"]
-        assert labels(workload)["kueue.x-k8s.io/queue-name"] == "research"
+    (job_set,) = release.of("JobSet")
+    assert labels(job_set)["kueue.x-k8s.io/queue-name"] == "research"
 
 
 ACCEPTED = {
@@ -452,13 +475,15 @@ ACCEPTED = {
     "CKV_K8S_15": "IfNotPresent: tags are never `latest`, and a GPU node should not fetch 10 GB again",
     "CKV_K8S_21": "Helm sets the namespace; objects do not name it",
     "CKV_K8S_35": "settings come by the environment, so bus.url does; the token and Valkey's users are files",
+    "CKV_K8S_38": "the coordinator alone: its token may scale this release's own workloads to zero, and nothing else",
     "CKV_K8S_43": "an image by digest is a value (<role>.image); which one, only its builder knows",
 }
 
 
 def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path) -> None:
     checkov = need_checkov()
-    release = render(CASES["everything"], crds={**KEDA, **OPERATOR})  # checkov does not know JobSets
+    separate = merged(CASES["everything"], {"kueue": {"queue": ""}})
+    release = render(separate, crds={**KEDA, **OPERATOR})  # checkov does not know JobSets
     manifest = tmp_path / "manifest.yaml"
     manifest.write_text(yaml.safe_dump_all([*release.objects, *release.hooks]))
     command = [
@@ -479,6 +504,7 @@ def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path
     wrong = {(one["check_id"], one["check_name"], one["resource"]) for one in found["results"]["failed_checks"]}
     assert {one for one in wrong if one[0] not in ACCEPTED} == set()
     assert ACCEPTED.keys() == {one[0] for one in wrong}  # unused exceptions must go
+    assert [one[2] for one in wrong if one[0] == "CKV_K8S_38"] == ["Deployment.default.demo-penstock-coordinator"]
 
 
 def need_checkov() -> tuple[str, ...]:

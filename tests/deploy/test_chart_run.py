@@ -15,26 +15,28 @@ from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, TRAINING_STREAMS
 from tests.chaos.audit import Watcher, audit_groups, audit_versions
 from tests.conftest import need, need_module, until
-from tests.support.chart import Json, Release, merged, play, values
+from tests.support.chart import Json, Release, merged, play, render, values
 from tests.support.fake_kubernetes import JOB_SET
-from tests.support.pods import Cluster
+from tests.support.pods import Cluster, Pod
 from tests.support.raw_redis import raw
 
 SERVICES = ("coordinator", "rollout", "reward", "trainer", "executor")
+JOBS = ("trainer", "rollout", "reward")
 PATIENCE_S = 200.0
 
 
 def revisions() -> list[Json]:
-    """Return values of an install, a full upgrade, and one of the trainer alone."""
+    """Return values of an install, a full upgrade, and one to a JobSet."""
     found = values("cpu-smoke")
     config = re.sub(r"(?m)^(every_steps|problems) = .*$", r"\1 = 4", found["run"]["config"])  # short evaluations
     config = config.replace("groups_per_step = 32", "groups_per_step = 4").replace("steps = 200", "steps = 100000")
     executor = {"enabled": True, "image": found["coordinator"]["image"]}
-    first = merged(found, {"run": {"config": config}, "executor": executor, "trainer": {"jobSet": {"enabled": False}}})
+    first = merged(found, {"run": {"config": config, "kind": "workloads"}, "executor": executor})
+    first["networkPolicy"] = {"enabled": False}  # nothing enforces them between these processes
     images: Json = {role: {"image": found["coordinator"]["image"].replace("0.1.0", "0.1.1")} for role in SERVICES}
     more_checkpoints = {"config": config.replace("checkpoint_every_steps = 50", "checkpoint_every_steps = 2")}
     second = merged(first, {**images, "run": more_checkpoints})
-    return [first, second, merged(second, {"trainer": {"jobSet": {"enabled": "auto"}}})]
+    return [first, second, merged(second, {"run": {"kind": "auto"}})]
 
 
 class Api:
@@ -107,8 +109,8 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
             assert await made.upgrade(second) == dict.fromkeys(SERVICES, 0)  # every service, and not the bus
             await _trains(made, api, 2)
             await _is_upgraded(made, bus)
-            assert await made.upgrade(third) == {"trainer": 0}
-            assert made.pods["trainer"].owner["kind"] == "JobSet"
+            assert await made.upgrade(third) == dict.fromkeys(("coordinator", "rollout", "reward", "trainer"), 0)
+            assert [made.pods[role].owner["kind"] for role in JOBS] == ["Job", "Job", "Job"]
             await _trains(made, api, 2)
             await api.post("/v1/run/stop", {"reason": "the test is over"})
             await until(lambda: _nothing_is_in_flight(bus), timeout_s=PATIENCE_S)
@@ -117,11 +119,34 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
         await watcher.audit()
     finally:
         await bus.close()
-    for role in reversed(SERVICES):
-        assert await made.pods[role].ends() == 0, made.pods[role].log.read_text()[-3000:]
+    trainer = made.pods["trainer"].process
+    assert trainer is not None
+    assert await asyncio.to_thread(trainer.wait, PATIENCE_S) == 0  # by itself, by which the JobSet is complete
+    for role in ("executor", "reward", "rollout", "coordinator"):
+        expected = 143 if role in JOBS else 0  # a Job restarts what was evicted
+        assert await made.pods[role].ends() == expected, made.pods[role].log.read_text()[-3000:]
     assert await made.pods["bus"].ends() == 0
     runs = made.folder / "claims" / "demo-penstock-runs" / "demo"
     assert len((runs / "metrics.jsonl").read_text().splitlines()) >= 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_afterwards(tmp_path: Path) -> None:
+    config = values()["run"]["config"].replace("steps = 200", "steps = 1").replace("replicas = 2", "replicas = 1")
+    config = re.sub(r"(?s)\[evaluation\].*?(?=\n\[)", "", config).replace("warmup_steps = 5", "warmup_steps = 1")
+    made = Cluster(render(values(run={"config": config, "kind": "pod"})), tmp_path)
+    try:
+        for expected in ("finished: 1 steps", "has finished"):
+            pod = Pod(made, made.release.workload("pod"))
+            pod.start()
+            assert pod.process is not None
+            assert await asyncio.to_thread(pod.process.wait, PATIENCE_S) == 0, pod.log.read_text()[-3000:]
+            assert expected in pod.log.read_text()
+    finally:
+        await made.close()
+    summary = json.loads((tmp_path / "claims" / "demo-penstock-runs" / "demo" / "summary.json").read_text())
+    assert (summary["state"], summary["steps"], summary["gpu_hours"]) == ("finished", 1, 0.0)
 
 
 async def _comes_up(made: Cluster) -> None:
@@ -142,9 +167,15 @@ async def _passes_its_check(made: Cluster) -> None:
     check.start()
     assert check.process is not None
     assert await asyncio.to_thread(check.process.wait, PATIENCE_S) == 0, check.log.read_text()
-    said = json.loads(check.log.read_text().splitlines()[-1])
+    *found, said = [json.loads(line) for line in check.log.read_text().splitlines()]
     assert said["run"] == "running"
-    assert said["bus"].startswith("valkey 9")
+    assert [(one["check"], one["ok"]) for one in found] == [
+        ("dns", True),
+        ("bus", True),
+        ("maxmemory", True),
+        ("clock", True),
+    ]
+    assert found[1]["sentence"].startswith("valkey 9")
 
 
 async def _backlogs_are_numbers(bus: Bus) -> None:

@@ -119,6 +119,10 @@ MISSING: Sequence[tuple[Json, str]] = (
         "tensor_parallel_size",
     ),
     (
+        values(run={"config": '[placement]\nmode = "shared"\n'}),
+        'expected placement.mode = "separate" in run.config: pods do not share GPUs',
+    ),
+    (
         values(rollout={"nodes": 2}),
         "expected rollout.vllm.tensor_parallel_size to be a multiple of rollout.nodes = 2, as many GPUs in each pod, found "
         "1 in run.config: change one of them",
@@ -129,8 +133,18 @@ MISSING: Sequence[tuple[Json, str]] = (
         "install LeaderWorkerSet, or set rollout.nodes to 1",
     ),
     (
-        values(trainer={"jobSet": {"enabled": True}}),
-        "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster",
+        values(run={"config": values()["run"]["config"], "kind": "jobset"}),
+        "run.kind = jobset needs JobSet, whose jobset.x-k8s.io/v1alpha2 this cluster does not know: install it, or set "
+        "run.kind to workloads",
+    ),
+    (
+        values(run={"config": values()["run"]["config"], "kind": "pod", "onFinish": "keep"}),
+        "run.onFinish = keep needs run.kind = jobset or workloads, because `penstock up` ends with its run",
+    ),
+    (
+        values(kueue={"queue": "research"}),
+        "kueue.queue needs run.kind = jobset, or Kueue admits a trainer that no rollout replica feeds; a JobSet needs "
+        "JobSet, whose jobset.x-k8s.io/v1alpha2 this cluster does not know: install it, or remove kueue.queue",
     ),
 )
 

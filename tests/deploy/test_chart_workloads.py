@@ -26,6 +26,8 @@ from tests.support.chart import (
     Kinds,
     Release,
     environment,
+    jobs_of,
+    labels,
     merged,
     play_all,
     render,
@@ -39,34 +41,40 @@ pytestmark = pytest.mark.usefixtures("helm")
 
 @pytest.fixture(scope="module")
 def job_sets(helm: None) -> Mapping[str, Sequence[Release]]:
-    def nodes(count: int, enabled: object = "auto", **more: Any) -> Json:
-        return values(trainer={"nodes": count, "jobSet": {"enabled": enabled}}, **more)
+    def of(kind: str = "auto", nodes: int = 3, run: Json | None = None, **more: Any) -> Json:
+        return merged(values(trainer={"nodes": nodes}, **more), {"run": {"kind": kind, **(run or {})}})
 
-    upgrades = [
-        values(),
-        values(reward={"replicas": 3}),
-        values(image={"tag": "0.2.0"}),
-        values(trainer={"jobSet": {"maxRestarts": 7}}),
-    ]
+    scaled = {"enabled": True, "minReplicas": 2, "maxReplicas": 6}
     cases: Mapping[str, Sequence[Json]] = {
-        "auto": [nodes(3)],
-        "asked for": [nodes(3, True)],
-        "not wanted": [nodes(3, False)],
-        "long name": [nodes(64, fullnameOverride="p" * 40)],
-        "upgraded": upgrades,
+        "auto": [of()],
+        "asked for": [of("jobset")],
+        "not wanted": [of("workloads")],
+        "long name": [of(nodes=64, fullnameOverride="p" * 40)],
+        "upgraded": [
+            values(),
+            values(coordinator={"replicas": 1}),
+            values(image={"tag": "0.2.0"}),
+            of(nodes=1, run={"maxRestarts": 7}),
+        ],
+        "queued": [of(kueue={"queue": "research", "priorityClass": "high"})],
+        "scaled": [of(rollout={"autoscaling": scaled}, reward={"autoscaling": {"enabled": True}})],
+        "fixed": [of(rollout={"autoscaling": {**scaled, "maxReplicas": 2}})],
+        "kept": [of(run={"onFinish": "keep"})],
+        "limited": [of(run={"activeDeadlineSeconds": 3600})],
     }
     played = dict(zip(cases, play_all(list(cases.values()), version=NEWEST, crds=ALL_CRDS), strict=True))
     assert not [found.error for release in played.values() for found in release if found.error]
     return played
 
 
-def test_one_thing_trains_a_stateful_set_or_where_the_cluster_has_them_a_job_set(
+def test_trainer_rollout_and_rewards_are_one_job_set_or_where_a_cluster_has_none_workloads(
     job_sets: Mapping[str, Sequence[Release]],
 ) -> None:
     for name in ("auto", "asked for"):
         (release,) = job_sets[name]
+        assert [release.workload(role)["kind"] for role in ("trainer", "rollout", "reward")] == ["Job", "Job", "Job"]
+        assert [labels(one)["app.kubernetes.io/component"] for one in release.of("Deployment")] == ["coordinator"]
         budget = release.one("PodDisruptionBudget", "trainer")["spec"]
-        assert release.workload("trainer")["kind"] == "JobSet"  # `workload` checks that there is one
         assert (budget["minAvailable"], "maxUnavailable" in budget) == (3, False)  # a Job's pods know nothing else
         assert not release.of("Service", "trainer")  # the controller makes it
         assert "wait pod --for=condition=Ready" in release.notes
@@ -78,38 +86,95 @@ def test_one_thing_trains_a_stateful_set_or_where_the_cluster_has_them_a_job_set
         assert "rollout status statefulset/demo-penstock-trainer" in release.notes
 
 
-def test_the_pods_of_a_job_set_meet_at_its_first_and_are_made_anew_together(
+def test_the_trainer_s_pods_meet_at_its_first_and_each_job_restarts_its_own(
     job_sets: Mapping[str, Sequence[Release]],
 ) -> None:
     (release,) = job_sets["auto"]
-    job_set = release.workload("trainer")
+    (job_set,) = release.of("JobSet")
     name, spec = job_set["metadata"]["name"], job_set["spec"]
-    (replicated,) = spec["replicatedJobs"]
-    job = replicated["template"]["spec"]
+    job = release.workload("trainer")["spec"]
     variables = environment(job["template"]["spec"]["containers"][0])
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True}
-    assert spec["failurePolicy"] == {"maxRestarts": 1000}
-    assert (job["completionMode"], job["completions"], job["parallelism"], job["backoffLimit"]) == ("Indexed", 3, 3, 0)
-    assert job["template"]["spec"]["restartPolicy"] == "Never"
-    assert variables["PENSTOCK__TRAINER__NODES"] == "3"
-    assert variables["PENSTOCK__TRAINER__NODE"] == index
-    assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-{replicated['name']}-0-0.{name}:29500"
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 3, 3)
+    assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (100, "OnFailure")
+    assert (variables["PENSTOCK__TRAINER__NODES"], variables["PENSTOCK__TRAINER__NODE"]) == ("3", "$(JOB_INDEX)")
+    assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-trainer-0-0.{name}:29500"
+    assert variables["JOB_INDEX"] == index
     (monitor,) = release.of("PodMonitor")  # pods change names, replicas do not
     (kept,) = [one for one in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] if "regex" in one]
-    assert kept["sourceLabels"] == ["__meta_kubernetes_pod_annotation_batch_kubernetes_io_job_completion_index"]
-    assert (kept["replacement"], variables["JOB_INDEX"]) == ("trainer-$1", index)
+    role, number = "jobset_sigs_k8s_io_replicatedjob_name", "batch_kubernetes_io_job_completion_index"
+    assert kept["sourceLabels"][0] == f"__meta_kubernetes_pod_label_{role}"
+    assert kept["sourceLabels"][1] == f"__meta_kubernetes_pod_annotation_{number}"
+    assert re.fullmatch(kept["regex"], kept["separator"].join(["rollout", "0"]))
+    assert not re.fullmatch(kept["regex"], kept["separator"].join(["coordinator", ""]))
 
 
 def test_a_job_set_which_cannot_be_changed_is_followed_by_another(job_sets: Mapping[str, Sequence[Release]]) -> None:
-    first, same, other, patient = (found.workload("trainer") for found in job_sets["upgraded"])
+    first, same, other, patient = (found.one("JobSet", "jobset") for found in job_sets["upgraded"])
     assert first == same
     assert len({one["metadata"]["name"] for one in (first, other, patient)}) == 3
 
 
 def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Mapping[str, Sequence[Release]]) -> None:
     (release,) = job_sets["long name"]
-    assert len(f"{release.workload('trainer')['metadata']['name']}-pod-0-63-x7k2p") <= 63
+    assert len(f"{release.one('JobSet', 'jobset')['metadata']['name']}-trainer-0-63-x7k2p") <= 63
+
+
+def test_one_queue_and_one_priority_class_admit_the_run(job_sets: Mapping[str, Sequence[Release]]) -> None:
+    (release,) = job_sets["queued"]
+    queued = [one for one in release.objects if "kueue.x-k8s.io/queue-name" in labels(one)]
+    assert [one["kind"] for one in queued] == ["JobSet"]
+    assert labels(queued[0])["kueue.x-k8s.io/priority-class"] == "high"
+
+
+def test_keda_adds_replicas_to_those_of_the_job_set(job_sets: Mapping[str, Sequence[Release]]) -> None:
+    (release,), (fixed,) = job_sets["scaled"], job_sets["fixed"]
+    assert release.workload("rollout")["spec"]["completions"] == 2
+    spec = release.one("ScaledObject", "rollout")["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (0, 4)
+    assert spec["advanced"]["scalingModifiers"]["formula"] == "max(prompts + eval_prompts - 512, 0)"
+    assert release.workload("reward")["kind"] == "Deployment"
+    assert not fixed.of("ScaledObject", "rollout")
+    assert not fixed.of("Deployment", "rollout")
+
+
+def test_every_pool_is_a_job_of_the_job_set_to_which_keda_adds() -> None:
+    scaling = {"enabled": True, "minReplicas": 0, "maxReplicas": 5, "entriesPerReplica": 256, "cooldownSeconds": 60}
+    pools = [{"name": "big", "replicas": 2}, {"name": "spot", "autoscaling": scaling}]
+    alone = [{"name": "spot", "autoscaling": scaling}]
+    (release,), (refused,) = play_all(
+        [[values(rollout={"pools": pools})], [values(rollout={"pools": alone})]], version=NEWEST, crds=ALL_CRDS
+    )
+    assert "run.kind = jobset needs a pool with rollout replicas" in refused.error
+    (job_set,) = release.of("JobSet")
+    jobs = {job["metadata"]["name"].rpartition(f"{job_set['metadata']['name']}-")[2]: job for job in jobs_of(job_set)}
+    assert {name: job["spec"]["completions"] for name, job in jobs.items()} == {
+        "trainer-0": 1,
+        "rollout-big-0": 2,
+        "reward-0": 2,
+    }
+    (replica,) = template_of(jobs["rollout-big-0"])["spec"]["containers"]
+    assert replica["command"][-1] == "rollout-big-$(JOB_INDEX)"
+    (scaler,) = release.of("ScaledObject")
+    assert scaler["spec"]["advanced"]["scalingModifiers"]["formula"] == "max(prompts + eval_prompts - 512, 0)"
+    (coordinator,) = template_of(release.workload("coordinator"))["spec"]["containers"]
+    assert json.loads(environment(coordinator)["PENSTOCK__INTERNAL__RELEASE"]) == [
+        "keda.sh/v1alpha1/scaledobjects/demo-penstock-rollout-spot",
+        "apps/v1/deployments/demo-penstock-rollout-spot",
+    ]
+
+
+def test_a_run_that_keeps_its_gpus_or_has_a_deadline_says_so_to_its_services(
+    job_sets: Mapping[str, Sequence[Release]],
+) -> None:
+    (kept,), (limited,) = job_sets["kept"], job_sets["limited"]
+    assert not kept.of("Role")
+    (trainer,) = template_of(kept.workload("trainer"))["spec"]["containers"]
+    assert "PENSTOCK__INTERNAL__LEAVE_WHEN_OVER" not in environment(trainer)
+    (coordinator,) = template_of(limited.workload("coordinator"))["spec"]["containers"]
+    assert environment(coordinator)["PENSTOCK__INTERNAL__DEADLINE_S"] == "3600"
+    assert limited.workload("trainer")["spec"]["activeDeadlineSeconds"] == 3720  # if the coordinator does not stop it
 
 
 def test_the_pods_of_one_replica_have_the_engine_s_gpus_between_them_and_meet_at_their_first() -> None:
@@ -135,7 +200,7 @@ def test_the_pods_of_one_replica_have_the_engine_s_gpus_between_them_and_meet_at
         "demo-penstock-rollout-$(GROUP_INDEX)",
     ]
     assert "A replica of rollout is 2 pods" in release.notes
-    assert defaults.workload("rollout")["kind"] == "Deployment"
+    assert defaults.workload("rollout")["kind"] == "Job"
 
 
 def test_a_pod_of_several_gets_settings_and_a_secret_that_upgrades_keep(tmp_path: Path) -> None:
@@ -219,7 +284,7 @@ def test_the_rule_for_prometheus_adapter_passes_on_that_series_once_whoever_expo
 def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
     release = render(CASES["two-pools"], crds=ALL_CRDS)
     for role, streams, most, entries in (
-        ("rollout", (PROMPTS, EVAL_PROMPTS), 16, "512"),
+        ("rollout", (PROMPTS, EVAL_PROMPTS), 15, "512"),
         ("reward", (ROLLOUTS, EVAL_ROLLOUTS), 8, "32"),
     ):
         scaled = release.one("ScaledObject", role)["spec"]
@@ -244,14 +309,16 @@ def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
 def test_keda_reaches_as_many_replicas_as_entries_need_from_any_number(
     scaled_object: Json, entries: list[int], target: int, replicas: int, tolerance: float
 ) -> None:
-    spec = json.loads(json.dumps(scaled_object).replace('"512"', f'"{target}"'))
+    spec = json.loads(json.dumps(scaled_object).replace("512", str(target)))
     lengths = dict(zip((trigger["name"] for trigger in spec["triggers"]), entries, strict=True))
-    wanted = max(1, math.ceil(sum(entries) / target))
+    least = 1  # the JobSet's
+    wanted = max(least, math.ceil(sum(entries) / target))
     for _ in range(50):
         before, replicas = replicas, autoscaled(spec, lengths, replicas, tolerance)
         if before == replicas:
             break
-    assert replicas == wanted or abs(sum(entries) / (target * replicas) - 1) <= tolerance
+    rest = sum(entries) - least * target
+    assert least + replicas == wanted or abs(rest / (target * replicas) - 1) <= tolerance
 
 
 @pytest.fixture(scope="module")
@@ -268,16 +335,18 @@ def autoscaled(spec: Json, lengths: Mapping[str, int], replicas: int, tolerance:
     modifiers = spec.get("advanced", {}).get("scalingModifiers")
     if modifiers:
         assert modifiers["metricType"] == "AverageValue"
-        names = modifiers["formula"].split(" + ")
-        assert set(names) == set(lengths)
-        metrics = [(sum(lengths[name] for name in names), int(modifiers["target"]))]
+        value = eval(modifiers["formula"], {"max": max}, dict(lengths))
+        metrics = [(value, int(modifiers["target"]))]
     else:
         metrics = [(lengths[one["name"]], int(one["metadata"]["streamLength"])) for one in spec["triggers"]]
     proposals = []
     for value, target in metrics:
+        if not replicas:  # KEDA, not the HPA, starts the first
+            proposals.append(int(value > int(modifiers["activationTarget"])))
+            continue
         same = abs(value / (target * replicas) - 1) <= tolerance
         proposals.append(replicas if same else math.ceil(value / target))
-    return max(1, *proposals)
+    return max(int(spec["minReplicaCount"]), *proposals)
 
 
 @pytest.mark.parametrize(

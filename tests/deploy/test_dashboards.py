@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY
 
-from deploy.dashboards import grafana
+from deploy.dashboards import gpus, grafana
 from deploy.dashboards.__main__ import BOARDS, FOLDER
 from deploy.dashboards.board import CHOICE, Board, Panel, Query
 from tests.conftest import PATIENCE_S, need, need_module
@@ -24,6 +24,7 @@ from tests.support.promql import filled, metrics, metrics_now
 ROOT = Path(__file__).parents[2]
 UNITS = {"short", "percentunit", "s", "bytes", "Bps", "ops", "suffix: nats", "suffix: steps"}
 SCRAPED = {"up", "process_start_time_seconds", "process_resident_memory_bytes", "process_cpu_seconds_total"}
+DCGM = {f"DCGM_FI_DEV_{field}" for field in gpus.FIELDS}
 HEAVY = {"services/rollout/engines/vllm/engine.py": ["penstock_rollout_logprobs_captured"]}
 """Not importable without their engine, with their metrics."""
 
@@ -81,7 +82,7 @@ def test_there_is_no_other_file() -> None:
 def test_every_expression_asks_for_metrics_that_exist(board: Board) -> None:
     for text in [*(query.expression for _, query in queries(board)), *annotations(board)]:
         for name in metrics(filled(text)):
-            known = declared_by_vllm() if name.startswith("vllm:") else exported() | SCRAPED
+            known = declared_by_vllm() if name.startswith("vllm:") else exported() | SCRAPED | DCGM
             assert name in known, text
 
 

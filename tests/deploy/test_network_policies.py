@@ -7,7 +7,7 @@ from tests.support.chart import labels, render, values
 from tests.support.policy_network import Peer, PolicyNetwork
 
 pytestmark = pytest.mark.usefixtures("helm")
-PORTS = (53, 5353, 6379, 8000, 9400, 9500, 29500, 41234)
+PORTS = (53, 5353, 6379, 6443, 8000, 9400, 9500, 29500, 41234)
 NAME_SERVERS = {(name, port) for name in ("node-dns", "kube-dns", "stranger", "prometheus") for port in (53, 5353)}
 """Any pod that no policy isolates may be one."""
 
@@ -22,7 +22,7 @@ MEASURED = {(role, 9400) for role in ("coordinator", "rollout", "rollout-1", "re
 OUTSIDE = to("kube-dns") | to("node-dns") | to("internet") | to("prometheus") | to("stranger")
 ENGINES = to("trainer") | to("rollout") | to("rollout-1")
 EXPECTED = {
-    "coordinator": NAME_SERVERS | to("bus", 6379),
+    "coordinator": NAME_SERVERS | to("bus", 6379) | {(name, 6443) for name, _ in OUTSIDE},  # an API server's port
     "rollout": NAME_SERVERS | to("bus", 6379) | ENGINES - to("rollout"),
     "rollout-1": NAME_SERVERS | to("bus", 6379) | ENGINES - to("rollout-1"),
     "trainer": NAME_SERVERS | to("bus", 6379) | ENGINES - to("trainer"),

@@ -73,8 +73,8 @@ async def test_samples_of_different_groups_share_a_forward_pass_by_length() -> N
     notes = Notes()
     async with batching(notes, batch_tokens=16, wait_s=0.2) as batcher:
         groups = [[Item(8, 1.0), Item(2, 2.0)], [Item(2, 3.0), Item(8, 4.0)]]
-        found = await asyncio.gather(*(batcher.run(group) for group in groups))
-    assert found == [[1.0, 2.0], [3.0, 4.0]]
+        outcomes = await asyncio.gather(*(batcher.run(group) for group in groups))
+    assert outcomes == [[1.0, 2.0], [3.0, 4.0]]
     assert notes.passes == [[8, 8], [2, 2]]
 
 
@@ -114,11 +114,11 @@ async def test_a_sample_that_does_not_fit_alone_fails_its_group_and_no_other() -
             return [item.value for item in batch]
 
     async with batching(Long(), batch_tokens=20, wait_s=0.01) as batcher:
-        found = await asyncio.gather(
+        outcome = await asyncio.gather(
             batcher.run([Item(9), Item(1)]), batcher.run([Item(2, 0.5), Item(4, 0.75)]), return_exceptions=True
         )
-    assert str(found[0]) == "no memory for a sample of 9 tokens: tried to allocate 2.00 GiB"
-    assert found[1] == [0.5, 0.75]
+    assert str(outcome[0]) == "no memory for a sample of 9 tokens: tried to allocate 2.00 GiB"
+    assert outcome[1] == [0.5, 0.75]
 
 
 async def test_a_bug_in_the_model_reaches_everybody_who_waits() -> None:
@@ -127,8 +127,8 @@ async def test_a_bug_in_the_model_reaches_everybody_who_waits() -> None:
             raise RuntimeError("device-side assert")
 
     async with batching(Broken(), batch_tokens=8, wait_s=0.01) as batcher:
-        found = await asyncio.gather(*(batcher.run([Item(8)]) for _ in range(3)), return_exceptions=True)
-        assert [str(error) for error in found] == [
+        outcomes = await asyncio.gather(*(batcher.run([Item(8)]) for _ in range(3)), return_exceptions=True)
+        assert [str(error) for error in outcomes] == [
             "the model of scorer 'notes' failed: RuntimeError('device-side assert')"
         ] * 3
         with pytest.raises(StateLost, match="device-side assert"):
@@ -173,15 +173,15 @@ def prompt(group_id: int, purpose: Purpose = Purpose.TRAIN) -> Prompt:
 
 
 async def test_replicas_share_one_mean_and_deviation_and_a_group_counts_once(bus: Bus) -> None:
-    one, other = Normaliser(bus, "model"), Normaliser(bus, "model")
-    assert await one.normalised(prompt(0), [1.0, 3.0]) == [-1.0, 1.0]  # mean 2, deviation 1
+    normaliser, other = Normaliser(bus, "model"), Normaliser(bus, "model")
+    assert await normaliser.normalised(prompt(0), [1.0, 3.0]) == [-1.0, 1.0]  # mean 2, deviation 1
     assert await other.normalised(prompt(1), [2.0, 2.0, 2.0, 2.0]) == pytest.approx([0.0] * 4)
     expected = pytest.approx([(5.0 - 2.0) / (2.0 / 6.0) ** 0.5])  # of 1 3 2 2 2 2: mean 2, variance 2/6
-    assert await one.normalised(prompt(7, Purpose.EVALUATE), [5.0]) == expected
+    assert await normaliser.normalised(prompt(7, Purpose.EVALUATE), [5.0]) == expected
     assert await other.normalised(prompt(0), [1.0, 3.0]) == pytest.approx([-(3.0**0.5), 3.0**0.5])
-    found = await raw(bus).hgetall(bus.keys.named("statistics:model"))
-    assert found[b"count"] == b"6"
-    assert (float(found[b"mean"]), float(found[b"squares"])) == pytest.approx((2.0, 2.0))
+    actual = await raw(bus).hgetall(bus.keys.named("statistics:model"))
+    assert actual[b"count"] == b"6"
+    assert (float(actual[b"mean"]), float(actual[b"squares"])) == pytest.approx((2.0, 2.0))
 
 
 async def test_equal_values_are_only_shifted(bus: Bus) -> None:

@@ -104,7 +104,7 @@ async def audit(bus: Bus, groups: int) -> tuple[dict[int, list[float]], dict[int
     await until(all_ended)
     entries = await raw(bus).xrange(bus.keys.of(EXPERIENCE))
     scored = [wire.decode(fields[b"data"], Experience) for _, fields in entries]
-    rewards = {int(one.group.prompt.group_id): one.rewards.tolist() for one in scored}
+    rewards = {int(entry.group.prompt.group_id): entry.rewards.tolist() for entry in scored}
     dead = await raw(bus).xrange(bus.keys.of(ROLLOUTS.dead))
     buried = {int(fields[b"id"]): fields[b"reason"].decode() for _, fields in dead}
     assert len(entries) == len(rewards)

@@ -65,10 +65,10 @@ def _sampled(prompt: Prompt) -> Prompt:
 
 def trainers_own(policy: Policy, of: RolloutGroup) -> Any:
     with torch.no_grad():
-        found = policy(
+        policy_logprobs = policy(
             micro_batch([PackedRow(of.prompt_token_ids, of.samples, tuple(range(len(of.samples))), TEMPERATURE)])
         )
-    return found.policy_logprobs_N.numpy()
+    return policy_logprobs.policy_logprobs_N.numpy()
 
 
 async def test_what_travels_with_a_group_is_what_the_trainer_would_have_computed(
@@ -126,11 +126,11 @@ async def test_a_reference_without_memory_leaves_the_group_and_says_degraded(tmp
 
 def test_a_prompt_of_one_token_and_completions_of_one_token_are_sequences_too(tmp_path: Path) -> None:
     policy = FrozenPolicy(settings(tiny.save(tmp_path)))
-    one = TokenSequence(np.array([5], np.int32), np.array([7], np.int32), TEMPERATURE)
-    (found,) = policy.compute([one])
+    token_sequence = TokenSequence(np.array([5], np.int32), np.array([7], np.int32), TEMPERATURE)
+    (actual,) = policy.compute([token_sequence])
     with torch.no_grad():
         logits = tiny.model()(input_ids=torch.tensor([[5]])).logits[0, -1] / TEMPERATURE
-    assert found.tolist() == pytest.approx([float(torch.log_softmax(logits, -1)[7])], abs=FORWARD)
+    assert actual.tolist() == pytest.approx([float(torch.log_softmax(logits, -1)[7])], abs=FORWARD)
 
 
 def test_experience_written_before_references_travelled_stays_readable() -> None:

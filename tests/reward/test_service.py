@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from prometheus_client import REGISTRY
 from services.reward.scorers.scorer import Scorer, unavailable, valued
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring, work
+from shared.backoff import Backoff
 from shared.bus import wire
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, Purpose, RolloutGroup, Score, ScoreStatus
@@ -65,7 +67,7 @@ def down(name: str) -> Stub:
 
 def scoring(*scorers: Scorer, expression: str = "", status: Status | None = None) -> Scoring:
     names = [scorer.name for scorer in scorers]
-    return Scoring(scorers, Expression(expression, names), status or Status())
+    return Scoring(scorers, Expression(expression, names), status or Status(), redo=Backoff(0.001, 0.001))
 
 
 async def put(bus: Bus, group: RolloutGroup, stream: Stream = ROLLOUTS) -> None:
@@ -83,7 +85,8 @@ async def take(bus: Bus, stream: Stream, count: int) -> list[Delivery[Experience
 @contextlib.asynccontextmanager
 async def working(bus: Bus, handler: Scoring, max_attempts: int = 5) -> AsyncIterator[None]:
     patience = Patience(claim_after_s=1.0, max_attempts=max_attempts, retry_s=0.01, drain_s=5.0)
-    worker = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, handler, 4, patience)
+    last = functools.partial(handler, last=True)
+    worker = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, handler, 4, patience, last=last)
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as running:
         running.create_task(worker.run(stop))
@@ -157,6 +160,56 @@ async def test_a_scorer_that_comes_back_scores_the_sample_that_waited_and_the_se
     assert states == [("working", 2), ("degraded", 1), ("degraded", 1)]
     assert (status.state, status.last_error) == ("working", "")
     assert delivery.message().rewards.tolist() == [1.0, 0.5]
+
+
+def refuses(*texts: str) -> Stub:
+    """A judge that never has a score for some completions."""
+
+    def say(group: RolloutGroup) -> list[Score]:
+        return [
+            unavailable("judge", "busy")
+            if sample.text in texts
+            else valued("judge", ScoreStatus.OK, float(sample.text))
+            for sample in group.samples
+        ]
+
+    return Stub("judge", say)
+
+
+async def test_a_sample_that_no_attempt_scores_is_left_out_of_its_group_and_not_generated_again(bus: Bus) -> None:
+    judge = refuses("2")
+    await put(bus, builders.group(3, ("1", "2", "3", "4")))
+    async with working(bus, scoring(judge), max_attempts=3):
+        (delivery,) = await take(bus, EXPERIENCE, 1)
+    experience = delivery.message()
+    assert [sample.text for sample in experience.group.samples] == ["1", "3", "4"]
+    assert experience.rewards.tolist() == [1.0, 3.0, 4.0]
+    assert experience.group.prompt.sampling.samples == 4
+    assert judge.asked == 15, "in each of three attempts once for all, and four times for the one that is missing"
+    assert (await bus.length(ROLLOUTS), await bus.length(ROLLOUTS.dead)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("missing", "last", "purpose", "kept"),
+    [
+        ("4", True, Purpose.TRAIN, ["1", "2", "3"]),
+        ("34", True, Purpose.TRAIN, ["1", "2"]),
+        ("234", True, Purpose.TRAIN, None),
+        ("4", False, Purpose.TRAIN, None),
+        ("4", True, Purpose.EVALUATE, None),
+    ],
+)
+async def test_samples_are_left_out_only_of_training_groups_at_their_last_attempt_and_at_most_half(
+    missing: str, last: bool, purpose: Purpose, kept: list[str] | None
+) -> None:
+    group = builders.group(3, ("1", "2", "3", "4"))
+    group = dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, purpose=purpose))
+    scored = scoring(refuses(*missing))(group, last=last)
+    if kept is None:
+        with pytest.raises(TemporaryError, match="scorer 'judge' unavailable: busy"):
+            await scored
+    else:
+        assert [sample.text for sample in (await scored).group.samples] == kept
 
 
 async def test_a_group_that_can_never_be_scored_is_buried_at_once_with_the_setting_to_change(bus: Bus) -> None:

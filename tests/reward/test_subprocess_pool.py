@@ -39,10 +39,10 @@ LONG_S = 30.0
 
 @pytest.fixture
 async def pool() -> AsyncIterator[Processes]:
-    found = Processes([sys.executable, "-c", PROGRAM], 1, "stub")
-    await found.warm()
-    yield found
-    await found.close()
+    processes = Processes([sys.executable, "-c", PROGRAM], 1, "stub")
+    await processes.warm()
+    yield processes
+    await processes.close()
 
 
 async def test_a_late_process_is_killed_and_a_fresh_one_answers_the_next_question(
@@ -151,10 +151,10 @@ child.serve(lambda: answer, int(sys.argv[1]), computes=True)
 
 @pytest.fixture
 async def computing() -> AsyncIterator[Processes]:
-    found = Processes([sys.executable, "-c", COMPUTING], 1, "stub", computes=True)
-    await found.warm()
-    yield found
-    await found.close()
+    processes = Processes([sys.executable, "-c", COMPUTING], 1, "stub", computes=True)
+    await processes.warm()
+    yield processes
+    await processes.close()
 
 
 async def test_a_worker_that_computes_too_long_is_killed_and_a_fork_of_what_is_loaded_goes_on(

@@ -15,24 +15,34 @@ def algorithm(**values: Any) -> AlgorithmSettings:
 
 
 def test_without_a_preset_the_rule_is_grpo_with_a_clipped_ratio_against_behavior() -> None:
-    found = algorithm()
-    assert (found.preset, found.advantage, found.loss, found.proximal) == ("grpo", "grpo", "clip", "behavior")
-    assert (found.clip, found.aggregation, found.correction) == ((0.2, 0.2), "token", "ratio")
-    assert (found.epochs, found.minibatches, found.kl.coefficient, found.dynamic_sampling) == (1, 1, 0.0, False)
-    assert not found.needs_reference
-    assert not found.needs_critic
+    collected = algorithm()
+    assert (collected.preset, collected.advantage, collected.loss, collected.proximal) == (
+        "grpo",
+        "grpo",
+        "clip",
+        "behavior",
+    )
+    assert (collected.clip, collected.aggregation, collected.correction) == ((0.2, 0.2), "token", "ratio")
+    assert (collected.epochs, collected.minibatches, collected.kl.coefficient, collected.dynamic_sampling) == (
+        1,
+        1,
+        0.0,
+        False,
+    )
+    assert not collected.needs_reference
+    assert not collected.needs_critic
 
 
 @pytest.mark.parametrize("preset", get_args(Preset))
 def test_every_preset_holds_with_a_lag_and_sets_what_its_table_says(preset: str) -> None:
-    found = algorithm(preset=preset, max_lag=4)
+    actual = algorithm(preset=preset, max_lag=4)
     for name, value in PRESETS[preset].items():  # type: ignore[index]
-        assert getattr(found, name) == value
+        assert getattr(actual, name) == value
 
 
 def test_an_explicit_key_wins_over_the_preset() -> None:
-    found = algorithm(preset="dapo", clip=[0.2, 0.3])
-    assert (found.clip, found.dynamic_sampling) == ((0.2, 0.3), True)
+    actual = algorithm(preset="dapo", clip=[0.2, 0.3])
+    assert (actual.clip, actual.dynamic_sampling) == ((0.2, 0.3), True)
 
 
 def test_a_resolved_preset_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
@@ -82,3 +92,12 @@ def test_an_uncorrected_run_needs_a_word_or_no_lag() -> None:
 def test_a_critic_that_only_warms_up_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected algorithm.critic.warmup_steps < run.steps, found 5 and 5"):
         Settings.model_validate({"run": {"steps": 5}, "algorithm": {"preset": "ppo", "critic": {"warmup_steps": 5}}})
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "my_package.advantages:mine"])
+def test_a_penalty_in_the_reward_of_a_whole_sample_is_not_masked(advantage: str) -> None:
+    penalised = {"advantage": advantage, "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}}
+    assert algorithm(**penalised).compares_whole_samples
+    assert not algorithm(advantage=advantage).compares_whole_samples
+    with pytest.raises(ValueError, match=f'expected another algorithm.on_stale than "mask" with .*"{advantage}"'):
+        algorithm(**penalised, on_stale="mask")

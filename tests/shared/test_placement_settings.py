@@ -9,10 +9,13 @@ from shared.errors import SettingsError
 from shared.settings import loads
 
 SHARED = 'placement.mode = "shared"\nrollout.engine = "transformers"\n'
+VLLM = 'placement.mode = "shared"\nrollout.engine = "vllm"\n'
 REFUSED = [
     ('placement.mode = "lend"', 'expected placement.mode = "separate" or "shared", found "lend"'),
-    (SHARED + "placement.rung = 3", 'expected placement.rung = "auto", 0, 1 or 2, found 3'),
-    ('placement.mode = "shared"\nrollout.engine = "vllm"', 'expected the engine "transformers" with placement.mode = "shared"'),
+    (VLLM + 'run.device = "cpu"\nplacement.rung = 1', "expected placement.rung = 0 for vLLM on a CPU, found 1"),
+    (VLLM + 'run.device = "cpu"', 'expected placement.rung = 0 for vLLM on a CPU, found "auto"'),
+    (VLLM + 'weights.shadow = "full"', 'expected weights.shadow = "auto" or "bucketed" with placement.mode = "shared"'),
+    ('placement.mode = "shared"\nrollout.engine = "scripted"', 'expected the engine "vllm" or "transformers"'),
     (SHARED + "rollout.replicas = 2", 'expected rollout.replicas = 1 with placement.mode = "shared", where rank i and replica i'),
     (SHARED + 'weights.update = "drain"', 'expected weights.update = "inflight"'),
     (SHARED + "trainer.gpus = [3]\nrollout.gpus = [4]", "expected rollout.gpus = [3]"),

@@ -46,7 +46,10 @@ def test_a_process_advertises_its_own_address_and_not_the_coordinators(monkeypat
     monkeypatch.delenv("POD_IP", raising=False)
     assert host("embedded") == host("unix:///run/valkey.sock") == host("redis://localhost:6379") == "127.0.0.1"
     interfaces = [
-        found.address for one in psutil.net_if_addrs().values() for found in one if found.family == socket.AF_INET
+        actual.address
+        for value in psutil.net_if_addrs().values()
+        for actual in value
+        if actual.family == socket.AF_INET
     ]
     for own in interfaces:  # a local bus is reached at this address
         for url in ("redis://:secret@{}:1/0", "rediss+sentinel://{}:1,203.0.113.2:1/primary", "redis+cluster://{}:1"):

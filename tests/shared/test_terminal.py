@@ -75,6 +75,9 @@ class Hostile(http.server.BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"] or 0))
         if self.path.endswith(("/stop", "/discard")):
             self.send(409, {"detail": HOSTILE})
+        elif self.path.endswith("/generate"):
+            completion = {"text": HOSTILE, "tokens": 1, "finish_reason": "stop", "versions": [1]}
+            self.send(200, {"completions": [completion]})
         else:
             self.send(200, DONE if self.path.endswith(("/export", "/rollback", "/drain")) else ROW)
 
@@ -114,9 +117,11 @@ ARGUMENTS = {
     "dead requeue": ["rollouts", "1-0"],
     "dead discard": ["rollouts", "1-0"],
     "runs delete": ["x"],
+    "chat": ["--ask", "hi"],
 }
-LOCAL = {"up", "report", "settings", "audit-rewards", "plan", "new", "diff", "data", "data check"}
-"""These read local files; `up` is tested below, the audit in tests/reward/test_audit.py."""
+LOCAL = {"up", "report", "settings", "audit-rewards", "plan", "new", "diff", "data", "data check", "eval", "push"}
+LOCAL |= {"calibrate", "delete", "deploy", "doctor", "logs", "memory"}
+"""These read local files or a cluster; `up` and `logs` are tested below, the audit in tests/reward/test_audit.py."""
 
 
 def commands(group: Any, prefix: str = "") -> Iterator[str]:
@@ -156,6 +161,16 @@ def test_no_command_prints_what_steers_a_terminal(
     assert "owned" in text or name in ("export", "drain", "page", "rollback"), (
         f"`penstock {name}` printed nothing of the run: {text}"
     )
+
+
+def test_log_lines_are_printed_escaped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer-0.log").write_bytes(HOSTILE.encode(errors="surrogatepass") + b"\xff\nlast\n")
+    assert main(["logs", "--run", str(tmp_path)]) == 0
+    printed = capfd.readouterr()
+    assert clean(printed.out + printed.err), repr(printed.out)
+    assert "owned" in printed.out
+    assert printed.out.splitlines()[-1] == "last"
 
 
 class _Said:

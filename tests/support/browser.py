@@ -36,8 +36,8 @@ async def opened(url: str, width: int = 1280) -> AsyncIterator["Page"]:
         title = await page.title()
         await browser.close()
     # refused requests (token, revision, values) are logged by the browser, not the page
-    assert [one for one in wrong if not re.search("status of 4(01|03|12|22) ", one)] == []
-    assert {one for one in asked if not one.startswith(url.partition("#")[0])} == set()
+    assert [entry for entry in wrong if not re.search("status of 4(01|03|12|22) ", entry)] == []
+    assert {entry for entry in asked if not entry.startswith(url.partition("#")[0])} == set()
     assert title != "taken"
 
 

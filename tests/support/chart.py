@@ -21,7 +21,8 @@ EXAMPLES = ROOT / "deploy/k8s/examples"
 OLDEST, NEWEST = 28, 37
 """Supported minor versions of Kubernetes 1."""
 ALL_CRDS = {**KEDA, **OPERATOR, **JOB_SET, **LEADER_WORKER_SET}
-WORKLOADS = ("Deployment", "StatefulSet", "JobSet", "LeaderWorkerSet")
+WORKLOADS = ("Deployment", "StatefulSet", "Job", "LeaderWorkerSet")
+"""Kinds whose pods have one role; a JobSet is its Jobs here."""
 GPU = "nvidia.com/gpu"
 Json = dict[str, Any]
 Kinds = Mapping[str, Mapping[str, str]]
@@ -48,23 +49,40 @@ class Release:
         return found
 
     def workload(self, role: str) -> Json:
-        (found,) = [one for one in self.objects if one["kind"] in WORKLOADS and one in self.of(one["kind"], role)]
-        return found
+        found = [one for one in self.workloads() if labels(one)["app.kubernetes.io/component"] == role]
+        if len(found) == 2:  # the JobSet's replicas, and those that KEDA adds
+            found = [one for one in found if one["kind"] == "Job"]
+        (workload,) = found
+        return workload
+
+    def workloads(self) -> Iterator[Json]:
+        for one in self.objects:
+            if one["kind"] == "JobSet":
+                yield from jobs_of(one)
+            elif one["kind"] in WORKLOADS:
+                yield one
 
     def pods(self) -> Iterator[tuple[str, Json]]:
-        for one in self.objects:
-            if one["kind"] in WORKLOADS:
-                yield labels(one)["app.kubernetes.io/component"], template_of(one)
+        for one in self.workloads():
+            yield labels(one)["app.kubernetes.io/component"], template_of(one)
         for hook in self.hooks:
             yield labels(hook)["app.kubernetes.io/component"], hook
+
+
+def jobs_of(job_set: Json) -> Iterator[Json]:
+    """Yield a JobSet's Jobs as its controller makes them (one replica each), with the labels of their pods."""
+    name = job_set["metadata"]["name"]
+    for one in job_set["spec"]["replicatedJobs"]:
+        assert one["replicas"] == 1
+        own = {**labels(job_set), **one["template"]["spec"]["template"]["metadata"]["labels"]}
+        metadata = {"name": f"{name}-{one['name']}-0", "labels": own}
+        yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": one["template"]["spec"]}
 
 
 def template_of(workload: Json) -> Json:
     if workload["kind"] == "LeaderWorkerSet":
         worker: Json = workload["spec"]["leaderWorkerTemplate"]["workerTemplate"]  # the leader's too
         return worker
-    if workload["kind"] == "JobSet":
-        (workload,) = [job["template"] for job in workload["spec"]["replicatedJobs"]]
     found: Json = workload["spec"]["template"]
     return found
 

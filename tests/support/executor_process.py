@@ -61,8 +61,8 @@ class Running:
             return str(answer.read().decode())
 
     def ready(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.get("/readyz"))
-        return found
+        data: dict[str, Any] = json.loads(self.get("/readyz"))
+        return data
 
     def processes(self) -> list[psutil.Process]:
         top = psutil.Process(self.process.pid)
@@ -91,24 +91,24 @@ def running(*flags: str, wrapper: Sequence[str] = (), pass_fds: Sequence[int] = 
         environment = {"PATH": os.environ["PATH"], "A_SECRET": "of the host", "PYTHONPATH": str(ROOT)}
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, pass_fds=pass_fds)
-        found = Running(
+        running = Running(
             f"unix:{name}/executor.sock", f"127.0.0.1:{metrics}", process, secret, listener.getsockname()[1]
         )
         try:
-            _wait(found, folder / "log")
-            yield found
+            _wait(running, folder / "log")
+            yield running
         finally:
             process.terminate()
             process.wait(PATIENCE_S)
 
 
-def _wait(found: Running, log: Path) -> None:
+def _wait(running: Running, log: Path) -> None:
     until_s = time.monotonic() + 90
     while time.monotonic() < until_s:
-        if found.process.poll() is not None:
+        if running.process.poll() is not None:
             raise AssertionError(f"the executor ended: {log.read_text()}")
         with contextlib.suppress(OSError):
-            if found.ready()["ready"]:
+            if running.ready()["ready"]:
                 return
         time.sleep(0.05)
     raise AssertionError(f"the executor is not ready: {log.read_text()}")

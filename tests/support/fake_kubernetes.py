@@ -26,6 +26,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "ServiceAccount": "serviceaccounts",
     },
     "apps/v1": {"Deployment": "deployments", "StatefulSet": "statefulsets"},
+    "batch/v1": {"Job": "jobs"},
+    "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},

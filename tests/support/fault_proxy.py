@@ -46,11 +46,11 @@ class FaultProxy:
         self.cut()
 
     def cut(self) -> int:
-        found = list(self._writers)
-        for writer in found:
+        writers = list(self._writers)
+        for writer in writers:
             _reset(writer)
-        self.done["cut"] += len(found)
-        return len(found)
+        self.done["cut"] += len(writers)
+        return len(writers)
 
     def cut_replies(self) -> None:
         """On each connection, forward part of the next reply, then reset it."""

@@ -19,14 +19,14 @@ def play(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 async def _release(job: dict[str, Any], release: dict[str, Any]) -> list[dict[str, Any]]:
     config = Configuration(namespace=release["namespace"], kubeconfig=job["kubeconfig"])
-    found: list[dict[str, Any]] = []
+    collected: list[dict[str, Any]] = []
     for number, values in enumerate(release["steps"]):
         action = Upgrade(config) if number else Install(config)
         try:
-            found.append(await action.run(release["name"], job["chart"], values=values, wait=False))
+            collected.append(await action.run(release["name"], job["chart"], values=values, wait=False))
         except HelmError as error:
-            found.append({"error": str(error)})
-    return found
+            collected.append({"error": str(error)})
+    return collected
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A server on loopback that speaks the part of the Hugging Face hub's API that reads datasets."""
+"""A server on loopback that speaks the part of the Hugging Face hub's API that reads datasets and models."""
 
 import contextlib
 import hashlib
@@ -13,8 +13,12 @@ COMMIT = "5" * 40
 
 
 @contextlib.contextmanager
-def hub(repository: str, files: Mapping[str, bytes], asked: list[str] | None = None) -> Iterator[str]:
-    """Serve one dataset at the branch ``main``, which is COMMIT; ``asked`` receives the requests."""
+def hub(
+    repository: str, files: Mapping[str, bytes], asked: list[str] | None = None, kind: str = "datasets"
+) -> Iterator[str]:
+    """Serve one dataset (or of `models` one) at the branch ``main``, which is COMMIT; ``asked`` receives the requests."""
+
+    place = "" if kind == "models" else f"/{kind}"
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -32,7 +36,7 @@ def hub(repository: str, files: Mapping[str, bytes], asked: list[str] | None = N
             path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
             if asked is not None:
                 asked.append(f"{self.command} {path}")
-            api = f"/api/datasets/{repository}"
+            api = f"/api/{kind}/{repository}"
             if path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
                 siblings = [{"rfilename": name} for name in files]
                 self._json(
@@ -45,8 +49,8 @@ def hub(repository: str, files: Mapping[str, bytes], asked: list[str] | None = N
                     urllib.parse.parse_qs(body.decode()).get("paths", []) if b"=" in body else json.loads(body)["paths"]
                 )
                 self._json([entry(name) for name in wanted if name in files])
-            elif path.startswith(f"/datasets/{repository}/resolve/"):
-                self._file(path.split("/", 6)[6])
+            elif path.startswith(f"{place}/{repository}/resolve/"):
+                self._file(path.removeprefix(f"{place}/{repository}/resolve/").split("/", 1)[1])
             else:
                 self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
 

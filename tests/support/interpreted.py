@@ -11,7 +11,7 @@ def interpreted(script: str) -> list[str]:
     """Run ``script`` in a process, where torch.cuda.device does nothing, and return its output."""
     need_module("triton", "triton")
     begin = "import contextlib, torch\ntorch.cuda.device = lambda _: contextlib.nullcontext()\n"
-    found = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-c", begin + script],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -19,5 +19,5 @@ def interpreted(script: str) -> list[str]:
         timeout=PATIENCE_S,
         check=False,
     )
-    assert found.returncode == 0, found.stderr[-2000:]
-    return found.stdout.splitlines()
+    assert outcome.returncode == 0, outcome.stderr[-2000:]
+    return outcome.stdout.splitlines()

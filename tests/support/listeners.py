@@ -37,18 +37,18 @@ class Listener:
 def listeners(*pids: int) -> set[Listener]:
     processes = [process for pid in pids for process in _tree(pid)]
     sockets = {kind: _sockets(kind) for kind in _STATES}
-    found = set()
+    collected = set()
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
             name = " ".join(process.cmdline()) or process.name()
             inodes = _inodes(process.pid)
-            found |= {
+            collected |= {
                 Listener(kind, address, name)
                 for kind, addresses in sockets.items()
                 for inode, address in addresses.items()
                 if inode in inodes
             }
-    return found
+    return collected
 
 
 def _tree(pid: int) -> list[psutil.Process]:
@@ -59,12 +59,12 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 def _inodes(pid: int) -> set[str]:
-    found = set()
+    collected = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if (match := _INODE.fullmatch(str(descriptor.readlink()))) is not None:
-                found.add(match[1])
-    return found
+                collected.add(match[1])
+    return collected
 
 
 def _sockets(kind: str) -> dict[str, str]:

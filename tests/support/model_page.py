@@ -14,17 +14,13 @@ _HEAD = """\
 Which models Penstock trains, and how that is known. `make models` writes this page from `tests/support/model_verdicts.toml`; `tests/trainer/model/test_models.py` holds it.
 
 Each line below is a family of transformers, by its `model_type`, with a suffix for a variant of its configuration. A tiny model of it, with
-random weights, is loaded as a run loads it. Two groups with shared prompts and completions of 1 to 90 tokens, at two temperatures, go through the
-trainer's policy, in short rows and in rows of several hundred tokens. Logprobs of all tokens and gradients of all parameters must be
-those of transformers' own model in evaluation mode, with its "eager" attention, one sequence at a time, to 1e-5 in float32.
+random weights, is loaded as a run loads it, and two groups with shared prompts go through the trainer's policy. Logprobs of all tokens and
+gradients of all parameters must be those of transformers' own model with its "eager" attention, one sequence at a time, to 1e-5 in float32.
 
-What is not on this page is tested when the trainer starts. The self-test (`services/trainer/self_test/self_test.py`) compares the policy, with the weights, number
-types, adapters and kernels of the run, with the unmodified model: logprobs and a gradient must agree to 1e-3 in float32, and within the
-spread of roundings in half precision. If packed rows differ, sequences go one by one; if these differ too, the start is refused. The result is
-an event of the run, `self-test passed`, and in `penstock status`. A critic's packed hidden states are compared in the same way. A reward model and the reward service's reference are tested likewise: a padded batch against single inputs.
-
-The self-test is short: it crosses sliding windows of up to 1024 tokens on a GPU and 160 on a CPU, and does not look at gradients of large
-matrices. Whether rollout and trainer agree, the weights' probe says during the run ([weights.md](weights.md)).
+The self-test (`services/trainer/self_test/self_test.py`) repeats this when the trainer starts, with the weights, number types, adapters and kernels
+of the run: logprobs and a gradient must agree to 1e-3 in float32, and within the spread of roundings in half precision. If packed rows differ,
+sequences go one by one; if these differ too, the start is refused. Critics, reward models and the reward service's reference are tested likewise. The
+self-test crosses sliding windows of up to 1024 tokens on a GPU and 160 on a CPU, and does not cover gradients of large matrices.
 """
 _ROWS = """
 ## Packed rows
@@ -50,11 +46,9 @@ The trainer does not start, and says why.
 _VLLM = """
 ## Trainer and vLLM
 
-vLLM computes the same model with code of its own, and takes each update through its own loader. For the families below that is compared too
-(`tests/support/vllm_agreement.py`; vLLM 0.32 for the CPU, float32, heads of 32): vLLM starts with a tiny checkpoint, every tensor of the trainer's
-policy changes, the replica's code puts it into the living engine, and vLLM samples completions of 32 tokens after prompts of 5, 48 and 150 at temperature 0.8. Windows are of 24 tokens
-where the name says `short`. The logprobs that vLLM gives and those of the trainer's packed rows must agree to 1e-4 nats, after each of two updates. Both
-add the same float32 numbers in another order, which is the only cause of a difference; 1e-6 is common. An update that is not taken makes whole nats.
+vLLM computes the same model with code of its own. For the families below (`tests/support/vllm_agreement.py`; vLLM 0.32 for the CPU, float32), vLLM
+starts with a tiny checkpoint, every tensor of the trainer's policy changes, the replica's code puts it into the running engine, and vLLM samples
+completions. Its logprobs and those of the trainer's packed rows must agree to 1e-4 nats, after each of two updates; 1e-6 is common.
 
 Tested at each change: {tested}
 

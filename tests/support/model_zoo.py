@@ -124,7 +124,7 @@ def save(name: str, folder: Path, seed: int = 0) -> None:
 
 
 def open_policy(folder: Path, rows: Sequence[PackedRow], packing: Packing = "auto") -> Policy:
-    longest = max(len(row.prompt_token_ids) + len(one.token_ids) for row in rows for one in row.samples)
+    longest = max(len(row.prompt_token_ids) + len(sample.token_ids) for row in rows for sample in row.samples)
     model = load_model(PolicySettings(model=str(folder)), torch.float32, longest)
     return Policy(model, packing=packing).train()
 
@@ -149,16 +149,16 @@ def reference_logprobs(model: Any, rows: Sequence[PackedRow]) -> Tensor:
 
 def compare(policy: Policy, model: Any, rows: Sequence[PackedRow]) -> Gap:
     batch: MicroBatch = micro_batch(rows)
-    wanted = reference_logprobs(model, rows)
+    requested = reference_logprobs(model, rows)
     logprobs = policy(batch).policy_logprobs_N
-    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
-    difference = float((logprobs.detach() - wanted.detach()).abs().max())
-    return Gap(difference, _gradient_gap(policy.model, logprobs @ weights, model, wanted @ weights))
+    weights = torch.randn(requested.shape, generator=torch.Generator().manual_seed(1))
+    difference = float((logprobs.detach() - requested.detach()).abs().max())
+    return Gap(difference, _gradient_gap(policy.model, logprobs @ weights, model, requested @ weights))
 
 
 def _gradient_gap(trained: Any, loss: Tensor, model: Any, wanted_loss: Tensor) -> float:
-    for one, its_loss in ((trained, loss), (model, wanted_loss)):
-        one.zero_grad(set_to_none=True)
+    for left, its_loss in ((trained, loss), (model, wanted_loss)):
+        left.zero_grad(set_to_none=True)
         its_loss.backward()
     mine, its = dict(trained.named_parameters()), dict(model.named_parameters())
     if mine.keys() != its.keys():
@@ -166,8 +166,8 @@ def _gradient_gap(trained: Any, loss: Tensor, model: Any, wanted_loss: Tensor) -
     square = whole = 0.0
     for name, parameter in its.items():
         theirs = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found = mine[name].grad
-        square += float(((torch.zeros_like(theirs) if found is None else found) - theirs).double().square().sum())
+        grad = mine[name].grad
+        square += float(((torch.zeros_like(theirs) if grad is None else grad) - theirs).double().square().sum())
         whole += float(theirs.double().square().sum())
     return math.sqrt(square / whole)
 

@@ -48,8 +48,8 @@ class Storage:
         return StoreSettings(**{"uri": "s3://runs/team", "endpoint": self.endpoint, **more})
 
     def names(self, prefix: str = "") -> list[str]:
-        found = self.client.list_objects_v2(Bucket="runs", Prefix=f"team/{prefix}")
-        return [str(one["Key"]).removeprefix("team/") for one in found.get("Contents", ())]
+        actual = self.client.list_objects_v2(Bucket="runs", Prefix=f"team/{prefix}")
+        return [str(entry["Key"]).removeprefix("team/") for entry in actual.get("Contents", ())]
 
     def whole(self, run_id: str) -> list[int]:
         names = self.names(f"{run_id}/checkpoints/")

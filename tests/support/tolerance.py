@@ -34,20 +34,20 @@ move anywhere. A learning rate 1 % off gives as much, a step without one of its 
 """
 
 
-def gap(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
+def gap(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> float:
     """Return ‖found − expected‖ ÷ ‖expected‖ over all tensors together."""
-    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
+    pairs = [(a.double(), b.double()) for a, b in zip(actual, expected, strict=True)]
     squares = sum(float((a - b).square().sum()) for a, b in pairs)
     return float((squares / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5)
 
 
 def moved_apart(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]
 ) -> float:
     """Return ‖found − expected‖ ÷ ‖expected − start‖: 0 for equal weights, about 1.4 for unrelated steps."""
     names = sorted(expected)
-    assert sorted(found) == names, "the same tensors"
-    return gap([found[n].double() - start[n] for n in names], [expected[n].double() - start[n] for n in names])
+    assert sorted(actual) == names, "the same tensors"
+    return gap([actual[n].double() - start[n] for n in names], [expected[n].double() - start[n] for n in names])
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ def mlflow(folder: Path, run: str, name: str) -> Points:
     uri = f"sqlite:///{folder.absolute()}/mlflow.db"
     client = MlflowClient(uri, registry_uri=uri)
     experiment = client.get_experiment_by_name("penstock")
-    (found,) = client.search_runs([experiment.experiment_id], filter_string=f"attributes.run_name = '{run}'")
-    return [(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, name)]
+    (actual,) = client.search_runs([experiment.experiment_id], filter_string=f"attributes.run_name = '{run}'")
+    return [(metric.step, metric.value) for metric in client.get_metric_history(actual.info.run_id, name)]
 
 
 def trackio(folder: Path, run: str, name: str) -> Points:

@@ -140,15 +140,15 @@ def without_memory(of: Settings, most_tokens: int) -> dict[str, Any]:
     """A step in which rank 1 fails above ``most_tokens`` tokens, and rank 0 always; and its replay with memory."""
     rank, replayed, forward = Rank(of), Rank(of), Policy.forward
 
-    def tight(self: Policy, found: Any) -> Any:
-        if dist.get_rank() == 1 and torch.is_grad_enabled() and found.tokens > most_tokens:
-            raise torch.OutOfMemoryError(f"{found.tokens} tokens")
-        return forward(self, found)
+    def tight(self: Policy, actual: Any) -> Any:
+        if dist.get_rank() == 1 and torch.is_grad_enabled() and actual.tokens > most_tokens:
+            raise torch.OutOfMemoryError(f"{actual.tokens} tokens")
+        return forward(self, actual)
 
     with mock.patch.object(Policy, "forward", tight):
-        found = {"measured": rank.learn(1), "weights": rank.weights()}
+        actual = {"measured": rank.learn(1), "weights": rank.weights()}
     replayed.learn(1, plan=rank.plan)
-    return {**found, "plans": [_plain(one.plan) for one in (rank, replayed)], "replayed": replayed.weights()}
+    return {**actual, "plans": [_plain(entry.plan) for entry in (rank, replayed)], "replayed": replayed.weights()}
 
 
 def _plain(plan: StepPlan | None) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def full_folder(of: Settings) -> dict[str, Any]:
         said.append((type(made).__name__, isinstance(saved, Saved) and saved.checkpoint is not None))
     root = of.run_folder / "checkpoints"
     dist.barrier()
-    whole = [found.state.step for found in local_store.find(root)]
+    whole = [actual.state.step for actual in local_store.find(root)]
     return {"said": said, "whole": whole, "left": sorted(path.name for path in root.iterdir())}
 
 
@@ -186,37 +186,37 @@ def main(folder: Path) -> None:
     start_ranks("cpu")
     torch.set_num_threads(1)
     with tolerance.smooth_adam():
-        found = _found(folder)
+        actual = _found(folder)
     if dist.get_rank() == 0:
-        torch.save(found, folder / "found.pt")
-        print(json.dumps(sorted(found)))
+        torch.save(actual, folder / "found.pt")
+        print(json.dumps(sorted(actual)))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _found(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
-    found |= {f"tried-{stage}": with_trials(settings(stage, 2)) for stage in (1, 3)}
-    found["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
+    actual: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
+    actual |= {f"tried-{stage}": with_trials(settings(stage, 2)) for stage in (1, 3)}
+    actual["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
     for name, tables in ALGORITHMS.items():
         for stage in (1, 3):
-            found[f"{name}-{stage}"] = two_steps(settings(stage, 2, algorithm=tables))
+            actual[f"{name}-{stage}"] = two_steps(settings(stage, 2, algorithm=tables))
     for stage in (2, 3):
         with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
-        found[f"lora-{stage}"] = two_steps(with_kl)
-        found[f"lora-{stage}-resumed"] = resumed(with_kl, folder / f"lora-{stage}")
+        actual[f"lora-{stage}"] = two_steps(with_kl)
+        actual[f"lora-{stage}-resumed"] = resumed(with_kl, folder / f"lora-{stage}")
     with mock.patch.multiple(
         spans, FORK_TOKENS=1, CHUNK_TOKENS=1, _SLACK_TOKENS=0
     ):  # ranks call mixers unequally often
-        found["hybrid"] = two_steps(settings(3, 2, **HYBRID), LONGER)
+        actual["hybrid"] = two_steps(settings(3, 2, **HYBRID), LONGER)
     for name, algorithm in {"sequences": {}, "sequences-dpo": ALGORITHMS["dpo"]}.items():
         one_by_one = {**CHUNKED, "packing": "sequences"}
-        found[name] = two_steps(settings(3, 2, trainer=one_by_one, algorithm=algorithm), LONGER)
-    found["split"] = without_memory(settings(2, 2), 11)
-    found["left out"] = without_memory(settings(2, 2), 7)
-    found["full"] = full_folder(settings(3, 2, folder))
-    found["compiler"] = [name for name in sys.modules if name == "torch._inductor.compile_fx"]
-    return found
+        actual[name] = two_steps(settings(3, 2, trainer=one_by_one, algorithm=algorithm), LONGER)
+    actual["split"] = without_memory(settings(2, 2), 11)
+    actual["left out"] = without_memory(settings(2, 2), 7)
+    actual["full"] = full_folder(settings(3, 2, folder))
+    actual["compiler"] = [name for name in sys.modules if name == "torch._inductor.compile_fx"]
+    return actual
 
 
 if __name__ == "__main__":

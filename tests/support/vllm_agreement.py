@@ -178,8 +178,10 @@ def sampled(llm: Any, version: str) -> Completions:
     asked: list[Any] = [{"prompt_token_ids": prompt.tolist(), "cache_salt": version} for prompt in prompts]
     rows, behavior = list[PackedRow](), list[float]()
     for prompt, answer in zip(prompts, llm.generate(asked, sampling, use_tqdm=False), strict=True):
-        rows.append(_row(prompt, [np.array(one.token_ids, np.int32) for one in answer.outputs], SAMPLES * len(rows)))
-        behavior += [next(iter(place.values())).logprob for one in answer.outputs for place in one.logprobs]
+        rows.append(
+            _row(prompt, [np.array(output.token_ids, np.int32) for output in answer.outputs], SAMPLES * len(rows))
+        )
+        behavior += [next(iter(place.values())).logprob for output in answer.outputs for place in output.logprobs]
     return rows, torch.tensor(behavior)
 
 
@@ -206,17 +208,17 @@ def _sample(token_ids: Int32Array) -> Sample:
     )
 
 
-def objection(found: dict[str, Any], table: Agreement) -> str:
+def objection(actual: dict[str, Any], table: Agreement) -> str:
     """Return how results differ from ``table``, or ""."""
-    expected = table.unserved.get(found["name"], "")
-    if expected or found["reason"]:
-        fits = bool(expected) and expected in found["reason"]
+    expected = table.unserved.get(actual["name"], "")
+    if expected or actual["reason"]:
+        fits = bool(expected) and expected in actual["reason"]
         return (
-            "" if fits else f"expected {expected or 'that vLLM serves it'}, found {found['reason'] or 'that it does'}"
+            "" if fits else f"expected {expected or 'that vLLM serves it'}, found {actual['reason'] or 'that it does'}"
         )
-    if found["stale"] < STALE:
-        return f"expected that the update shows, found {found['stale']} nats"
-    furthest = max(found["before"], *found["after"])
+    if actual["stale"] < STALE:
+        return f"expected that the update shows, found {actual['stale']} nats"
+    furthest = max(actual["before"], *actual["after"])
     return "" if furthest < FORWARD else f"expected logprobs within {FORWARD} nats, found {furthest}"
 
 
@@ -231,9 +233,9 @@ def main(names: Sequence[str]) -> int:
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as each:
         objections, table = list[str](), verdicts().vllm
         for name in names or table.names:
-            found = each.apply(measure, (name,))
-            objections.append(objection(found, table))
-            print(json.dumps({**found, "objection": objections[-1]}), flush=True)
+            actual = each.apply(measure, (name,))
+            objections.append(objection(actual, table))
+            print(json.dumps({**actual, "objection": objections[-1]}), flush=True)
     return int(any(objections))
 
 

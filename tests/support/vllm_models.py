@@ -190,9 +190,9 @@ def as_rank(rank: int, ranks: int) -> None:
     parallel_state._TP = SimpleNamespace(rank_in_group=rank, world_size=ranks)  # type: ignore[assignment, unused-ignore]
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, other: Any) -> bool:
     others = dict(other.named_parameters())
-    return all(torch.equal(parameter, others[name]) for name, parameter in one.named_parameters())
+    return all(torch.equal(parameter, others[name]) for name, parameter in first.named_parameters())
 
 
 # ---------------------------------------------------------------- engine
@@ -260,11 +260,11 @@ def gap(llm: Any, policy: Any) -> float:
     prompt = list(range(2, 30))
     sampling = SamplingParams(max_tokens=16, temperature=0, logprobs=0, detokenize=False, ignore_eos=True)
     completion = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0].outputs[0]
-    found = torch.tensor([next(iter(place.values())).logprob for place in completion.logprobs])
+    actual = torch.tensor([next(iter(place.values())).logprob for place in completion.logprobs])
     tokens = torch.tensor([[*prompt, *completion.token_ids]])
     logprobs = torch.log_softmax(policy(tokens).logits.double(), -1)[0, len(prompt) - 1 : -1]
-    wanted = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
-    return float((found - wanted).abs().max())
+    requested = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+    return float((actual - requested).abs().max())
 
 
 def play(scene: str) -> dict[str, Any]:

@@ -70,11 +70,11 @@ def record_of(header: Header) -> PolicyRecord:
 
 
 def fingerprint(tensors: Any) -> str:
-    found = hashlib.sha256()
+    actual = hashlib.sha256()
     for name, tensor in tensors:
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        actual.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        actual.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return actual.hexdigest()
 
 
 def place(device: torch.device) -> DeviceLocation:
@@ -300,8 +300,8 @@ class Player:
         ends_at_s = time.monotonic() + timeout_s
         while number not in self._answers:
             assert self._connection.poll(max(0.0, ends_at_s - time.monotonic())), "no answer"
-            found, value, error = self._connection.recv()
-            self._answers[found] = (value, error)
+            actual, value, error = self._connection.recv()
+            self._answers[actual] = (value, error)
         value, error = self._answers.pop(number)
         if error is not None:
             raise WeightsError(error)

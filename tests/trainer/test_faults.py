@@ -49,10 +49,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     def limit(
         most_tokens: int, refused: Callable[[], None] = refused_by_a_device
     ) -> contextlib.AbstractContextManager[None]:
-        def tight(self: Policy, found: Any) -> Any:
-            if torch.is_grad_enabled() and found.tokens > most_tokens:
+        def tight(self: Policy, batch_: Any) -> Any:
+            if torch.is_grad_enabled() and batch_.tokens > most_tokens:
                 refused()
-            return forward(self, found)
+            return forward(self, batch_)
 
         monkeypatch.setattr(Policy, "forward", tight)
         return enough_again()
@@ -70,23 +70,23 @@ def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory:
     whole, tight = One(settings(preset=preset)), One(settings(preset=preset))
     expected = whole.learn(batch())
     memory(15)
-    found = tight.learn(batch())
+    figures = tight.learn(batch())
     assert expected["micro_batch_splits"] == 0.0
-    assert found["micro_batch_splits"] > 0.0
-    assert found["dropped_out_of_memory"] == 0.0
-    assert found["loss"] == pytest.approx(expected["loss"], abs=FORWARD)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT)
+    assert figures["micro_batch_splits"] > 0.0
+    assert figures["dropped_out_of_memory"] == 0.0
+    assert figures["loss"] == pytest.approx(expected["loss"], abs=FORWARD)
+    assert figures["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT)
 
 
 @pytest.mark.parametrize("refused", [refused_by_a_device, refused_by_the_host])
 def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any, refused: Callable[[], None]) -> None:
-    one = One(settings())
+    learner = One(settings())
     # prompts of 3, 4, 5, 6, samples of 2, 5, 3, 4: only 6 + 5 − 1 exceeds 9
     memory(9, refused)
-    found = one.learn(batch())
-    assert found["dropped_out_of_memory"] == 1.0
-    assert np.isfinite(found["loss"])
-    assert found["grad_norm"] > 0.0
+    figures = learner.learn(batch())
+    assert figures["dropped_out_of_memory"] == 1.0
+    assert np.isfinite(figures["loss"])
+    assert figures["grad_norm"] > 0.0
 
 
 @pytest.mark.parametrize("variant", [{}, {"preset": "ppo", "epochs": 2, "minibatches": 2}, {"preset": "dpo"}])
@@ -95,10 +95,10 @@ def test_a_replay_with_its_plan_repeats_what_was_cut_and_left_out_to_the_bit(
 ) -> None:
     made, repeated, unplanned = (One(settings(**variant)) for _ in range(3))
     with memory(9):
-        found = made.learn(batch())
-    assert found["micro_batch_splits"] > found["dropped_out_of_memory"] > 0.0
+        figures = made.learn(batch())
+    assert figures["micro_batch_splits"] > figures["dropped_out_of_memory"] > 0.0
     plan = made.learner.plan
-    assert timeless(repeated.learn(batch(), plan=wire.decode(wire.encode(plan), StepPlan))) == timeless(found)
+    assert timeless(repeated.learn(batch(), plan=wire.decode(wire.encode(plan), StepPlan))) == timeless(figures)
     assert repeated.learner.plan == plan
     assert all(torch.equal(repeated.weights()[name], tensor) for name, tensor in made.weights().items())
     unplanned.learn(batch())
@@ -111,12 +111,12 @@ def test_a_replay_repeats_the_dropout_of_adapters_whatever_was_drawn_before(memo
     of = of.model_copy(update={"policy": of.policy.model_copy(update={"lora": LoraSettings.model_validate(lora)})})
     made, repeated = One(of), One(of)
     with memory(9):
-        found = made.learn(batch())
+        figures = made.learn(batch())
     torch.rand(7)
-    assert timeless(repeated.learn(batch(), plan=made.learner.plan)) == timeless(found)
+    assert timeless(repeated.learn(batch(), plan=made.learner.plan)) == timeless(figures)
     assert all(torch.equal(repeated.weights()[name], tensor) for name, tensor in made.weights().items())
     other = One(of)
-    assert other.learn(batch(), step=2)["grad_norm"] != found["grad_norm"], "each step draws its own"
+    assert other.learn(batch(), step=2)["grad_norm"] != figures["grad_norm"], "each step draws its own"
 
 
 def test_a_replay_lays_out_as_the_step_was_where_the_cap_was_raised_and_anew_where_it_was_lowered() -> None:
@@ -124,8 +124,8 @@ def test_a_replay_lays_out_as_the_step_was_where_the_cap_was_raised_and_anew_whe
     made.learn(batch())
     plan = made.learner.plan
     assert plan is not None
-    for one in (raised, lowered):
-        one.learn(batch(), plan=plan)
+    for learner in (raised, lowered):
+        learner.learn(batch(), plan=plan)
     assert raised.learner.plan == plan
     assert all(torch.equal(raised.weights()[name], tensor) for name, tensor in made.weights().items())
     assert lowered.learner.plan is not None
@@ -134,20 +134,20 @@ def test_a_replay_lays_out_as_the_step_was_where_the_cap_was_raised_and_anew_whe
 
 
 def test_without_memory_for_anything_it_says_so(memory: Any) -> None:
-    one = One(settings())
+    learner = One(settings())
     memory(0)
     with pytest.raises(torch.OutOfMemoryError, match=r"lower trainer\.micro_batch_tokens"):
-        one.learn(batch())
+        learner.learn(batch())
 
 
 def test_an_error_that_is_no_lack_of_memory_is_a_bug(memory: Any) -> None:
     def broken() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    one = One(settings())
+    learner = One(settings())
     memory(15, broken)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        one.learn(batch())
+        learner.learn(batch())
 
 
 def test_the_parts_of_a_micro_batch_are_slices_of_what_is_known() -> None:
@@ -190,9 +190,9 @@ def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zer
     assert all(torch.equal(after[name], tensor) for name, tensor in poisoned.whole().items())
 
 
-def optimizer_tensors(one: One) -> list[torch.Tensor]:
+def optimizer_tensors(learner: One) -> list[torch.Tensor]:
     """All optimizer tensors: moments, step counters, float32 weights."""
-    engines = [engine for engine in (one.engine, one.critic) if engine is not None]
+    engines = [engine for engine in (learner.engine, learner.critic) if engine is not None]
     states = [engine._engine.optimizer.state_dict() for engine in engines]
     return [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)]
 
@@ -203,8 +203,8 @@ def test_a_trial_leaves_weights_optimizer_and_random_numbers_as_they_were(zero_s
     of = settings(preset=preset, micro_batch_tokens=24)
     of = of.model_copy(update={"trainer": of.trainer.model_copy(update={"zero_stage": zero_stage})})
     tried, untried = One(of), One(of)
-    for one in (tried, untried):
-        one.learn(batch())
+    for learner in (tried, untried):
+        learner.learn(batch())
     weights, optimizer, numbers = tried.whole(), optimizer_tensors(tried), torch.get_rng_state()
     for group in batch():
         tried.try_out(group)
@@ -218,30 +218,30 @@ def test_a_trial_leaves_weights_optimizer_and_random_numbers_as_they_were(zero_s
 
 
 def test_a_group_that_fails_in_the_backward_pass_only_fails_its_trial() -> None:
-    one = One(settings())
+    learner = One(settings())
     (parameter,) = [
-        p for name, p in one.engine.policy.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight")
+        p for name, p in learner.engine.policy.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight")
     ]
 
     def refuse(gradient: torch.Tensor) -> None:
         raise ValueError("poison")
 
     with parameter.register_hook(refuse), pytest.raises(ValueError, match="poison"):
-        one.try_out(batch()[0])
-    one.try_out(batch()[0])
+        learner.try_out(batch()[0])
+    learner.try_out(batch()[0])
 
 
 def test_a_trial_cuts_what_does_not_fit_as_a_step_does(memory: Any) -> None:
-    one = One(settings())
+    learner = One(settings())
     with memory(12):
-        one.try_out(batch()[0])
+        learner.try_out(batch()[0])
 
 
 def test_once_some_weights_moved_the_error_says_so() -> None:
     data = batch()
-    one = One(settings(preset="tis", minibatches=4))
+    learner = One(settings(preset="tis", minibatches=4))
     with pytest.raises(NotFinite) as caught:
-        one.learn([*data[:1], *poison(data[1:2]), *data[2:]])
+        learner.learn([*data[:1], *poison(data[1:2]), *data[2:]])
     order = np.random.default_rng([0, 1]).permutation(4).tolist()
     assert caught.value.touched is (order[0] != 1)
 
@@ -290,9 +290,9 @@ def test_a_replay_that_could_not_follow_its_plan_says_so(tmp_path: Path, memory:
 def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_with_the_way_out(
     tmp_path: Path, ranks: int, zero_stage: int
 ) -> None:
-    found = trainer(tmp_path)
-    trained(found)
-    found.execute(Command(CommandKind.CHECKPOINT, state=CheckpointState(1, PolicyVersion(1), 0, "", 1, 0, "00")))
+    figures = trainer(tmp_path)
+    trained(figures)
+    figures.execute(Command(CommandKind.CHECKPOINT, state=CheckpointState(1, PolicyVersion(1), 0, "", 1, 0, "00")))
     (written,) = local_store.find(tmp_path / "faults" / "checkpoints")
     local_store.check_ranks(written, 1, 0)
     with pytest.raises(

@@ -112,9 +112,9 @@ def test_the_exit_status_of_a_rank_that_refuses_its_settings_is_the_launchers() 
 def test_ranks_are_told_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     of = TrainerSettings(ranks=2, nodes=3, node=1, rendezvous="a:1")
-    found = [launcher.environment(of, local, Path("/store")) for local in (0, 1)]
+    actual = [launcher.environment(of, local, Path("/store")) for local in (0, 1)]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PENSTOCK_RANKS_STORE", "OMP_NUM_THREADS")
-    assert [[each[name] for name in names] for each in found] == [
+    assert [[each[name] for name in names] for each in actual] == [
         ["2", "0", "6", "2", "/store", "1"],
         ["3", "1", "6", "2", "/store", "1"],
     ]

@@ -59,13 +59,14 @@ async def test_the_example_learns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_the_example_learns_on_a_device_that_trainer_and_replica_share(tmp_path: Path) -> None:
-    folder = await run(tmp_path, "shared", ALONE, "--placement.mode=shared", "--placement.rung=2")
+    folder = await run(tmp_path, "shared", ALONE, "--placement.mode=shared", "--placement.rung=4")
     accuracies = [json.loads(line)["accuracy"] for line in (folder / "evaluations.jsonl").read_text().splitlines()]
     assert accuracies[0] <= 0.40
     assert accuracies[-1] >= 0.65
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 15
-    assert {step["switch_rung"] for step in steps if "switch_rung" in step} == {2.0}
+    assert {step["switch_rung"] for step in steps if "switch_rung" in step} == {4.0}
+    assert sum(step.get("phase_reload_s", 0.0) > 0.0 for step in steps) >= 10
 
 
 @pytest.mark.slow

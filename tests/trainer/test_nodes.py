@@ -13,6 +13,7 @@ import pytest
 
 from services.trainer.checkpoint import local_store
 from services.up.prepare import prepare
+from shared.bus.stores.ledger import RunState
 from shared.errors import SettingsError
 from shared.settings import load
 from tests.conftest import PATIENCE_S, Server, free_port
@@ -26,16 +27,18 @@ from tests.trainer.test_service import GROUPS, Run, bus_of, feed, initial_weight
 def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> Iterator[list[forge.Started]]:
     """Start on 127.0.0.1 and 127.0.0.2, like pods."""
     flags = ["--trainer.nodes", "2", "--trainer.rendezvous", f"127.0.0.1:{rendezvous}"]
-    found = []
+    processes = []
     try:
         for node in (0, 1):
             words = ["--config", run.config, "--replica", f"trainer-{node}", "--trainer.node", node, *flags]
             words += ["--run.metrics_port", metrics]
             with run.log.open("a") as log:
-                found.append(forge.start("services.trainer", words, log, forked=forked, POD_IP=f"127.0.0.{node + 1}"))
-        yield found
+                processes.append(
+                    forge.start("services.trainer", words, log, forked=forked, POD_IP=f"127.0.0.{node + 1}")
+                )
+        yield processes
     finally:
-        for process in found:
+        for process in processes:
             kill(process)
             process.wait(PATIENCE_S)
 
@@ -57,11 +60,11 @@ def answers(url: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(480)
 async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_path: Path, server: Server) -> None:
-    one = Run(tmp_path, server, "one-host")
-    async with bus_of(one) as (bus, ledger), one.trainer() as process:
+    single = Run(tmp_path, server, "one-host")
+    async with bus_of(single) as (bus, ledger), single.trainer() as process:
         await feed(bus, 0, 3 * GROUPS)
-        await one.reaches(ledger, 3, process)
-        expected = await one.weights(ledger)
+        await single.reaches(ledger, 3, process)
+        expected = await single.weights(ledger)
 
     two = Run(tmp_path, server, "two-hosts", ranks=1)
     metrics = free_port()
@@ -78,24 +81,30 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
         await feed(bus, 2 * GROUPS, GROUPS)
         with hosts(two, free_port(), metrics, forked=True) as (first, _):
             await two.reaches(ledger, 3, first)
-            found = await two.weights(ledger)
+            weights = await two.weights(ledger)
             assert await bus.counts() == {"trained": 3 * GROUPS}
-    assert moved_apart(found, expected, initial_weights()) < ADAM_MOVEMENT
+    assert moved_apart(weights, expected, initial_weights()) < ADAM_MOVEMENT
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("host", [0, 1])
-async def test_any_host_that_is_told_to_stop_stops_all_of_them_in_order(
-    tmp_path: Path, server: Server, host: int
+@pytest.mark.parametrize("host", [0, 1, None])
+async def test_any_host_that_is_told_to_stop_and_the_end_of_the_run_stop_all_of_them_in_order(
+    tmp_path: Path, server: Server, host: int | None
 ) -> None:
-    run = Run(tmp_path, server, f"stopped-{host}", ranks=1, checkpoint_every_steps=1000)
+    of_a_job = "stopped_exit_status = 143\nleave_when_over = true"
+    run = Run(tmp_path, server, f"stopped-{host}", ranks=1, checkpoint_every_steps=1000, internal=of_a_job)
     async with bus_of(run) as (bus, ledger):
         await feed(bus, 0, GROUPS)
         with hosts(run, free_port(), free_port()) as both:
             await run.reaches(ledger, 1, both[0])
-            both[host].send_signal(signal.SIGTERM)
-            assert [await asyncio.to_thread(each.wait, PATIENCE_S) for each in both] == [0, 0]
+            if host is None:
+                await ledger.transition(RunState.STOPPED, "the test is over", [RunState.CREATED, RunState.RUNNING])
+                await ledger.close()
+            else:
+                both[host].send_signal(signal.SIGTERM)
+            expected = 0 if host is None else 143  # for which a Job restarts the pod
+            assert [await asyncio.to_thread(each.wait, PATIENCE_S) for each in both] == [expected, expected]
     saved = local_store.find(tmp_path / "runs" / run.run_id / "checkpoints")
     assert [checkpoint.state.step for checkpoint in saved] == [1]
 

@@ -33,8 +33,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**{name: value for name, value in os.environ.items() if name not in names}, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
-    return found
+    results: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
+    return results
 
 
 def one(longer: int = 0, **tables: Any) -> dict[str, Any]:
@@ -44,14 +44,14 @@ def one(longer: int = 0, **tables: Any) -> dict[str, Any]:
             return trainer_ranks.two_steps(trainer_ranks.settings(0, 1, **tables), longer)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], make: Callable[[], Any] = tiny.model) -> None:
-    for ours, theirs in zip(found["measured"], expected["measured"], strict=True):
+def assert_same(actual: dict[str, Any], expected: dict[str, Any], make: Callable[[], Any] = tiny.model) -> None:
+    for ours, theirs in zip(actual["measured"], expected["measured"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=FORWARD)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=GRADIENT)
         assert ours["kl_mean"] == pytest.approx(theirs["kl_mean"], abs=FORWARD)
     torch.manual_seed(0)
     start = {name: weight.detach() for name, weight in make().named_parameters()}
-    assert moved_apart(found["weights"], expected["weights"], start) < MOVEMENT
+    assert moved_apart(actual["weights"], expected["weights"], start) < MOVEMENT
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -81,9 +81,9 @@ def test_two_ranks_learn_what_one_rank_learns(two: dict[str, Any], algorithm: st
 def test_two_ranks_make_the_steps_of_one_with_adapters_and_a_kl_to_the_policy_without_them(
     two: dict[str, Any], zero_stage: int
 ) -> None:
-    found = two[f"lora-{zero_stage}"]
-    assert_same(found, one(lora=trainer_ranks.LORA, algorithm={"kl": trainer_ranks.KL}))
-    first, second = found["measured"]
+    actual = two[f"lora-{zero_stage}"]
+    assert_same(actual, one(lora=trainer_ranks.LORA, algorithm={"kl": trainer_ranks.KL}))
+    first, second = actual["measured"]
     assert first["reference_kl"] == 0.0, "an adapter starts as nothing"
     assert second["reference_kl"] > 0.0
 
@@ -109,18 +109,18 @@ def test_ranks_with_adapters_come_back_from_their_checkpoint_to_the_bit(two: dic
 
 
 def test_a_rank_without_memory_has_all_ranks_cut_the_micro_batch_and_the_step_is_the_same(two: dict[str, Any]) -> None:
-    found, expected = two["split"]["measured"], two["zero-1"]["measured"][0]
+    measured, expected = two["split"]["measured"], two["zero-1"]["measured"][0]
     assert expected["micro_batch_splits"] == 0.0
-    assert found["micro_batch_splits"] > 0.0
-    assert found["dropped_out_of_memory"] == 0.0
-    assert found["loss"] == pytest.approx(expected["loss"], abs=FORWARD)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT)
+    assert measured["micro_batch_splits"] > 0.0
+    assert measured["dropped_out_of_memory"] == 0.0
+    assert measured["loss"] == pytest.approx(expected["loss"], abs=FORWARD)
+    assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRADIENT)
 
 
 def test_samples_that_do_not_fit_on_one_rank_are_left_out_and_all_ranks_know_how_many(two: dict[str, Any]) -> None:
-    found = two["left out"]["measured"]
-    assert found["dropped_out_of_memory"] == 3.0
-    assert 0.0 < found["grad_norm"] < float("inf")
+    measured = two["left out"]["measured"]
+    assert measured["dropped_out_of_memory"] == 3.0
+    assert 0.0 < measured["grad_norm"] < float("inf")
 
 
 @pytest.mark.parametrize("scene", ["split", "left out"])

@@ -64,9 +64,9 @@ def test_a_replay_on_a_gpu_repeats_a_step_to_the_bit_with_dropout_and_short_of_m
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["on"]["misfits"] == 1
-    assert found["on"]["equal"], found
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert data["on"]["misfits"] == 1
+    assert data["on"]["equal"], data
 
 
 def _step(zero_stage: int, logits: LogitsType, chunk_tokens: int) -> tuple[float, dict[str, torch.Tensor]]:

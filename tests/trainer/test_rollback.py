@@ -24,6 +24,7 @@ from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.operations import OperationState
 from shared.bus.stores.policies import PolicyState
 from shared.bus.stores.rollback import Rollback, Stage, descendants
+from shared.bus.stores.signals import read_signals
 from shared.process.telemetry import Presence, Status
 from shared.weights.format.snapshot import read_snapshot
 from tests.chaos.run import TcpServer
@@ -85,9 +86,9 @@ async def _load_and_publish(bus: Bus) -> PolicyRecord:
 
 
 async def _current(parts: Coordinator) -> Rollback:
-    found = await parts.rollbacks.current()
-    assert found is not None
-    return found
+    rollback = await parts.rollbacks.current()
+    assert rollback is not None
+    return rollback
 
 
 async def _stage(parts: Coordinator) -> Stage:
@@ -265,8 +266,8 @@ async def test_a_rollback_whose_coordinator_died_at_once_is_seen_through_by_the_
 
 
 async def _succeeded(parts: Coordinator) -> bool:
-    found = await parts.operations.all()
-    return [one.state for one in found] == [OperationState.SUCCEEDED]
+    operations = await parts.operations.all()
+    return [operation.state for operation in operations] == [OperationState.SUCCEEDED]
 
 
 async def test_a_rollback_whose_answer_is_lost_on_the_wire_is_done_once_and_told_once(tmp_path: Path) -> None:
@@ -370,9 +371,9 @@ async def _begin(bus: Bus, ledger: Ledger, folder: Path, target: int) -> None:
     await make(bus, settings(folder)).rollbacks.begin(V(target), "")
 
 
-def _weights(found: PolicyRecord | None) -> dict[str, torch.Tensor]:
-    assert found is not None
-    return read_snapshot(Path(found.location), found.manifest_digest)
+def _weights(record: PolicyRecord | None) -> dict[str, torch.Tensor]:
+    assert record is not None
+    return read_snapshot(Path(record.location), record.manifest_digest)
 
 
 @pytest.mark.slow
@@ -382,15 +383,20 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
 ) -> None:
     run = Run(tmp_path, server, f"back-{ranks}", ranks=ranks, zero_stage=zero_stage)
     async with bus_of(run) as (bus, ledger), run.trainer() as process:
-        await feed(bus, 0, 4 * GROUPS)
+        await feed(bus, 0, 2 * GROUPS)
+        await run.reaches(ledger, 2, process)
+        signals = await read_signals(bus)
+        await feed(bus, 2 * GROUPS, 2 * GROUPS)
         await run.reaches(ledger, 4, process)
         await until(lambda: _has_checkpoint(ledger, 4))
+        assert (len(signals), len(await read_signals(bus))) == (2 * GROUPS, 4 * GROUPS)
         second, third = _weights(await ledger.policy(V(2))), _weights(await ledger.policy(V(3)))
         await _begin(bus, ledger, tmp_path, 2)
         await until(lambda: _newest_is(ledger, 5))
         await until(lambda: _has_checkpoint(ledger, 5))
         assert await ledger.checkpoints() == {2: str(_folder(run, 2)), 5: str(_folder(run, 2))}
         assert not _folder(run, 4).exists()
+        assert await read_signals(bus) == signals, "to the bit"
         again = _weights(await ledger.policy(V(5)))
         assert all(torch.equal(again[name], second[name]) for name in second)
 

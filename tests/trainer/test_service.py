@@ -24,6 +24,7 @@ from shared.bus.messages import Experience, FinishReason, GroupId, PolicyRecord,
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
 from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.signals import read_signals
 from shared.bus.streams import EXPERIENCE, PUBLISHED, Stream
 from shared.settings import Settings
 from shared.weights.format.flat import FlatSnapshot
@@ -72,7 +73,7 @@ class Run:
             f'[run]\nid = "{run_id}"\nfolder = "{folder}/runs"\nsteps = {STEPS}\nthreads = 1\n'
             f'[bus]\nurl = "{server.url}"\n'
             f'[policy]\nmodel = "{MODEL}"\ndtype = "float32"\n'
-            "[sampling]\nmax_new_tokens = 8\n"
+            "[sampling]\nmax_new_tokens = 8\n[data]\ncurriculum = true\n"
             f"[algorithm]\ngroups_per_step = {GROUPS}\nmax_lag = {STEPS}\n{algorithm}\n"
             f'[weights]\ntransport = "{transport}"\ndeadline_s = 5\nfolder = "{folder}/weights-{run_id}"\n'
             "[trainer]\nlearning_rate = 1e-3\nadam_betas = [0.9, 0.99]\n"
@@ -113,8 +114,8 @@ class Run:
 
 
 def initial_weights() -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
-    return found
+    tensors: dict[str, torch.Tensor] = load_file(MODEL / "model.safetensors")
+    return tensors
 
 
 def experience(group_id: int, version: int = 0) -> Experience:
@@ -171,10 +172,10 @@ async def _after(
     async with bus_of(run) as (bus, ledger), run.trainer() as process:
         await feed(bus, 0, steps * GROUPS)
         await run.reaches(ledger, steps, process)
-        found = await run.weights(ledger)
+        weights = await run.weights(ledger)
         if then is not None:
             await then(process)
-        return found
+        return weights
 
 
 async def versions(ledger: Ledger) -> list[tuple[int, int | None, int]]:
@@ -209,13 +210,17 @@ async def test_a_trainer_killed_after_a_commit_comes_back_at_its_step_with_the_s
         assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 4), (5, 4, 5)]
         assert await bus.length(PUBLISHED) == published + 2, "a replayed step is not published again"
         assert await bus.counts() == {"trained": STEPS * GROUPS}
+        once = f"{2 / 9:.6f}"
+        signals = await read_signals(bus)
+        assert {f"{float(value):.6f}" for value in signals.values()} == {once}, "a replayed group is not counted again"
+        assert len(signals) == STEPS * GROUPS
         tested = (await ledger.status()).self_tests
         assert set(tested) == ({"policy", "critic"} if algorithm == ACTOR_CRITIC else {"policy"})
         assert all(" differ by " in outcome and 'packing = "rows"' in outcome for outcome in tested.values())
-        found = await killed.weights(ledger)
+        weights = await killed.weights(ledger)
     expected = await undisturbed
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert (tmp_path / "runs" / f"killed-{ranks}-{zero_stage}" / "policy" / "config.json").exists()
 
 
@@ -238,10 +243,10 @@ async def test_a_replay_repeats_the_learning_rate_of_each_step(tmp_path: Path, s
         async with run.trainer() as process:  # without a checkpoint, steps 1 and 2 are replayed
             await feed(bus, 2 * GROUPS, GROUPS)
             await run.reaches(ledger, 3, process)
-        found = await run.weights(ledger)
+        weights = await run.weights(ledger)
         revisions = [(record.step, record.settings_revision) for record in await ledger.policies()]
     assert revisions == [(0, 0), (1, 0), (2, 1), (3, 3)]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]:
@@ -286,16 +291,16 @@ async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a
             await asyncio.to_thread(process.wait, PATIENCE_S)
         async with run.trainer() as process:
             await until(lambda: _newest_is(ledger, 4))
-            after, found = await pulled(ledger)
+            after, actual = await pulled(ledger)
             await run.stops(process)
             assert process.returncode == 143  # 0 would mark a Job's run as finished
         assert await versions(ledger) == [(0, None, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 3, 3)]
         assert (before.location, after.location) == ("", "")
         assert after.source != before.source
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
         assert [record.probe is not None for record in await ledger.policies()] == [True, False, False, False, True]
         assert after.probe is not None
-        _assert_scored_by(after.probe, found)
+        _assert_scored_by(after.probe, actual)
 
 
 async def _newest_is(ledger: Ledger, version: int) -> bool:
@@ -326,8 +331,8 @@ async def test_two_ranks_learn_what_one_rank_learns_and_do_not_outlive_their_lau
         return Run(tmp_path, server, name, ACTOR_CRITIC, ranks=ranks, zero_stage=zero_stage, micro_batch_tokens=cap)
 
     # the cap makes several micro-batches per rank
-    one, two = await asyncio.gather(_after(run(1, 0, 16_384), 2), _after(run(2, 3, 24), 2, _outlived_by_no_rank))
-    assert moved_apart(two, one, initial_weights()) < ADAM_MOVEMENT
+    first, two = await asyncio.gather(_after(run(1, 0, 16_384), 2), _after(run(2, 3, 24), 2, _outlived_by_no_rank))
+    assert moved_apart(two, first, initial_weights()) < ADAM_MOVEMENT
 
 
 async def _outlived_by_no_rank(launcher: forge.Started) -> None:
@@ -411,9 +416,12 @@ async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_re
 ) -> None:
     run = Run(tmp_path, server, "emptied")
     async with bus_of(run) as (bus, ledger):
-        await feed(bus, 0, 3 * GROUPS)
+        await feed(bus, 0, 2 * GROUPS)
         await raw(bus).hset(bus.keys.named("run"), "cursor", 9)
         async with run.trainer() as process:
+            await run.reaches(ledger, 2, process)
+            signals = await read_signals(bus)
+            await feed(bus, 2 * GROUPS, GROUPS)
             await run.reaches(ledger, 3, process)
             os.kill(process.pid, signal.SIGKILL)
         for key in await raw(bus).keys(bus.keys.named("*")):
@@ -425,6 +433,8 @@ async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_re
             status = await ledger.status()
             assert (status.step, status.cursor) == (2, 9)
             assert await versions(ledger) == [(4, 3, 2)], "version 3 was published before the bus was lost"
+            assert len(signals) == 2 * GROUPS
+            assert await read_signals(bus) == signals
         state = json.loads((tmp_path / "runs/emptied/checkpoints/step-000002/state.json").read_text())
         assert (state["step"], state["version"]) == (2, 2)
 

@@ -23,8 +23,8 @@ from tests.support.disks import Disk, small_disk
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    with small_disk(tmp_path / "disk", 64) as found:
-        yield found
+    with small_disk(tmp_path / "disk", 64) as folder:
+        yield folder
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was_and_nothing_is_left_beside_it(disk: Disk) -> None:

@@ -47,25 +47,25 @@ async def test_a_run_on_one_machine_listens_on_loopback_alone(
         need("bwrap", "bubblewrap")
     async with running(tmp_path, flags=flags, config=config, prometheus=prometheus, forked=False) as run:
         bus = await run.connect()
-        ledger, found = Ledger(bus), set[Listener]()
+        ledger, seen = Ledger(bus), set[Listener]()
 
         async def trained() -> bool:
-            found.update(listeners(run.process.pid))
+            seen.update(listeners(run.process.pid))
             assert run.process.poll() is None, run.report()
             return (await ledger.status()).step >= STEPS
 
         await until(trained, timeout_s=300)
-        found.update(listeners(run.process.pid))
+        seen.update(listeners(run.process.pid))
         await bus.close()
-    metrics = {listener.process for listener in found if "services." in listener.process}
+    metrics = {listener.process for listener in seen if "services." in listener.process}
     assert len(metrics) >= 4, "expected at least the listeners of coordinator, rollout, reward and trainer"
-    assert [listener for listener in found if not listener.is_loopback] == []
+    assert [listener for listener in seen if not listener.is_loopback] == []
 
 
 def test_a_listener_on_every_address_is_seen() -> None:
     with socket.create_server(("0.0.0.0", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
-        found = listeners(psutil.Process().pid)
-    assert {"0.0.0.0", "::"} <= {listener.address for listener in found if not listener.is_loopback}
+        seen = listeners(psutil.Process().pid)
+    assert {"0.0.0.0", "::"} <= {listener.address for listener in seen if not listener.is_loopback}
 
 
 @pytest.mark.parametrize("bound", [True, False])

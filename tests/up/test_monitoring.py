@@ -29,6 +29,8 @@ from tests.support.raw_redis import raw
 
 ROOT = Path(__file__).parents[2]
 SILENT = {
+    "penstock_nccl_transport": "there is no GPU",
+    "DCGM_": "NVIDIA's exporter is a process of the cluster",
     "vllm:": "vLLM speaks of itself only where it is the engine",
     "penstock_rollout_logprobs_captured": "the same",
     "penstock_reward_model_": "the example has no reward model",
@@ -55,10 +57,10 @@ class Run:
 
     def targets(self) -> dict[str, str]:
         try:
-            found = json.loads(targets_file(self.folder).read_text())
+            entries = json.loads(targets_file(self.folder).read_text())
         except FileNotFoundError:
             return {}
-        return {group["labels"]["instance"]: group["targets"][0] for group in found}
+        return {group["labels"]["instance"]: group["targets"][0] for group in entries}
 
     async def bus(self) -> Bus:
         url = json.loads((self.folder / "up.json").read_text())["bus"]
@@ -79,9 +81,9 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     need("prometheus", "prometheus")
-    found = Run(tmp_path_factory.mktemp("runs"))
-    yield found
-    found.close()
+    run = Run(tmp_path_factory.mktemp("runs"))
+    yield run
+    run.close()
 
 
 def reason_for_silence(expression: str) -> str:
@@ -119,7 +121,11 @@ async def test_every_panel_of_a_live_run_shows_data(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.debian
 async def test_every_alert_looks_at_series_that_a_live_run_has(run: Run) -> None:
-    watched = {f"{name}: {found}": found for name, text in alerts_and_records()[0].items() for found in series(text)}
+    watched = {
+        f"{name}: {name_of_series}": name_of_series
+        for name, text in alerts_and_records()[0].items()
+        for name_of_series in series(text)
+    }
     await all_answered(run, {name: text for name, text in watched.items() if not reason_for_silence(text)})
 
 
@@ -127,9 +133,9 @@ async def test_every_alert_looks_at_series_that_a_live_run_has(run: Run) -> None
 @pytest.mark.debian
 async def test_every_service_is_a_target_by_run_service_and_replica(run: Run) -> None:
     replicas = {"coordinator-0", "rollout-0", "rollout-1", "reward-0", "trainer-0"}
-    await until(lambda: {str(found["metric"]["instance"]) for found in run.ask("up == 1")} == replicas)
-    (found,) = run.ask('up{instance="rollout-1"}')
-    assert found["metric"] == {
+    await until(lambda: {str(sample["metric"]["instance"]) for sample in run.ask("up == 1")} == replicas)
+    (sample,) = run.ask('up{instance="rollout-1"}')
+    assert sample["metric"] == {
         "__name__": "up", "job": "penstock", "run": "watched", "service": "rollout", "instance": "rollout-1",
     }  # fmt: skip
 

@@ -138,8 +138,8 @@ async def test_no_secret_of_a_run_is_in_its_files_its_bus_its_output_or_its_answ
 
 
 def is_open_to_others(path: Path) -> bool:
-    found = path.lstat()
-    return not stat.S_ISLNK(found.st_mode) and bool(found.st_mode & 0o077)
+    status = path.lstat()
+    return not stat.S_ISLNK(status.st_mode) and bool(status.st_mode & 0o077)
 
 
 @pytest.mark.parametrize(

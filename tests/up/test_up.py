@@ -168,9 +168,9 @@ class Up:
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
-    found = Up(tmp_path)
-    yield found
-    found.close()
+    up = Up(tmp_path)
+    yield up
+    up.close()
 
 
 def gone(*pids: int) -> bool:
@@ -242,7 +242,7 @@ async def test_a_full_disk_ends_nothing_and_the_table_is_written_when_there_is_r
         first, parent = up.pid("rollout-0"), psutil.Process(up.process.pid)
         with disk.full():
             os.kill(first, signal.SIGKILL)
-            await until(lambda: any(one.pid != first and _runs(one, "rollout-0.py") for one in parent.children()))
+            await until(lambda: any(child.pid != first and _runs(child, "rollout-0.py") for child in parent.children()))
             assert up.pid("rollout-0") == first, "the table is as it was"
         await until(lambda: up.pid("rollout-0") not in (0, first))
         up.signal(signal.SIGTERM)

@@ -19,13 +19,15 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from services.coordinator.admission.bus_full import Shortage
+from services.coordinator.admission.curriculum import Curriculum
 from services.coordinator.admission.dataset import Dataset, EpochOrder
 from services.coordinator.admission.mixing import MixedOrder
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt, Sampling
 from shared.bus.stores.ledger import AdmissionState, Ledger, RunState
+from shared.bus.stores.signals import read_current
 from shared.errors import BusFull
-from shared.settings import Settings
+from shared.settings import SamplingSettings, Settings
 
 ADMITTED = Counter("penstock_coordinator_admitted_total", "Groups admitted by this process.")
 
@@ -43,14 +45,24 @@ class Terms:
     steps: int
     whole: bool = False
     """One entry a group, whose samples depend on no other request."""
+    by_source: tuple[Sampling, ...] = ()
+    """Sampling of each dataset, if they differ."""
 
 
 def terms_of(settings: Settings) -> Terms:
     """Return the admission terms in ``settings``."""
     sampling = settings.sampling
-    drawn = Sampling(sampling.group_size, sampling.max_new_tokens, sampling.temperature)
-    whole = settings.run.deterministic == "run"
-    return Terms(drawn, settings.slots, settings.algorithm.groups_per_step, settings.run.steps, whole)
+    of_source = [sampling.of(source) for source in settings.data.sources] if sampling.by_dataset else []
+    drawn, *by_source = (drawn_by(one, one.group_size, one.temperature) for one in (sampling, *of_source))
+    steps, whole = settings.run.steps, settings.run.deterministic == "run"
+    return Terms(drawn, settings.slots, settings.algorithm.groups_per_step, steps, whole, tuple(by_source))
+
+
+def drawn_by(settings: SamplingSettings, samples: int, temperature: float) -> Sampling:
+    """Return the sampling of ``samples`` completions at ``temperature``; a greedy one is not truncated."""
+    truncated = (settings.kept_tokens, settings.top_p, settings.min_p) if temperature else ()
+    sampling = Sampling(samples, settings.max_new_tokens, temperature, *truncated)
+    return dataclasses.replace(sampling, min_new_tokens=settings.min_new_tokens, stop=settings.stop)
 
 
 class Admission:
@@ -67,7 +79,7 @@ class Admission:
         bus: Bus,
         ledger: Ledger,
         dataset: Dataset,
-        order: EpochOrder | MixedOrder,
+        order: EpochOrder | MixedOrder | Curriculum,
         terms: Callable[[], Terms],
         gate: Callable[[], bool],
         shortage: Shortage,
@@ -82,6 +94,7 @@ class Admission:
         self._shortage = shortage
         self._poll_s = poll_s
         self._wake = asyncio.Event()
+        self._followed: PolicyVersion | None = None
 
     def wake(self) -> None:
         """Check for free slots now."""
@@ -114,6 +127,8 @@ class Admission:
             newest, room = run.newest_version, self._room(run)
             if newest is None or room <= 0:
                 return 0
+            if not await self._follow_signals(newest):
+                continue
             terms = self._terms()
             count = min(room, max(1, _MOST_AT_ONCE // terms.sampling.samples))
             prompts = [self._prompt(run.cursor + place, run.shift, newest) for place in range(count)]
@@ -124,6 +139,14 @@ class Admission:
                 ADMITTED.inc(max(0, admitted))
                 return max(0, admitted)
 
+    async def _follow_signals(self, newest: PolicyVersion) -> bool:
+        """Have the curriculum draw by the signals of ``newest``; False if there is a newer version."""
+        if not isinstance(self._order, Curriculum) or self._followed == newest:
+            return True
+        self._followed, signals = await read_current(self._bus)
+        self._order.follow({problem: float(value) for problem, value in signals.items()})
+        return self._followed == newest
+
     def _room(self, run: AdmissionState) -> int:
         if run.state is not RunState.RUNNING or run.head is None:
             return 0
@@ -131,7 +154,7 @@ class Admission:
         return min(terms.slots, (terms.steps - run.step) * terms.groups_per_step) - run.in_flight
 
     def _prompt(self, group_id: int, shift: int, newest: PolicyVersion) -> Prompt:
-        problem = self._dataset.problems[self._order.index(group_id - shift)]
-        return dataclasses.replace(
-            problem.prompt(group_id, self._terms().sampling), min_version=newest, admitted_at_s=time.time()
-        )
+        index, terms = self._order.index(group_id - shift), self._terms()
+        sampling = terms.by_source[self._dataset.source_of(index)] if terms.by_source else terms.sampling
+        prompt = self._dataset.problems[index].prompt(group_id, sampling)
+        return dataclasses.replace(prompt, min_version=newest, admitted_at_s=time.time())

@@ -1,12 +1,4 @@
-"""Admission's wait while the bus is at its ``maxmemory``.
-
-::
-
-    admission refused (BusFull) ──▶ begin: status, event, gauge
-    every _LOOK_S ──▶ used memory under _ROOM of maxmemory? ──▶ over
-
-Groups in flight continue; an idle trainer writes a checkpoint, which frees its journal.
-"""
+"""Admission's wait while the bus is at its ``maxmemory`` (docs/reference/bus.md, "A full bus")."""
 
 import time
 
@@ -37,7 +29,6 @@ class Shortage:
         """None: not read yet."""
 
     async def begin(self) -> None:
-        """Report that admission waits."""
         used, most = await self._bus.memory_bytes()
         sentence = (
             f"admission waits for memory: the bus uses {used / 1e6:.1f} MB of its maxmemory of {most / 1e6:.1f} MB; "
@@ -50,7 +41,6 @@ class Shortage:
         await tell(self._bus, SOURCE, "bus full", sentence, used_bytes=used, maxmemory_bytes=most)
 
     async def is_over(self) -> bool:
-        """Return whether admission need not wait."""
         if self._active is None:
             self._active = bool((await self._ledger.status()).bus_full)
         if not self._active:

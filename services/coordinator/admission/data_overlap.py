@@ -1,10 +1,4 @@
-"""Overlap of held-out problems with the training data, by 16-byte prompt digests.
-
-::
-
-    prompt, word for word ────────────▶ exact
-    prompt, without case and spacing ─▶ similar
-"""
+"""Overlap of held-out problems with the training data, by 16-byte prompt digests: exact, or but for case and spacing."""
 
 import dataclasses
 import hashlib
@@ -15,7 +9,7 @@ from services.coordinator.admission.dataset import Problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overlap:
-    """Number of held-out problems also in the training data."""
+    """Held-out problems that are also in the training data."""
 
     set: str
     problems: int
@@ -26,7 +20,6 @@ class Overlap:
     """First match, ``file:line``."""
 
     def sentence(self, setting: str) -> str:
-        """Describe the overlap; ``setting`` names the held-out set."""
         both = self.exact + self.similar
         return (
             f"{both} of the {self.problems} held-out problems of {self.set!r} are in the training data too ({self.exact} word for "
@@ -36,8 +29,6 @@ class Overlap:
 
 
 class Training:
-    """Index of the training prompts."""
-
     def __init__(self, problems: Iterable[Problem]) -> None:
         self._exact: set[bytes] = set()
         self._normal: set[bytes] = set()
@@ -46,7 +37,6 @@ class Training:
             self._normal.add(_digest(_normalised(_prompt(problem))))
 
     def overlap(self, name: str, held_out: Iterable[Problem]) -> Overlap:
-        """Return the overlap of the held-out set ``name``."""
         count = exact = similar = 0
         example = ""
         for problem in held_out:

@@ -37,8 +37,6 @@ _PROBE = Sampling(samples=1, max_new_tokens=1, temperature=0.0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """One row: prompt, reference answer, extra fields."""
-
     source: str
     """``file:line``, for messages."""
     text: str | None
@@ -50,11 +48,9 @@ class Problem:
 
     @property
     def characters(self) -> int:
-        """Length of the prompt."""
         return len(self.text or "") + sum(len(turn.content) for turn in self.messages or ())
 
     def prompt(self, group_id: int, sampling: Sampling) -> Prompt:
-        """Return this problem's prompt for ``group_id``."""
         return Prompt(
             group_id=GroupId(group_id),
             problem=self.source,
@@ -69,8 +65,6 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dataset:
-    """Problems and the number of skipped rows."""
-
     problems: tuple[Problem, ...]
     bad_rows: int
     filtered: int = 0
@@ -82,6 +76,10 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.problems)
+
+    def source_of(self, index: int) -> int:
+        """Return which of the sources a problem is of."""
+        return int(np.searchsorted(np.cumsum(self.sizes), index, side="right")) if self.sizes else 0
 
 
 class EpochOrder:
@@ -100,7 +98,6 @@ class EpochOrder:
         self._permutation = functools.lru_cache(maxsize=2)(self._permute)
 
     def index(self, cursor: int) -> int:
-        """Return the problem at ``cursor``."""
         epoch, place = divmod(cursor, self._problems)
         return int(self._permutation(epoch)[place]) if self._shuffle else place
 
@@ -109,7 +106,7 @@ class EpochOrder:
 
 
 def subset(problems: int, count: int, seed: int) -> list[int]:
-    """Return up to ``count`` indices, ascending, determined by the seed."""
+    """Up to ``count`` indices, ascending."""
     if count >= problems:
         return list(range(problems))
     chosen = np.random.Generator(np.random.PCG64(seed)).choice(problems, size=count, replace=False)
@@ -137,19 +134,7 @@ def load(
     comparing: Collection[str] = (),
     condition: str = "",
 ) -> Dataset:
-    """Load the dataset ``source``, a file, folder or name on a hub.
-
-    Args:
-        source: the dataset.
-        data: how to read its rows.
-        setting: the setting that named ``source``.
-        scorers: names that a row may use.
-        comparing: scorers that need a reference answer.
-        condition: rows that do not meet it are dropped (``data.filter``).
-
-    Raises:
-        SettingsError: missing, empty, of unknown format, or too many bad rows.
-    """
+    """Load the dataset ``source``, a file, folder or name on a hub."""
     problems: list[Problem] = []
     bad: list[str] = []
     rows, filtered = RowFilter(condition), 0
@@ -171,7 +156,6 @@ def load(
 
 
 def load_training(data: DataSettings, scorers: Sequence[str] = (), comparing: Collection[str] = ()) -> Dataset:
-    """Load the sources of ``data.path``, one after the other. Raises SettingsError."""
     parts = [load(source, data, "data.path", scorers, comparing, data.filter) for source in data.sources]
     if len(parts) == 1:
         return parts[0]

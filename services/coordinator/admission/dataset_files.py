@@ -1,7 +1,4 @@
-"""Read dataset rows named ``file:line``: JSONL, Parquet, saved Hugging Face datasets, and splits on a hub.
-
-The only module that uses pyarrow, and with ``hub`` `datasets`.
-"""
+"""Read dataset rows named ``file:line``: JSONL, Parquet, saved Hugging Face datasets, and splits on a hub."""
 
 import datetime
 import decimal
@@ -26,11 +23,7 @@ DatasetRow: TypeAlias = dict[str, object] | BadRow
 
 
 def read(source: str, setting: str) -> Iterator[tuple[str, DatasetRow]]:
-    """Yield the rows of ``source``, a path or a dataset on a hub, with their names.
-
-    Raises:
-        SettingsError: unreadable or of unknown format; names ``setting``.
-    """
+    """Raises SettingsError: unreadable or of unknown format; names ``setting``."""
     if (on_hub := hub_dataset(source)) is not None:
         yield from hub.read(on_hub, setting)
         return
@@ -125,11 +118,7 @@ def _load_saved(path: Path, setting: str) -> Any:
 
 
 def plain(value: object, column: str) -> Json:
-    """Return ``value`` as JSON; dates and decimals become text.
-
-    Raises:
-        BadRow: JSON cannot represent it.
-    """
+    """JSON, with dates and decimals as text. Raises BadRow."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (datetime.date, datetime.time, decimal.Decimal)):

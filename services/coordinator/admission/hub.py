@@ -1,7 +1,6 @@
 """Read one split of a dataset on a Hugging Face hub; the only module that uses it.
 
-Files are kept in the cache of the library `datasets`, which reads data only: no code of a dataset runs. ``HF_ENDPOINT``
-names another hub, and ``HF_TOKEN`` opens private datasets.
+Files are kept in the cache of the library `datasets`, which reads data only: no code of a dataset runs.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from shared.settings.dataset_source import HubDataset
 
 
 def read(dataset: HubDataset, setting: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the rows with their names. Raises SettingsError, which names ``setting``."""
     for number, row in enumerate(_load(dataset, setting), start=1):
         yield f"{dataset.repository}/{dataset.split}:{number}", dict(row)
 

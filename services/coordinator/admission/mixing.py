@@ -3,8 +3,6 @@
 ::
 
     cursor ──▶ block, place ──▶ dataset (each has its share of every block) ──▶ its own EpochOrder ──▶ problem
-
-A pure function of seed and cursor, as :class:`EpochOrder`.
 """
 
 import functools
@@ -35,11 +33,7 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 class MixedOrder:
-    """Endless order over datasets of ``sizes``, whose problems are numbered one dataset after the other.
-
-    Raises:
-        SettingsError: a weight is under a thousandth of the whole.
-    """
+    """Endless order over datasets of ``sizes``, whose problems are numbered one dataset after the other."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool) -> None:
         self._shares = shares(weights)
@@ -54,7 +48,6 @@ class MixedOrder:
         self._block = functools.lru_cache(maxsize=2)(self._draw)
 
     def index(self, cursor: int) -> int:
-        """Return the problem at ``cursor``."""
         block, place = divmod(cursor, BLOCK)
         chosen, before = self._block(block)
         dataset = int(chosen[place])

@@ -9,13 +9,10 @@ CHARACTERS = "prompt_characters"
 
 
 class RowFilter:
-    """The rows that meet a condition; empty text: all."""
-
     def __init__(self, text: str) -> None:
         self._condition = Condition(text, "data.filter") if text else None
 
     def keeps(self, row: Mapping[str, object], characters: int) -> bool:
-        """Return whether a row with a prompt of ``characters`` is kept. Raises BadRow if its columns do not fit."""
         if self._condition is None:
             return True
         values = {name: value for name, value in row.items() if isinstance(value, (bool, int, float, str))}

@@ -5,6 +5,7 @@
     /v1/run                           live view, commands, history
     /v1/run/settings                  live settings
     /v1/run/steps, /v1/run/rollouts   training records
+    /v1/run/generate                  completions of the live policy
     /v1/operations                    long-running commands
     /v1/policies                      versions, marks, comparison
     /v1/services                      replicas: cordon, uncordon, drain
@@ -22,6 +23,7 @@ from services.coordinator.api.dependencies import Parts
 from services.coordinator.api.errors import PROBLEM_TYPE, handle_problems
 from services.coordinator.api.middleware import OPEN_PATHS, STREAM_PATH, Conventions
 from services.coordinator.api.routes.events import event_routes
+from services.coordinator.api.routes.generate import generate_routes
 from services.coordinator.api.routes.page import page_routes
 from services.coordinator.api.routes.policies import policy_routes
 from services.coordinator.api.routes.records import record_routes
@@ -65,7 +67,7 @@ def make_routes(parts: Parts) -> FastAPI:
     )
     for routes in (run_routes, record_routes, settings_routes, operation_routes, policy_routes, service_routes):
         app.include_router(routes(parts))
-    for routes in (dead_letter_routes, event_routes, registry_routes, _health_routes):
+    for routes in (dead_letter_routes, event_routes, registry_routes, generate_routes, _health_routes):
         app.include_router(routes(parts))
     app.include_router(page_routes(parts))
     described = app.openapi

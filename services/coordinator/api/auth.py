@@ -38,8 +38,6 @@ class Role(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
-    """The tokens of one coordinator; without any, every caller may operate."""
-
     operate: bytes = b""
     read: bytes = b""
 
@@ -54,7 +52,6 @@ class Access:
         return len(hosts) == 1 and is_loopback(re.sub(r":[0-9]*$", "", hosts[0]).strip("[]").lower())
 
     def role(self, authorization: str, cookie: str = "") -> Role | None:
-        """Return the role of an Authorization header and session cookie, if any."""
         if not self.operate:
             return Role.OPERATE
         scheme, _, given = authorization.partition(" ")
@@ -85,11 +82,6 @@ def _session(cookie: str) -> str:
 
 
 def open_access(settings: CoordinatorSettings) -> Access:
-    """Return the tokens that ``settings`` name.
-
-    Raises:
-        SettingsError: a file is unusable, or a non-loopback address unprotected.
-    """
     if settings.token_file is None:
         if not is_loopback(settings.host):
             raise SettingsError(

@@ -17,8 +17,6 @@ from services.coordinator.api.errors import RETRY_AFTER_S, problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BodyBounds:
-    """Body limits of one server."""
-
     each_bytes: int = 1 << 20
     total_bytes: int = 16 << 20
     whole_s: float = 20.0
@@ -26,8 +24,6 @@ class BodyBounds:
 
 
 class BodyRefused(Exception):
-    """A body exceeds a limit."""
-
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         headers = {503: {"Retry-After": str(RETRY_AFTER_S)}, 408: {"Connection": "close"}}
@@ -35,20 +31,13 @@ class BodyRefused(Exception):
 
 
 class Bodies:
-    """The bodies held now."""
-
     def __init__(self, bounds: BodyBounds | None = None) -> None:
         self._bounds = bounds or BodyBounds()
         self._held_bytes = 0
 
     @contextlib.asynccontextmanager
     async def read(self, receive: Receive) -> AsyncIterator[bytes]:
-        """Yield a request's whole body.
-
-        Raises:
-            BodyRefused: it exceeds a limit.
-            ClientDisconnect: it is incomplete.
-        """
+        """Raises BodyRefused: it exceeds a limit; ClientDisconnect: it is incomplete."""
         parts: list[bytes] = []
         try:
             await self._collect(parts, receive)

@@ -1,10 +1,4 @@
-"""Connections of the HTTP API, bounded in number, time and head size.
-
-::
-
-    connection ──▶ too many? 503 ──▶ head (10 s, 32 KiB: 408, 431) ──▶ body (30 s: 408)
-               ──▶ answer (30 s without a byte read: cut)
-"""
+"""Connections of the HTTP API, bounded in number, time and head size (docs/api.md, "Limits")."""
 
 import asyncio
 import collections
@@ -19,8 +13,6 @@ from services.coordinator.api.errors import RETRY_AFTER_S, problem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """Connection limits of one server."""
-
     connections: int = 512
     connections_each: int = 256
     head_bytes: int = 32 * 1024
@@ -32,25 +24,21 @@ class ConnectionBounds:
 
 
 class Connections:
-    """Open connections of one server."""
-
     def __init__(self, bounds: ConnectionBounds) -> None:
         self.bounds = bounds
         self._by_address: collections.Counter[str] = collections.Counter()
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
-        """Return a new connection's protocol, for uvicorn."""
         return _Bounded(self, **arguments)
 
     def enter(self, address: str) -> bool:
-        """Count a connection; return whether it is allowed."""
+        """Return whether the connection is allowed; count it."""
         fits = self._by_address.total() < self.bounds.connections
         fits = fits and self._by_address[address] < self.bounds.connections_each
         self._by_address[address] += fits
         return fits
 
     def leave(self, address: str) -> None:
-        """Count a closed connection."""
         self._by_address[address] -= 1
         if not self._by_address[address]:
             del self._by_address[address]
@@ -130,7 +118,6 @@ class _Bounded(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer an unparsable request, for uvicorn."""
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers or [])
         if self.headers is not None and size > self._all.bounds.head_bytes:
             self._refuse(431, self._too_large())

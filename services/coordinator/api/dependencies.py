@@ -34,7 +34,7 @@ EntryCursor = Annotated[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """Dependencies of the API. ``folder`` holds the records; ``changed`` is called after each change of the run."""
+    """``folder`` holds the records; ``changed`` is called after each change of the run."""
 
     bus: Bus
     ledger: Ledger
@@ -50,7 +50,7 @@ class Parts:
     changed: Callable[[], None]
 
     async def newest_first(self, stream: Stream, cursor: str | None, limit: int) -> list[tuple[str, dict[str, str]]]:
-        """Return ``limit`` entries before a cursor, plus one if there are more."""
+        """``limit`` entries before a cursor, plus one if there are more."""
         return [
             (entry, {name.decode(): value.decode(errors="replace") for name, value in fields.items()})
             for entry, fields in await records.page(self.bus, stream, cursor, limit + 1)
@@ -58,12 +58,10 @@ class Parts:
 
 
 async def soon(work: Awaitable[R]) -> R:
-    """Await ``work``, or raise TimeoutError."""
     async with asyncio.timeout(ANSWER_WITHIN_S):
         return await work
 
 
 def page_of(entries: Sequence[T], limit: int, cursor: Callable[[T], str]) -> Page[T]:
-    """Return the first ``limit`` of ``entries``, with a cursor if there are more."""
     items = list(entries[:limit])
     return Page(items=items, next=cursor(items[-1]) if len(entries) > limit else None)

@@ -23,8 +23,6 @@ RETRY_AFTER_S = 2
 
 
 class Conflict(HTTPException):
-    """The request does not fit the current state."""
-
     def __init__(self, detail: str) -> None:
         super().__init__(409, detail)
 
@@ -32,14 +30,12 @@ class Conflict(HTTPException):
 def problem(
     status: int, detail: str, headers: Mapping[str, str] | None = None, errors: Sequence[str] = ()
 ) -> JSONResponse:
-    """Return an error response."""
     title = http.HTTPStatus(status).phrase
     body = ProblemDetails(type="about:blank", title=title, status=status, detail=detail, errors=list(errors))
     return JSONResponse(body.model_dump(), status_code=status, headers=dict(headers or {}), media_type=PROBLEM_TYPE)
 
 
 def handle_problems(app: FastAPI) -> None:
-    """Give every error of ``app`` this form."""
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(SettingsError, _settings)
@@ -84,7 +80,6 @@ async def _bus_away(request: Request, error: Exception) -> JSONResponse:
 
 
 def bus_away() -> JSONResponse:
-    """Return the answer without a bus."""
     return problem(503, f"the bus did not answer within {ANSWER_WITHIN_S:.0f} s: try again")
 
 

@@ -55,8 +55,6 @@ _JSON_TYPES = ("application/json", "application/merge-patch+json")
 
 
 class Conventions:
-    """Middleware around an app."""
-
     def __init__(self, app: ASGIApp, access: Access, bus: Bus, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._access = access

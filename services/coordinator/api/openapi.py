@@ -9,7 +9,6 @@ from services.coordinator.api.app import make_routes
 
 
 def description() -> str:
-    """Return the API description."""
     nothing: Any = None  # used only when called
     return json.dumps(make_routes(nothing).openapi(), indent=1, ensure_ascii=False) + "\n"
 

@@ -37,12 +37,6 @@ class _Quiet(uvicorn.Server):
 
 
 class Server:
-    """Serve one app.
-
-    Raises:
-        SettingsError: port taken or host not local.
-    """
-
     def __init__(self, host: str, port: int, bounds: ConnectionBounds | None = None) -> None:
         self._connections = Connections(bounds or ConnectionBounds())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -86,7 +80,7 @@ class Server:
             await serving
 
     def announce(self, path: Path, run_id: str) -> None:
-        """Write this server's address to ``path``; a full disk is retried next time."""
+        """A full disk is retried next time."""
         text = json.dumps({"url": self.url, "pid": os.getpid(), "run_id": run_id}) + "\n"
         try:
             if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -95,5 +89,4 @@ class Server:
             log.warning("address not announced", extra={"file": str(path), "error": str(error)})
 
     def close(self) -> None:
-        """Release the port."""
         self._socket.close()

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from services.coordinator.admission.admission import drawn_by
 from services.coordinator.admission.dataset import Dataset, subset
 from services.coordinator.evaluation.results import (
     Evaluation,
@@ -23,13 +24,14 @@ from services.coordinator.evaluation.results import (
     summarize,
 )
 from shared.bus.bus import Bus, Delivery
-from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose, Sampling
+from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose
 from shared.bus.stores import evaluations as store
 from shared.bus.stores.evaluations import Description, EvaluationRequest, Holding, appoint, holding
 from shared.bus.stores.heartbeats import Heartbeat, heartbeats
 from shared.bus.streams import EVAL_RESULTS, EVALUATION_STREAMS, Stream
 from shared.errors import MessageError
 from shared.process.telemetry import tell
+from shared.settings import SamplingSettings
 from shared.settings.evaluation import EvaluationSettings, HeldOutSet
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ class Evaluator:
 
     Args:
         sets: held-out sets with problems.
-        max_new_tokens: longest completion.
+        sampling: of training; evaluations that sample are truncated alike.
         interrupted: whether to abandon a version.
     """
 
@@ -66,7 +68,7 @@ class Evaluator:
         bus: Bus,
         sets: Sequence[tuple[HeldOutSet, Dataset]],
         settings: EvaluationSettings,
-        max_new_tokens: int,
+        sampling: SamplingSettings,
         seed: int,
         interrupted: Callable[[PolicyVersion], Awaitable[bool]],
         judge: Judge,
@@ -74,7 +76,7 @@ class Evaluator:
         self._bus = bus
         self._sets = sets
         self._settings = settings
-        self._max_new_tokens = max_new_tokens
+        self._sampling = sampling
         self._seed = seed
         self._interrupted = interrupted
         self._judge = judge
@@ -113,7 +115,7 @@ class Evaluator:
                 continue
             count = len(problems) if due.initial or due.final else held_out.problems
             chosen = subset(len(problems), count, self._seed)
-            sampling = Sampling(held_out.samples, self._max_new_tokens, held_out.temperature)
+            sampling = drawn_by(self._sampling, held_out.samples, held_out.temperature)
             for index in chosen:
                 asked = problems.problems[index].prompt(len(prompts), sampling)
                 prompts.append(

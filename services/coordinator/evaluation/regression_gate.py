@@ -1,12 +1,6 @@
-"""Revoke a version whose held-out accuracy fell significantly, and roll back.
+"""Revoke a version whose held-out accuracy fell significantly, and roll back (docs/evaluation.md, "The gate").
 
-::
-
-    evaluation ─▶ judge: passed │ fell ──(kept with the evaluation)──▶ act: tell │ roll back │ pause
-
-A version fell if ``fall = accuracy of the reference − its own`` exceeds ``max_fall`` and its 95 % interval
-(``accuracy.fall``) is above 0. The reference is the branch's best passing version. Rollback goes to the newest
-checkpoint that passed or is an ancestor of one that did. Verdict and action are on the bus, so a restart acts once.
+Verdict and action are on the bus, so a restart acts once.
 """
 
 import dataclasses
@@ -43,12 +37,7 @@ MAX_ROLLBACKS = 2
 
 
 def judge(evaluation: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
-    """Return ``evaluation`` with the verdict.
-
-    Args:
-        evaluation: of the gated set.
-        before: the branch's evaluations, oldest first.
-    """
+    """Return ``evaluation`` with the verdict."""
     own = _estimate(evaluation)
     if own is None or evaluation.answered < MIN_PROBLEMS:
         return evaluation
@@ -76,7 +65,6 @@ def target(
     records: Mapping[PolicyVersion, PolicyRecord],
     checkpoints: Collection[PolicyVersion],
 ) -> PolicyVersion | None:
-    """Return the newest checkpoint that passed or is an ancestor of one that did."""
     newest = max((evaluation.version for evaluation in evaluated if evaluation.gate == PASSED), default=None)
     line = [] if newest is None else ancestors(newest, records)
     return next((version for version in line if version in checkpoints), None)
@@ -89,11 +77,7 @@ def _estimate(evaluation: Evaluation) -> Estimate | None:
 
 
 class RegressionGate:
-    """Judge evaluations, and act on falls.
-
-    Args:
-        changed: called after a pause.
-    """
+    """Judge evaluations, and act on falls."""
 
     def __init__(
         self, bus: Bus, ledger: Ledger, settings: EvaluationSettings, rollbacks: Rollbacks, changed: Callable[[], None]
@@ -105,7 +89,6 @@ class RegressionGate:
         self._changed = changed
 
     async def judge(self, evaluation: Evaluation) -> Evaluation:
-        """Return ``evaluation`` with the verdict, if the gate applies."""
         if self._settings.gate.action == "off" or evaluation.set != self._settings.gated:
             return evaluation
         revoked = await self._ledger.revoked()
@@ -113,11 +96,7 @@ class RegressionGate:
         return judge(evaluation, before, self._settings.gate)
 
     async def act(self, status: RunStatus, evaluated: Sequence[Evaluation]) -> bool:
-        """Act once on the newest fall; return whether anything was done.
-
-        Args:
-            evaluated: the branch's evaluations, oldest first.
-        """
+        """Act once on the newest fall; return whether anything was done."""
         gate = self._settings.gate
         fallen = next((evaluation for evaluation in reversed(evaluated) if evaluation.gate == FELL), None)
         if gate.action == "off" or fallen is None or status.state is not RunState.RUNNING:

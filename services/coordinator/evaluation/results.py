@@ -14,8 +14,6 @@ from shared.settings.evaluation import ONLY_SET
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results of one set."""
-
     version: PolicyVersion
     step: int
     set: str
@@ -82,7 +80,6 @@ def _of_set(
 
 
 def sentence(evaluation: Evaluation) -> str:
-    """Describe an evaluation in a sentence."""
     if evaluation.accuracy is None:
         told = "failed"
     else:
@@ -91,12 +88,10 @@ def sentence(evaluation: Evaluation) -> str:
 
 
 async def evaluations(bus: Bus) -> list[Evaluation]:
-    """Return all evaluations, by version, in set order."""
     return read_evaluations(await results(bus))
 
 
 def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
-    """Return the evaluations in an HGETALL reply."""
     by_version = [json.loads(raw[version]) for version in sorted(raw, key=int)]
     return [_evaluation(fields) for of_version in by_version for fields in _listed(of_version)]
 

@@ -1,4 +1,4 @@
-"""Accuracy and pass@k with 95 % intervals, and the significance of a fall. Pure functions.
+"""Accuracy and pass@k with 95 % intervals, and the significance of a fall.
 
 A problem's samples are correlated, so the sampling unit is the problem.
 """
@@ -41,10 +41,6 @@ def estimate(of_problems: Sequence[float], samples: int) -> Estimate:
 
     n is the effective sample size of a cluster sample, p(1 − p) / (s²/m) with m problems and variance s² of their
     shares, between m and m·samples (Dean and Pagano 2015, doi:10.1093/jssam/smv024).
-
-    Args:
-        of_problems: a value from 0 to 1 per problem.
-        samples: completions per problem.
     """
     problems = len(of_problems)
     mean = statistics.fmean(of_problems)

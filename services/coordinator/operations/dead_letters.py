@@ -25,7 +25,7 @@ _KINDS: dict[DeadLetterSource, type[Any]] = {
 
 
 def decode(letter: DeadLetter) -> tuple[Json, str]:
-    """Return the message as JSON, arrays cut after 256 elements, and any error."""
+    """JSON, with arrays cut after 256 elements, and any error."""
     try:
         return _shown(wire.decode(letter.data, _KINDS[letter.stream])), ""
     except MessageError as error:

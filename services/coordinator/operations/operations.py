@@ -1,11 +1,5 @@
 """Long-running commands: records that clients poll, and the tasks that do the work.
 
-::
-
-    POST … ──▶ begin ──▶ 202, Location: /v1/operations/{id}    running ──▶ succeeded
-                 │                                                 ├─────▶ failed
-                 └──▶ the handler of its kind, phase by phase ─────┴─────▶ cancelled   superseded
-
 The next leader calls the handler again with the record, so handlers are idempotent. Repeating a command in progress
 returns the same operation.
 """
@@ -34,8 +28,6 @@ class StateConflict(PenstockError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperationOutcome:
-    """How an operation ended."""
-
     state: OperationState
     detail: str
     result: dict[str, Json] = dataclasses.field(default_factory=dict)
@@ -47,11 +39,7 @@ Handler = Callable[[Operation, Report], Awaitable[OperationOutcome]]
 
 
 class Operations:
-    """The operations of a run.
-
-    Args:
-        handlers: by kind. An exception fails the operation and is re-raised.
-    """
+    """``handlers``: by kind. An exception fails the operation and is re-raised."""
 
     def __init__(self, bus: Bus, handlers: Mapping[str, Handler]) -> None:
         self._store = OperationStore(bus)
@@ -60,7 +48,6 @@ class Operations:
         self._wake = asyncio.Event()
 
     async def begin(self, kind: str, phase: str, request: Mapping[str, Json]) -> Operation:
-        """Begin an operation, or return the equal one in progress."""
         assert kind in self._handlers
         known = await self._store.all()
         for record in known:
@@ -75,7 +62,6 @@ class Operations:
         return made
 
     async def get(self, number: int) -> Operation | None:
-        """Return an operation."""
         return await self._store.get(number)
 
     async def all(self) -> list[Operation]:
@@ -83,7 +69,6 @@ class Operations:
         return await self._store.all()
 
     async def run(self) -> None:
-        """Run all operations in progress, including earlier coordinators'."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for operation in await self._store.all():
@@ -96,7 +81,6 @@ class Operations:
                 self._wake.clear()
 
     async def give_up(self, detail: str) -> None:
-        """Fail all operations in progress at the run's end."""
         for operation in await self._store.all():
             if operation.state is OperationState.RUNNING:
                 await self._end(operation, OperationOutcome(OperationState.FAILED, detail))

@@ -1,11 +1,4 @@
-"""Exports over HTTP, made by the trainer, which has the weights.
-
-::
-
-    POST …/export ─▶ check ─▶ operation ─▶ order on the bus ─▶ trainer (``shared.bus.stores.exports``) ─▶ folder
-                       │                        ├─▶ cancelled: a rollback revoked the version
-                       └─▶ 409                  └─▶ failed, or no trainer for ``patience_s``
-"""
+"""Exports over HTTP, made by the trainer, which has the weights (docs/api.md, "Export")."""
 
 import asyncio
 import time
@@ -25,12 +18,6 @@ _PATIENCE_S = 120.0
 
 
 class Exporting:
-    """Run exports.
-
-    Args:
-        patience_s: longer than a trainer's restart.
-    """
-
     def __init__(self, bus: Bus, ledger: Ledger, settings: Settings, patience_s: float = _PATIENCE_S) -> None:
         self._bus = bus
         self._ledger = ledger
@@ -39,7 +26,6 @@ class Exporting:
         self._patience_s = patience_s
 
     async def check(self, record: PolicyRecord, *, adapter: bool) -> None:
-        """Raise Misfit if a version cannot be exported."""
         if adapter and not self._has_adapter:
             raise StateConflict(
                 "this run trains whole weights and has no adapter (policy.lora.rank = 0): leave adapter out"
@@ -57,7 +43,6 @@ class Exporting:
             )
 
     async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Order the version, and wait until it is exported."""
         version, adapter = PolicyVersion(_number(operation)), operation.request["adapter"] is True
         seen_s = time.monotonic()
         while True:

@@ -1,4 +1,4 @@
-"""Lineage and comparison of versions. Pure functions."""
+"""Lineage and comparison of versions."""
 
 import math
 from collections.abc import Mapping
@@ -23,12 +23,6 @@ def compare(
     records: Mapping[PolicyVersion, PolicyRecord],
     accuracy: Mapping[PolicyVersion, float | None],
 ) -> Comparison:
-    """Compare two versions.
-
-    Args:
-        records: every version's.
-        accuracy: from 0 to 1.
-    """
     of_right = set(ancestors(right.version, records))
     ancestor = next((version for version in ancestors(left.version, records) if version in of_right), None)
     start = 0 if ancestor is None else records[ancestor].step

@@ -1,6 +1,6 @@
 """Make each published version the head, and notify the replicas of it and its sources (``relay_tree``).
 
-Blocks on ``published``. Promotion and acknowledgement are one transaction, so each version is promoted once, in order.
+Promotion and acknowledgement are one transaction, so each version is promoted once, in order.
 """
 
 import logging
@@ -32,13 +32,6 @@ _LOST_AFTER_S = 2.0
 
 
 class Promotion:
-    """Promote published versions.
-
-    Args:
-        fan_out: most replicas that pull from one source.
-        promoted: called with each new head.
-    """
-
     def __init__(self, bus: Bus, ledger: Ledger, fan_out: int, promoted: Callable[[PolicyVersion], None]) -> None:
         self._bus = bus
         self._ledger = ledger
@@ -46,7 +39,6 @@ class Promotion:
         self._promoted = promoted
 
     async def run(self) -> None:
-        """Promote until cancelled."""
         async for delivery in self._bus.own(PUBLISHED, PolicyRecord, CONSUMER):
             await self._promote(delivery)
         while True:

@@ -22,12 +22,7 @@ FAN_OUT = 2
 def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str, tuple[str, ...]]:
     """Return each replica's source addresses in order; the trainer's is last.
 
-    Args:
-        replicas: serving address by name.
-        fan_out: most children per node.
-
-    >>> sources({"a": "h:1", "b": "h:2"}, 1, "t:0")
-    {'a': ('t:0',), 'b': ('h:1', 't:0')}
+    >>> sources({"a": "h:1", "b": "h:2"}, 1, "t:0") {'a': ('t:0',), 'b': ('h:1', 't:0')}
     """
     names = sorted(replicas)
     parents = [place // fan_out - 1 for place in range(len(names))]
@@ -38,7 +33,6 @@ def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str
 
 
 def serving(beats: Iterable[Heartbeat]) -> dict[str, str]:
-    """Return the addresses of healthy replicas that can relay."""
     return {
         beat.replica: beat.source
         for beat in beats

@@ -48,19 +48,10 @@ _LOOK_S, _POLL_S = 2.0, 0.1
 
 
 def request(rollback: Rollback) -> dict[str, Json]:
-    """Return the operation request of a rollback."""
     return {"version": rollback.target, "rollback": rollback.id}
 
 
 class Rollbacks:
-    """Begin and complete rollbacks.
-
-    Args:
-        deadline_s: longest wait for replicas.
-        changed: called after a change of the run.
-        operate: begins or finds the operation.
-    """
-
     def __init__(
         self,
         bus: Bus,
@@ -78,11 +69,7 @@ class Rollbacks:
     # ---------------------------------------------------------------- begin
 
     async def begin(self, target: PolicyVersion, reason: str) -> Operation:
-        """Roll the run back to ``target``; return the operation.
-
-        Raises:
-            Misfit: impossible; nothing was changed.
-        """
+        """Raises Misfit: impossible; nothing was changed."""
         while True:
             if (rollback := await self.current()) is not None and rollback.stage not in OVER:
                 if rollback.target == target:
@@ -132,10 +119,7 @@ class Rollbacks:
         state = answer.partition(":")[2]
         return f"expected a run that is running or paused, found it {state}"
 
-    # ---------------------------------------------------------------- see it through
-
     async def current(self) -> Rollback | None:
-        """Return the current or last rollback."""
         return await current_rollback(self._bus)
 
     async def run(self) -> None:
@@ -147,7 +131,6 @@ class Rollbacks:
             await asyncio.sleep(_LOOK_S)
 
     async def see_through(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Advance a rollback until it is live."""
         while (rollback := await self.advance()) is not None and rollback.id == operation.request["rollback"]:
             result: dict[str, Json] = {
                 "version": rollback.version,
@@ -163,12 +146,10 @@ class Rollbacks:
         return OperationOutcome(OperationState.CANCELLED, "the bus no longer has it")
 
     async def keep_paused(self) -> None:
-        """Leave the run paused after the current rollback."""
         if (rollback := await self.current()) is not None:
             await steer_rollback(self._bus, rollback.id, resumes=0)
 
     async def advance(self) -> Rollback | None:
-        """Advance the current rollback as far as possible."""
         rollback = await self.current()
         if rollback is None or rollback.stage in OVER:
             return rollback

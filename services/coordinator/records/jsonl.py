@@ -25,11 +25,7 @@ class Lines:
         self.last = _mend(path)
 
     def append(self, lines: Sequence[dict[str, Json]]) -> None:
-        """Append lines; non-finite numbers become null.
-
-        Raises:
-            OSError: the file is unchanged.
-        """
+        """Raises OSError: the file is unchanged."""
         if not lines:
             return
         text = "".join(f"{json.dumps(finite(line), ensure_ascii=False)}\n" for line in lines)
@@ -48,7 +44,6 @@ class Lines:
 
 
 def read(path: Path) -> Iterator[dict[str, Json]]:
-    """Yield a file's complete lines, oldest first."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -75,7 +70,6 @@ def newest_first(path: Path) -> Iterator[dict[str, Json]]:
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
-    """Write all of ``data``, despite partial writes."""
     while data:
         data = data[file.write(data) :]
 
@@ -104,7 +98,6 @@ def _parse(line: bytes) -> dict[str, Json] | None:
 
 
 def finite(value: Json) -> Json:
-    """Return ``value`` with null for non-finite numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -6,6 +6,7 @@
     steps                     metrics.jsonl        one optimizer step: step, version, samples, lag_counts, metrics
     evaluations               evaluations.jsonl    one evaluation
     events                    events.jsonl         one event
+    memory                    memory.jsonl         one process's memory by phase and component (``records.memory``)
     journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps
 
 Lines carry their entry's id, where the recorder resumes. While the disk is full it retries. After a rollback a step's
@@ -20,9 +21,10 @@ from pathlib import Path
 
 from services.coordinator.evaluation.results import evaluations
 from services.coordinator.records.jsonl import Lines
+from services.coordinator.records.memory import MEMORY_FILE, MemoryLines, memory_line
 from shared.bus import streams, wire
 from shared.bus.bus import Bus
-from shared.bus.messages import Event, Experience, Json, Prompt, StepReport
+from shared.bus.messages import Event, Experience, Json, MemoryReport, Prompt, StepReport
 from shared.bus.stores.evaluations import evaluated
 from shared.bus.stores.records import following, page, wait_for_any
 from shared.bus.streams import Row, Stream
@@ -37,8 +39,6 @@ _AGAIN_S = 1.0
 
 
 class Recorder:
-    """Write records: ``run`` until cancelled, ``catch_up`` once."""
-
     def __init__(self, bus: Bus, folder: Path, sample_every_steps: int) -> None:
         self._bus = bus
         self._every = sample_every_steps
@@ -55,19 +55,22 @@ class Recorder:
         self._events = Lines(folder / "events.jsonl")
         self._evaluations = Lines(folder / "evaluations.jsonl")
         self._rollouts = Lines(folder / "rollouts.jsonl")
-        self._after = {streams.STEPS: _entry(self._metrics), streams.EVENTS: _entry(self._events)}
+        self._memory = MemoryLines(folder / MEMORY_FILE)
+        self._after = {
+            streams.STEPS: _entry(self._metrics),
+            streams.EVENTS: _entry(self._events),
+            streams.MEMORY: _entry(self._memory),
+        }
         self._evaluated = {line.get("version") for line in self._evaluations.read()}
         self._sampled_step = _number(self._rollouts.last, "step")
         self._step = _number(self._metrics.last, "step")
 
     async def run(self) -> None:
-        """Record until cancelled."""
         while True:
             await self.catch_up()
             await wait_for_any(self._bus, self._after, _WAIT_S)
 
     async def catch_up(self) -> None:
-        """Write all that the files lack."""
         async with self._busy:
             await self.with_room(self._catch_up)
 
@@ -87,7 +90,7 @@ class Recorder:
                 return
 
     async def _catch_up(self) -> None:
-        while await self._record_steps() + await self._record_events():
+        while await self._record_steps() + await self._record_events() + await self._record_memory():
             pass
         await self._record_evaluations()
         await self._sample()
@@ -107,6 +110,12 @@ class Recorder:
         events = _decoded(entries, Event)
         self._events.append([{"entry": entry, **dataclasses.asdict(event)} for entry, event in events])
         self._pass(streams.EVENTS, entries)
+        return len(entries)
+
+    async def _record_memory(self) -> int:
+        entries = await following(self._bus, streams.MEMORY, self._after[streams.MEMORY], _BATCH)
+        self._memory.append([memory_line(entry, report) for entry, report in _decoded(entries, MemoryReport)])
+        self._pass(streams.MEMORY, entries)
         return len(entries)
 
     def _pass(self, stream: Stream, entries: list[Row]) -> None:
@@ -134,7 +143,6 @@ class Recorder:
 
 
 def step_line(entry: str, report: StepReport) -> dict[str, Json]:
-    """Return one line of metrics.jsonl."""
     return {
         "entry": entry,
         "step": report.step,
@@ -147,7 +155,6 @@ def step_line(entry: str, report: StepReport) -> dict[str, Json]:
 
 
 def rollout_line(entry: str, step: int, experience: Experience) -> dict[str, Json]:
-    """Return a group as a line of rollouts.jsonl."""
     prompt = experience.group.prompt
     completions: list[Json] = [
         {

@@ -1,7 +1,6 @@
 """report.html: the run's curves and rollouts in one offline file.
 
-Records may be missing or truncated. Data are JSON that ``report.js`` shows as text; the content security policy admits
-this script only.
+Data are JSON that ``report.js`` shows as text; the content security policy admits this script only.
 """
 
 import base64
@@ -15,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from services.coordinator.records.jsonl import finite, read
+from services.coordinator.records.memory import MEMORY_FILE, thinned
 from services.coordinator.records.summary import one_line_a_step
 from services.coordinator.schemas.records import rollout_view
 from shared.bus.messages import Json
@@ -23,10 +23,11 @@ from shared.files.durable import write_whole
 DATA = "data"
 """Event source for data warnings."""
 _PAGE = Path(__file__).parents[1] / "api" / "page"
-_SCRIPTS = ("dom.js", "charts.js", "curves.js", "rollouts.js", "report.js")
+_SCRIPTS = ("dom.js", "charts.js", "curves.js", "memory.js", "rollouts.js", "report.js")
 _ABOUT_STEP = frozenset({"entry", "step", "version", "finished_at_s"})
 _ROLLOUTS = 8
 _EVENTS = 40
+_REPORTS = 300
 _DOCUMENT = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
@@ -36,6 +37,7 @@ _DOCUMENT = """<!doctype html>
 <noscript><p class="card">This report needs JavaScript; <code>summary.json</code> beside it does not.</p></noscript>
 <div id="head"></div><div id="tiles" class="tiles"></div>
 <h2>Curves</h2><div id="curves" class="grid-of"></div>
+<h2>Memory</h2><div id="memory" class="grid-of"></div>
 <h2>Totals</h2><div id="tables" class="grid-of"></div>
 <h2>Rollouts</h2><div id="rollouts"></div>
 <h2>Records</h2><div id="records"></div>
@@ -46,11 +48,6 @@ _DOCUMENT = """<!doctype html>
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``<run_folder>/report.html`` atomically.
-
-    Raises:
-        OSError: not writable.
-    """
     path = run_folder / "report.html"
     style, script = (_PAGE / "look.css").read_text(encoding="utf-8"), _script()
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; form-action 'none'"
@@ -60,7 +57,6 @@ def write_report(run_folder: Path) -> Path:
 
 
 def records(run_folder: Path) -> dict[str, Json]:
-    """Return the data that ``report.js`` shows."""
     summary = _object(run_folder / "summary.json")
     steps = one_line_a_step(read(run_folder / "metrics.jsonl"))
     events = list(read(run_folder / "events.jsonl"))
@@ -75,6 +71,7 @@ def records(run_folder: Path) -> dict[str, Json]:
         "rollouts": _rollouts(list(read(run_folder / "rollouts.jsonl"))),
         "doubts": list(doubts.values()),
         "events": list[Json](events[-_EVENTS:]),
+        "memory": _memory(run_folder),
         "settings": _text(run_folder / "settings.toml"),
     }
 
@@ -108,6 +105,14 @@ def _rollouts(lines: Sequence[dict[str, Json]]) -> list[Json]:
         except (KeyError, ValidationError):
             continue
     return groups
+
+
+def _memory(run_folder: Path) -> list[Json]:
+    """Return the memory timeline, thinned out for the drawing."""
+    lines = [line for line in read(run_folder / MEMORY_FILE) if {"entry", "replica", "samples"} <= line.keys()]
+    while len(lines) > _REPORTS and len(fewer := thinned(lines)) < len(lines):
+        lines = fewer
+    return [{"id": line["entry"], "replica": line["replica"], "samples": line["samples"]} for line in lines]
 
 
 def _text(file: Path) -> str:

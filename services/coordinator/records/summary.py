@@ -48,6 +48,8 @@ class Summary:
     reward_last: float | None
     lag_mean: float | None
     lag_max: int | None
+    gpu_hours: float
+    """Held by the run's processes, from their start to the end of the run."""
     switches: int
     """Of shared devices to training."""
     switch_s_mean: float | None
@@ -66,7 +68,7 @@ class Summary:
 
 
 def training_seconds(status: RunStatus, steps: int, now_s: float) -> float:
-    """Return the seconds from first admission to last commit, or now."""
+    """From the first admission to the last commit, or now."""
     if status.first_admission_s is None:
         return 0.0
     end_s = status.changed_at_s if status.state is RunState.PAUSED else now_s
@@ -83,7 +85,7 @@ def summarize(
     lines: Iterable[dict[str, Json]],
     bus: str,
 ) -> Summary:
-    """Return an ended run's summary; ``lines`` are metrics.jsonl."""
+    """``lines`` are metrics.jsonl."""
     steps = one_line_a_step(lines)
     samples = int(sum(_figures(steps, "samples")))
     tokens = sum(_figure(step, "samples") * _figure(step, "response_tokens_mean") for step in steps)
@@ -106,6 +108,7 @@ def summarize(
         reward_last=_mean(rewards[-_ENDS:]),
         lag_mean=lag_mean,
         lag_max=lag_max,
+        gpu_hours=status.gpu_s / 3600.0,
         switches=(switches := int(sum(_figures(steps, "switches")))),
         switch_s_mean=_switch_seconds(steps) / switches if switches else None,
         switch_rung_max=int(max(_figures(steps, "switch_rung"))) if switches else None,
@@ -129,7 +132,6 @@ def write(summary: Summary, folder: Path) -> Path:
 
 
 def one_line_a_step(lines: Iterable[dict[str, Json]]) -> list[dict[str, Json]]:
-    """Return each step's valid (last) line."""
     steps: list[dict[str, Json]] = []
     for line in lines:
         if not isinstance(line.get("step"), int):
@@ -147,7 +149,6 @@ def digest(settings: Settings) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of installed packages."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -171,7 +172,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _switch_seconds(steps: Sequence[dict[str, Json]]) -> float:
-    return sum(_figures(steps, "switch_train_s")) + sum(_figures(steps, "switch_generate_s"))
+    parts = ("switch_train_s", "switch_generate_s", "phase_offload_s", "phase_reload_s")
+    return sum(sum(_figures(steps, part)) for part in parts)
 
 
 def _lag(steps: Sequence[dict[str, Json]]) -> tuple[float | None, int | None]:

@@ -1,4 +1,4 @@
-"""Run commands and the wait for a pause or drain. Commands are idempotent."""
+"""Run commands and the wait for a pause or drain."""
 
 import asyncio
 import dataclasses
@@ -20,8 +20,6 @@ _LOOK_S = 0.1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SteeringCommand:
-    """A command: target, allowed states, error otherwise."""
-
     to: RunState
     allowed: tuple[RunState, ...]
     refusals: dict[RunState, str]
@@ -50,13 +48,6 @@ ORDERS = {
 
 
 class Steering:
-    """Execute commands.
-
-    Args:
-        groups_per_step: groups in a step.
-        changed: called after each change of the run.
-    """
-
     def __init__(
         self, bus: Bus, ledger: Ledger, rollbacks: Rollbacks, groups_per_step: int, changed: Callable[[], None]
     ) -> None:
@@ -67,11 +58,7 @@ class Steering:
         self._changed = changed
 
     async def command(self, name: str, reason: str) -> tuple[bool, RunState, str]:
-        """Start, pause, resume or stop; return whether that changed the run, its state and reason.
-
-        Raises:
-            Misfit: it does not fit the state.
-        """
+        """Start, pause, resume or stop; return whether that changed the run, its state and reason."""
         await self._mind_rollback(name)
         order = ORDERS[name]
         reason = reason or f"{name} by HTTP"
@@ -116,7 +103,6 @@ class Steering:
             await asyncio.sleep(_LOOK_S)
 
     async def drain_replica(self, operation: Operation, report: Report) -> OperationOutcome:
-        """Wait until a draining replica is gone."""
         replica, first_s = str(operation.request["replica"]), operation.created_at_s
         while True:
             beats = [beat for beat in await heartbeats(self._bus) if beat.replica == replica]

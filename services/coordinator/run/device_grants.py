@@ -1,11 +1,7 @@
-"""Grant shared devices to the trainer and the replicas in turn. One leader decides; its term fences each change.
+"""Grant shared devices to the trainer and the replicas in turn (docs/placement.md).
 
-::
-
-    the trainer requests ──▶ replicas are asked back at a rung ──▶ all devices free ──▶ grant to the trainer
-    the trainer released ──▶ each replica that requests its device gets it
-
-The trainer requests only when it has work for the devices and releases them by itself, so neither side starves.
+One leader decides; its term fences each change. The trainer requests only when it has work for the devices and releases
+them by itself, so neither side starves.
 """
 
 import asyncio
@@ -26,21 +22,20 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.03
 _USABLE = 0.9
 """Share of a device's memory that components may use; allocators and contexts take the rest."""
-FREED = {0: frozenset[str](), 1: frozenset({"kv_cache"}), 2: frozenset({"kv_cache", "weights", "shadow"})}
-"""Components of a replica that each rung frees."""
+_ADDED = {1: {"kv_cache"}, 2: {"weights", "shadow"}}
+_ADDED_BY_TRAINER = {3: {"optimizer"}, 4: {"weights", "gradients"}}
+"""Components that each rung frees in addition to the one below: of a replica for training, of the trainer for generation."""
 MEASURED = "memory_"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """Changes that are due."""
-
     grants: tuple[DeviceRequest, ...]
     ask_back: tuple[tuple[int, Grant], ...]
 
 
 def decide(look: DeviceLook) -> Decision:
-    """Return whom to grant devices, and from whom to ask them back: training first."""
+    """Training comes first."""
     training = [request for request in look.requests if request.phase == "train"]
     reserved = {index for request in training for index in request.devices}
     holders = {index: grant for index, grant in enumerate(look.grants) if grant is not None}
@@ -51,18 +46,27 @@ def decide(look: DeviceLook) -> Decision:
 
 
 def lowest_rung(replica: Mapping[str, float], trainer: Mapping[str, float], capacity: float) -> int:
-    """Return the lowest rung at which both fit into ``capacity`` bytes; the highest if any is not measured yet.
+    """Return the lowest rung at which both phases fit into ``capacity`` bytes; the highest if any is not measured yet.
 
-    >>> lowest_rung({"weights": 2.0, "shadow": 2.0, "kv_cache": 3.0}, {"weights": 4.0}, 10.0)
+    ``trainer`` has its ``peak`` in a step, and what it holds between two steps by component.
+
+    >>> lowest_rung({"weights": 2.0, "kv_cache": 3.0}, {"peak": 5.0, "weights": 2.0, "optimizer": 2.0}, 10.0)
     1
     """
-    if not replica or not trainer or not capacity:
+    if not replica or "peak" not in trainer or not capacity:
         return RUNGS[-1]
+    resident = {component: nbytes for component, nbytes in trainer.items() if component != "peak"}
     for rung in RUNGS:
-        kept = sum(nbytes for component, nbytes in replica.items() if component not in FREED[rung])
-        if kept + sum(trainer.values()) <= _USABLE * capacity:
+        training = _kept(replica, _ADDED, rung) + trainer["peak"]
+        generating = sum(replica.values()) + _kept(resident, _ADDED_BY_TRAINER, rung)
+        if max(training, generating) <= _USABLE * capacity:
             return rung
     return RUNGS[-1]
+
+
+def _kept(memory: Mapping[str, float], added: Mapping[int, set[str]], rung: int) -> float:
+    freed = {component for step, components in added.items() if step <= rung for component in components}
+    return sum(nbytes for component, nbytes in memory.items() if component not in freed)
 
 
 class DeviceGrants:
@@ -76,13 +80,11 @@ class DeviceGrants:
         self._peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
 
     async def run(self) -> None:
-        """Grant until cancelled."""
         while self._settings.shared_devices:
             await self.look()
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
-        """Make the changes that are due."""
         term = self._ledger.term or 0
         decision = decide(await look_at_devices(self._bus, len(self._settings.shared_devices)))
         for index, grant in decision.ask_back:

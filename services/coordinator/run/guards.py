@@ -9,7 +9,7 @@
     no_signal          each recent group has equal rewards
     kl                 mean KL to the behavior or reference policy is too high
     entropy            mean entropy is too low
-    lag                too many groups left as stale
+    lag                too many samples left as stale
     throughput         median tokens/s fell
     trainer_starving   the trainer mostly waits for groups
     rollouts_starving  replicas lack prompts while groups wait for the trainer
@@ -83,13 +83,17 @@ def entropy(reports: Reports, guards: GuardsSettings) -> str:
 
 
 def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
-    """Check stale groups."""
+    """Check stale groups, and stale samples of trained groups."""
     last = reports[-guards.steps :]
     stale = sum(_of(report, "dropped_stale") for report in last)
-    share = stale / max(1.0, stale + groups_per_step * len(last))
+    samples = stale + groups_per_step * len(last)  # in groups, as dropped ones are counted
+    for report in last:
+        left_out = _of(report, "stale_samples")
+        stale += groups_per_step * left_out / max(1.0, left_out + report.samples)
+    share = stale / max(1.0, samples)
     if len(last) < guards.steps or share <= guards.stale_share:
         return ""
-    return f"{share:.0%} of the groups of {guards.steps} steps were dropped as stale, at most {guards.stale_share:.0%} expected"
+    return f"{share:.0%} of the samples of {guards.steps} steps were dropped as stale, at most {guards.stale_share:.0%} expected"
 
 
 def throughput(reports: Reports, guards: GuardsSettings) -> str:

@@ -1,10 +1,4 @@
-"""The lease by which one of several coordinators leads a run.
-
-::
-
-    every third of ttl_s: take or renew ──▶ ours ──▶ lead: its term is a fencing token, which scripts check
-                                     └────▶ another's ──▶ answer reads and commands
-    renewal late by more than ttl_s ──▶ stop leading
+"""The lease by which one of several coordinators leads a run; its term is a fencing token, which scripts check.
 
 The lease is an expiring key, released by an orderly stop. Scripts refuse outdated terms, so correctness does not depend
 on clocks.
@@ -31,13 +25,6 @@ TTL_S = 3.0
 
 
 class Lease:
-    """One coordinator's claim to lead.
-
-    Args:
-        replica: its name; a restart takes over at once.
-        ttl_s: lifetime without renewal.
-    """
-
     def __init__(self, bus: Bus, replica: str, ttl_s: float = TTL_S) -> None:
         self._bus = bus
         self._replica = replica
@@ -54,11 +41,7 @@ class Lease:
         return self.term > 0 and time.monotonic() < self._until_s
 
     async def run(self, lead: Callable[[int], Awaitable[None]]) -> None:
-        """Run ``lead(term)`` under the lease until it returns; it is cancelled if the lease is lost.
-
-        Raises:
-            Exception: from ``lead``; the lease is released.
-        """
+        """Run ``lead(term)`` under the lease until it returns; it is cancelled if the lease is lost."""
         try:
             while True:
                 await self._claim()
@@ -70,7 +53,6 @@ class Lease:
             await self._leave()
 
     async def _lead(self, lead: Callable[[int], Awaitable[None]]) -> bool:
-        """Return whether ``lead`` completed."""
         term = self.term
         log.info("leading", extra={"term": term})
         leading = asyncio.ensure_future(lead(term))

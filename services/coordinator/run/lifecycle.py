@@ -48,10 +48,7 @@ _COMPLETE = "every step is committed"
 def due(
     status: RunStatus, head_step: int, evaluated: Sequence[Evaluation], steps: int, sets: Sequence[HeldOutSet]
 ) -> Due | None:
-    """Return the evaluation of the head that is due, if any.
-
-    The initial and final one cover every set; otherwise a set is due at multiples of its ``every_steps``.
-    """
+    """The initial and final one cover every set; otherwise a set is due at multiples of its ``every_steps``."""
     names = tuple(held_out.name for held_out in sets)
     if status.state in ENDED or status.head is None:
         return None
@@ -72,13 +69,6 @@ def _passed_a_multiple(head_step: int, evaluated: Sequence[Evaluation], held_out
 
 
 class Lifecycle:
-    """Move the run between states.
-
-    Args:
-        evaluator: None without held-out problems.
-        opened: called when admission may begin.
-    """
-
     def __init__(
         self,
         bus: Bus,
@@ -107,11 +97,9 @@ class Lifecycle:
         """The run has ended and its records are complete."""
 
     def wake(self) -> None:
-        """Check at once for due work."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Lead the run to its end, then wait."""
         await self._ledger.create()
         await self._ledger.note("doing", "")  # from the previous leader
         while True:
@@ -122,7 +110,6 @@ class Lifecycle:
                 self._wake.clear()
 
     async def advance(self) -> bool:
-        """Do the next due action, if any."""
         if self._bus.reconnects != self._reconnects:  # the server may have lost its data
             self._reconnects = self._bus.reconnects
             await self._ledger.create()
@@ -211,7 +198,6 @@ class Lifecycle:
         return self.closed
 
     async def close(self, state: RunState) -> None:
-        """Drop remaining groups, complete the records, and write the report."""
         if await self._is_closed():
             return
         await self._ledger.note("doing", "ending: dropping what is left")
@@ -251,7 +237,7 @@ class Lifecycle:
 
 
 async def drain(bus: Bus) -> int:
-    """Drop every group in flight as ``dropped:run_ended``; return the count."""
+    """Return how many groups were dropped as ``dropped:run_ended``."""
     dropped = 0
     while True:
         taken = 0

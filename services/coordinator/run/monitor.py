@@ -17,6 +17,7 @@ from services.coordinator.records.summary import training_seconds
 from services.coordinator.run.guards import read_guards
 from services.coordinator.run.notices import compose
 from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
+from shared.advice import advice
 from shared.bus import streams, wire
 from shared.bus.bus import Bus
 from shared.bus.messages import StepReport
@@ -37,6 +38,7 @@ GROUPS_IN_FLIGHT = Gauge("penstock_coordinator_groups_in_flight", "Groups betwee
 SLOTS = Gauge("penstock_coordinator_slots", "Maximum number of groups in flight.")
 RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the run's current state, else 0.", ["state"])
 HEAD_VERSION = Gauge("penstock_coordinator_head_version", "The version that replicas serve; -1: none yet.")
+GPU_SECONDS = Gauge("penstock_coordinator_gpu_seconds", "GPU-seconds that the run's processes have held.")
 STEP = Gauge("penstock_coordinator_step", "Committed optimizer steps.")
 DEAD_LETTERS = Gauge("penstock_coordinator_dead_letters", "Entries among the dead letters.")
 EVALUATION_ACCURACY = Gauge(
@@ -66,8 +68,6 @@ _PACE_STEPS = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """Result of one look at the bus."""
-
     status: RunStatus
     depths: dict[str, StreamView]
     dead: int
@@ -78,12 +78,7 @@ class Look:
 
 
 class Monitor:
-    """Observe one run.
-
-    Args:
-        telling: own heartbeat.
-        standing: returns own notices.
-    """
+    """Observe one run."""
 
     def __init__(
         self, bus: Bus, live: Live, telling: Status, standing: Callable[[], Sequence[NoticeView]] = tuple
@@ -102,7 +97,6 @@ class Monitor:
         self._busy = asyncio.Lock()
 
     async def run(self) -> None:
-        """Set the gauges until cancelled."""
         while True:
             self._set_gauges(await self.view())
             await self.read_beats()
@@ -129,11 +123,9 @@ class Monitor:
         return self._text
 
     def reports(self) -> Sequence[StepReport]:
-        """Return the branch's newest step reports, oldest first."""
         return tuple(self._history)
 
     def beats(self) -> Sequence[Heartbeat]:
-        """Return the last read heartbeats."""
         return self._beats
 
     # ---------------------------------------------------------------- read
@@ -183,6 +175,7 @@ class Monitor:
             bus_full=status.bus_full,
             guards=look.guards,
             notices=compose(status, look.guards, look.evaluations, self._beats, self._standing()),
+            bound=advice(metrics, sum(beat.service == "rollout" for beat in self._beats)),
             self_tests=status.self_tests,
             step=status.step,
             steps=steps,
@@ -202,6 +195,7 @@ class Monitor:
             started_at_s=status.created_at_s,
             training_s=training_seconds(status, steps, time.time()),
             eta_s=eta_s(status, steps, [report.finished_at_s for report in self._history]),
+            gpu_hours=status.gpu_s / 3600.0,
             bus=self._bus.server,
             settings_revision=self._live.revision,
         )
@@ -217,12 +211,12 @@ class Monitor:
         SLOTS.set(view.slots)
         HEAD_VERSION.set(-1 if view.head is None else view.head)
         STEP.set(view.step)
+        GPU_SECONDS.set(view.gpu_hours * 3600.0)
         DEAD_LETTERS.set(view.dead)
         _set_evaluations(view.evaluations)
         self._telling.values = {"step": float(view.step), "groups_in_flight": float(view.groups_in_flight)}
 
     async def read_beats(self) -> None:
-        """Read the heartbeats, and set the replicas' gauges."""
         beats = self._beats = await heartbeats(self._bus)
         REPLICAS_VERSION.clear()
         for beat in beats:
@@ -243,7 +237,6 @@ def _set_evaluations(views: Sequence[EvaluationView]) -> None:
 
 
 def activity(status: RunStatus) -> str:
-    """Describe the current activity."""
     if status.doing:
         return status.doing
     if status.state is RunState.RUNNING and status.bus_full:
@@ -256,11 +249,7 @@ def activity(status: RunStatus) -> str:
 
 
 def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> float | None:
-    """Return the seconds until the last step, if known.
-
-    >>> eta_s(running_at_step_10, 12, [100.0, 101.0, 102.0])    # doctest: +SKIP
-    2.0
-    """
+    """>>> eta_s(running_at_step_10, 12, [100.0, 101.0, 102.0])    # doctest: +SKIP 2.0"""
     times = list(finished_at_s)[-_PACE_STEPS:]
     if status.state is not RunState.RUNNING or len(times) < 2:
         return None
@@ -268,7 +257,6 @@ def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> floa
 
 
 def numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return ``metrics`` with None for non-finite values."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
@@ -282,6 +270,5 @@ def _history(reports: Sequence[StepReport]) -> History:
 
 
 def evaluation_view(evaluation: Evaluation) -> EvaluationView:
-    """Return an evaluation's API view."""
     fields = dataclasses.asdict(evaluation)
     return EvaluationView.model_validate({name: fields[name] for name in EvaluationView.model_fields})

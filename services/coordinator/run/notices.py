@@ -1,14 +1,4 @@
-"""Notices: sentences that every observer of a run should read.
-
-::
-
-    state, guards (bus) ────┐
-    heartbeats' failures ───┼──▶ notices ──▶ GET /v1/run ──▶ `penstock up`, `penstock status`, the page
-    evaluations (bus) ──────┤
-    data, records (here) ───┘
-
-Pure functions.
-"""
+"""Notices: sentences that every observer of a run should read. Pure functions."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -25,7 +15,6 @@ _ORDER: dict[str, int] = {"error": 0, "warning": 1}
 
 
 def notice(about: str, level: Literal["error", "warning"], text: str) -> NoticeView:
-    """Return a one-line notice."""
     return NoticeView(about=about, level=level, text=" ".join(text.split()))
 
 
@@ -36,15 +25,6 @@ def compose(
     beats: Sequence[Heartbeat],
     standing: Iterable[NoticeView],
 ) -> list[NoticeView]:
-    """Return a run's notices, errors first.
-
-    Args:
-        status: the run's.
-        guards: active ones.
-        evaluations: the branch's, oldest first.
-        beats: newest heartbeats.
-        standing: own notices on data and records.
-    """
     notices = [*_state(status), *_guards(guards, status), *_failures(beats), *_unanswered(evaluations), *standing]
     return sorted(notices, key=lambda entry: _ORDER[entry.level])
 

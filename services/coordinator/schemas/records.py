@@ -24,6 +24,31 @@ class StepView(ResponseModel):
     """See docs/reference/metrics.md; null: not finite."""
 
 
+class MemorySampleView(ResponseModel):
+    """What a process held on a device during a phase, at its peak."""
+
+    device: str
+    """Host, and GPU or ``cpu``."""
+    phase: str
+    ended_at_s: float
+    """Unix seconds."""
+    seconds: float
+    total_bytes: float
+    capacity_bytes: float
+    """Of the device."""
+    components: dict[str, float]
+    """Bytes, by the names of ``penstock plan``."""
+
+
+class MemoryView(ResponseModel):
+    """A process's report: the largest sample of each phase since the one before."""
+
+    id: str
+    """Stream entry id."""
+    replica: str
+    samples: list[MemorySampleView]
+
+
 class ScoreView(ResponseModel):
     """One scorer's result for a completion."""
 

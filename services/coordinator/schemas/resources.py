@@ -237,6 +237,7 @@ _Temperature = Annotated[float, Field(ge=1e-3, le=1e3, alias="sampling.temperatu
 _GroupSize = Annotated[int, Field(ge=2, le=4096, alias="sampling.group_size")]
 _Expression = Annotated[str, Field(max_length=1000, alias="reward.expression")]
 _Update = Annotated[Literal["inflight", "drain"], Field(alias="weights.update")]
+_GpuHours = Annotated[float, Field(ge=0, le=1e9, alias="run.gpu_hours")]
 
 
 class LiveValues(ResponseModel):
@@ -257,6 +258,8 @@ class LiveValues(ResponseModel):
     """Reward from the scorers' values; empty: mean."""
     update: _Update
     """When new weights go live."""
+    gpu_hours: _GpuHours
+    """GPU-hours after which the run pauses; 0: no limit."""
 
 
 class LiveSettings(ResponseModel):
@@ -296,6 +299,7 @@ class LiveChanges(LiveValues):
     group_size: _GroupSize = 2
     expression: _Expression = ""
     update: _Update = "inflight"
+    gpu_hours: _GpuHours = 0.0
 
 
 class SettingsChange(Command):

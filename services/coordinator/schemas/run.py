@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from shared.bus.messages import FinishReason
 from shared.bus.stores.ledger import RunState
 
 
@@ -100,6 +101,8 @@ class RunView(ResponseModel):
     guards: list[GuardView]
     notices: list[NoticeView]
     """Most important first."""
+    bound: str
+    """What bounds the last step, and what would help; empty: not known."""
     self_tests: dict[str, str]
     """Trainer's newest self-test: policy, critic."""
     step: int
@@ -132,6 +135,8 @@ class RunView(ResponseModel):
     """First admission to last commit, without pauses."""
     eta_s: float | None
     """At the recent pace, if known."""
+    gpu_hours: float
+    """Held by the run's processes so far."""
     bus: str
     """Server name and version."""
     settings_revision: int
@@ -171,6 +176,55 @@ class Export(BaseModel):
 
     adapter: bool = Field(default=False)
     """Only the LoRA adapter, not merged."""
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str = Field(max_length=65_536)
+
+
+class Question(BaseModel):
+    """Body of a generation: either `prompt` or `messages`."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    prompt: str | None = Field(default=None, min_length=1, max_length=65_536)
+    """Text, as it is."""
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=1000)
+    """Conversation, in the chat template of the policy's tokenizer."""
+    samples: int = Field(default=1, ge=1, le=64)
+    max_new_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
+    """Default, and maximum: `sampling.max_new_tokens`."""
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    """Default: `sampling.temperature`; 0: greedy."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "Question":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class Generated(ResponseModel):
+    """One completion of the live policy."""
+
+    text: str
+    tokens: int
+    finish_reason: FinishReason
+    versions: list[int]
+    """Policy versions that generated it."""
+
+
+class Answer(ResponseModel):
+    """Completions of the live policy."""
+
+    replica: str
+    prompt_tokens: int
+    completions: list[Generated]
 
 
 class Health(ResponseModel):

@@ -1,13 +1,6 @@
-"""Re-score a sample of a run's rewarded completions with stricter scorers.
+"""Re-score a sample of a run's rewarded completions with stricter scorers (docs/rewards.md, "Audit").
 
-::
-
-    recorded groups ──▶ reward at least `above` ──▶ a sample, by seed ──▶ checks ──▶ disagreements
-                                                                       ├── stricter answer, format, code scorers
-                                                                       └── signs in the texts
-
-A disagreement is a completion to read, not a proof. Programs run only in the executor. Reward models, judges and user
-functions are not re-run; judged texts are searched for prompt injection.
+Programs run only in the executor. Reward models, judges and user functions are not re-run.
 """
 
 import dataclasses
@@ -33,8 +26,6 @@ _ENOUGH = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
-    """One recorded completion."""
-
     text: str
     reward: float
     values: dict[str, float]
@@ -44,8 +35,6 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditedGroup:
-    """One recorded group, with the columns of its problem."""
-
     step: int
     group: int
     problem: str
@@ -56,14 +45,11 @@ class AuditedGroup:
 
     @property
     def right(self) -> str:
-        """Key of the right answer: the reference or the problem."""
         return texts.normal(self.answer) if self.answer else self.problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A rewarded completion that a check doubts."""
-
     step: int
     group: int
     problem: str
@@ -76,8 +62,6 @@ class Disagreement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Summary of an audit."""
-
     above: float
     groups: int
     completions: int
@@ -101,10 +85,7 @@ class _Variant:
 def choose(
     groups: Sequence[AuditedGroup], above: float | None, count: int, seed: int
 ) -> tuple[list[AuditedGroup], float]:
-    """Return up to ``count`` groups rewarded with at least ``above``, by seed, and this threshold.
-
-    Without ``above`` it is half of the largest reward.
-    """
+    """Without ``above`` it is half of the largest reward."""
     largest = max((each.reward for group in groups for each in group.completions), default=0.0)
     least = above if above is not None else max(largest / 2, _ENOUGH)
     rewarded = [group for group in groups if any(each.reward >= least for each in group.completions)]
@@ -115,17 +96,7 @@ def choose(
 async def audit(
     groups: Sequence[AuditedGroup], settings: Settings, *, above: float | None, count: int, seed: int, executor: str
 ) -> AuditReport:
-    """Re-score a sample of the rewarded completions of ``groups``.
-
-    Args:
-        above: reward threshold; None: half of the largest.
-        count: number of groups.
-        seed: of the sample and of the order of tests.
-        executor: its address; "" if no scorer runs code.
-
-    Raises:
-        SettingsError: a scorer cannot work here.
-    """
+    """Re-score a sample of the rewarded completions of ``groups``. Raises SettingsError: a scorer cannot work here."""
     chosen, least = choose(groups, above, count, seed)
     checked: Counter[str] = Counter()
     lost: Counter[str] = Counter()
@@ -150,7 +121,6 @@ def needs_executor(settings: Settings) -> bool:
 
 
 def not_rescored(settings: Settings) -> list[str]:
-    """Return the names of scorers that are not re-run."""
     known = (AnswerScorer, FormatScorer, CodeScorer)
     return [scorer.name for scorer in settings.reward.scorers if not isinstance(scorer, known)]
 

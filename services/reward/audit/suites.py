@@ -21,7 +21,6 @@ def read(column: Json) -> Json:
 
 
 def shuffled(column: Json, generator: random.Random) -> Json:
-    """Return the same tests in another order."""
     if isinstance(column, list):
         return generator.sample(column, len(column))
     if isinstance(column, dict) and _are_columns(column):
@@ -107,7 +106,7 @@ class _Constants(ast.NodeTransformer):
         self.changed = False
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        """Return another constant of the same type."""
+        """Replace a constant by another of its type."""
         value = node.value
         if value is None or isinstance(value, (bool, int, float, str)):
             self.changed = True

@@ -1,4 +1,4 @@
-"""Signs of reward hacking in completions. Pure functions, linear in the length of the texts."""
+"""Signs of reward hacking in completions: each function returns its reason, or "", in linear time."""
 
 import re
 import statistics
@@ -21,11 +21,7 @@ _INJECTIONS = re.compile(
 
 
 def repeated(rewarded: Iterable[tuple[str, str]], least_groups: int = 2) -> dict[str, int]:
-    """Return texts that were rewarded for different answers, with their number.
-
-    Args:
-        rewarded: (completion, key of the right answer).
-    """
+    """Return texts that were rewarded for different answers, with their number, from (completion, right answer) pairs."""
     answers: defaultdict[str, set[str]] = defaultdict(set)
     for text, right in rewarded:
         answers[normal(text)].add(right)
@@ -33,12 +29,10 @@ def repeated(rewarded: Iterable[tuple[str, str]], least_groups: int = 2) -> dict
 
 
 def normal(text: str) -> str:
-    """Normalise white space."""
     return " ".join(text[-LONGEST:].split())
 
 
 def short(tokens: int, rewarded_tokens: Sequence[int]) -> str:
-    """Return why a rewarded completion is suspiciously short, or ""."""
     median = statistics.median(rewarded_tokens) if rewarded_tokens else 0
     if median < _SHORT_FROM_TOKENS or tokens > _SHORT_SHARE * median:
         return ""
@@ -46,7 +40,6 @@ def short(tokens: int, rewarded_tokens: Sequence[int]) -> str:
 
 
 def repetitive(text: str) -> str:
-    """Return why a text is suspiciously repetitive, or ""."""
     data = text[-LONGEST:].encode("utf-8", "replace")
     if len(data) < _REPETITIVE_FROM:
         return ""
@@ -55,7 +48,6 @@ def repetitive(text: str) -> str:
 
 
 def several_boxes(text: str) -> str:
-    """Return why a completion answers more than once, or ""."""
     answers: list[str] = []
     rest = text[-LONGEST:]
     while len(answers) < 64 and (start := rest.rfind("\\boxed{")) >= 0:
@@ -67,7 +59,7 @@ def several_boxes(text: str) -> str:
 
 
 def copied(text: str, question: str, reference: str) -> str:
-    """Return why the last box only repeats the question, or ""."""
+    """The last box only repeats the question."""
     answer = normal(boxed(text[-LONGEST:]) or "")
     if len(answer) < _COPIED_FROM or answer == normal(reference) or answer not in normal(question):
         return ""
@@ -75,6 +67,5 @@ def copied(text: str, question: str, reference: str) -> str:
 
 
 def injection(text: str) -> str:
-    """Return the words that address a judge, or ""."""
     mark = _INJECTIONS.search(text[-LONGEST:])
     return f"addresses a judge: {mark[0]!r}" if mark else ""

@@ -1,1 +1,1 @@
-"""The code executor: runs a model's programs in isolation. See docs/sandbox.md."""
+"""Run a model's programs in isolation (docs/sandbox.md)."""

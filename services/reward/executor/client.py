@@ -1,12 +1,4 @@
-"""Client of an executor: one connection, many concurrent programs.
-
-::
-
-    run(job) ──▶ a place of ``in_flight`` ──▶ the connection ──▶ its answer
-                                                  ├── cannot be reached, or lost     TemporaryError; the next job tries again, not
-                                                  │                                  before a wait that doubles up to 5 s
-                                                  └── the caller was cancelled       the program is killed
-"""
+"""Client of an executor: one connection, many concurrent programs; lost connections are retried with backoff."""
 
 import asyncio
 import contextlib
@@ -48,7 +40,6 @@ class ExecutorClient:
         self._not_before_s = 0.0
 
     async def run(self, job: Job) -> Execution:
-        """Run ``job``. Raises TemporaryError if the executor is unavailable."""
         async with self._places:
             writer = await self._connected()
             number = next(self._numbers)
@@ -68,7 +59,6 @@ class ExecutorClient:
                 self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """Close the connection, which kills running programs."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)  # it may not have started
@@ -138,5 +128,4 @@ class ExecutorClient:
 
 
 def read_executor_secret(settings: ExecutorSettings) -> bytes:
-    """Return the secret, or empty. Raises SettingsError if the file cannot be used."""
     return b"" if settings.secret_file is None else read_secret(settings.secret_file, "reward.executor.secret_file")

@@ -1,7 +1,6 @@
-"""Programs that attempt to escape, run at the start and periodically.
+"""Programs that try to escape, each with real targets; contained if they print nothing, or the kernel killed them.
 
-Each attacks real targets and prints what it obtained. It is contained if it printed nothing or the kernel killed it. A
-harmless program must run first, because a sandbox that runs nothing contains everything.
+A harmless program must run first, because a sandbox that runs nothing contains everything.
 """
 
 import contextlib
@@ -73,20 +72,16 @@ _LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_bytes=256 << 20)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EscapeTargets:
-    """Targets of the escapes."""
-
     secret: Path
     port: int
 
     def job(self, name: str, profile: str) -> Job:
-        """Return the program of escape ``name``."""
         prelude = _PRELUDE.format(pid=os.getpid(), secret=str(self.secret), port=self.port)
         return Job(prelude + _ESCAPES[name], profile, limits=_LIMITS)
 
 
 @contextlib.contextmanager
 def targets() -> Iterator[EscapeTargets]:
-    """Yield a world-readable file and a listening port."""
     with tempfile.TemporaryDirectory(prefix="penstock-executor-") as folder, socket.socket() as listener:
         Path(folder).chmod(0o755)
         secret = Path(folder) / "secret"
@@ -98,19 +93,16 @@ def targets() -> Iterator[EscapeTargets]:
 
 
 def harmless(profile: str) -> Job:
-    """Return the program that must run."""
     return Job(_HARMLESS, profile, limits=_LIMITS)
 
 
 def works(execution: Execution) -> str:
-    """Return why the harmless program failed, or ""."""
     if execution.outcome is Outcome.FINISHED and execution.stdout == "42\n":
         return ""
     return f"a harmless program ended as {execution.outcome}: {execution.detail or repr(execution.stdout[:80])}"
 
 
 def escaped(execution: Execution) -> str:
-    """Return what an escape obtained, or "" if contained."""
     if execution.outcome is Outcome.FORBIDDEN or (execution.outcome is Outcome.FINISHED and not execution.stdout):
         return ""
     return execution.stdout.strip().replace("\n", ", ")[:200] or f"{execution.outcome}: {execution.detail}"

@@ -8,9 +8,7 @@
                                 ├── deadline                  killed: timeout
                                 └── ended                     verdict.judge(wait status, …)
 
-Programs are charged wall time minus runnable time while others had their core, and minus the time in which they were
-suspended (:mod:`slots`). A dead or hanging zygote is replaced;
-its programs end as ``sandbox_error``.
+A dead or hanging zygote is replaced; its programs end as ``sandbox_error``.
 """
 
 import asyncio
@@ -50,12 +48,8 @@ _REPORT_EXTRA_BYTES = 4096
 
 
 class Executor:
-    """Run programs in one tier.
-
-    Args:
-        profiles: interpreters kept warm.
-        slots: concurrent programs.
-        recycle_after: programs per warm interpreter.
+    """Run programs in one tier: ``profiles`` are kept warm, ``slots`` run at a time, and an interpreter is replaced
+    after ``recycle_after`` programs.
     """
 
     def __init__(self, isolation: Isolation, profiles: tuple[str, ...], slots: int, recycle_after: int) -> None:
@@ -71,7 +65,6 @@ class Executor:
             await zygotes.take()
 
     async def close(self) -> None:
-        """Kill everything."""
         await self._slots.close()
         for zygotes in self._zygotes.values():
             await zygotes.close()
@@ -132,7 +125,6 @@ class _Run:
                 raise
 
     async def result(self, tier: str) -> Execution:
-        """Return its execution. Raises ZygoteLost."""
         ended = await self._until_gone()
         await asyncio.gather(self._output.closed, self._report.closed)
         report = read_report(bytes(self._report.data), len(self._job.calls))
@@ -159,18 +151,15 @@ class _Run:
             self._close()
 
     async def usage(self) -> Usage | None:
-        """Return what it has used; None if it ended or its zygote hangs."""
         if self._ended.done():
             return None
         usage = await self._zygote.usage(self._number, self._ended, _REACTS_WITHIN_S)
         return usage and dataclasses.replace(usage, resident_bytes=usage.resident_bytes + self._files_bytes)
 
     def suspend(self) -> None:
-        """Stop it; its deadlines stop, too."""
         self._zygote.tell(self._number, "suspend")
 
     def resume(self) -> None:
-        """Let it continue."""
         self._zygote.tell(self._number, "resume")
 
     async def _until_gone(self) -> Ended:

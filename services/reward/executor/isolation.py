@@ -1,4 +1,4 @@
-"""Start warm interpreters in each tier. Only runs the interpreter to locate its library."""
+"""Start warm interpreters in each tier."""
 
 import dataclasses
 import json
@@ -60,8 +60,6 @@ _CAP_SYS_ADMIN = 1 << 21
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python that runs programs."""
-
     program: str
     library: tuple[str, ...]
     numpy: str
@@ -73,7 +71,6 @@ class Interpreter:
         return cls(fields["program"], tuple(fields["library"]), fields["numpy"])
 
     def readable(self, profile: str) -> tuple[str, ...]:
-        """Return what programs of ``profile`` may read, except for :meth:`hidden`."""
         paths = {path for path in (*_SYSTEM, *self.library, self.program) if Path(path).exists()}
         paths = {path for path in paths if not _is_below(path, paths)}
         if profile == "numpy" and self.numpy:
@@ -83,24 +80,20 @@ class Interpreter:
         return tuple(sorted(paths))
 
     def hidden(self, profile: str) -> tuple[str, ...]:
-        """Return the folders of installed packages below :meth:`readable`."""
         return tuple(sorted(_packages_below(self.readable(profile))))
 
     def unreadable(self, user_id: int) -> tuple[str, ...]:
-        """Return the parts of :meth:`readable` that ``user_id`` cannot read. Requires root. Raises SettingsError."""
+        """Parts of :meth:`readable` that ``user_id`` cannot read. Requires root."""
         paths = self.readable("numpy" if self.numpy else "stdlib")
         command = [self.program, "-I", "-S", "-c", _MAY_READ, str(user_id), *paths]
         return tuple(_ask(command))
 
     def folders(self, profile: str) -> list[str]:
-        """Return additions to ``sys.path``; imports are limited to ``readable``."""
         return [str(Path(self.numpy).parent)] if profile == "numpy" else []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Isolation:
-    """One tier on this host."""
-
     tier: str
     interpreter: Interpreter
     user_id: int
@@ -159,15 +152,6 @@ class Isolation:
 
 
 def candidates(tier: str, interpreter: Interpreter, user_id: int, programs: int) -> list[Isolation]:
-    """Return the ways to build ``tier`` here, best first.
-
-    Args:
-        user_id: for programs if this process is root.
-        programs: maximum number of existing programs.
-
-    Raises:
-        SettingsError: a required program is missing.
-    """
     switch = user_id if os.geteuid() == 0 and _has_capabilities() else 0
     if tier == "unsafe":
         return [Isolation(tier, interpreter, 0, 0)]
@@ -199,7 +183,6 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _packages_below(folders: Iterable[str]) -> set[str]:
-    """Return package folders in a Python's library (``lib/python3.11``) or in its parent."""
     patterns = [f"{depth}{name}" for name in _PACKAGES for depth in ("", "*/", "*/*/")]
     real = (Path(folder) for folder in folders if not Path(folder).is_symlink())
     return {str(path) for folder in real for pattern in patterns for path in folder.glob(pattern) if path.is_dir()}

@@ -1,11 +1,4 @@
-"""Choose the strongest tier in which a harmless program runs and every escape fails. There is no silent fallback.
-
-::
-
-    auto       namespace, then landlock; neither holds: refuse, with every reason
-    namespace  that one, or refuse        landlock  that one, or refuse
-    unsafe     no isolation, only when asked for by its name
-"""
+"""Choose the strongest tier in which a harmless program runs and every escape fails (docs/sandbox.md, "Tiers")."""
 
 import logging
 
@@ -34,7 +27,6 @@ _ADVICE = "docs/sandbox.md says what each tier needs (reward.executor.isolation)
 async def start(
     settings: ExecutorSettings, profiles: tuple[str, ...], targets: escapes.EscapeTargets, recycle_after: int
 ) -> Executor:
-    """Return a started executor in the strongest tier that holds. Raises SettingsError if none does."""
     interpreter = Interpreter.find(settings.interpreter)
     if "numpy" in profiles and not interpreter.numpy:
         raise SettingsError(
@@ -59,7 +51,6 @@ async def start(
 
 
 def slots(settings: ExecutorSettings) -> int:
-    """Return the number of concurrent programs, at most one per core."""
     return min(settings.slots or count(), count())
 
 

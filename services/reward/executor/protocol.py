@@ -1,4 +1,4 @@
-"""The executor's protocol. Pure: no I/O, no clock.
+"""The executor's protocol.
 
 ::
 
@@ -8,8 +8,8 @@
       {verb: cancel, id}                                         ──▶                                            no answer
 
 It carries no expected output: the client compares. Arguments and values are JSON text inside MessagePack, because JSON
-integers are unbounded. A call's value is plain JSON: sequences and iterators become lists, subclasses their base,
-keys text. An expression's value is tagged (``inside/plain_data.py``). Other values fail inside.
+integers are unbounded. A call's value is plain JSON: sequences and iterators become lists, subclasses their base, keys
+text. An expression's value is tagged (``inside/plain_data.py``).
 """
 
 import dataclasses
@@ -29,8 +29,6 @@ MAX_OUTPUT_BYTES = 10 * MIB
 
 
 class Outcome(StrEnum):
-    """Outcome of one execution."""
-
     FINISHED = "finished"
     """Exited with status 0 after all calls returned."""
     RUNTIME_ERROR = "runtime_error"
@@ -46,8 +44,6 @@ class Outcome(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one execution."""
-
     wall_s: float = 5.0
     cpu_s: float = 5.0
     """Rounded up to whole seconds."""
@@ -85,8 +81,6 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Execution:
-    """Result of a job."""
-
     outcome: Outcome
     stdout: str
     """UTF-8 with replacement characters, at most ``limits.output_bytes``."""
@@ -99,12 +93,10 @@ class Execution:
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    """Peak resident memory, including the warm interpreter's pages."""
     tier: str
 
 
 def job_frame(number: int, job: Job) -> Frame:
-    """Return the frame that requests ``job`` under ``number``."""
     return {
         "verb": "run",
         "id": number,
@@ -121,7 +113,6 @@ def _text(text: str) -> str:
 
 
 def read_job(frame: Frame) -> Job:
-    """Return the job of a frame. Raises PeerError."""
     try:
         calls = tuple(_read_call(call) for call in json.loads(frame["calls"]))
         job = Job(frame["code"], frame["profile"], frame["stdin"], calls, Limits(**frame["limits"]))
@@ -143,13 +134,12 @@ def _read_call(call: dict[str, Any]) -> Call:
 
 
 def execution_frame(number: int, execution: Execution) -> Frame:
-    """Return the frame that answers ``number``."""
     fields = {field.name: getattr(execution, field.name) for field in dataclasses.fields(execution)}
     return fields | {"id": number, "outcome": execution.outcome.value, "values": list(execution.values)}
 
 
 def read_execution(frame: Frame) -> Execution:
-    """Return the execution of a frame, ignoring fields of newer executors. Raises PeerError."""
+    """Fields of newer executors are ignored. Raises PeerError."""
     try:
         fields = {field.name: frame[field.name] for field in dataclasses.fields(Execution)}
         fields |= {"outcome": Outcome(fields["outcome"]), "values": tuple(map(str, fields["values"]))}

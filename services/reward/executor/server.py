@@ -1,6 +1,6 @@
 """Serve clients over a socket: frames in, executions out, in order of completion.
 
-Closing a connection kills its programs. A malformed job closes the connection. With a secret, peers authenticate first.
+Closing a connection kills its programs.
 """
 
 import asyncio
@@ -120,7 +120,6 @@ class _Session:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Serve until the peer leaves."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 try:

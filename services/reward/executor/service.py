@@ -1,6 +1,6 @@
 """The executor process: choose a tier, serve, re-check isolation, stop in order.
 
-No connection to the bus. ``/readyz`` reports the tier, and fails after a failed check.
+``/readyz`` reports the tier, and fails after a failed check.
 """
 
 import asyncio
@@ -38,24 +38,16 @@ _MAX_WAITING = 1024
 
 @dataclasses.dataclass(slots=True)
 class ExecutorHealth:
-    """Content of /readyz."""
-
     tier: str = ""
     address: str = ""
     ready: bool = False
     reason: str = "starting"
 
     def checks(self) -> Mapping[str, Json]:
-        """Return it as JSON."""
         return {name: getattr(self, name) for name in ("ready", "tier", "address", "reason")}
 
 
 async def run(settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT.
-
-    Raises:
-        SettingsError: no tier holds, or an address is taken.
-    """
     stop, health = asyncio.Event(), ExecutorHealth()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

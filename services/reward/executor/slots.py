@@ -1,14 +1,6 @@
-"""Share slots fairly: the programs with the least debt run; others wait, or are suspended (SIGSTOP).
+"""Share slots fairly: the programs with the least debt run; others wait, or are suspended (docs/sandbox.md, "Slots").
 
-::
-
-    claim ──▶ waiting ──▶ running ──▶ ended        debt: grows with the time that it is charged
-                           │   ▲
-                           ▼   │                   takes the slot of a program with ``QUANTUM_S`` more debt
-                         suspended                 debt: shrinks
-
-So a new program starts at once beside programs that use their whole limit, and a stream of new ones starves none. A
-program stays on its first core, so that neighbours' threads cost it no time.
+A program stays on its first core, so that neighbours' threads cost it no time.
 """
 
 import asyncio
@@ -42,18 +34,13 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Resources that a running program has used."""
-
     charged_s: float
-    """Time in its slot without waits for its core."""
     held_s: float
     """Time in its slot."""
     resident_bytes: int
 
 
 class Program(Protocol):
-    """A started program."""
-
     async def usage(self) -> Usage | None:
         """Return what it has used; None if it ended."""
 
@@ -65,8 +52,6 @@ class Program(Protocol):
 
 
 class State(enum.Enum):
-    """State of a claim."""
-
     WAITING = WAITING
     RUNNING = IN_PROGRESS
     SUSPENDED = SUSPENDED
@@ -74,10 +59,7 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Claim:
-    """A program's claim to a slot."""
-
     number: int
-    """In the order of arrival."""
     core: int = -1
     program: Program | None = None
     """Set once it can be suspended."""
@@ -90,11 +72,9 @@ class Claim:
     started: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     def rank(self) -> tuple[float, int]:
-        """Return the sort key of candidates."""
         return self._left_s(), self.number
 
     def change(self, state: State) -> None:
-        """Change the state."""
         self.debt_s = self._left_s()
         self.since_s = time.monotonic()
         self.state = state
@@ -113,7 +93,6 @@ class Claim:
         return self.debt_s > other.rank()[0] + QUANTUM_S
 
     async def look(self) -> None:
-        """Update its usage and debt."""
         usage = await self.program.usage() if self.program is not None else None
         if usage is not None:
             self.debt_s += usage.charged_s - self.usage.charged_s
@@ -132,7 +111,6 @@ class Slots:
 
     @contextlib.asynccontextmanager
     async def claim(self) -> AsyncIterator[Claim]:
-        """Wait for a slot and a core, and hold them."""
         claim = Claim(next(self._numbers))
         self._enter(claim, State.WAITING)
         try:
@@ -144,7 +122,6 @@ class Slots:
             self._fill()
 
     async def close(self) -> None:
-        """Stop sharing."""
         if self._sharing is not None:
             self._sharing.cancel()
             await asyncio.gather(self._sharing, return_exceptions=True)
@@ -173,7 +150,6 @@ class Slots:
         return len(running) < self._count and new.core not in {claim.core for claim in running}
 
     def _candidates(self) -> list[Claim]:
-        """Return the claims that may start now, least debt first."""
         suspended = self._claims[State.SUSPENDED]
         resident = len(suspended) + len(self._claims[State.RUNNING])
         new = self._claims[State.WAITING] if resident < RESIDENT_PER_SLOT * self._count else ()
@@ -228,7 +204,6 @@ class Slots:
                     yield old, new
 
     def _suspendable(self, freed_bytes: int) -> list[Claim]:
-        """Return the running claims whose memory may stay, most debt first."""
         taken = sum(claim.usage.resident_bytes for claim in self._claims[State.SUSPENDED])
         free = SUSPENDED_BYTES_PER_SLOT * self._count - taken + freed_bytes
         running = sorted(self._claims[State.RUNNING], key=Claim.rank, reverse=True)
@@ -242,18 +217,12 @@ class Slots:
 
 
 def count() -> int:
-    """Return the number of usable cores, considering cgroup quotas."""
     cores = len(os.sched_getaffinity(0))
     return max(1, math.floor(min(cores, quota(_CGROUPS, Path("/proc/self/cgroup")))))
 
 
 def quota(root: Path, membership: Path) -> float:
-    """Return the CPU quota in cores of a process's cgroup and its ancestors; infinite without one.
-
-    Args:
-        root: mount point of cgroups version 2.
-        membership: the process's ``/proc/PID/cgroup``.
-    """
+    """The CPU quota in cores of a process's cgroup (version 2) and its ancestors; infinite without one."""
     with contextlib.suppress(OSError):
         for line in membership.read_text(encoding="utf-8").splitlines():
             if line.startswith("0::"):

@@ -20,8 +20,6 @@ _DETAIL_BYTES = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """What the supervisor knows of a terminated process."""
-
     status: int
     """Exit status; negative: the signal."""
     wall_s: float
@@ -61,11 +59,8 @@ def read_report(data: bytes, calls: int) -> ProgramReport:
 def judge(
     ended: Ended, report: ProgramReport, limits: Limits, calls: int, killed: tuple[Outcome, str] | None
 ) -> tuple[Outcome, str]:
-    """Return the outcome and one line for people.
-
-    Args:
-        calls: number of requested calls.
-        killed: why the supervisor killed it, if it did.
+    """Return the outcome and one line for people. ``calls``: number of requested calls. ``killed``: why the supervisor
+    killed it, if it did.
     """
     if not report.started:
         return Outcome.SANDBOX_ERROR, report.error or f"the program could not be started: {_how(ended.status)}"

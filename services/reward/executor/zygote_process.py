@@ -35,8 +35,6 @@ class ZygoteLost(TemporaryError):
 
 
 class ZygoteProcess:
-    """One process, created by :meth:`start`."""
-
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process = process
         self._control = control
@@ -49,11 +47,7 @@ class ZygoteProcess:
 
     @classmethod
     async def start(cls, isolation: Isolation, profile: str) -> "ZygoteProcess":
-        """Start a zygote and wait until it is warm.
-
-        Raises:
-            ZygoteLost: it died or was late; with its last output.
-        """
+        """Start a zygote and wait until it is warm."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 (fork and exec, no waiting)
@@ -89,15 +83,7 @@ class ZygoteProcess:
     def put(
         self, bounds: Mapping[str, int], core: int, descriptors: Sequence[int]
     ) -> tuple[int, asyncio.Future[Ended]]:
-        """Send a job; return its number and the future of its end.
-
-        Args:
-            bounds: fields of ``confinement.Bounds``.
-            descriptors: payload, standard input, standard output, report.
-
-        Raises:
-            ZygoteLost: it is gone.
-        """
+        """Send a job; return its number and the future of its end."""
         number = next(self._numbers)
         message = {"id": number, "bounds": bounds, "core": core}
         try:
@@ -111,13 +97,12 @@ class ZygoteProcess:
         return number, ended
 
     def tell(self, number: int, verb: str) -> None:
-        """Kill, suspend, resume or ask about job ``number``, if it has not ended."""
         if number in self._waiting:
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps({verb: number}).encode())
 
     async def usage(self, number: int, ended: asyncio.Future[Ended], within_s: float) -> Usage | None:
-        """Return what a job has used; None if it ended meanwhile, or without an answer ``within_s``."""
+        """None if the job ended meanwhile, or without an answer ``within_s``."""
         answer = self._asked.get(number)
         if answer is None:
             answer = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -127,7 +112,6 @@ class ZygoteProcess:
         return answer.result() if answer.done() else None
 
     async def close(self) -> None:
-        """Kill it with its children, and wait for its end."""
         self._lose("was closed")
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
@@ -209,7 +193,6 @@ class Zygotes:
             RESTARTS.labels(self.profile, reason)  # create the series at 0
 
     async def take(self) -> ZygoteProcess:
-        """Return the zygote for the next job. Raises ZygoteLost."""
         async with self._starting:
             await self._sweep()
             current = self._current
@@ -222,7 +205,6 @@ class Zygotes:
             return self._current
 
     async def discard(self, zygote: ZygoteProcess) -> None:
-        """Kill one that misbehaves."""
         if not zygote.lost:
             self._count("stuck")
         await zygote.close()
@@ -230,7 +212,6 @@ class Zygotes:
             self._current = None
 
     async def close(self) -> None:
-        """Kill them all."""
         for zygote in (*self._old, self._current):
             if zygote is not None:
                 await zygote.close()

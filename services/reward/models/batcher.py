@@ -9,7 +9,7 @@
     no work for offload_after_s ──▶ offload             next work ──▶ restore
 
 A batch costs ``longest × count`` tokens, as padded. Items of cancelled callers are dropped. torch releases the GIL
-while it computes. Imports no model library.
+while it computes.
 """
 
 import asyncio
@@ -51,8 +51,6 @@ class NoRoom(PenstockError):
 
 
 class Measured(Protocol):
-    """An item with a length."""
-
     @property
     def tokens(self) -> int:
         """Length in tokens."""
@@ -94,13 +92,7 @@ class _Waiting(Generic[Item, Result]):
 
 
 class Batcher(Generic[Item, Result]):
-    """Run ``computation`` over the items of all callers.
-
-    Args:
-        work: how forward passes are filled.
-        scorer: label for metrics.
-        wait_s: how long a partial batch waits for more samples.
-    """
+    """Run ``computation`` over the items of all callers."""
 
     def __init__(
         self, computation: Computation[Item, Result], work: ModelsSettings, scorer: str, wait_s: float = WAIT_S
@@ -118,23 +110,16 @@ class Batcher(Generic[Item, Result]):
         WAITING.labels(scorer).set_function(lambda: len(self._waiting))
 
     def start(self) -> None:
-        """Start computing."""
         self._working = asyncio.create_task(self._work(), name=f"{self._scorer}:batches")
 
     async def close(self) -> None:
-        """Stop after the current forward pass."""
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
         await asyncio.to_thread(self._thread.shutdown)
 
     async def run(self, items: Sequence[Item]) -> list[Result]:
-        """Return a result for each item.
-
-        Raises:
-            NoRoom: an item does not fit even alone.
-            StateLost: a forward pass failed, so the device may be gone.
-        """
+        """Raises NoRoom: an item does not fit even alone; StateLost: a forward pass failed, so the device may be gone."""
         assert self._working is not None, "start() comes first"
         now_s, loop = time.monotonic(), asyncio.get_running_loop()
         asked = [_Waiting[Item, Result](item, now_s, loop.create_future()) for item in items]

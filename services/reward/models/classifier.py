@@ -20,6 +20,7 @@ from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Prompt
 from shared.errors import PermanentError, SettingsError
 from shared.model.plain_model import eager_attention, ordinary_ids
+from shared.process.memory_timeline import Held
 from shared.settings.rewards.models import ModelScorer, ModelWork
 
 _SCALAR_HEADS = ("score", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head", "regression_head")
@@ -130,6 +131,11 @@ class Classifier:
     def compute(self, batch: Sequence[Text]) -> list[float]:
         """Return a value for each text, in one forward pass. Raises NoRoom."""
         return self._placed.guarded(lambda: self._values(batch))
+
+    @property
+    def held(self) -> Held:
+        """What the model holds on its device."""
+        return self._placed.held("weights")
 
     def offload(self) -> None:
         """Move the weights to host memory."""

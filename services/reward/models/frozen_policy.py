@@ -22,6 +22,7 @@ from shared.model.logits_projection import projection
 from shared.model.logits_transform import logits_transform
 from shared.model.plain_model import eager_attention, ordinary_ids
 from shared.model.rope import settle_rope
+from shared.process.memory_timeline import Held
 from shared.settings import Settings
 
 CHUNK_TOKENS = 2048
@@ -115,6 +116,11 @@ class FrozenPolicy:
     def compute(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
         """Return the logprobs of each completion's tokens (float32, nats). Raises NoRoom."""
         return self._placed.guarded(lambda: self._logprobs(batch))
+
+    @property
+    def held(self) -> Held:
+        """What the model holds on its device."""
+        return self._placed.held("reference")
 
     def offload(self) -> None:
         """Move the weights to host memory."""

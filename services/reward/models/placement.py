@@ -7,7 +7,9 @@ import torch
 
 from services.reward.models.batcher import NoRoom
 from shared.errors import SettingsError
+from shared.process import memory_timeline
 from shared.process.allocation import is_out_of_memory
+from shared.process.memory_timeline import Held
 
 Done = TypeVar("Done")
 
@@ -19,6 +21,7 @@ class Placed:
         self.module = module.eval().requires_grad_(False)
         self.device = device
         self._threads = threads
+        self._place = memory_timeline.place_of(device)
         self.restore()
 
     def offload(self) -> None:
@@ -29,6 +32,12 @@ class Placed:
     def restore(self) -> None:
         """Move them back. Raises NoRoom."""
         self.guarded(lambda: self.module.to(self.device))
+
+    def held(self, component: str) -> Held:
+        """Return what the module holds on its device, as ``component``."""
+        here = [part for part in self.module.parameters() if part.device.type == self.device.type]
+        total_bytes = memory_timeline.used_bytes(self.device)
+        return Held(self._place, {component: float(sum(part.nbytes for part in here))}, total_bytes)
 
     def guarded(self, work: Callable[[], Done]) -> Done:
         """Run ``work`` without gradients. Raises NoRoom."""

@@ -1,10 +1,7 @@
 """Compare padded batches with single inputs when the reward service starts.
 
-Right padding must not affect outputs through positions, a recurrence, or rotary embeddings. If a batch of unequal
-lengths differs from transformers' own attention, inputs are computed one by one; if these differ too, the model is
-refused.
-
-    float32: at most 1e-3 apart anywhere        half precision: 0.05 on average
+If a batch of unequal lengths differs from transformers' own attention (float32: by over 1e-3; half precision: by over
+0.05 on average), inputs are computed one by one; if these differ too, the model is refused.
 """
 
 import logging
@@ -31,18 +28,7 @@ def choose_alone(
     half: bool,
     what: str,
 ) -> bool:
-    """Return whether inputs must be computed one by one, because padding changes the result.
-
-    Args:
-        inputs: of unequal lengths.
-        compute: the service's computation of a batch.
-        reference: the unmodified model on one input.
-        half: weights are in half precision.
-        what: the model and its setting, for the message.
-
-    Raises:
-        SettingsError: they differ one by one, too, or the model fails.
-    """
+    """Return whether inputs must be computed one by one, because padding changes the result."""
     try:
         expected = [reference(model_input) for model_input in inputs]
         together = compute(inputs)

@@ -17,7 +17,6 @@ class Lot:
         """Do nothing."""
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Return 0 or 1 for each sample."""
         return [
             valued(self.name, ScoreStatus.OK, self._draw(group.prompt.group_id, index))
             for index in range(len(group.samples))

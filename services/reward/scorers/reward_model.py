@@ -24,6 +24,7 @@ from shared.bus.messages import RolloutGroup, Score, ScoreStatus
 from shared.errors import SettingsError
 from shared.model.model_source import check_model
 from shared.process.importing import importing
+from shared.process.memory_timeline import Held
 from shared.settings.rewards.models import ModelScorer, ModelWork
 
 if TYPE_CHECKING:
@@ -62,6 +63,11 @@ class RewardModel:
         self._model = await asyncio.to_thread(_open, self._scorer, self._work)
         self._batcher = Batcher(self._model, self._work, self.name)
         self._batcher.start()
+
+    @property
+    def held(self) -> Held | None:
+        """What the model holds on its device, once it is loaded."""
+        return None if self._model is None else self._model.held
 
     async def close(self) -> None:
         """Stop."""

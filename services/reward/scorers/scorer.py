@@ -14,42 +14,26 @@ _LONGEST_DETAIL = 200
 
 
 class Scorer(Protocol):
-    """One way to score completions."""
-
     @property
-    def name(self) -> str:
-        """Name in reward.expression, scores and metrics."""
-        ...
+    def name(self) -> str: ...
 
     async def start(self) -> None:
-        """Load resources.
-
-        Raises:
-            SettingsError: it can never work as configured or installed.
-        """
+        """Load resources. Raises SettingsError: it can never work as configured or installed."""
         ...
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Return one score per sample, in order; many calls run concurrently.
-
-        A sample that cannot be scored now gets status ``UNAVAILABLE``, not an exception.
-
-        Raises:
-            PermanentError: the group can never be scored.
+        """Return one score per sample, in order; many calls run concurrently. A sample that cannot be scored now gets
+        status ``UNAVAILABLE``, not an exception. Raises PermanentError: the group can never be scored.
         """
         ...
 
-    async def close(self) -> None:
-        """Release processes, devices and connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """Return value of a user's scorer, instead of a number (docs/rewards.md).
-
-    Raises:
-        ValueError: status ``UNAVAILABLE``; use ``value=None``.
+    """Return value of a user's scorer, instead of a number (docs/rewards.md). Raises ValueError: status
+    ``UNAVAILABLE``; use ``value=None``.
     """
 
     value: float | None
@@ -64,13 +48,11 @@ class Result:
 
 
 def valued(scorer: str, status: ScoreStatus, value: float, detail: str = "") -> Score:
-    """Return a score with a value."""
     assert status is not ScoreStatus.UNAVAILABLE
     return Score(scorer, status, value, detail[:_LONGEST_DETAIL])
 
 
 def unavailable(scorer: str, detail: str) -> Score:
-    """Return a score without a value."""
     return Score(scorer, ScoreStatus.UNAVAILABLE, None, detail[:_LONGEST_DETAIL])
 
 

@@ -13,7 +13,6 @@ class Recent:
         self._scores: dict[bytes, Score] = {}
 
     def get(self, *texts: str) -> Score | None:
-        """Return the cached score of ``texts``."""
         key = _digest(texts)
         score = self._scores.pop(key, None)
         if score is not None:
@@ -21,7 +20,6 @@ class Recent:
         return score
 
     def put(self, score: Score, *texts: str) -> None:
-        """Store the score of ``texts``."""
         self._scores[_digest(texts)] = score
         if len(self._scores) > self._size:
             del self._scores[next(iter(self._scores))]

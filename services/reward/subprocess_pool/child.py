@@ -29,14 +29,7 @@ _LONGEST_ERROR = 1_000
 def serve(
     prepare: Callable[[], Answerer], parent: int, memory_bytes: int | None = None, *, computes: bool = False
 ) -> None:
-    """Answer until standard input ends.
-
-    Args:
-        prepare: loads, and returns the function that answers; must not start threads if ``computes``.
-        parent: process id of the parent.
-        memory_bytes: limit of the address space, or None.
-        computes: questions are pure computation.
-    """
+    """Answer until standard input ends."""
     confine(parent, memory_bytes)
     questions, output = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
     _close_standard_streams()

@@ -73,7 +73,6 @@ class _Place:
         return self._questions >= WORN_AFTER_QUESTIONS
 
     async def fill(self) -> None:
-        """Start a process if none runs; return when it is ready."""
         if self.alive:
             return
         await self.empty()
@@ -124,13 +123,11 @@ class _Place:
         return answer
 
     def kill(self) -> None:
-        """Kill the process and its descendants; :meth:`empty` waits for its end."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def empty(self) -> None:
-        """Kill the process and wait for its end."""
         self.kill()
         process, self._process = self._process, None
         if process is not None:
@@ -140,13 +137,8 @@ class _Place:
 
 
 class Processes:
-    """``count`` processes of one command.
-
-    Args:
-        command: this process's id is appended as the last argument.
-        scorer: label for metrics.
-        environment: names of variables passed on, besides Python's own.
-        computes: questions are pure computation (:func:`child.serve` must agree).
+    """``count`` processes of ``command``, to which this process's id is appended; ``environment`` names further
+    variables that they see, and ``computes`` says that questions are pure computation, as in :func:`child.serve`.
     """
 
     def __init__(
@@ -168,11 +160,9 @@ class Processes:
 
     @property
     def alive(self) -> int:
-        """Number of running processes."""
         return sum(place.alive for place in self._places)
 
     async def warm(self) -> None:
-        """Start all and wait until ready; the first question retries failed starts. Raises NotReady."""
         for outcome in await asyncio.gather(*(place.fill() for place in self._places), return_exceptions=True):
             if isinstance(outcome, TemporaryError) and not isinstance(outcome, NotReady):
                 log.warning("process cannot be started", extra={"scorer": self._scorer, "error": str(outcome)})
@@ -235,6 +225,5 @@ class Processes:
         log.info("process will be replaced", extra={"scorer": self._scorer, "reason": reason})
 
     async def close(self) -> None:
-        """Kill all and wait for their end."""
         for place in self._places:
             await place.empty()

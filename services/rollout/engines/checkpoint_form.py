@@ -23,8 +23,6 @@ _INDEX = "model.safetensors.index.json"
 
 
 class CheckpointForm:
-    """The checkpoint in ``source`` (folder or hub name)."""
-
     def __init__(self, source: str, trust_remote_code: bool = False) -> None:
         self._source = source
         self._trusted = trust_remote_code
@@ -92,7 +90,6 @@ class CheckpointForm:
 
 
 def checkpoint_names(source: str) -> set[str]:
-    """Return tensor names in the safetensors files of ``source``, if any."""
     import json
 
     from safetensors import safe_open
@@ -119,7 +116,6 @@ def _folder(source: str) -> Path | None:
 
 
 def outline(source: str, trusted: bool) -> Any:
-    """Return the trainer's model without weights."""
     with importing():
         from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)

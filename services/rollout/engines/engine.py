@@ -7,19 +7,25 @@ An engine turns a prompt's token ids into a group of samples, and takes new weig
                    stage(offer of 8)  swap(8)
     version_spans                     [[0, 7], [3, 8]]
 
-- ``behavior_logprobs`` are of the whole softmax after temperature, under that step's weights. Temperature 0 is greedy
-  and reports logprobs at temperature 1.
+- ``behavior_logprobs`` are of the distribution that the token was drawn from, under that step's weights: the softmax
+  after temperature, over the tokens that truncation leaves (min-p, then top-k, then top-p, as in vLLM). These are the
+  sample's support. Temperature 0 is greedy and reports logprobs at temperature 1.
 - Swaps are atomic, between two decoding steps. Running groups continue, by default on their key-value cache.
-- The stop token, if any, is the last of ``token_ids``.
+- The stop token, if any, is the last of ``token_ids``, and so is the token that completes a stop text.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sampling
+import numpy as np
+
+from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sampling, no_ids
 from shared.errors import StateLost
+from shared.process.memory_timeline import Held
 
 if TYPE_CHECKING:
+    from services.rollout.engines.stop_texts import StopTexts
     from shared.weights.transport.offer import Offer
     from shared.weights.transport.place import DeviceLocation
 
@@ -38,6 +44,7 @@ class GenerationRequest:
     sampling: Sampling
     seed: int = 0
     """64-bit seed that makes draws independent of other requests; vLLM uses its own."""
+    stop: "StopTexts | None" = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +55,19 @@ class GeneratedSample:
     behavior_logprobs: Float32Array
     version_spans: Int32Array
     finish_reason: FinishReason
+    support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
+    """As in :class:`Sample`; empty without restrictions."""
+    support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
+
+
+def unstopped(length: int, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Int32Array, Int32Array]:
+    """Return support sizes and ids of ``length`` tokens whose only restriction is a minimum length: no stop token."""
+    before = min(length, sampling.min_new_tokens) if sampling.temperature > 0 else 0
+    if not before or not stop:
+        return no_ids(), no_ids()
+    sizes = np.zeros(length, dtype=np.int32)
+    sizes[:before] = -len(stop)
+    return sizes, np.tile(np.array(stop, dtype=np.int32), before)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +110,10 @@ class Engine(Protocol):
     @property
     def peer_address(self) -> str:
         """``host:port`` at which this replica serves weights, or empty."""
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """What each rank holds on its device, as last measured."""
 
     @property
     def torn(self) -> bool:

@@ -11,8 +11,6 @@ from shared.errors import PermanentError
 
 
 class Codec(Protocol):
-    """Conversion between text and token ids."""
-
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return a prompt's token ids; raises PermanentError if it can never be generated."""
 
@@ -21,8 +19,6 @@ class Codec(Protocol):
 
 
 class Reader(Protocol):
-    """A model's limits."""
-
     @property
     def context_tokens(self) -> int:
         """Maximum tokens of a prompt plus its completion."""
@@ -33,12 +29,6 @@ class Reader(Protocol):
 
 
 class TokenizerCodec:
-    """A transformers tokenizer with the model's limits.
-
-    Args:
-        template_arguments: for the chat template (``data.chat_template``).
-    """
-
     def __init__(
         self, tokenizer: Tokenizer, reader: Reader, template_arguments: Mapping[str, Any] | None = None
     ) -> None:
@@ -49,7 +39,6 @@ class TokenizerCodec:
         self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Return a prompt's token ids."""
         token_ids = np.array(self._token_ids(prompt), dtype=np.int32)
         if len(token_ids) == 0:
             raise PermanentError(f"expected a prompt of at least one token in {prompt.problem}, found an empty one")
@@ -73,7 +62,6 @@ class TokenizerCodec:
         return token_ids
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return completions' texts."""
         return self._tokenizer.batch_decode([ids.tolist() for ids in completions], skip_special_tokens=True)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
@@ -109,11 +97,9 @@ class CharacterCodec:
     stop = 0
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        """Return a prompt's character codes."""
         if not prompt.text:
             raise PermanentError(f"there is no text in {prompt.problem}")
         return np.array([ord(character) for character in prompt.text], dtype=np.int32)
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return completions' texts."""
         return ["".join(chr(code) for code in ids.tolist() if code != self.stop) for ids in completions]

@@ -7,7 +7,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +22,7 @@ from services.rollout.engines.engine import (
 )
 from services.rollout.engines.prompts import CharacterCodec
 from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
+from shared.process.memory_timeline import Held
 from shared.weights.transport.place import DeviceLocation, boot_id
 
 if TYPE_CHECKING:
@@ -110,6 +111,11 @@ class ScriptedEngine:
     def peer_address(self) -> str:
         """The configured peer address."""
         return self._peer_address
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """Nothing: there is no model."""
+        return ()
 
     async def stage(self, offer: "Offer") -> None:
         """Receive ``offer`` (see :class:`Engine`)."""

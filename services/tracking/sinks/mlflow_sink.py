@@ -19,8 +19,6 @@ _LONGEST_PARAMETER = 500
 
 
 class MLflow:
-    """Write metrics of runs that are found by their tags."""
-
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.absolute()}/mlflow.db"
@@ -29,7 +27,6 @@ class MLflow:
         self._first = True
 
     def write(self, points: Sequence[Point], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Log the points' metrics."""
         for point in points:
             run_id = self._run_id(int(point["segment"]))
             metrics = [
@@ -41,7 +38,6 @@ class MLflow:
         return {}
 
     def close(self) -> None:
-        """End the runs of this process."""
         for run_id in self._runs.values():
             self._client.set_terminated(run_id)
 
@@ -58,8 +54,8 @@ class MLflow:
         return self._runs[segment]
 
     def _find(self, segment: int) -> str:
-        wanted = f"tags.`{_RUN}` = '{self._run.id}' and tags.`{_SEGMENT}` = '{segment}'"
-        runs = self._client.search_runs([self._experiment()], filter_string=wanted)
+        condition = f"tags.`{_RUN}` = '{self._run.id}' and tags.`{_SEGMENT}` = '{segment}'"
+        runs = self._client.search_runs([self._experiment()], filter_string=condition)
         return str(runs[0].info.run_id) if runs else ""
 
     def _create(self, segment: int) -> str:
@@ -76,5 +72,4 @@ class MLflow:
 
 
 def open_sink(run: TrackedRun) -> MLflow:
-    """Return the sink."""
     return MLflow(run)

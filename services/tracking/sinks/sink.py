@@ -11,8 +11,6 @@ from services.tracking.points import Point
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run, as trackers name it."""
-
     id: str
     project: str
     folder: Path
@@ -21,7 +19,6 @@ class TrackedRun:
     """Its settings by key."""
 
     def segment(self, number: int) -> str:
-        """Return the name of a segment's run in a tracker."""
         return self.id if number == 0 else f"{self.id}-segment-{number}"
 
 
@@ -42,6 +39,5 @@ class Sink(Protocol):
 
 
 def open_sink(name: str, run: TrackedRun) -> Sink:
-    """Return the sink ``name``. Raises whatever the tracker's library raises."""
     module = importlib.import_module(f"services.tracking.sinks.{name}_sink")
     return cast(Sink, module.open_sink(run))

@@ -20,13 +20,10 @@ _FILE = "events.out.tfevents.0.penstock"
 
 
 class TensorBoard:
-    """Write event files."""
-
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
 
     def write(self, points: Sequence[Point], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Append the points to their segments' files."""
         lengths = {str(segment): int(length) for segment, length in state.items()}
         for segment in dict.fromkeys(int(point["segment"]) for point in points):
             events = [_event(point) for point in points if point["segment"] == segment]
@@ -63,5 +60,4 @@ def _event(point: Point) -> Event:
 
 
 def open_sink(run: TrackedRun) -> TensorBoard:
-    """Return the sink."""
     return TensorBoard(run)

@@ -1,6 +1,6 @@
 """Trackio: one run for each segment, in the local database that ``trackio show`` reads (``TRACKIO_DIR``).
 
-Each point has an id of its own, which the database keeps unique. The project can be sent to a Space by ``trackio sync``.
+Each point has an id of its own, which the database keeps unique.
 """
 
 import datetime
@@ -14,13 +14,10 @@ from services.tracking.sinks.sink import TrackedRun
 
 
 class Trackio:
-    """Write to the local database."""
-
     def __init__(self, run: TrackedRun) -> None:
         self._run = run
 
     def write(self, points: Sequence[Point], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Log the points."""
         for segment in dict.fromkeys(int(point["segment"]) for point in points):
             of_segment = [point for point in points if point["segment"] == segment]
             name = self._run.segment(segment)
@@ -44,5 +41,4 @@ def _time(at_s: float) -> str:
 
 
 def open_sink(run: TrackedRun) -> Trackio:
-    """Return the sink."""
     return Trackio(run)

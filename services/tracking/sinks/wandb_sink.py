@@ -1,8 +1,8 @@
 """Weights & Biases: one run for each segment, grouped by the run's id.
 
-The client keeps rows in memory and loses them when it is killed, so each batch is a session: ``finish`` returns once its
-rows are uploaded, or in their file with ``WANDB_MODE=offline``. Rows have their index as step: a session that comes again
-resumes the run, and the client drops the steps that the server has. Offline, the unfinished session's folder is removed.
+The client keeps rows in memory and loses them when it is killed, so each batch is a session: ``finish`` returns once
+its rows are uploaded, or in their file with ``WANDB_MODE=offline``. Rows have their index as step: a session that comes
+again resumes the run, and the client drops the steps that the server has.
 """
 
 import shutil
@@ -24,7 +24,6 @@ class WeightsAndBiases:
         self._run = run
 
     def write(self, points: Sequence[Point], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Log the points and wait until they are kept."""
         for segment in dict.fromkeys(int(point["segment"]) for point in points):
             self._log(segment, [point for point in points if point["segment"] == segment])
         return {}
@@ -54,5 +53,4 @@ class WeightsAndBiases:
 
 
 def open_sink(run: TrackedRun) -> WeightsAndBiases:
-    """Return the sink."""
     return WeightsAndBiases(run)

@@ -78,8 +78,9 @@ def overlong_penalty(lengths_S: IntArray, max_tokens: int, buffer_tokens: int) -
     return np.clip(over_S / buffer_tokens, -1.0, 0.0).astype(np.float32)
 
 
-def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings, max_tokens: int) -> Float32Array:
+def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings) -> Float32Array:
     """Return the group's rewards minus length penalties (float32, S)."""
+    max_tokens = experience.group.prompt.sampling.max_new_tokens
     share, penalty = algorithm.overlong
     if not share:
         return experience.rewards

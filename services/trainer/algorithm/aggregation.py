@@ -24,7 +24,6 @@ def total(loss_N: Tensor, lengths_S: Tensor, aggregation: Aggregation) -> Tensor
 
 
 def divisor(aggregation: Aggregation, tokens: int, samples: int, max_tokens: int) -> float:
-    """Return the divisor of the batch's sum, at least 1."""
     count = {"token": tokens, "sequence": samples, "constant": samples * max_tokens}[aggregation]
     return float(max(1, count))
 

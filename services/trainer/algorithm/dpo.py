@@ -16,8 +16,6 @@ from shared.bus.messages import Float32Array
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """Loss and reward margin ``β · margin`` of each pair."""
-
     loss_P: Tensor
     margins_P: Tensor
 

@@ -75,7 +75,6 @@ def clipped_weight(
 
 
 def policy_gradient(policy_logprobs_N: Tensor, advantages_N: Tensor) -> PolicyLoss:
-    """Return REINFORCE's loss per token, before off-policy corrections."""
     never_N = torch.zeros_like(policy_logprobs_N, dtype=torch.bool)
     return PolicyLoss(-advantages_N * policy_logprobs_N, never_N, never_N)
 

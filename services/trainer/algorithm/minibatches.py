@@ -37,13 +37,16 @@ def lay_out(
     policy: TrainingEngine,
     minibatches: int = 1,
     repeated: StepPlan | None = None,
+    contexts: Sequence[int] = (),
 ) -> tuple[list[Minibatch], StepPlan]:
     """Return this rank's minibatches, drawn by ``run.seed`` and ``step``, and all ranks' plan.
 
-    A replay's forward passes are no larger than in ``repeated``.
+    The first ``contexts`` tokens of each sample are not trained. A replay's forward passes are no larger than in
+    ``repeated``, and train the same tokens.
     """
     pairs, cap = settings.algorithm.loss == "dpo", settings.trainer.micro_batch_tokens
-    rows = _rows(batch, rewards, pairs=pairs, shares_prompt=policy.shares_prompts)
+    contexts = repeated.contexts if repeated is not None else contexts
+    rows = _rows(batch, rewards, contexts, pairs=pairs, shares_prompt=policy.shares_prompts)
     order = np.arange(len(rows))
     if minibatches > 1:
         order = np.random.default_rng([settings.run.seed, step]).permutation(len(rows))
@@ -54,22 +57,35 @@ def lay_out(
     lags_M, rank = [lag for lag, e in zip(lags, batch, strict=True) for _ in e.group.samples], dist.get_rank()
     parts = []
     for share, layout in zip(shares, layouts, strict=True):
-        lengths = [len(sample.token_ids) for row in share for sample in row.samples]
+        lengths = [int(length) for micro_batches in layout for each in micro_batches for length in each.lengths_S]
         inputs = [token_data.of(micro_batch, lags_M, policy.device) for micro_batch in layout[rank]]
         parts.append(Minibatch(inputs, rows_by_place(share), sum(lengths), len(lengths)))
-    return parts, StepPlan(cap, digest(layouts))
+    return parts, StepPlan(cap, digest(layouts), contexts=tuple(contexts))
 
 
 def _rows(
-    batch: Sequence[Experience], rewards: Sequence[Float32Array], *, pairs: bool, shares_prompt: bool
+    batch: Sequence[Experience],
+    rewards: Sequence[Float32Array],
+    contexts: Sequence[int],
+    *,
+    pairs: bool,
+    shares_prompt: bool,
 ) -> list[PackedRow]:
     rows, first = [], 0
     for experience, rewards_S in zip(batch, rewards, strict=True):
         group = experience.group
-        chosen = (best_and_worst(rewards_S) or ()) if pairs else range(len(group.samples))
-        samples, places = tuple(group.samples[place] for place in chosen), tuple(first + place for place in chosen)
+        own = contexts[first : first + len(group.samples)] or (0,) * len(group.samples)
+        chosen: Sequence[int] = (best_and_worst(rewards_S) or ()) if pairs else range(len(group.samples))
+        chosen = [place for place in chosen if own[place] < len(group.samples[place].token_ids)]
         rows.append(
-            PackedRow(group.prompt_token_ids, samples, places, group.prompt.sampling.temperature, shares_prompt)
+            PackedRow(
+                group.prompt_token_ids,
+                samples=tuple(group.samples[place] for place in chosen),
+                places=tuple(first + place for place in chosen),
+                temperature=group.prompt.sampling.temperature,
+                shares_prompt=shares_prompt,
+                contexts=tuple(own[place] for place in chosen),
+            )
         )
         first += len(group.samples)
     return rows

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm import corrections, losses
+from services.trainer.algorithm import corrections, functions, losses
 from services.trainer.algorithm.aggregation import sequence_sums, total
 from services.trainer.algorithm.diagnostics import TokenFigures
 from services.trainer.algorithm.dpo import dpo
@@ -17,20 +17,17 @@ from shared.settings.algorithm import AlgorithmSettings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objective:
-    """A micro-batch's undivided part of the loss, and its diagnostics."""
-
     sum: Tensor
     figures: TokenFigures
     margins_P: Tensor | None = None
 
 
 def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float) -> Objective:
-    """Return the objective of one forward pass."""
     if algorithm.loss == "dpo":
         return _preferences(inputs, out, algorithm)
     assert inputs.advantages_N is not None
     anchor_N = _anchor(inputs, out.policy_logprobs_N, algorithm)
-    loss = _loss(inputs, out.policy_logprobs_N, anchor_N, inputs.advantages_N, algorithm)
+    loss = _loss(inputs, out, anchor_N, inputs.advantages_N, algorithm)
     loss_N, masked_N = loss.loss_N, torch.zeros_like(loss.clipped_low_N)
     if algorithm.correction != "none" and algorithm.correction != "ignored" and algorithm.correction != "ratio":
         weights_N = corrections.weights(
@@ -61,9 +58,11 @@ def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmS
 
 
 def _loss(
-    inputs: LossInputs, policy_N: Tensor, anchor_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmSettings
+    inputs: LossInputs, out: TokenLogprobs, anchor_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmSettings
 ) -> losses.PolicyLoss:
-    low, high = algorithm.clip
+    policy_N, (low, high) = out.policy_logprobs_N, algorithm.clip
+    if ":" in algorithm.loss:
+        return _own_loss(inputs, out, anchor_N, advantages_N, algorithm.loss)
     if algorithm.loss == "gspo":
         return losses.sequence_clipped_ratio(policy_N, anchor_N, advantages_N, inputs.lengths_S, low, high)
     if algorithm.loss == "cispo":
@@ -71,6 +70,22 @@ def _loss(
     if algorithm.loss == "policy_gradient":
         return losses.policy_gradient(policy_N, advantages_N)
     return losses.clipped_ratio(policy_N, anchor_N, advantages_N, low, high, algorithm.dual_clip)
+
+
+def _own_loss(
+    inputs: LossInputs, out: TokenLogprobs, anchor_N: Tensor, advantages_N: Tensor, name: str
+) -> losses.PolicyLoss:
+    tensors = {
+        "policy_logprobs": out.policy_logprobs_N,
+        "anchor_logprobs": anchor_N,
+        "behavior_logprobs": inputs.behavior_logprobs_N,
+        "advantages": advantages_N,
+        "entropy": out.entropy_N.detach(),
+        "lags": inputs.lags_N,
+        "lengths": inputs.lengths_S,
+    }
+    never_N = torch.zeros_like(advantages_N, dtype=torch.bool)
+    return losses.PolicyLoss(functions.loss(name, tensors), never_N, never_N)
 
 
 def _preferences(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> Objective:

@@ -18,7 +18,6 @@ class AdapterOff:
         self._engine = engine
 
     def __call__(self, batch: MicroBatch) -> TokenLogprobs:
-        """Return the initial policy's logprobs of ``batch``."""
         with adapter.off(self._engine.policy):
             logprobs: TokenLogprobs = self._engine.evaluate(batch)
             return logprobs

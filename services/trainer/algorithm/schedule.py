@@ -6,10 +6,7 @@ from shared.settings import Settings, TrainerSettings
 
 
 def learning_rate(settings: TrainerSettings, step: int, steps: int) -> float:
-    """Return the learning rate of optimizer step ``step`` (from 1) of ``steps``.
-
-    Linear warm-up, then constant, linear or half-cosine decay to ``final_learning_rate``.
-    """
+    """Linear warm-up, then constant, linear or half-cosine decay to ``final_learning_rate``."""
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
     if settings.schedule == "constant":

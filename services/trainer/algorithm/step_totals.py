@@ -25,7 +25,6 @@ class Tally:
         self._critic_norms: list[float] = []
 
     def add(self, loss: Tensor, margins_P: Tensor | None) -> None:
-        """Add a micro-batch's policy loss."""
         self._losses[0] += loss.detach().double()
         if margins_P is not None:
             self._losses[2] += margins_P.numel()
@@ -33,16 +32,13 @@ class Tally:
             self._losses[4] += margins_P.double().sum()
 
     def add_value_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's critic loss."""
         self._losses[1] += loss.detach().double()
 
     def updated(self, grad_norm: float, step: int) -> None:
-        """Record an update of the policy. Raises NotFinite."""
         _check_norm("policy", grad_norm, step, touched=bool(self._norms))
         self._norms.append(grad_norm)
 
     def critic_updated(self, grad_norm: float, step: int) -> None:
-        """Record an update of the critic. Raises NotFinite."""
         _check_norm("critic", grad_norm, step, touched=True)
         self._critic_norms.append(grad_norm)
 
@@ -65,7 +61,6 @@ def _check_norm(whose: str, grad_norm: float, step: int, *, touched: bool) -> No
 
 
 def check_finite(measured: Mapping[str, float], step: int) -> None:
-    """Raise NotFinite unless all losses of the step are finite."""
     watched = {name: measured[name] for name in ("loss", "value_loss") if name in measured}
     if not all(math.isfinite(value) for value in watched.values()):
         raise NotFinite(f"expected a finite loss at step {step}, found {watched}", touched=True)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import (
     GROUP_ADVANTAGES,
     Float64Array,
@@ -36,7 +37,7 @@ def assign(
     ``rewards`` are the whole batch's, by group; ``kl_coefficient`` is the cost per nat.
     """
     cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
-    if algorithm.advantage in GROUP_ADVANTAGES:
+    if algorithm.advantage in GROUP_ADVANTAGES or ":" in algorithm.advantage:
         _by_group(inputs, rewards, algorithm, cost)
     else:
         _by_token(inputs, rewards, algorithm, cost)
@@ -45,12 +46,15 @@ def assign(
 def _by_group(
     inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, cost: float
 ) -> None:
+    own = algorithm.advantage if ":" in algorithm.advantage else ""
     kind: GroupAdvantage = algorithm.advantage  # type: ignore[assignment]  # the caller looked
     if cost and inputs:
         sizes = np.cumsum([len(group) for group in rewards])
         penalties_M = (cost * _kl_of_samples(inputs, int(sizes[-1]), algorithm)).astype(np.float32)
         rewards = [r - p for r, p in zip(rewards, np.split(penalties_M, sizes[:-1]), strict=True)]
-    advantages_M = np.concatenate([group_advantages(group, kind) for group in rewards])
+    advantages_M = np.concatenate(
+        [functions.advantages(own, group) if own else group_advantages(group, kind) for group in rewards]
+    )
     for micro_batch in inputs:
         advantages_N = np.repeat(advantages_M[micro_batch.batch.places_S], micro_batch.batch.lengths_S)
         micro_batch.advantages_N = torch.from_numpy(advantages_N).to(micro_batch.behavior_logprobs_N.device)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import shaped_rewards
 from services.trainer.algorithm.aggregation import divisor
 from services.trainer.algorithm.diagnostics import StepSums, explained_variance
@@ -42,6 +43,7 @@ class Learner:
         critic: TrainingEngine | None = None,
         reference: Reference | None = None,
     ) -> None:
+        functions.check(settings.algorithm)
         self._policy = policy
         self._critic = critic
         self._reference = reference
@@ -59,6 +61,7 @@ class Learner:
         step: int,
         peak: float | None = None,
         repeated: StepPlan | None = None,
+        contexts: Sequence[int] = (),
     ) -> dict[str, float]:
         """Make step ``step`` (from 1) from ``batch``, the same on every rank; return its figures over all ranks.
 
@@ -68,13 +71,14 @@ class Learner:
             step: its number.
             peak: learning rate; default: the settings'.
             repeated: a replayed step's plan; :attr:`plan` differs if it does not fit any more.
+            contexts: how many first tokens of each sample only condition the others; empty: none.
 
         Raises:
             NotFinite: on every rank alike.
         """
         count = self._algorithm.minibatches
         rewards = self._rewards(batch)
-        minibatches, plan = lay_out(batch, rewards, lags, step, self._settings, self._policy, count, repeated)
+        minibatches, plan = lay_out(batch, rewards, lags, step, self._settings, self._policy, count, repeated, contexts)
         inputs = [micro_batch for minibatch in minibatches for micro_batch in minibatch.inputs]
         self._evaluate(inputs, batch)
         assign(inputs, rewards, self._algorithm, self.kl_coefficient)
@@ -124,7 +128,7 @@ class Learner:
             tally.add_value_loss(loss)
 
     def _rewards(self, batch: Sequence[Experience]) -> list[Float32Array]:
-        return [shaped_rewards(e, self._algorithm, self._settings.sampling.max_new_tokens) for e in batch]
+        return [shaped_rewards(e, self._algorithm) for e in batch]
 
     def _evaluate(self, inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
         if self._algorithm.proximal == "recomputed":

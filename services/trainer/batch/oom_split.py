@@ -9,7 +9,6 @@ from services.trainer.batch.token_data import LossInputs
 
 
 def rows_by_place(rows: Sequence[PackedRow]) -> dict[int, PackedRow]:
-    """Return each sample's row."""
     return {place: row for row in rows for place in row.places}
 
 
@@ -24,7 +23,6 @@ def halves(inputs: LossInputs, rows: Mapping[int, PackedRow], *, together: int =
 
 
 def part(inputs: LossInputs, rows: Mapping[int, PackedRow], start: int, end: int) -> LossInputs:
-    """Return samples ``start`` … ``end − 1`` as a micro-batch."""
     places = [int(place) for place in inputs.batch.places_S[start:end]]
     batch = micro_batch(_rows(places, rows))
     assert batch.places_S.tolist() == places
@@ -48,5 +46,7 @@ def _rows(places: Sequence[int], rows: Mapping[int, PackedRow]) -> list[PackedRo
 
 
 def _row(row: PackedRow, places: Sequence[int]) -> PackedRow:
-    samples = dict(zip(row.places, row.samples, strict=True))
-    return dataclasses.replace(row, samples=tuple(samples[place] for place in places), places=tuple(places))
+    kept = [row.places.index(place) for place in places]
+    contexts = tuple(row.contexts[place] for place in kept) if row.contexts else ()
+    samples = tuple(row.samples[place] for place in kept)
+    return dataclasses.replace(row, samples=samples, places=tuple(places), contexts=contexts)

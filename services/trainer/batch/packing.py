@@ -34,13 +34,17 @@ TOKENS_ALONE = ModelSizes()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedRow:
-    """A prompt and some of its completions, with their places in the batch."""
+    """A prompt and some of its completions, with their places in the batch.
+
+    The first ``contexts`` tokens of each completion are not trained; empty: all are.
+    """
 
     prompt_token_ids: Int32Array
     samples: tuple[Sample, ...]
     places: tuple[int, ...]
     temperature: float = 1.0
     shares_prompt: bool = True
+    contexts: tuple[int, ...] = ()
 
     @property
     def prompts(self) -> int:
@@ -72,7 +76,7 @@ class PackedRow:
 
     def flops(self, sizes: ModelSizes) -> float:
         """Operations of its forward pass."""
-        predicted = sum(len(sample.token_ids) for sample in self.samples)
+        predicted = sum(len(sample.token_ids) for sample in self.samples) - sum(self.contexts)
         windowed = [self.pairs_within(window) for window, _ in sizes.windows]
         return forward_flops(self.tokens, self.visible_pairs, predicted, sizes, windowed)
 
@@ -95,6 +99,14 @@ class Segments:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Support:
+    """The tokens that could be drawn at each position (``Sample.support_sizes``), padded by one of their row."""
+
+    ids_NK: Int32Array
+    sizes_N: Int32Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward pass on one rank. ``columns_N`` predict the trained tokens, in sample order."""
 
@@ -106,9 +118,12 @@ class MicroBatch:
     behavior_logprobs_N: Float32Array
     temperatures_N: Float32Array
     lengths_S: Int64Array
+    """Trained tokens of each sample."""
     places_S: Int64Array
     """The place of each sample in the batch."""
     flops: float = 0.0
+    support: Support | None = None
+    """None: every token could be drawn."""
 
     @property
     def tokens(self) -> int:
@@ -130,7 +145,9 @@ def split_row(row: PackedRow, max_tokens: int) -> list[PackedRow]:
 
 def part(row: PackedRow, start: int, end: int) -> PackedRow:
     """Return ``row`` with samples ``start`` … ``end − 1`` only."""
-    return dataclasses.replace(row, samples=row.samples[start:end], places=row.places[start:end])
+    return dataclasses.replace(
+        row, samples=row.samples[start:end], places=row.places[start:end], contexts=row.contexts[start:end]
+    )
 
 
 def plan(
@@ -215,20 +232,39 @@ def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> 
     single = [unshared for row in rows for unshared in row.unshared()]
     input_ids, positions, columns = _lay_out(single) if rows else (np.zeros(1, np.int64), np.zeros(1, np.int64), [])
     samples = [sample for row in rows for sample in row.samples]
+    contexts = [context for row in rows for context in row.contexts or (0,) * len(row.samples)]
+    lengths = [len(sample.token_ids) - context for sample, context in zip(samples, contexts, strict=True)]
+    temperatures = np.array([row.temperature for row in rows for _ in row.samples], np.float32)
     return MicroBatch(
         input_ids_BT=input_ids[None],
         position_ids_BT=positions[None],
         segments=_segments(single),
-        columns_N=_join(columns, np.int64),
-        targets_N=_join([sample.token_ids for sample in samples], np.int64),
-        behavior_logprobs_N=_join([sample.behavior_logprobs for sample in samples], np.float32),
-        temperatures_N=_join(
-            [np.full(len(sample.token_ids), row.temperature) for row in rows for sample in row.samples], np.float32
-        ),
-        lengths_S=np.array([len(sample.token_ids) for sample in samples], dtype=np.int64),
+        columns_N=_trained(columns, contexts, np.int64),
+        targets_N=_trained([sample.token_ids for sample in samples], contexts, np.int64),
+        behavior_logprobs_N=_trained([sample.behavior_logprobs for sample in samples], contexts, np.float32),
+        temperatures_N=np.repeat(temperatures, lengths),
+        lengths_S=np.array(lengths, dtype=np.int64),
         places_S=np.array([place for row in rows for place in row.places], dtype=np.int64),
         flops=sum(row.flops(sizes) for row in rows),
+        support=_support(samples, contexts),
     )
+
+
+def _support(samples: Sequence[Sample], contexts: Sequence[int]) -> Support | None:
+    """Return the supports of the samples' trained tokens, or None without restrictions."""
+    if not any(len(sample.support_sizes) for sample in samples):
+        return None
+    whole = [np.zeros(len(sample.token_ids), np.int32) for sample in samples]
+    sizes_N = _join(
+        [s.support_sizes if len(s.support_sizes) else w for s, w in zip(samples, whole, strict=True)], np.int32
+    )
+    counts_N = np.abs(sizes_N)
+    ids_NK = np.zeros((len(sizes_N), max(1, int(counts_N.max()))), dtype=np.int32)
+    inside_NK = np.arange(ids_NK.shape[1]) < counts_N[:, None]
+    ids_NK[inside_NK] = _join([sample.support_ids for sample in samples], np.int32)
+    parts = zip(samples, contexts, strict=True)
+    trained_N = _join([np.arange(len(sample.token_ids)) >= context for sample, context in parts], np.bool_)
+    return Support(np.where(inside_NK, ids_NK, ids_NK[:, :1])[trained_N], sizes_N[trained_N])
 
 
 def _lay_out(rows: Sequence[PackedRow]) -> tuple[Int64Array, Int64Array, list[Int64Array]]:
@@ -263,6 +299,10 @@ def _segments(rows: Sequence[PackedRow]) -> Segments:
                 segments.append((start, length, prompt_start, prompt))
             start += length
     return Segments(*np.array(segments or [(0, 1, 0, 0)], dtype=np.int64).T.copy())
+
+
+def _trained(parts: Sequence[npt.NDArray[Any]], contexts: Sequence[int], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return _join([part[context:] for part, context in zip(parts, contexts, strict=True)], dtype)
 
 
 def _join(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:

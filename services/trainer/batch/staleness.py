@@ -1,29 +1,72 @@
-"""Lag and staleness of groups."""
+"""Lag and staleness of samples.
 
-from collections.abc import Mapping, Set
+A token's lag is the number of steps committed since its version's. Versions ascend within a sample, so the tokens over
+``max_lag`` are its first ones: its *context*, which conditions the other tokens and is not trained::
+
+    token_ids          41  9  3 17  2        max_lag 2 at step 10
+    version_spans      [[0, 7], [3, 8]]      lags 3 3 3 2 2: stale
+    context            3                     with ``mask``; 5, the whole sample, otherwise
+"""
+
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
-from shared.bus.messages import PolicyVersion, RolloutGroup
+from shared.bus.messages import PolicyVersion, RolloutGroup, Sample
 
-Verdict = Literal["fresh", "stale", "fenced"]
+Granularity = Literal["mask", "sample", "group"]
+Steps = Mapping[PolicyVersion, int]
+"""The committed step of each version; others count as the initial policy."""
 
 
-def lag_steps(group: RolloutGroup, step: int, steps_of_versions: Mapping[PolicyVersion, int]) -> int:
-    """Return the committed steps since the oldest version that wrote one of the group's tokens.
+def lag_steps(sample: Sample, step: int, steps_of_versions: Steps, context: int = 0) -> int:
+    """Return the lag of a sample's oldest token after its first ``context`` ones."""
+    spans = sample.version_spans.tolist()
+    ends = [start for start, _ in spans[1:]] + [len(sample.token_ids)]
+    return max(
+        step - steps_of_versions.get(version, 0) for (_, version), end in zip(spans, ends, strict=True) if end > context
+    )
 
-    Unknown versions count as the initial policy.
+
+def group_lag(group: RolloutGroup, step: int, steps_of_versions: Steps, contexts: Sequence[int] = ()) -> int:
+    """Return the largest lag of the group's trained tokens."""
+    return max(trained_lags(group, step, steps_of_versions, contexts))
+
+
+def trained_lags(group: RolloutGroup, step: int, steps_of_versions: Steps, contexts: Sequence[int] = ()) -> list[int]:
+    """Return the lag of each sample that has trained tokens."""
+    pairs = zip(group.samples, contexts or (0,) * len(group.samples), strict=True)
+    return [
+        lag_steps(sample, step, steps_of_versions, context)
+        for sample, context in pairs
+        if context < len(sample.token_ids)
+    ]
+
+
+def is_fenced(group: RolloutGroup, revoked: Set[PolicyVersion]) -> bool:
+    """Whether a token is of a revoked version."""
+    return bool(revoked) and not revoked.isdisjoint(group.versions)
+
+
+def find_contexts(
+    group: RolloutGroup, step: int, steps_of_versions: Steps, max_lag: int, how: Granularity
+) -> tuple[int, ...]:
+    """Return how many first tokens of each sample are context.
+
+    ``mask``: those up to its last one over ``max_lag``; ``sample``: all tokens of a stale sample; ``group``: all tokens
+    of a group with a stale sample.
     """
-    return step - steps_of_versions.get(group.oldest_version, 0)
+    contexts = [_context(sample, step, steps_of_versions, max_lag) for sample in group.samples]
+    if how != "mask":
+        whole = how == "group" and any(contexts)
+        pairs = zip(group.samples, contexts, strict=True)
+        contexts = [len(sample.token_ids) if whole or context else 0 for sample, context in pairs]
+    return tuple(contexts)
 
 
-def judge(
-    group: RolloutGroup,
-    step: int,
-    steps_of_versions: Mapping[PolicyVersion, int],
-    revoked: Set[PolicyVersion],
-    max_lag: int,
-) -> Verdict:
-    """Say whether a group is fresh, stale or fenced (a token of a revoked version)."""
-    if revoked and not revoked.isdisjoint(group.versions):
-        return "fenced"
-    return "stale" if lag_steps(group, step, steps_of_versions) > max_lag else "fresh"
+def _context(sample: Sample, step: int, steps_of_versions: Steps, max_lag: int) -> int:
+    end = len(sample.token_ids)
+    for start, version in reversed(sample.version_spans.tolist()):
+        if step - steps_of_versions.get(version, 0) > max_lag:
+            return end
+        end = start
+    return 0

@@ -23,7 +23,7 @@ class LossInputs:
     lengths_S: Tensor
     behavior_logprobs_N: Tensor
     lags_N: Tensor
-    """Steps from the group's oldest token to the newest version."""
+    """Steps from the group's oldest trained token to the newest version."""
     proximal_logprobs_N: Tensor | None = None
     """Under the weights before this step."""
     reference_logprobs_N: Tensor | None = None
@@ -34,7 +34,7 @@ class LossInputs:
 
 
 def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossInputs:
-    """Return the micro-batch's own fields; ``lags_M`` are the batch's samples' lags."""
+    """``lags_M`` are the lags of the batch's samples."""
     lags_S = np.array([lags_M[place] for place in batch.places_S], dtype=np.float32)
     return LossInputs(
         batch=batch,
@@ -45,14 +45,11 @@ def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossIn
 
 
 def add_reference(inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
-    """Add the reference logprobs of each group.
-
-    Raises:
-        SettingsError: an older, journalled group has none.
-    """
+    """Raises SettingsError: an older, journalled group has none."""
     logprobs_M = [logprobs for experience in batch for logprobs in _reference_of_samples(experience)]
     for micro_batch in inputs:
-        parts = [logprobs_M[place] for place in micro_batch.batch.places_S]
+        trained = zip(micro_batch.batch.places_S, micro_batch.batch.lengths_S, strict=True)
+        parts = [logprobs_M[place][-length:] for place, length in trained]
         logprobs_N = np.concatenate([np.zeros(0, np.float32), *parts])
         micro_batch.reference_logprobs_N = torch.from_numpy(logprobs_N).to(micro_batch.behavior_logprobs_N.device)
 

@@ -6,7 +6,7 @@
                      └ damaged: next older one      └ it does not: a newer one of the store, newest first
                                                             └ damaged: next older one
 
-Digests are verified, in the store while fetching. A required store is waited for, unless it denies access.
+Digests are verified, in the store while fetching.
 """
 
 import asyncio
@@ -39,8 +39,6 @@ _BACKOFF = Backoff(1.0, longest_s=30.0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Damage:
-    """A checkpoint that cannot be loaded."""
-
     place: str
     step: int
     reason: str
@@ -51,8 +49,6 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """The newest intact checkpoint."""
-
     checkpoint: Checkpoint | None
     stored: StoredCheckpoint | None
     """None: it was in the folder."""
@@ -73,18 +69,6 @@ async def journal_after(ledger: Ledger, checkpoint: Checkpoint | None, status: R
 
 
 class Candidates:
-    """The checkpoints of one run.
-
-    Args:
-        bus: of the run.
-        ledger: of the run.
-        store: if any.
-        root: their folder.
-        status: None if the bus lost the run.
-        revoked: by rollbacks.
-        signer: for the folder.
-    """
-
     def __init__(
         self,
         bus: Bus,
@@ -101,11 +85,6 @@ class Candidates:
         self._damages: list[Damage] = []
 
     async def choose(self) -> Choice:
-        """Return the newest intact checkpoint.
-
-        Raises:
-            SettingsError: object storage is needed, and denies access.
-        """
         local = await self._newest_of_folder()
         journal = await self._journal(local)
         newer = None

@@ -32,6 +32,8 @@ from shared.files import durable
 from shared.settings import PolicySettings
 
 MARKER = "state.json"
+START = "start"
+"""Folder in the run's: another run's checkpoint, with which this one begins at step 0."""
 _DIGEST = "sha256"
 """SHA-256 of the marker's other fields, except the signature."""
 _MOST_READERS = 8
@@ -40,8 +42,6 @@ _SET_ASIDE = "damaged-"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint."""
-
     folder: Path
     state: CheckpointState
     files: tuple[CheckpointFile, ...] = ()
@@ -49,7 +49,6 @@ class Checkpoint:
 
 
 def beside(root: Path, step: int) -> Path:
-    """Return the folder in which a checkpoint is written first."""
     return root / f".step-{step:06d}.tmp"
 
 
@@ -59,12 +58,8 @@ def make_whole(
     written: Mapping[Path, CheckpointFile] | None = None,
     signer: Signer = UNSIGNED,
 ) -> Checkpoint:
-    """Write the marker into :func:`beside`, and rename the folder into place.
-
-    ``written``: files with known digests, by path.
-
-    Raises:
-        OSError: storage refused it.
+    """Write the marker into :func:`beside`, and rename the folder into place. ``written``: files with known digests,
+    by path. Raises OSError: storage refused it.
     """
     folder, known = beside(root, state.step), written or {}
     files = tuple(
@@ -88,13 +83,11 @@ def rename(written: Path, root: Path, state: CheckpointState, files: tuple[Check
 
 
 def clear_unfinished(root: Path) -> None:
-    """Delete partial checkpoints of a killed trainer."""
     for folder in root.glob(".step-*.tmp"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def digest(path: Path) -> CheckpointFile:
-    """Return a file's name, size and SHA-256; raises OSError."""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return CheckpointFile(path.name, os.fstat(file.fileno()).st_size, sha256)
@@ -110,7 +103,7 @@ def find(root: Path) -> list[Checkpoint]:
 
 
 def read(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in ``folder``, or None if its marker is missing or damaged."""
+    """None if the marker is missing or damaged."""
     raw = _marker(folder)
     return None if raw is None else _decode(folder, raw)
 
@@ -175,20 +168,17 @@ def _damage_of(folder: Path, file: CheckpointFile) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in a checkpoint folder's name, if any."""
     prefix, _, number = folder.name.partition("-")
     return int(number) if prefix == "step" and number.isdecimal() else None
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint's folder; return the new path. Raises OSError."""
     aside = folder.with_name(f"{_SET_ASIDE}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
-    """Raise SettingsError for another number of ranks or ZeRO stage."""
     state = checkpoint.state
     if (state.ranks, state.zero_stage) != (ranks, zero_stage):
         raise SettingsError(
@@ -199,13 +189,11 @@ def check_ranks(checkpoint: Checkpoint, ranks: int, zero_stage: int) -> None:
 
 
 def base_of(policy: PolicySettings) -> str:
-    """Describe the base of adapters; "" without any."""
     lora = policy.lora
     return f"{policy.model} (rank {lora.rank}, alpha {lora.alpha:g}, {lora.target_modules})" if lora.rank else ""
 
 
 def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
-    """Raise SettingsError unless a checkpoint's adapters match the settings."""
     base, expected = base_of(policy), checkpoint.state.adapter_of
     if base != expected:
         raise SettingsError(
@@ -215,16 +203,13 @@ def check_base(checkpoint: Checkpoint, policy: PolicySettings) -> None:
 
 
 def superfluous(root: Path, keep_last: int) -> list[Checkpoint]:
-    """Return all but the newest ``keep_last`` checkpoints."""
     return find(root)[:-keep_last]
 
 
 def is_there(checkpoint: Checkpoint) -> bool:
-    """Whether this checkpoint is still complete on disk."""
     return read(checkpoint.folder) == checkpoint
 
 
 def delete(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint, its marker first."""
     (checkpoint.folder / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint.folder, ignore_errors=True)

@@ -23,8 +23,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """A file of a checkpoint."""
-
     name: str
     """Relative to the checkpoint's folder."""
     nbytes: int
@@ -33,8 +31,6 @@ class CheckpointFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """Contents of a checkpoint besides weights and optimizer."""
-
     step: int
     version: PolicyVersion
     cursor: int
@@ -44,7 +40,7 @@ class CheckpointState:
     ranks: int
     zero_stage: int
     random_state: str = ""
-    """Unused; in old checkpoints."""
+    """Unused."""
     position: int | None = None
     """First untrained prompt in the dataset; None (old checkpoints): ``cursor``."""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -53,6 +49,11 @@ class CheckpointState:
     """The adapters' base, rank and scale."""
     settings_revision: int = 0
     live_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    signals: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Of problems, with ``data.curriculum``."""
+    gpu_s: float = 0.0
+    """GPU-seconds until ``gpu_until_s`` (Unix time)."""
+    gpu_until_s: float = 0.0
 
 
 _STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)
@@ -72,7 +73,7 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def decode_state(raw: Mapping[str, Any]) -> CheckpointState:
-    """Return the state in ``raw``; ValueError for missing, unknown or invalid fields."""
+    """Raises ValueError for missing, unknown or invalid fields."""
     try:
         CheckpointState(**raw)  # TypeError for unknown fields, which pydantic would ignore
         state = _STATE.validate_json(json.dumps(raw), strict=True)
@@ -80,15 +81,13 @@ def decode_state(raw: Mapping[str, Any]) -> CheckpointState:
         raise ValueError(f"its state is not one of a checkpoint: {error}") from error
     if not (0 <= state.step < _MOST and 0 <= state.version < _MOST):
         raise ValueError(f"its state has an impossible step or version: {state.step} and {state.version}")
+    if not (0 <= state.gpu_s < _MOST and 0 <= state.gpu_until_s < _MOST):
+        raise ValueError(f"its state has impossible GPU-seconds: {state.gpu_s} until {state.gpu_until_s}")
     return state
 
 
 def decode_files(raw: object) -> tuple[CheckpointFile, ...]:
-    """Return the file table in ``raw``.
-
-    Raises:
-        ValueError: an entry or name is malformed, repeated, or both file and folder.
-    """
+    """Raises ValueError: an entry or name is malformed, repeated, or both file and folder."""
     if not isinstance(raw, Sequence) or not all(isinstance(entry, Mapping) for entry in raw):
         raise ValueError("its table of files is not a list of entries")
     try:
@@ -116,5 +115,5 @@ def _check(file: CheckpointFile) -> None:
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of ``content``, independent of field order."""
+    """Independent of field order."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

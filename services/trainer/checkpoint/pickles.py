@@ -29,7 +29,6 @@ _ALLOWED = (
 
 @cache
 def restrict_loading() -> None:
-    """Have each ``torch.load`` of this process refuse code."""
     import torch
 
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
@@ -38,7 +37,7 @@ def restrict_loading() -> None:
 
 
 def refusal(path: Path) -> str:
-    """Return the forbidden globals in a torch archive, in words, or ""."""
+    """The forbidden globals in a torch archive, in words, or ""."""
     if not zipfile.is_zipfile(path):
         return ""
     import torch
@@ -52,7 +51,7 @@ def refusal(path: Path) -> str:
 
 
 def loading(folder: Path, load: Callable[[], T]) -> T:
-    """Return the result of ``load`` with the weights-only unpickler; WeightsError for forbidden contents."""
+    """``load`` with the weights-only unpickler; WeightsError for forbidden contents."""
     restrict_loading()
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         if reason := refusal(path):
@@ -64,6 +63,6 @@ def loading(folder: Path, load: Callable[[], T]) -> T:
 
 
 def reason_of(error: pickle.UnpicklingError) -> str:
-    """Return what torch refused, without its advice to load it anyway."""
+    """Without torch's advice to load it anyway."""
     named = _GLOBAL.search(str(error))
     return f"a pickle there would call {named[1]}" if named else "a pickle there holds more than tensors and plain data"

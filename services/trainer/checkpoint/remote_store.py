@@ -43,8 +43,6 @@ _NAME = re.compile(r"step-[0-9]{6,12}-v[0-9]{6,12}-[0-9a-f]{16}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint with its manifest."""
-
     name: str
     uri: str
     state: CheckpointState
@@ -71,17 +69,15 @@ class CheckpointStore:
 
     @property
     def damaged(self) -> frozenset[str]:
-        """Checkpoints with missing or damaged files, as far as known."""
         with self._changing:
             return frozenset(self._damaged)
 
     @property
     def uri(self) -> str:
-        """The run's location."""
         return self._objects.uri
 
     def whole(self) -> list[StoredCheckpoint]:
-        """Return the checkpoints with manifests, oldest version first."""
+        """The checkpoints with manifests, oldest version first."""
         listed = self._objects.list(_FOLDER)
         with self._changing:
             known = dict(self._known)
@@ -126,7 +122,7 @@ class CheckpointStore:
         return f"{self.uri}{_FOLDER}{name}"
 
     def put(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, int]:
-        """Upload a checkpoint; return it and the bytes sent (0 if present). Resumes interrupted uploads."""
+        """Return the checkpoint and the bytes sent (0 if present). Resumes interrupted uploads."""
         files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
         if other := set(checkpoint.files) - set(files):
             names = ", ".join(sorted(file.name for file in other))
@@ -159,17 +155,12 @@ class CheckpointStore:
         return self._objects.list(f"{_FOLDER}{name}/{_MANIFEST}")[f"{_FOLDER}{name}/{_MANIFEST}"].modified_s
 
     def put_folder(self, folder: Path) -> int:
-        """Upload a folder, such as ``policy``, by its name; return the bytes."""
         for path in _files(folder):
             self._objects.upload(path, f"{folder.name}/{path.relative_to(folder).as_posix()}")
         return sum(path.stat().st_size for path in _files(folder))
 
     def fetch(self, stored: StoredCheckpoint, root: Path) -> Checkpoint:
-        """Download a checkpoint to ``root``, completed by one rename; resumes earlier fetches.
-
-        Raises:
-            WeightsError: a file is missing or damaged.
-        """
+        """Download a checkpoint to ``root``, completed by one rename; resumes earlier fetches."""
         beside = root / f".fetch-{stored.name}.tmp"
         for left in root.glob(".fetch-*.tmp"):
             if left != beside or left.is_symlink():
@@ -217,13 +208,12 @@ class CheckpointStore:
             raise WeightsError(f"expected SHA-256 {file.sha256} of {file.name} in {stored.uri}, found {sha256}")
 
     def delete(self, stored: StoredCheckpoint) -> None:
-        """Delete a checkpoint, its manifest first."""
         self._objects.delete(f"{_FOLDER}{stored.name}/{_MANIFEST}")
         for file in stored.files:
             self._objects.delete(f"{_FOLDER}{stored.name}/{file.name}")
 
     def clear_remains(self, before_step: int) -> None:
-        """Delete partial uploads and unreadable manifests of steps before ``before_step``."""
+        """Partial uploads and unreadable manifests of earlier steps."""
         listed = self._objects.list(_FOLDER)
         folders = {key.removeprefix(_FOLDER).partition("/")[0] for key in listed}
         unreadable = self.unreadable
@@ -237,11 +227,6 @@ class CheckpointStore:
 
 
 def open_store(settings: Settings) -> CheckpointStore | None:
-    """Return the run's object storage, if any.
-
-    Raises:
-        SettingsError: boto3 is not installed, or refuses the settings.
-    """
     store = settings.trainer.store
     return CheckpointStore(ObjectStore(store, settings.run.id), open_signer(settings)) if store.uri else None
 

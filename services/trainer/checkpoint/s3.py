@@ -1,7 +1,7 @@
 """S3-compatible object storage by boto3.
 
-Names are relative to ``<trainer.store.uri>/<run id>/``; writes are atomic. Requests are tried three times. For servers
-without checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required``.
+Names are relative to ``<trainer.store.uri>/<run id>/``; writes are atomic. For servers without checksums:
+``AWS_REQUEST_CHECKSUM_CALCULATION=when_required``.
 """
 
 import contextlib
@@ -27,19 +27,11 @@ _MISSING = {"NoSuchKey", "404"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Object:
-    """A listed object."""
-
     nbytes: int
     modified_s: float
 
 
 class ObjectStore:
-    """One run's part of a bucket.
-
-    Raises:
-        SettingsError: boto3 is not installed, or refuses the settings.
-    """
-
     def __init__(self, settings: StoreSettings, run_id: str) -> None:
         bucket, _, prefix = settings.uri.removeprefix("s3://").partition("/")
         self._bucket = bucket
@@ -49,7 +41,6 @@ class ObjectStore:
         self._client, self._transfer = _open(settings)
 
     def list(self, folder: str) -> dict[str, Object]:
-        """Return the objects under ``folder``, by name."""
         objects = {}
         with self._asking(f"list {folder}"):
             pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -72,17 +63,15 @@ class ObjectStore:
             return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small object."""
         with self._asking(f"write {name}"):
             self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
 
     def upload(self, path: Path, name: str) -> None:
-        """Upload the file at ``path``, in parts if large."""
         with self._asking(f"upload {path}"):
             self._client.upload_file(str(path), self._bucket, self._prefix + name, Config=self._transfer)
 
     def download(self, name: str, path: Path, most_bytes: int) -> bool:
-        """Download an object; False if it is missing or larger than ``most_bytes``."""
+        """False if the object is missing or larger than ``most_bytes``."""
         room = _Room(most_bytes)
         with self._asking(f"download {name}"):
             try:
@@ -98,7 +87,6 @@ class ObjectStore:
         return True
 
     def delete(self, name: str) -> None:
-        """Delete an object, if it exists."""
         with self._asking(f"delete {name}"):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
 

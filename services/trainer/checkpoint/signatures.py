@@ -1,7 +1,5 @@
-"""Signatures of markers and manifests: HMAC-SHA256 with a secret key of the run.
-
-They prove that a trainer with a key of ``trainer.signing_key_file`` wrote them, and cover the run's id. Without keys
-nothing is signed or refused.
+"""Signatures of markers and manifests: HMAC-SHA256 with a secret key of the run (docs/operations.md, "Trust in
+checkpoints").
 """
 
 import dataclasses
@@ -22,17 +20,13 @@ _SHORTEST = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signer:
-    """Signs with its first key and accepts each of them."""
-
     run_id: str = ""
     keys: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
 
     def signed(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``content`` with its signature; without keys, unchanged."""
         return {**content, FIELD: self._sign(self.keys[0], content)} if self.keys else dict(content)
 
     def refusal(self, content: Mapping[str, Any]) -> str:
-        """Return why ``content`` is refused, or ""."""
         if not self.keys:
             return ""
         signature = content.get(FIELD)
@@ -52,11 +46,6 @@ UNSIGNED = Signer()
 
 
 def open_signer(settings: Settings) -> Signer:
-    """Return the run's signer.
-
-    Raises:
-        SettingsError: the key file is unreadable, readable by others, or has no usable key.
-    """
     path = settings.trainer.signing_key_file
     return Signer(settings.run.id, _keys(path) if path is not None else ())
 

@@ -91,6 +91,11 @@ class Uploader:
         """Whether ``folder`` is being uploaded, and must stay."""
         return self._current is not None and self._current.folder == folder
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything queued is stored."""
+        return self._current is None and not self._waiting
+
     def unstored_s(self) -> float:
         """Return the age of unstored data in seconds, or 0. For any thread."""
         since_s = self._behind_since_s
@@ -100,7 +105,7 @@ class Uploader:
         """Wait for uploads, at most ``wait_s`` and not for an absent store; return whether all are done."""
         self._closing = True
         self._changed.set()
-        return await self._until(lambda: self._current is None and not self._waiting, wait_s)
+        return await self._until(lambda: self.is_idle, wait_s)
 
     async def run(self) -> None:
         """Upload queued folders, forever."""

@@ -3,7 +3,7 @@
     python -m services.trainer.export RUN --version N --to FOLDER [--adapter] [--checkpoint FOLDER]
 
 Prints one JSON object, or a sentence on stderr and exits 1. RUN is the run's folder, a TOML settings file, or ``-``
-(settings on stdin). The process ends with its parent.
+(settings on stdin).
 """
 
 import argparse
@@ -20,7 +20,6 @@ from shared.settings import load_run, loads
 
 
 def main() -> int:
-    """Export by the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Write a version of a run's policy in Hugging Face form.")
     parser.add_argument("run")
     parser.add_argument("--version", type=int, required=True)

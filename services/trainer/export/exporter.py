@@ -1,11 +1,11 @@
-"""Make the exports ordered over HTTP beside training, one process at a time. Rank 0 only.
+"""Make the exports ordered over HTTP beside training, one process at a time.
 
 ::
 
     order ──▶ take ──▶ python -m services.trainer.export ──▶ exports/v000040, whole ──▶ answer
 
-The process has low priority and no GPU, is killed first when memory runs out, and ends with this one. This module
-imports no torch. A dead trainer's order is taken over, ``_ATTEMPTS`` times.
+The process has low priority and no GPU, is killed first when memory runs out, and ends with this one. A dead trainer's
+order is taken over, ``_ATTEMPTS`` times.
 """
 
 import asyncio
@@ -38,8 +38,6 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class Exporter:
-    """The trainer's side of :class:`shared.bus.stores.exports.Exports`; on the main thread's event loop."""
-
     def __init__(self, bus: Bus, settings: Settings) -> None:
         self._bus = bus
         self._ledger = Ledger(bus)
@@ -125,7 +123,6 @@ class Exporter:
 
 
 async def _reap(process: Process) -> None:
-    """Wait for a killed process, even if cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     while process.returncode is None:
         try:

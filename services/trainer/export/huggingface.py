@@ -7,8 +7,8 @@
     stored checkpoint of N     trainer.store, fetched to a temporary folder (TMPDIR)
     version 0                  the initial policy, policy.model
 
-The first available source is used; the result has the published bits. Only files and objects are read, so the run may
-be in any state. Output is atomic. Journals are not replayed, so other versions are refused.
+The first available source is used; the result has the published bits. Journals are not replayed, so other versions are
+refused.
 """
 
 import dataclasses
@@ -41,8 +41,6 @@ _ADAPTER = "adapter_config.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
-
     version: int
     step: int
     source: str
@@ -69,13 +67,8 @@ def export_version(
     adapter: bool = False,
     checkpoint: str = "",
 ) -> Exported:
-    """Write version ``version`` of the run to ``folder``, which must not exist, or be empty.
-
-    With ``adapter``, write the adapter alone. ``checkpoint``: folder or URI that holds the version, perhaps under
+    """With ``adapter``, write the adapter alone. ``checkpoint``: folder or URI that holds the version, perhaps under
     another number after a rollback.
-
-    Raises:
-        PenstockError: the version is unavailable, the run has no adapter, or ``folder`` is not empty.
     """
     if adapter and not settings.policy.lora.rank:
         raise PenstockError(
@@ -96,11 +89,7 @@ def export_version(
 
 
 def newest_version(settings: Settings, *, adapter: bool = False) -> PolicyVersion:
-    """Return the newest version that :func:`export_version` can write, except the initial policy.
-
-    Raises:
-        PenstockError: it does not exist.
-    """
+    """The newest version that :func:`export_version` can write, except the initial policy."""
     known = [version for version in _sources(settings, PolicyVersion(-1), "", adapter=adapter) if version > 0]
     store = None if known else open_store(settings)
     known += [stored.state.version for stored in store.whole()] if store is not None else []
@@ -130,7 +119,7 @@ class _Source:
 def _sources(
     settings: Settings, target: PolicyVersion, known: str, *, adapter: bool
 ) -> dict[PolicyVersion, list[_Source]]:
-    """Return each version's sources, best first; the checkpoint ``known`` also holds ``target``."""
+    """Each version's sources, best first; the checkpoint ``known`` also holds ``target``."""
     sources: dict[PolicyVersion, list[_Source]] = defaultdict(list)
     for version, folder in committed(settings.snapshot_folder):
         if not adapter or (folder / _ADAPTER).is_file():

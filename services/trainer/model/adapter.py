@@ -38,8 +38,6 @@ _WRAPPED = re.compile(r"(\.base_layer)+\.")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """The low-rank change of one weight."""
-
     factor_a: nn.Parameter
     factor_b: nn.Parameter
     scale: float
@@ -50,7 +48,6 @@ class Update:
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and B."""
         return self.factor_a, self.factor_b
 
     def merged(self, weight: Tensor) -> Tensor:
@@ -173,7 +170,7 @@ def _configuration(settings: PolicySettings) -> Any:
 
 @contextlib.contextmanager
 def off(module: nn.Module) -> Iterator[None]:
-    """Make ``module`` the initial policy within the block; gradients and optimizer are unaffected."""
+    """Initial policy within the block; gradients and optimizer are unaffected."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
@@ -192,21 +189,15 @@ def is_factor(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a base parameter's name without adapters."""
     return _WRAPPED.sub(".", name)
 
 
 def file_name(name: str) -> str:
-    """Return the name of factor ``name`` in a PEFT file."""
     return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
 
 
 def take(model: nn.Module, factors: Mapping[str, Tensor]) -> None:
-    """Copy ``factors`` (PEFT names) into the adapters of ``model``.
-
-    Raises:
-        PenstockError: names or shapes differ.
-    """
+    """Copy ``factors`` (PEFT names) into the adapters of ``model``."""
     own = {file_name(name): factor for name, factor in model.named_parameters() if is_factor(name)}
     expected, given = ({name: tuple(tensor.shape) for name, tensor in those.items()} for those in (own, factors))
     if differing := sorted(expected.items() ^ given.items()):
@@ -222,7 +213,6 @@ def take(model: nn.Module, factors: Mapping[str, Tensor]) -> None:
 
 
 def file_configuration(model: Any) -> bytes:
-    """Return ``adapter_config.json`` for inference engines."""
     from peft.tuners.lora.layer import Linear
 
     configuration = model.peft_config[_NAME].to_dict()

@@ -12,8 +12,6 @@ from services.trainer.model.trunk import Packing, Trunk
 
 
 class Critic(nn.Module):
-    """A trunk with one output, the value before each trained token."""
-
     def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto", packing: Packing = "auto") -> None:
         super().__init__()
         self.model = trunk
@@ -23,13 +21,11 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def train(self, mode: bool = True) -> "Critic":
-        """Switch training mode."""
         super().train(mode)
         train_without_noise(self.model, mode)
         return self
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Return the value before each trained token (N, float32)."""
         hidden_ND = self.trunk.hidden_states(batch)
         values_N: Tensor = self.value_head(hidden_ND).float().squeeze(-1)
         return values_N

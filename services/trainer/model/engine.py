@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,13 @@ from services.trainer.model import adapter, recomputation
 from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw
 from services.trainer.model.recomputation import Kept, Recomputation
+from services.trainer.model.residency import Residency
 from shared.errors import SettingsError, WeightsError
 from shared.model.flops import ModelSizes
 from shared.process.importing import importing, uncompiled
 from shared.settings import Settings
+
+T = TypeVar("T")
 
 _TAG = "engine"
 _READ_FROM_OUTSIDE = frozenset({"dt_proj"})
@@ -98,6 +101,7 @@ class TrainingEngine:
         self._writer = _Writer(engine.checkpoint_engine)
         automatic = settings.trainer.gradient_checkpointing == "auto"
         most = settings.trainer.micro_batch_tokens
+        self.residency = Residency(self.policy, self.device, engine.optimizer)
         self._recomputation = Recomputation(self.policy, most, self.device, sharded=self._sharded, automatic=automatic)
 
     def forward(self, batch: Any) -> Any:
@@ -115,6 +119,7 @@ class TrainingEngine:
 
     def step(self, learning_rate: float) -> float:
         """Update the weights if the gradient is finite; return its global norm before clipping."""
+        self.residency.follow()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = self._step_plainly() if self._plain_optimizer else self._step()
@@ -157,6 +162,11 @@ class TrainingEngine:
             raise RuntimeError(
                 f"expected discarded gradients to be left out of the weights, found a step of norm {norm}"
             )
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's optimizer, for its memory (``memory``)."""
+        return self._engine.optimizer
 
     @property
     def kept(self) -> Kept:
@@ -265,14 +275,19 @@ class TrainingEngine:
 
     def written(self) -> dict[Path, CheckpointFile]:
         """Return the digests of all ranks' files written by :meth:`save`; collective."""
+        return {path: file for files in self.gathered(self._writer.files) for path, file in files.items()}
+
+    def gathered(self, value: T) -> list[T]:
+        """Return every rank's ``value``; collective."""
         if self.ranks == 1:
-            return self._writer.files
-        gathered: list[dict[Path, CheckpointFile] | None] = [None] * self.ranks
-        dist.all_gather_object(gathered, self._writer.files)
-        return {path: file for files in gathered for path, file in (files or {}).items()}
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
 
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote; collective. SettingsError if a file holds code."""
+        self.residency.follow()
         strict = not self._frozen
         try:
             loaded, _ = pickles.loading(

@@ -115,6 +115,5 @@ def _seed(*words: int) -> None:
 
 
 def digest(shares: Sequence[Sequence[Sequence[MicroBatch]]]) -> str:
-    """Return a digest of the samples in each micro-batch."""
     places = [[[micro_batch.places_S.tolist() for micro_batch in rank] for rank in ranks] for ranks in shares]
     return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()

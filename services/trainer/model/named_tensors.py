@@ -16,24 +16,19 @@ from services.trainer.model import adapter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Published:
-    """A published tensor."""
-
     name: str
     tensor: Tensor
     update: adapter.Update | None = None
 
     @property
     def needed(self) -> tuple[Tensor, ...]:
-        """Return the tensors that :meth:`merged` needs whole."""
         return (self.tensor,) if self.update is None else (self.tensor, *self.update.factors)
 
     def merged(self) -> Tensor:
-        """Return the tensor with any adapter merged in."""
         return self.tensor.detach() if self.update is None else self.update.merged(self.tensor)
 
 
 def published(model: nn.Module) -> Iterator[Published]:
-    """Yield the published tensors of a model, perhaps with adapters, in order."""
     updates = adapter.updates(model)
     for name, tensor in unique(model):
         if not adapter.is_factor(name):

@@ -14,11 +14,7 @@ from shared.settings import TrainerSettings
 
 
 def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
-    """Return ``trainer.optimizer`` over ``parameters`` (Loshchilov and Hutter 2019, arXiv:1711.05101).
-
-    Raises:
-        SettingsError: ``adamw_8bit`` is not installed.
-    """
+    """Loshchilov and Hutter 2019, arXiv:1711.05101."""
     options: dict[str, Any] = {
         "lr": trainer.learning_rate,
         "betas": trainer.adam_betas,

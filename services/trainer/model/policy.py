@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import MicroBatch
+from services.trainer.batch.packing import MicroBatch, Support
 from services.trainer.model.layers import attention, kernels
 from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
 from services.trainer.model.sizes import measure
@@ -83,6 +83,7 @@ class Policy(nn.Module):
             fused=self._fused_logits,
             kind=self._logits,
             keep=self.keeps_logits,
+            support=_on(batch.support, hidden_ND.device),
         )
 
     @property
@@ -94,6 +95,12 @@ class Policy(nn.Module):
         return int(self.model.config.get_text_config().vocab_size) * (
             4 if self._logits == "float32" else output.element_size()
         )
+
+
+def _on(support: Support | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    if support is None:
+        return None
+    return torch.from_numpy(support.ids_NK).to(device, torch.int64), torch.from_numpy(support.sizes_N).to(device)
 
 
 def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_tokens: int = 0) -> Any:

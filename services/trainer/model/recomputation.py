@@ -31,7 +31,6 @@ def enable(model: Any, setting: bool | str, device: str) -> None:
 
 
 def is_enabled(policy: nn.Module) -> bool:
-    """Return whether layers of ``policy`` recompute activations."""
     return bool(_checkpointed(policy))
 
 
@@ -46,15 +45,12 @@ class Usage:
     """Including what this process holds."""
 
     def free(self, most_tokens: int) -> int:
-        """Return the bytes that a forward pass of ``most_tokens`` would leave, perhaps negative."""
         grown = self.lasting + (self.peak - self.lasting) * max(1.0, most_tokens / max(1, self.tokens))
         return int(_USED * self.available - grown)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept for the backward pass."""
-
     layers: int
     logits: bool = False
 
@@ -69,15 +65,7 @@ class Kept:
 
 
 class Recomputation:
-    """Decides before each step which layers keep activations, and whether logits are kept.
-
-    Args:
-        policy: after :func:`enable`.
-        most_tokens: of a forward pass.
-        device: of the memory.
-        sharded: weights are whole only while their layer runs.
-        automatic: layers may keep activations.
-    """
+    """Decides before each step which layers keep activations, and whether logits are kept."""
 
     def __init__(self, policy: Any, most_tokens: int, device: torch.device, *, sharded: bool, automatic: bool) -> None:
         self._policy, self._most_tokens, self._device, self._sharded = policy, most_tokens, device, sharded

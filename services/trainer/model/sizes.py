@@ -30,7 +30,6 @@ _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "linear_out")
 
 
 def measure(model: Any) -> ModelSizes:
-    """Return the sizes of a Hugging Face causal model, perhaps with adapters."""
     config, output = model.config.get_text_config(), model.get_output_embeddings()
     decoder = model.get_decoder()
     counted = model if isinstance(decoder, nn.Linear) else decoder  # some models' decoder is their head
@@ -91,7 +90,6 @@ def _attention_width(module: Any, config: Any) -> int:
 
 
 def _window(module: Any, config: Any) -> int:
-    """Return an attention window in tokens, or 0."""
     by_layer = hasattr(module, "sliding_window") or getattr(config, "layer_types", None)
     return int(getattr(module if by_layer else config, "sliding_window", None) or 0)
 

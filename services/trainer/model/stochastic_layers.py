@@ -13,7 +13,6 @@ _HOOKED = "_penstock_without_noise"
 
 
 def train_without_noise(model: nn.Module, mode: bool) -> None:
-    """Put ``model`` into eval mode; with ``mode``, except for the above."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.eval()

@@ -30,12 +30,8 @@ Packing = Literal["auto", "rows", "sequences"]
 
 
 class Trunk:
-    """Computes hidden states of a Hugging Face causal model or trunk.
-
-    ``packing`` "auto" chooses rows if every token-mixing module is known.
-
-    Raises:
-        CannotPack: rows are required, and a module is unknown.
+    """Computes hidden states of a Hugging Face causal model or trunk. ``packing`` "auto" chooses rows if every
+    token-mixing module is known. Raises CannotPack: rows are required, and a module is unknown.
     """
 
     def __init__(self, model: Any, kind: attention.Kind, packing: Packing) -> None:
@@ -55,7 +51,6 @@ class Trunk:
             self.use("sequences" if packing == "sequences" else "rows")
 
     def use(self, packing: Literal["rows", "sequences"]) -> None:
-        """Choose the packing."""
         self.packing: Literal["rows", "sequences"] = packing
         if packing == "rows":
             self._boundaries = mixers.install(self._module)
@@ -64,14 +59,12 @@ class Trunk:
             self._model.set_attn_implementation(self._own_attention)
 
     def fall_back(self, reason: str) -> None:
-        """Use sequences from now on, for ``reason``."""
         self.use("sequences")
         self.reason = f"{reason}; {_COST}"
         log.warning("sequences are not packed", extra={"detail": self.reason})
 
     @contextlib.contextmanager
     def attending_by(self, kind: attention.Kind) -> Iterator[None]:
-        """Use another attention for rows within the block."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -79,12 +72,7 @@ class Trunk:
             self._kind = before
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Return the hidden state that predicts each trained token (N × D).
-
-        Raises:
-            CannotPack: the model cannot process rows.
-            SettingsError: it is not causal.
-        """
+        """Return the hidden state that predicts each trained token (N × D)."""
         if self.packing == "sequences":
             return self._one_by_one(batch)
         with self._bounded(batch):

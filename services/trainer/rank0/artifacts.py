@@ -2,8 +2,10 @@
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
@@ -24,10 +26,20 @@ class Artifacts:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
+    @property
+    def snapshots(self) -> Sequence[Tensor]:
+        """Memory of the published weights on this rank's device."""
+        return ()
+
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
         """Publish the weights of ``step`` as ``version``."""
         engine.take_part(factors=self._settings.publishes_adapters)
         return None
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Device memory of published versions."""
+        return 0
 
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
@@ -51,11 +63,21 @@ class Rank0Artifacts(Artifacts):
         self._publication = publication
         self._signer = open_signer(settings)
 
+    @property
+    def snapshots(self) -> Sequence[Tensor]:
+        """Memory of the snapshots that are served."""
+        return self._publication.buckets
+
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
         """Record the version's number before its commit, then publish the weights."""
         assert version is not None
         note_version(self._settings.run_folder, version)
         return self._publication.publish(engine, version, step)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Device memory of published versions."""
+        return self._publication.snapshot_bytes
 
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str

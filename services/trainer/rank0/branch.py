@@ -9,11 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.trainer.batch.staleness import lag_steps
+from services.trainer.batch.staleness import group_lag
 from services.trainer.rank0.results import Published
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, StepPlan, StepReport
 from shared.bus.stores.ledger import Ledger, RunStatus
+from shared.bus.stores.signals import SignalChange
 from shared.errors import Fenced
 from shared.files.durable import NO_ROOM, no_room, write_whole
 
@@ -83,14 +84,15 @@ class Branch:
         deliveries: Sequence[Delivery[Experience]],
         report: StepReport | None,
         plan: StepPlan | None = None,
+        change: SignalChange | None = None,
     ) -> bool:
-        """Commit ``record`` with its experience and plan in one transaction; False, without change, after a rollback.
+        """Commit ``record`` with its experience, plan and signals in one transaction; False, without change, after a rollback.
 
         Raises:
             Fenced: another trainer took over.
         """
         try:
-            await self._ledger.commit(self._epoch, record, deliveries, report, plan)
+            await self._ledger.commit(self._epoch, record, deliveries, report, plan, change)
         except Fenced:
             if not await self.was_left():
                 raise
@@ -99,9 +101,14 @@ class Branch:
         self.steps[record.version] = record.step
         return True
 
-    def lags(self, groups: Sequence[Experience], step: int) -> tuple[int, ...]:
-        """Return each group's lag after ``step`` steps, reproducibly."""
-        return tuple(lag_steps(experience.group, step, self.steps) for experience in groups)
+    def lags(self, groups: Sequence[Experience], step: int, contexts: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the lag of each group's trained tokens after ``step`` steps, reproducibly."""
+        first, lags = 0, []
+        for group in (experience.group for experience in groups):
+            end = first + len(group.samples)
+            lags.append(group_lag(group, step, self.steps, contexts[first:end]))
+            first = end
+        return tuple(lags)
 
 
 def note_version(folder: Path, version: PolicyVersion) -> None:

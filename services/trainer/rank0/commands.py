@@ -34,6 +34,9 @@ class CommandKind(IntEnum):
     TRY = 7
     PUBLISH = 8
     EXPORT = 9
+    FREE = 10
+    FINISH = 11
+    """Like STOP, and the run is over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,12 +48,16 @@ class Command:
     payloads: tuple[bytes, ...] = ()
     groups: tuple[Experience, ...] = ()
     lags: tuple[int, ...] = ()
-    """In steps."""
+    """Of the groups, in steps."""
     learning_rate: float = 0.0
     """Peak of this step."""
     plan: StepPlan | None = None
     version: PolicyVersion | None = None
     state: CheckpointState | None = None
+    contexts: tuple[int, ...] = ()
+    """How many first tokens of each sample are not trained; empty: none."""
+    rung: int = 0
+    """Of the ladder, for FREE."""
 
 
 def share(command: Command | None, device: "torch.device") -> Command:
@@ -73,16 +80,28 @@ def share(command: Command | None, device: "torch.device") -> Command:
 
 def _write(command: Command) -> bytes:
     plan = None if command.plan is None else wire.encode(command.plan)
-    payloads, lags = list(command.payloads), list(command.lags)
-    fields = (int(command.kind), command.folder, payloads, lags, command.learning_rate, plan)
+    payloads = list(command.payloads)
+    where, batch = (int(command.kind), command.folder), (payloads, command.lags, command.contexts)
+    fields = (*where, *batch, command.learning_rate, plan, command.rung)
     data: bytes = msgpack.packb(fields)
     return data
 
 
 def _read(data: bytes) -> Command:
-    kind, folder, payloads, lags, learning_rate, raw = msgpack.unpackb(data)
+    kind, folder, payloads, lags, contexts, rate, raw, rung = msgpack.unpackb(data)
     plan = None if raw is None else wire.decode(raw, StepPlan)
-    return Command(CommandKind(kind), folder, tuple(payloads), decode_all(payloads), tuple(lags), learning_rate, plan)
+    groups = decode_all(payloads)
+    return Command(
+        CommandKind(kind),
+        folder,
+        tuple(payloads),
+        groups,
+        tuple(lags),
+        rate,
+        plan,
+        contexts=tuple(contexts),
+        rung=int(rung),
+    )
 
 
 def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:

@@ -37,12 +37,14 @@ from services.trainer.rank0.results import Notice, R, Result, StepMade, StepSkip
 from services.trainer.rank0.retention import Retention
 from shared.bus.messages import PolicyRecord, StepReport
 from shared.bus.stores.ledger import ENDED, Ledger, RunState
+from shared.bus.stores.signals import SignalChange
 from shared.bus.streams import JOURNAL
 from shared.errors import WeightsError
 from shared.process.device import DeviceLease
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
 from shared.settings import Settings
+from shared.settings.placement import RUNGS
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ class Driver:
         self._is_new = self._differs = False
         """Whether the step is in no checkpoint, and whether a replay differed."""
         self._filling: asyncio.Task[None] | None = None
+        self.finished = False
+        """After :meth:`run`: whether the run has finished or was stopped for good."""
         self._skipped = 0  # consecutive batches
         self._committed_s, self._commit_s = time.perf_counter(), 0.0
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
@@ -87,10 +91,6 @@ class Driver:
                 error = error.exceptions[0]
             self._mailbox.close(error)
             raise error from None
-
-    async def is_over(self) -> bool:
-        """Whether the run is finished or stopped for good."""
-        return (await self._ledger.status()).state in ENDED
 
     async def _drive(self) -> None:
         storing, exporting = self._task(self._retention.run()), self._task(self._exporter.run())
@@ -109,7 +109,8 @@ class Driver:
                 await self._ask(Command(CommandKind.WAIT), Result)
         self._context.status.state = "stopping"
         await self._checkpoint_new()
-        self._mailbox.command(Command(CommandKind.STOP))
+        self.finished = (await self._ledger.status()).state in ENDED
+        self._mailbox.command(Command(CommandKind.FINISH if self.finished else CommandKind.STOP))
         for task in filter(None, (finding, exporting, self._filling)):
             task.cancel()
         await self._retention.close(max(0.0, seconds_left() - _CLOSE_S))
@@ -160,7 +161,14 @@ class Driver:
         if self._device.is_shared and self._device.held:
             ready = await self._intake.next_batch(self._step, 0.0) if can_train else None
             if ready is None:
+                await self._free_memory()
                 await self._device.release()
+
+    async def _free_memory(self) -> None:
+        chosen, seen = self._settings.placement.rung, self._device.freed
+        rung = chosen if chosen != "auto" else seen if seen >= 0 else RUNGS[-1]
+        freed = await self._ask(Command(CommandKind.FREE, rung=rung), results.Freed)
+        self._context.status.values.update({f"memory_{name}": nbytes for name, nbytes in freed.memory.items()})
 
     async def _next_step(self, can_train: bool) -> None:
         await self._release_device(can_train=can_train)
@@ -177,6 +185,16 @@ class Driver:
                 await self._retention.make_room()
                 await self._checkpoint_new()
             await self._ask(Command(CommandKind.WAIT if self._opening.stranded else CommandKind.IDLE), Result)
+            await self._end_with_the_run()
+
+    async def _end_with_the_run(self) -> None:
+        """Once the run is over, store what is not yet stored; then leave, if asked to."""
+        if (await self._ledger.status()).is_over(self._settings.run.steps):
+            await self._checkpoint_new()
+            stored = self._retention.is_stored
+            self._context.status.values["stored"] = float(stored)
+            if stored and self._settings.internal.leave_when_over:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._context.stop.wait())
@@ -227,6 +245,7 @@ class Driver:
         if not await self._take_device():
             return
         groups = [taken.experience for taken in batch]
+        contexts = tuple(tokens for taken in batch for tokens in taken.contexts)
         self._context.status.state = "working"
         self._branch.revision = self._live.revision  # for the journal
         await self._intake.note_batch(batch)
@@ -235,12 +254,13 @@ class Driver:
                 CommandKind.TRAIN,
                 payloads=tuple(taken.delivery.data for taken in batch),
                 groups=tuple(groups),
-                lags=self._branch.lags(groups, self._step),
+                lags=self._branch.lags(groups, self._step, contexts),
+                contexts=contexts if any(contexts) else (),
                 learning_rate=learning_rate,
                 version=self._branch.next_version(),
             )
         )
-        figures = batch_figures(groups, self._step, self._branch.steps)
+        figures = batch_figures(groups, self._step, self._branch.steps, contexts)
         result = await self._result(Result)
         await self._device.confirm()
         if isinstance(result, StepSkipped):
@@ -268,7 +288,8 @@ class Driver:
         report = StepReport(record.step, record.version, time.time(), figures.samples, metrics, lags)
         self._committed_s = started_s
         deliveries = [taken.delivery for taken in batch]
-        if not await self._branch.commit(record, deliveries, report, made.plan):
+        change = self._intake.take_signals(batch)
+        if not await self._branch.commit(record, deliveries, report, made.plan, change):
             return False
         self._step, self._is_new, self._commit_s = record.step, True, time.perf_counter() - started_s
         await self._intake.release(batch)
@@ -276,6 +297,9 @@ class Driver:
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
         self._context.status.values["memory_peak"] = made.memory.get("memory_bytes", 0.0)
+        for rank, samples in enumerate(made.samples):
+            for sample in samples:
+                self._context.status.memory.note(sample, rank)
         logged = {name: round(metrics[name], 4) for name in _LOGGED}
         log.info("step", extra={"step": record.step, "version": record.version, **logged})
         return True
@@ -319,11 +343,13 @@ class Driver:
         if self._differs or not await self._is_published():
             command = Command(CommandKind.PUBLISH, version=self._branch.next_version())
             published = await self._ask(command, results.Published)
-            record = self._branch.record(self._step, published, {})
-            if await self._branch.commit(record, [], None):
+            record, loaded = self._branch.record(self._step, published, {}), self._opening.loaded
+            if loaded is not None and loaded.state.step != self._step:
+                loaded = None
+            change = SignalChange(whole=loaded.state.signals) if loaded and self._settings.data.curriculum else None
+            if await self._branch.commit(record, [], None, None, change):
                 await self._note_published(record)
-                loaded = self._opening.loaded
-                if loaded is not None and loaded.state.step == self._step:
+                if loaded is not None:
                     await self._retention.note_version(record.version, loaded)
         self._is_ready, self._differs = True, False
         self._context.status.state = "waiting"

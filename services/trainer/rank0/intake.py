@@ -2,8 +2,9 @@
 
 Groups are used in the order of admission, and pending on the bus until their step's commit. Others leave untrained::
 
-    stale       lag over ``max_lag``: dropped, or sent back to the prompts (``on_stale``); with ``on_stale = "wait"`` a
-                step waits for groups admitted before those of its batch
+    stale       every sample is over ``max_lag``: dropped. If some are, these are not trained, or are generated again
+                (``on_stale = "requeue"``), or their first tokens are not trained (``"mask"``). With ``"wait"`` a step
+                waits for groups admitted before those of its batch
     fenced      a token of a revoked version: dropped
     too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
     no_signal   equal rewards with algorithm.dynamic_sampling: dropped, and another is generated in its slot
@@ -22,16 +23,21 @@ import logging
 import time
 from collections import Counter
 
+import numpy as np
+
 from services.trainer.algorithm.advantages import has_signal, shaped_rewards
-from services.trainer.batch.staleness import judge
+from services.trainer.batch.staleness import Granularity, find_contexts, is_fenced
 from services.trainer.metrics import LEFT
+from shared.bus.assembly import part_of_group
 from shared.bus.bus import Bus, Delivery
-from shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose
+from shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose, RolloutGroup
 from shared.bus.stores.ledger import Ledger, Standing
 from shared.bus.stores.live_settings import Live
+from shared.bus.stores.signals import SignalChange, signal
 from shared.bus.streams import EXPERIENCE
 from shared.errors import MessageError
 from shared.settings import Settings
+from shared.settings.rollout import MOST_KEPT
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +47,8 @@ DYNAMIC_SAMPLING_ROUNDS = 10
 _PROMPT_READ_S = 0.2
 _LOOK_S = 0.2
 _ALONE_FROM = 2
+_MOST_DRAWN = 16 * MOST_KEPT
+"""Most tokens that could be drawn at a position, ties included: of a forward pass, every position takes as much memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class Taken:
 
     delivery: Delivery[Experience]
     experience: Experience
+    contexts: tuple[int, ...] = ()
+    """How many first tokens of each sample are not trained, in a batch."""
 
 
 class Intake:
@@ -69,6 +79,7 @@ class Intake:
         self._tried: Taken | None = None
         self._retaken = asyncio.Event()
         self._useless = 0  # groups dropped without signal since the last batch
+        self._without_signal: list[tuple[GroupId, str, float]] = []
         self._full_at_s: float | None = None  # since when a batch waits for earlier groups
 
     @property
@@ -140,6 +151,7 @@ class Intake:
             return
         if self._is_useless(experience):
             self._useless += 1
+            self._without_signal.append((experience.group_id, experience.group.prompt.problem, 0.0))
             await self._drop(delivery, "no_signal", f"all rewards are {float(experience.rewards[0]):g}")
             return
         taken = Taken(delivery, experience)
@@ -161,11 +173,12 @@ class Intake:
         longest = len(group.prompt_token_ids) + max(len(sample.token_ids) for sample in group.samples)
         if self.context_tokens and longest > self.context_tokens:
             raise MessageError(f"expected sequences within the model's {self.context_tokens} tokens, found {longest}")
-        largest = max(
-            int(ids.max()) for ids in (group.prompt_token_ids, *(sample.token_ids for sample in group.samples))
-        )
+        samples = group.samples
+        ids = (group.prompt_token_ids, *(s.token_ids for s in samples), *(s.support_ids for s in samples))
+        largest = max(int(part.max(initial=0)) for part in ids)
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
+        _check_supports(group)
         if self._settings.algorithm.reference_travels and experience.reference_logprobs is None:
             raise MessageError(
                 'expected reference logprobs with algorithm.reference = "reward", found none: start the reward service with '
@@ -179,7 +192,7 @@ class Intake:
             return False
         if self._useless >= DYNAMIC_SAMPLING_ROUNDS * algorithm.groups_per_step:
             return False
-        return not has_signal(shaped_rewards(experience, algorithm, self._settings.sampling.max_new_tokens))
+        return not has_signal(shaped_rewards(experience, algorithm))
 
     def _longest_tokens(self, experience: Experience) -> int:
         together = 2 if self._settings.algorithm.loss == "dpo" else 1
@@ -192,11 +205,11 @@ class Intake:
         while True:
             self._arrived.clear()
             needed = self._settings.algorithm.groups_per_step
-            fresh = await self._sort_out(step) if len(self._held) >= needed else []
+            fresh = await self._sort_out(step) if len(self._held) >= needed else {}
             batch = sorted(fresh)[:needed] if len(fresh) >= needed else []
             if batch and not await self._must_wait(batch[-1]):
                 self._full_at_s = None
-                return [self._held[group_id] for group_id in batch]
+                return [dataclasses.replace(self._held[group_id], contexts=fresh[group_id]) for group_id in batch]
             left_s = deadline_s - time.monotonic()
             try:
                 async with asyncio.timeout(min(left_s, _LOOK_S) if batch else left_s):
@@ -226,6 +239,17 @@ class Intake:
             await self._forget(taken.delivery)
         self._useless = 0
 
+    def take_signals(self, batch: list[Taken]) -> SignalChange | None:
+        """Return the signals of ``batch`` and of the groups dropped without signal since the last call, by group."""
+        dropped, self._without_signal = self._without_signal, []
+        if not self._settings.data.curriculum:
+            return None
+        groups = [taken.experience for taken in batch]
+        made = [
+            (e.group_id, e.group.prompt.problem, signal(shaped_rewards(e, self._settings.algorithm))) for e in groups
+        ]
+        return SignalChange([(problem, value) for _, problem, value in sorted(dropped + made)])
+
     async def discard(self, batch: list[Taken], reason: str, detail: str) -> None:
         """Drop a batch untrained, group by group, so that a crash loses none."""
         for taken in batch:
@@ -237,29 +261,38 @@ class Intake:
         left, self.left = self.left, Counter()
         return left
 
-    async def _sort_out(self, step: int) -> list[GroupId]:
-        revoked = await self._ledger.revoked()
-        max_lag = self._settings.algorithm.max_lag
-        fresh: list[GroupId] = []
+    async def _sort_out(self, step: int) -> dict[GroupId, tuple[int, ...]]:
+        """Return the contexts of the groups that can be trained; the others leave."""
+        revoked, algorithm = await self._ledger.revoked(), self._settings.algorithm
+        whole: Granularity = "group" if algorithm.compares_whole_samples else "sample"
+        how: Granularity = "mask" if algorithm.on_stale == "mask" else whole
+        fresh: dict[GroupId, tuple[int, ...]] = {}
         for group_id, taken in list(self._held.items()):
-            group = taken.experience.group
-            verdict = judge(group, step, self._steps_of_versions, revoked, max_lag)
-            if verdict == "fresh":
-                fresh.append(group_id)
+            group, detail = taken.experience.group, f"oldest version {taken.experience.group.oldest_version}"
+            contexts = find_contexts(group, step, self._steps_of_versions, algorithm.max_lag, how)
+            if is_fenced(group, revoked):
+                leave = self._drop(taken.delivery, "fenced", f"{detail} at step {step}")
+            elif any(contexts) and algorithm.on_stale == "requeue":
+                leave = self._requeue(taken, step)
+            elif contexts == tuple(len(sample.token_ids) for sample in group.samples):
+                leave = self._drop(taken.delivery, "stale", f"{detail} at step {step}")
+            else:
+                fresh[group_id] = contexts
                 continue
             del self._held[group_id]
-            if verdict == "stale" and self._settings.algorithm.on_stale == "requeue":
-                await self._requeue(taken)
-            else:
-                await self._drop(taken.delivery, verdict, f"oldest version {group.oldest_version} at step {step}")
+            await leave
         return fresh
 
-    async def _requeue(self, taken: Taken) -> None:
-        prompt = taken.experience.group.prompt
+    async def _requeue(self, taken: Taken, step: int) -> None:
+        """Have the stale samples generated again; the others wait for them."""
+        group, max_lag = taken.experience.group, self._settings.algorithm.max_lag
         newest = max(self._steps_of_versions, default=PolicyVersion(0))
-        again = dataclasses.replace(prompt, requeues=prompt.requeues + 1, min_version=newest)
+        prompt = dataclasses.replace(group.prompt, requeues=group.prompt.requeues + 1, min_version=newest)
+        stale = find_contexts(group, step, self._steps_of_versions, max_lag, "sample")
+        whole = len(group.samples) == prompt.sampling.samples
+        kept = [part_of_group(group, place) if whole and not tokens else b"" for place, tokens in enumerate(stale)]
         self._count("requeued")
-        await self._bus.requeue(taken.delivery, again)
+        await self._bus.requeue(taken.delivery, prompt, kept)
 
     async def _drop(self, delivery: Delivery[Experience], reason: str, detail: str) -> None:
         self._count(reason)
@@ -280,6 +313,17 @@ class Intake:
         log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
         await self._bus.bury(delivery, reason)
         await self._bus.forget(delivery)
+
+
+def _check_supports(group: RolloutGroup) -> None:
+    if group.prompt.sampling.top_k and not all(len(sample.support_sizes) for sample in group.samples):
+        raise MessageError("expected the tokens that could be drawn with each sample of truncated sampling, found none")
+    most = max(int(np.abs(sample.support_sizes.astype(np.int64)).max(initial=0)) for sample in group.samples)
+    if most > _MOST_DRAWN:
+        raise MessageError(
+            f"expected at most {_MOST_DRAWN} tokens that could be drawn at a position, for which the trainer has memory, found "
+            f"{most}: so many are as probable as the last that sampling.top_k keeps; lower it, or turn truncation off"
+        )
 
 
 def _check_standing(experience: Experience, standing: Standing) -> None:

@@ -1,9 +1,5 @@
-"""The two queues between rank 0's event loop and its training thread.
-
-::
-
-    event loop (``driver``)  ──  Command  ──▶  training thread (``services.trainer.loop``)
-                             ◀──  Result  ──   one for each command but STOP; notices beside them
+"""The two queues between rank 0's event loop (``driver``) and its training thread (``services.trainer.loop``): a
+command in, one result for each but STOP out, with notices beside them.
 
 A side's error is raised by the other: in the loop at once, in training at its next command.
 """
@@ -24,7 +20,6 @@ class Mailbox:
         self._results: asyncio.Queue[Result | Notice | BaseException] = asyncio.Queue()
 
     def receive(self) -> Command | None:
-        """Wait for the next command; raise the driver's error."""
         command = self._commands.get()
         if isinstance(command, Exception):
             raise command
@@ -35,18 +30,15 @@ class Mailbox:
         self._loop.call_soon_threadsafe(self._results.put_nowait, result)
 
     def command(self, command: Command) -> None:
-        """Have every rank execute ``command``."""
         self._commands.put(command)
 
     async def result(self) -> Result | Notice:
-        """Wait for a result or notice; raise training's error."""
         result = await self._results.get()
         if isinstance(result, BaseException):
             raise result
         return result
 
     def close(self, error: BaseException) -> None:
-        """Have the training thread raise the driver's error."""
         self._commands.put(error if isinstance(error, Exception) else RuntimeError("rank 0's driver was cancelled"))
 
 

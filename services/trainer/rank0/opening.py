@@ -5,15 +5,18 @@
     take the epoch ──▶ find the state to continue from (``resume``) ──▶ LOAD the checkpoint ──▶ REPLAY journal steps
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
+from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.commands import Command, CommandKind, decode_all
 from services.trainer.rank0.resume import find_resume, may_load
 from services.trainer.rank0.retention import Retention
 from shared.bus.stores.ledger import JournalEntry, Ledger
+from shared.errors import SettingsError
 from shared.process.service import Context
 from shared.process.telemetry import tell
 
@@ -53,17 +56,26 @@ class Opening:
         if self.stranded:
             return []
         await self._retention.note_start(resume)
-        load = (
-            [Command(CommandKind.LOAD, folder=str(resume.checkpoint.folder))] if resume.checkpoint is not None else []
-        )
+        first = resume.checkpoint or await self._start()
+        load = [] if first is None else [Command(CommandKind.LOAD, folder=str(first.folder))]
         return [*load, *replay]
+
+    async def _start(self) -> Checkpoint | None:
+        """Return the checkpoint of another run with which this one begins (``penstock up --from``), if any."""
+        folder = self._context.settings.run_folder / local_store.START
+        if not folder.exists():
+            return None
+        if reason := await asyncio.to_thread(local_store.damage, folder):
+            raise SettingsError(f"the checkpoint {folder} is damaged ({reason}): put an intact copy in its place")
+        return local_store.read(folder)
 
     async def _replayed(self, entries: Sequence[JournalEntry]) -> Command:
         payloads = tuple(entry.data for entry in entries)
         groups = decode_all(payloads)
         settings = await self._context.live.at(entries[0].settings_revision)
-        lags = self._branch.lags(groups, entries[0].step - 1)
-        return Command(CommandKind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate, entries[0].plan)
+        plan = entries[0].plan
+        lags = self._branch.lags(groups, entries[0].step - 1, plan.contexts if plan is not None else ())
+        return Command(CommandKind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate, plan)
 
     async def _warn(self) -> None:
         algorithm = self._context.settings.algorithm

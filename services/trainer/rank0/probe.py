@@ -1,8 +1,7 @@
 """A few fixed sequences whose logprobs are published with a version, for replicas to verify their weights.
 
-Token ids are random, from ``run.seed``; with windowed attention, one sequence exceeds a window by ``PAST_WINDOW``,
-up to the context and ``MOST_TOKENS``. The trainer scores them at temperature 1; rounding and kernels cause gaps of some
-thousandths of a nat.
+Token ids are random, from ``run.seed``; with windowed attention, one sequence exceeds a window by ``PAST_WINDOW``, up
+to the context and ``MOST_TOKENS``.
 """
 
 import logging

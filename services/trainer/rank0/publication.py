@@ -5,9 +5,9 @@
     step ─▶ fill the snapshot that is not served ─▶ offer it ─▶ commit (driver) ─▶ replicas ask for exactly this version
                A ◀─── versions 0, 2, 4, …    B ◀─── versions 1, 3, 5, …
 
-Two flat snapshots on the device alternate, without locks: a pull that overlaps an overwrite fails on its checksums. A
-version is offered before its commit, when replicas learn of it. Adapters alone (``Settings.publishes_adapters``) go by
-file.
+Two flat snapshots on the device alternate, without locks: a pull that overlaps an overwrite fails on its checksums. On
+a shared device there is one. A version is offered before its commit, when replicas learn of it. Adapters alone
+(``Settings.publishes_adapters``) go by file.
 """
 
 import logging
@@ -63,13 +63,25 @@ class Publication:
         written = write_snapshot(folder, version, step, engine.tensors(), self._dtype)
         return Whereabouts(written.digest, str(written.location), "")
 
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        """Memory of the snapshots."""
+        return [bucket for snapshot in (self._spare, self._offered) if snapshot for bucket in snapshot.buckets]
+
     def _offer(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
         source = self._source or self._open()
         snapshot = self._spare or FlatSnapshot(self._layout(engine), engine.device)
         header = snapshot.fill(engine.tensors(), version, step)
         source.offer(snapshot)
-        self._spare, self._offered = self._offered, snapshot
+        # On a shared device no replica pulls while the trainer holds it, so one snapshot is enough.
+        self._spare, self._offered = snapshot if self._settings.shared_devices else self._offered, snapshot
         return Whereabouts(header.digest, "", source.address)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the snapshots."""
+        snapshots = {id(snapshot): snapshot for snapshot in (self._spare, self._offered) if snapshot is not None}
+        return sum(bucket.nbytes for snapshot in snapshots.values() for bucket in snapshot.buckets)
 
     def _open(self) -> WeightSource:
         weights = self._settings.weights

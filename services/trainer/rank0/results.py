@@ -1,12 +1,12 @@
 """Answers of the training thread: a result per command except STOP, and notices."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from services.trainer.checkpoint.local_store import Checkpoint
-from shared.bus.messages import Probe, StepPlan
+from shared.bus.messages import MemorySample, Probe, StepPlan
 
 R = TypeVar("R", bound="Result")
 
@@ -59,6 +59,8 @@ class StepMade(Result):
     seconds: Mapping[str, float]
     """By phase, since the previous step."""
     memory: Mapping[str, float]
+    samples: Sequence[Sequence[MemorySample]]
+    """Of the memory timeline, by rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +69,13 @@ class StepSkipped(Result):
 
     reason: str
     touched: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Freed(Result):
+    """Memory is free down to a rung; ``memory``: bytes by component when resident."""
+
+    memory: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

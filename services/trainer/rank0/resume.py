@@ -46,8 +46,6 @@ _PAUSED_BEFORE = "; the run was paused before: "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resume:
-    """From where to continue."""
-
     checkpoint: Checkpoint | None
     journal: Journal
     status: RunStatus
@@ -61,11 +59,7 @@ class Resume:
 async def find_resume(
     bus: Bus, ledger: Ledger, live: Live, settings: Settings, store: CheckpointStore | None = None
 ) -> Resume:
-    """Return from where the run continues; restores a lost ledger.
-
-    Raises:
-        SettingsError: no checkpoint is intact and the journal is incomplete, or object storage denies access.
-    """
+    """Return from where the run continues; restores a lost ledger."""
     root = settings.run_folder / "checkpoints"
     known = await ledger.is_known()
     revoked = await ledger.revoked()
@@ -242,7 +236,8 @@ async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint,
     noted = noted_version(folder)
     newest_version = noted if noted >= state.version else PolicyVersion(state.version + _UNKNOWN_VERSIONS)
     position = state.cursor if state.position is None else state.position
-    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts)
+    gpu_time = (state.gpu_s, state.gpu_until_s)
+    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts, gpu_time)
     await live.restore(state.settings_revision, state.live_values)
     detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)

@@ -26,6 +26,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
+from shared.bus.stores.signals import read_signals
 from shared.errors import StoreError
 from shared.process.telemetry import tell
 from shared.settings import Settings
@@ -74,6 +75,9 @@ class Retention:
             zero_stage=self._trainer.zero_stage,
             settings_revision=live.revision,
             live_values={} if revision is None else revision.values,
+            signals=await read_signals(self._bus),
+            gpu_s=status.gpu_s,
+            gpu_until_s=status.gpu_until_s,
         )
 
     async def note(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
@@ -123,6 +127,11 @@ class Retention:
         if store is not None and self._uploader is not None:
             copy = functools.partial(in_thread, functools.partial(store.put_folder, folder))
             self._uploader.add(Upload(folder.name, folder, copy, folder.is_dir))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether nothing waits to be copied."""
+        return self._uploader is None or self._uploader.is_idle
 
     async def make_room(self) -> None:
         """Release the journal covered by the newest counting checkpoint: the bus is full."""

@@ -1,7 +1,5 @@
 """The first module whose output differs from the unmodified model's.
 
-Modules with one hidden state per token are compared in finishing order.
-
 Shapes: ``T`` tokens of the row, ``D`` a module's outputs.
 """
 

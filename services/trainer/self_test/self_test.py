@@ -92,8 +92,6 @@ _BROKEN = Gap(math.inf, math.inf, math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """Result of a passed self-test."""
-
     of: str
     packing: str
     reason: str
@@ -104,7 +102,6 @@ class SelfTestResult:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Its numbers by name, for a log."""
         widened = {} if self.widened is None else dataclasses.asdict(self.widened)
         numbers = {**dataclasses.asdict(self.gap), **{f"widened_{name}": value for name, value in widened.items()}}
         return numbers | {"seconds": round(self.seconds, 3)}
@@ -124,10 +121,8 @@ class _Numbers:
 
 
 def run(policy: Subject, packing: Packing, seed: int = 0) -> SelfTestResult:
-    """Compare a policy or critic, in training mode, with the unmodified model; choose the packing.
-
-    Raises:
-        SettingsError: no allowed packing passes, or transformers cannot run the model.
+    """Compare a policy or critic, in training mode, with the unmodified model; choose the packing. Raises
+    SettingsError: no allowed packing passes, or transformers cannot run the model.
     """
     began = time.perf_counter()
     with _undisturbed(policy):
@@ -289,7 +284,6 @@ def draw(model: Any, device: torch.device, seed: int) -> list[PackedRow]:
 
 
 def windows(config: Any) -> list[int]:
-    """Return a configuration's windows and chunk lengths, in tokens."""
     values = (getattr(config.get_text_config(), name, None) for name in _WINDOWS)
     return [window for window in values if isinstance(window, int) and window > 0]
 

@@ -18,7 +18,6 @@ from shared.model.plain_model import eager_attention
 
 @contextlib.contextmanager
 def unmodified(model: Any) -> Iterator[None]:
-    """Run ``model`` within the block as transformers does, in evaluation mode."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -31,7 +30,6 @@ def unmodified(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Switch off dropout layers, including adapters', within the block."""
     dropouts = [
         inner for inner in module.modules() if isinstance(inner, nn.modules.dropout._DropoutNd) and inner.training
     ]
@@ -45,12 +43,11 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 def sequences(row: PackedRow) -> list[Int64Array]:
-    """Return the token ids of each prompt with one of its completions."""
     return [np.concatenate((row.prompt_token_ids, sample.token_ids)).astype(np.int64) for sample in row.samples]
 
 
 def logprobs(model: Any, rows: Sequence[PackedRow], device: torch.device) -> Tensor:
-    """Return the logprobs of the rows' completions, one sequence at a time (N, float32, nats)."""
+    """One sequence at a time (N, float32, nats)."""
     parts = list[Tensor]()
     for row in rows:
         for ids in sequences(row):

@@ -14,29 +14,23 @@ from shared.text.terminal import escaped
 
 
 def say(text: str) -> None:
-    """Print text."""
     print(escaped(redacted(text)), flush=True)  # noqa: T201
 
 
 def warn(text: str) -> None:
-    """Print text to standard error."""
     print(escaped(redacted(text)), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def say_json(value: object, indent: int | None = 2) -> None:
-    """Print JSON."""
     say(json.dumps(value, indent=indent))
 
 
 def show(renderable: RenderableType) -> None:
-    """Print a rich renderable."""
     Console().print(Escaped(renderable))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Escaped:
-    """A renderable with escaped text."""
-
     inside: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

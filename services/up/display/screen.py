@@ -25,8 +25,6 @@ _MESSAGES = 4
 
 
 class Screen(Protocol):
-    """Display of a run."""
-
     def __enter__(self) -> "Screen":
         """Start."""
 
@@ -43,7 +41,6 @@ class Screen(Protocol):
 
 
 def open_screen(title: str) -> Screen:
-    """Return a live screen at a terminal, else plain lines."""
     console = Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveScreen(title, console)
@@ -51,8 +48,6 @@ def open_screen(title: str) -> Screen:
 
 
 class LiveScreen:
-    """Redraws in place."""
-
     def __init__(self, title: str, console: Console) -> None:
         self._title = title
         self._messages: deque[str] = deque(maxlen=_MESSAGES)
@@ -71,12 +66,10 @@ class LiveScreen:
             self._live.stop()
 
     def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
-        """Redraw."""
         self._run, self._rows = run, rows
         self._draw()
 
     def tell(self, text: str) -> None:
-        """Add a line below."""
         self._messages.append(f"{_now()}  {escaped_line(text)}")
         self._draw()
 
@@ -108,7 +101,6 @@ class PlainDisplay:
         pass
 
     def show(self, run: RunView | None, rows: Sequence[view.ViewRow]) -> None:
-        """Print a line if there is news."""
         if run is None:
             return
         self._say_notices(run.notices)
@@ -130,7 +122,6 @@ class PlainDisplay:
             self.tell(view.notice_line(notice))
 
     def tell(self, text: str) -> None:
-        """Print one line."""
         with _reader_may_be_gone():
             say(f"{_now()} {escaped_line(text)}")
 

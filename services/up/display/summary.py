@@ -4,8 +4,9 @@ import json
 import tomllib
 from pathlib import Path
 
-from services.plan.measured import advice, mean_metrics
+from services.plan.measured import mean_metrics
 from services.up.display import view
+from shared.advice import advice
 from shared.settings import SETTINGS_FILE
 
 
@@ -27,6 +28,8 @@ def _figures(summary: dict[str, object]) -> str:
         lines.append(f"held-out accuracy   {before:.3f} → {after:.3f}")
     lines.append(f"training time       {view.duration(_number(summary, 'training_s'))}")
     lines.append(f"samples/s           {view.number(_number(summary, 'samples_per_s'), 0)}")
+    if gpu_hours := _number(summary, "gpu_hours"):
+        lines.append(f"GPU-hours           {view.number(gpu_hours, 1)}")
     return "\n".join(lines)
 
 

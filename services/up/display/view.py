@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from services.client.views import READY_STATES, Evaluation, EventView, Notice, ReplicaView, RunView
-from services.plan.measured import advice
 from shared.text.terminal import escaped
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -65,8 +64,7 @@ def row_of(replica: ReplicaView) -> ViewRow:
 
 def screen(title: str, run: RunView | None, rows: Sequence[ViewRow], messages: Sequence[str] = ()) -> RenderableType:
     """Return the whole screen, at least 60 columns wide."""
-    replicas = sum(row.name.startswith("rollout-") for row in rows)
-    parts: list[RenderableType] = [_facts(run, replicas) if run is not None else Text("starting …", style="cyan")]
+    parts: list[RenderableType] = [_facts(run) if run is not None else Text("starting …", style="cyan")]
     if run is not None and run.notices:
         parts += [Text(), *(_notice(notice) for notice in run.notices)]
     if rows:
@@ -85,7 +83,7 @@ def notice_line(notice: Notice) -> str:
     return f"{notice.level}: {notice.text}"
 
 
-def _facts(run: RunView, replicas: int) -> RenderableType:
+def _facts(run: RunView) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True, min_width=9)
     facts.add_column(no_wrap=True, overflow="ellipsis")
@@ -96,8 +94,8 @@ def _facts(run: RunView, replicas: int) -> RenderableType:
     facts.add_row("in flight", _flight(run))
     facts.add_row("speed", _speed(run))
     facts.add_row("streams", _streams(run))
-    if bound := advice(run.last, replicas):
-        facts.add_row("bound", bound)
+    if run.bound:
+        facts.add_row("bound", run.bound)
     for part, outcome in run.self_tests.items():
         facts.add_row("self-test", f"{part}: {outcome}")
     return facts
@@ -151,7 +149,8 @@ def _flight(run: RunView) -> Text:
 
 def _speed(run: RunView) -> Text:
     line = f"{number(run.tokens_per_s, 0)} tokens/s  {number(last(run, 'samples_per_s'), 0)} samples/s"
-    return Text(f"{line}  for {duration(run.training_s)}")
+    gpu_hours = f"  {number(run.gpu_hours, 1)} GPU-hours" if run.gpu_hours else ""
+    return Text(f"{line}  for {duration(run.training_s)}{gpu_hours}")
 
 
 def _streams(run: RunView) -> Text:

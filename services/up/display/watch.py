@@ -18,8 +18,6 @@ POLL_S = 1.0
 
 @dataclasses.dataclass(slots=True)
 class RunSnapshot:
-    """The coordinator's last answer; None before the first."""
-
     run: RunView | None = None
     replicas: dict[str, ReplicaView] = dataclasses.field(default_factory=dict)
     at_s: float = 0.0
@@ -27,8 +25,6 @@ class RunSnapshot:
 
 
 class Watch:
-    """Poll the coordinator of one run folder."""
-
     def __init__(self, run_folder: Path, tell: Callable[[str], None], token: str = "") -> None:
         self.seen = RunSnapshot()
         self._tell = tell
@@ -41,7 +37,6 @@ class Watch:
         self._coordinator: AsyncCoordinator | None = None
 
     async def run(self, on_news: Callable[[RunSnapshot], None]) -> None:
-        """Poll until cancelled; call ``on_news`` after each answer."""
         try:
             while True:
                 if await self.ask():
@@ -51,7 +46,6 @@ class Watch:
             await self._forget()
 
     async def ask(self) -> bool:
-        """Poll once; return whether there was an answer."""
         async with self._asking:
             try:
                 coordinator = self._find()
@@ -66,7 +60,6 @@ class Watch:
             return True
 
     async def finished(self) -> bool:
-        """Return whether the run has no steps left."""
         await self.ask()
         run = self.seen.run
         return run is not None and (run.ended or 0 < run.steps <= run.step)

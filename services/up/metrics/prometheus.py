@@ -22,11 +22,6 @@ _EVALUATE_EVERY = "5s"
 
 
 def find_program() -> str:
-    """Return the path of Prometheus.
-
-    Raises:
-        SettingsError: it is not installed.
-    """
     program = shutil.which("prometheus")
     if program is None:
         raise SettingsError(
@@ -37,11 +32,6 @@ def find_program() -> str:
 
 
 def plan(settings: Settings, run_folder: Path, environment: Mapping[str, str]) -> ProcessPlan:
-    """Write the configuration; return the process.
-
-    Raises:
-        SettingsError: not installed.
-    """
     program, folder = find_program(), run_folder / "prometheus"
     folder.mkdir(exist_ok=True)
     config = folder / "prometheus.yml"
@@ -63,7 +53,6 @@ def plan(settings: Settings, run_folder: Path, environment: Mapping[str, str]) -
 
 
 def configuration(run_folder: Path) -> dict[str, object]:
-    """Return Prometheus' configuration: targets and alert rules."""
     return {
         "global": {"scrape_interval": _SCRAPE_EVERY, "evaluation_interval": _EVALUATE_EVERY},
         "rule_files": [str(rules) for rules in sorted(RULES.glob("*.yaml"))],
@@ -84,6 +73,5 @@ def _free_port(port: int) -> int:
 
 
 def url(process: ProcessPlan) -> str:
-    """Return the URL of its pages."""
     assert process.address is not None
     return f"http://{process.address[0]}:{process.address[1]}"

@@ -1,9 +1,7 @@
-"""Prometheus targets of a run: ``runs/.metrics/<run id>.json``, in file_sd format.
+"""Prometheus targets of a run: ``runs/.metrics/<run id>.json``, in file_sd format (docs/operations.md, "Watch").
 
-Outside the run folders, because file_sd allows patterns in a path's last part only.
-
-Labels are ``run``, ``service`` and ``instance`` (the replica's name), as in the chart's PodMonitor, so that dashboards
-and alerts work in both. A replica that disappears stays, for alerts; a drained one does not.
+Outside the run folders, because file_sd allows patterns in a path's last part only. A replica that disappears stays,
+for alerts; a drained one does not.
 """
 
 import contextlib
@@ -18,13 +16,10 @@ from shared.files.durable import Kept
 
 
 def targets_file(run_folder: Path) -> Path:
-    """Return the targets file of a run."""
     return run_folder.parent / ".metrics" / f"{run_folder.name}.json"
 
 
 class Targets:
-    """One run's metrics addresses, written on change."""
-
     def __init__(
         self, run_folder: Path, run_id: str, plans: Sequence[ProcessPlan], tell: Callable[[str], None]
     ) -> None:
@@ -43,7 +38,6 @@ class Targets:
         self._write()
 
     def update(self, replicas: Iterable[ReplicaView]) -> None:
-        """Add the heartbeats' addresses, and remove drained replicas."""
         there = {replica.replica: replica for replica in replicas}
         told = {name: (replica.service, replica.address) for name, replica in there.items() if replica.address}
         left = self._leaving - set(there)
@@ -61,5 +55,4 @@ class Targets:
         self._file.write(json.dumps(groups, indent=2) + "\n")
 
     async def run(self) -> None:
-        """Retry failed writes until cancelled."""
         await self._file.run()

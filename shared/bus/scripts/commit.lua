@@ -3,10 +3,12 @@
 -- published. Without entries, publish a version of the already committed step (the initial policy, or a resumed
 -- trainer's weights).
 -- KEYS: run experience journal policies policy_states published steps counts audit marks generating rollouts trained
+-- KEYS: signals
 -- ARGV: epoch commit_id step version parent record report group audit_entries report_entries now_s
--- ARGV: revision plan entries...
+-- ARGV: revision plan change rate entries...
 -- The parent must be the tip: the newest version, or a rollback's target. A mark of each version keeps the number of
--- trained groups and the dataset place of the first untrained prompt.
+-- trained groups and the dataset place of the first untrained prompt. `change`, if any, is of the problems' signals: each
+-- group's moves its problem's by `rate` towards it (the first one is it), or all are replaced (`shared/bus/stores/signals.py`).
 -- Returns 'ok', or 'fenced' (another trainer started), 'diverged:<step>' (the ledger is at another step),
 -- 'missing:<entry>' (no longer ours).
 local state = redis.call('HMGET', run, 'trainer_epoch', 'step', 'newest_version', 'last_commit', 'tip', 'cursor', 'shift')
@@ -48,6 +50,19 @@ if #entries > 0 then
   redis.call('HINCRBY', counts, 'trained', #entries)
   redis.call('HSET', run, 'last_commit_s', now_s)
   redis.call('XADD', steps, 'MAXLEN', '~', report_entries, '*', 'id', step, 'data', report)
+end
+if change ~= '' then
+  local parts = cjson.decode(change)
+  if parts.whole ~= cjson.null then
+    redis.call('DEL', signals)
+    for _, pair in ipairs(parts.whole) do
+      redis.call('HSET', signals, pair[1], pair[2])
+    end
+  end
+  for _, pair in ipairs(parts.groups) do
+    local before = tonumber(redis.call('HGET', signals, pair[1]) or pair[2])
+    redis.call('HSET', signals, pair[1], string.format('%.17g', before + tonumber(rate) * (pair[2] - before)))
+  end
 end
 redis.call('HSET', run, 'step', step, 'newest_version', version, 'tip', version, 'last_commit', commit_id)
 redis.call('HSET', policies, version, record)

@@ -3,19 +3,19 @@
 -- KEYS: devices...
 -- ARGV: process ttl_ms
 -- Returns {the term, or 0 if the process does not hold every device; the rung at which they are asked back, or -1;
--- milliseconds that the longest last switch to generation took; the highest rung of the last releases on request}.
+-- milliseconds that the longest last switch to generation took; the highest rung of the last releases on request, or -1}.
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local term, rung, switch_ms, freed = 0, -1, 0, 0
+local term, rung, switch_ms, freed = 0, -1, 0, -1
 for _, device in ipairs(devices) do
   local held = redis.call('HMGET', device, 'process', 'term', 'rung', 'switch_ms', 'freed')
   if held[1] ~= process then
-    return {0, -1, 0, 0}
+    return {0, -1, 0, -1}
   end
   term = tonumber(held[2])
   rung = math.max(rung, tonumber(held[3] or '-1'))
   switch_ms = math.max(switch_ms, tonumber(held[4] or '0'))
-  freed = math.max(freed, tonumber(held[5] or '0'))
+  freed = math.max(freed, tonumber(held[5] or '-1'))
 end
 for _, device in ipairs(devices) do
   redis.call('HSET', device, 'until_ms', string.format('%.0f', now_ms + tonumber(ttl_ms)))

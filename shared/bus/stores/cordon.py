@@ -1,12 +1,7 @@
-"""Whether a replica takes new work.
+"""Whether a replica takes new work: a word on the bus, read with every heartbeat.
 
-::
-
-    (none) ──▶ cordoned   takes nothing new, finishes what it holds, stays; back by uncordon
-           └─▶ draining   the same, and then leaves in order, exit 0
-
-The word is a key on the bus, read with every heartbeat. After that, a blocking read may still bring entries for one
-second. A process that reuses the name of a drained replica starts without it.
+After that, a blocking read may still bring entries for one second. A process that reuses the name of a drained replica
+starts without it.
 """
 
 import asyncio
@@ -27,11 +22,7 @@ class Word(StrEnum):
 
 
 class Cordon:
-    """One replica's side.
-
-    Args:
-        leave: called once, when it should leave.
-    """
+    """One replica's side. ``leave``: called once, when it should leave."""
 
     def __init__(self, bus: Bus, replica: str, leave: Callable[[], None]) -> None:
         self._bus = bus

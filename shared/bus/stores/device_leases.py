@@ -25,8 +25,6 @@ Phase = Literal["train", "generate"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """Devices requested by one process."""
-
     replica: str
     process: str
     phase: Phase
@@ -44,8 +42,6 @@ class DeviceRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grant:
-    """The present holder of one device."""
-
     replica: str
     process: str
     phase: Phase
@@ -56,21 +52,17 @@ class Grant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Renewal:
-    """A process's standing on its devices."""
-
     term: int
     """0: it does not hold them."""
     rung: int
     switch_s: float
     """Longest last switch of these devices to generation."""
     freed: int
-    """Highest rung at which they were last released on request."""
+    """Highest rung at which they were last released on request, or -1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceLook:
-    """All devices and requests at one moment."""
-
     grants: tuple[Grant | None, ...]
     requests: tuple[DeviceRequest, ...]
 
@@ -104,7 +96,6 @@ async def grant_devices(bus: Bus, leader_term: int, request: DeviceRequest, ttl_
 
 
 async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: float) -> Renewal:
-    """Renew a grant, or learn of it."""
     term, rung, switch_ms, freed = await bus.script(
         "renew_devices", process=process, ttl_ms=round(ttl_s * 1000), devices=_keys(devices)
     )

@@ -36,8 +36,6 @@ GATE = key("gate", "hash", "the run's", "version whose accuracy fell → what wa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationRequest:
-    """How an evaluation uses a set."""
-
     set: str
     problems: int
     samples: int
@@ -47,8 +45,6 @@ class EvaluationRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """The current evaluation, problems numbered across sets."""
-
     version: PolicyVersion
     step: int
     sets: tuple[EvaluationRequest, ...]
@@ -58,11 +54,9 @@ class Description:
 
     @property
     def problems(self) -> int:
-        """Return the number of problems."""
         return sum(asked.problems for asked in self.sets)
 
     def set_of(self, problem: int) -> EvaluationRequest:
-        """Return a problem's set."""
         for asked in self.sets:
             if problem < asked.problems:
                 return asked
@@ -72,8 +66,6 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Holding:
-    """The version under evaluation."""
-
     version: PolicyVersion
     replicas: tuple[str, ...]
     """Replicas that keep it; empty: all."""
@@ -84,15 +76,12 @@ class Holding:
         return not self.replicas or replica in self.replicas
 
     def encode(self) -> str:
-        """Encode it for the bus."""
         return json.dumps(dataclasses.asdict(self))
 
 
 async def start(bus: Bus, description: Description, to_hold: Holding, prompts: Sequence[Prompt]) -> bool:
-    """Begin; False if one is under way, the version was evaluated, or a newer one is the head.
-
-    Raises:
-        BusFull: the server has no memory for it.
+    """Begin; False if one is under way, the version was evaluated, or a newer one is the head. Raises BusFull: the
+    server has no memory for it.
     """
     started = await bus.script(
         "start_evaluation", version=description.version, description=json.dumps(dataclasses.asdict(description)),
@@ -102,13 +91,11 @@ async def start(bus: Bus, description: Description, to_hold: Holding, prompts: S
 
 
 async def under_way(bus: Bus) -> Description | None:
-    """Return the current evaluation."""
     text = await bus.hget(EVALUATION, "description")
     return None if text is None else _description(json.loads(text))
 
 
 async def holding(bus: Bus) -> Holding | None:
-    """Return the current holding."""
     text = await bus.hget(EVALUATION, "holding")
     if text is None:
         return None
@@ -132,12 +119,10 @@ async def keep_answer(bus: Bus, problem: int, correct: int) -> None:
 
 
 async def answers(bus: Bus) -> dict[int, int]:
-    """Return problem → correct completions."""
     return {int(problem): int(correct) for problem, correct in (await bus.hgetall(EVALUATION_ANSWERS)).items()}
 
 
 async def answered(bus: Bus) -> int:
-    """Return the number of answered problems."""
     return int(await bus.ask("HLEN", EVALUATION_ANSWERS))
 
 
@@ -149,22 +134,18 @@ async def end(bus: Bus, version: PolicyVersion, evaluations: Sequence[dict[str, 
 
 
 async def results(bus: Bus) -> dict[bytes, bytes]:
-    """Return version → results (JSON)."""
     return await bus.hgetall(EVALUATIONS)
 
 
 async def evaluated(bus: Bus) -> int:
-    """Return the number of evaluated versions."""
     return int(await bus.ask("HLEN", EVALUATIONS))
 
 
 async def note_decision(bus: Bus, version: PolicyVersion, action: str) -> None:
-    """Note the gate's reaction to a version."""
     await bus.write(GATE, "HSET", str(version), action)
 
 
 async def decisions(bus: Bus) -> dict[PolicyVersion, str]:
-    """Return the gate's reactions, by version."""
     return {PolicyVersion(int(version)): action.decode() for version, action in (await bus.hgetall(GATE)).items()}
 
 

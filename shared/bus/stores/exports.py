@@ -1,12 +1,5 @@
 """Exports: ordered by the coordinator, made by the trainer.
 
-::
-
-    coordinator                                       trainer, rank 0
-    place(7, version 40) ──────────▶ orders() ──▶ take(7, me) ──▶ a separate process writes the folder
-    look(7)              ◀───────────────────────── answer(7, me, …)
-    withdraw(7)          ──────────▶ an order that is gone, or that another trainer took, is given up
-
 An order, numbered by its operation, stays until withdrawn, so another trainer can take over; only the last taker may
 answer.
 """
@@ -29,8 +22,6 @@ EXPORTS = key("exports", "hash", "until withdrawn", "number → a requested expo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportResult:
-    """Result of an order."""
-
     done: bool
     detail: str
     """Source, or reason for failure."""
@@ -40,8 +31,6 @@ class ExportResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """A version requested in Hugging Face form."""
-
     number: int
     version: PolicyVersion
     adapter: bool
@@ -52,7 +41,6 @@ class ExportRequest:
 
 
 def export_folder(settings: Settings, version: PolicyVersion, *, adapter: bool = False) -> Path:
-    """Return the default folder of an export."""
     return settings.run_folder / "exports" / f"v{version:06d}{'-adapter' if adapter else ''}"
 
 
@@ -63,8 +51,6 @@ def check_free(folder: Path) -> None:
 
 
 class Exports:
-    """The orders of a run."""
-
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
@@ -79,11 +65,9 @@ class Exports:
         await self._bus.write(EXPORTS, "HDEL", *fields)
 
     async def look(self, number: int) -> ExportRequest | None:
-        """Return an order."""
         return next((order for order in await self.orders() if order.number == number), None)
 
     async def orders(self) -> list[ExportRequest]:
-        """Return every order, oldest first."""
         raw = await self._bus.hgetall(EXPORTS)
         fields = {name.decode(errors="replace"): text.decode(errors="replace") for name, text in raw.items()}
         numbers = sorted(int(name) for name in fields if name.isascii() and name.isdigit())

@@ -64,6 +64,8 @@ class Heartbeat:
     starts: int = 1
     """Processes under this name in this run."""
     failures: tuple[PartFailure, ...] = ()
+    gpus: tuple[str, ...] = ()
+    """GPUs that it holds, by number on its host; those of other hosts of the same replica are ``host:number``."""
 
 
 async def beat_once(bus: Bus, beat: Heartbeat, heartbeat_s: float) -> None:

@@ -24,6 +24,7 @@ from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, RUN, key
 from shared.bus.lua import Argument
 from shared.bus.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
 from shared.bus.stores.policies import Policies
+from shared.bus.stores.signals import RATE, SignalChange
 from shared.bus.streams import Row
 from shared.errors import Fenced
 
@@ -82,6 +83,14 @@ class RunStatus:
     """The run has ended, with complete records."""
     self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
     """By part (policy, critic): outcome of the newest self-test."""
+    gpu_s: float = 0.0
+    """GPU-seconds held by the run's processes."""
+    gpu_until_s: float = 0.0
+    """Until when they are counted, Unix seconds."""
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the run has ended, with complete records, and will not be extended to ``steps``."""
+        return self.closed and (self.state is RunState.STOPPED or self.step >= steps)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -185,7 +194,7 @@ class Ledger(Policies):
         )  # fmt: skip
         return bool(changed), RunState(state.decode() or "created")
 
-    async def note(self, name: Literal["doing", "guards"], said: str) -> None:
+    async def note(self, name: Literal["doing", "guards", "gpu_time"], said: str) -> None:
         """Publish the leader's activity; no effect from others."""
         await self._bus.script("note", term=self._term(), field=name, text=said)
 
@@ -255,14 +264,23 @@ class Ledger(Policies):
         return frozenset((await self._bus.get(TRYING) or b"").decode().split())
 
     async def restore(
-        self, step: int, cursor: int, position: int, newest: PolicyVersion, counts: Mapping[str, int]
+        self,
+        step: int,
+        cursor: int,
+        position: int,
+        newest: PolicyVersion,
+        counts: Mapping[str, int],
+        gpu_time: tuple[float, float],
     ) -> bool:
         """Restore an empty bus from a checkpoint; False if it knows the run.
 
         Groups then in flight count as ``dropped:bus_lost``; their prompts are drawn again.
         """
         lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
-        fields = {"step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest}
+        fields: dict[str, Argument] = {
+            "step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest,
+            "gpu_time": "{!r} {!r}".format(*gpu_time),
+        }  # fmt: skip
         ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
         words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
         return bool(await self._bus.script("restore", run_pairs=len(fields), fields=words))
@@ -274,8 +292,9 @@ class Ledger(Policies):
         deliveries: Sequence[Delivery[Experience]],
         report: StepReport | None,
         plan: StepPlan | None = None,
+        change: SignalChange | None = None,
     ) -> None:
-        """Atomically move ``deliveries`` and ``plan`` to the journal and publish ``record``.
+        """Atomically move ``deliveries`` and ``plan`` to the journal, publish ``record`` and ``change`` signals.
 
         Without deliveries, ``record`` is another version of the committed step.
 
@@ -288,6 +307,7 @@ class Ledger(Policies):
             report=b"" if report is None else wire.encode(report), group=streams.EXPERIENCE.group or "",
             audit_entries=self._bus.audit_entries, report_entries=streams.STEPS.max_entries or 0, now_s=time.time(),
             revision=record.settings_revision, plan=b"" if plan is None else wire.encode(plan),
+            change="" if change is None else change.encoded(), rate=RATE,
             entries=[delivery.entry_id for delivery in deliveries],
         )  # fmt: skip
         if answer != b"ok":
@@ -344,6 +364,7 @@ class Ledger(Policies):
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
     """Parse the run's hash."""
     fields = {name.decode(): value.decode() for name, value in raw.items()}
+    gpu_s, gpu_until_s = map(float, fields.get("gpu_time", "0 0").split())
     return RunStatus(
         state=RunState(fields.get("state", "created")),
         reason=fields.get("reason", ""),
@@ -367,6 +388,8 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
             for name, outcome in sorted(fields.items())
             if name.startswith(_SELF_TEST)
         },
+        gpu_s=gpu_s,
+        gpu_until_s=gpu_until_s,
     )
 
 

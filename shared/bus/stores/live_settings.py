@@ -39,6 +39,7 @@ CHANGEABLE = (
     "sampling.group_size",
     "reward.expression",
     "weights.update",
+    "run.gpu_hours",
 )
 
 

@@ -13,8 +13,6 @@ from shared.bus.stores.policies import REVOKED
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overview:
-    """Data of the live view."""
-
     status: RunStatus
     counts: dict[str, int]
     guards: bytes
@@ -25,7 +23,6 @@ class Overview:
 
 
 async def overview(bus: Bus) -> Overview:
-    """Read the data in one round trip."""
     run, counts, evaluations, revoked, *in_flight = await bus.ask_all(
         ("HGETALL", RUN), ("HGETALL", COUNTS), ("HGETALL", EVALUATIONS), ("SMEMBERS", REVOKED), *IN_FLIGHT
     )

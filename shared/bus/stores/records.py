@@ -22,5 +22,4 @@ async def following(bus: Bus, stream: Stream, after: str, count: int) -> list[Ro
 
 
 async def wait_for_any(bus: Bus, after: Mapping[Stream, str], wait_s: float) -> None:
-    """Wait up to ``wait_s`` for an entry after these."""
     await bus.xread(after, 1, wait_s)

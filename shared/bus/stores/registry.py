@@ -12,27 +12,21 @@ _AT_ONCE = 500
 
 
 async def registered_settings(bus: Bus) -> str | None:
-    """Return the run's registered settings."""
     text = await bus.get(SETTINGS)
     return None if text is None else text.decode()
 
 
 class Registry:
-    """The runs on the server of ``bus``."""
-
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def runs(self) -> list[str]:
-        """Return all run ids, sorted."""
         return await self._with(RUN)
 
     async def registered(self) -> list[str]:
-        """Return the ids of registered runs, sorted."""
         return await self._with(SETTINGS)
 
     async def status(self, run_id: str) -> tuple[RunStatus, bool] | None:
-        """Return a run's status and whether it is registered."""
         bus = self._bus.of_run(run_id)
         if not await bus.ask("EXISTS", RUN):
             return None
@@ -43,7 +37,6 @@ class Registry:
         return bool(await self._bus.of_run(run_id).script("register", text=settings, now_s=time.time()))
 
     async def working(self, run_id: str) -> int:
-        """Return the number of replicas of a run."""
         return len(await self._bus.keys_like(Keys(run_id).of(SERVICE.of("*"))))
 
     async def delete(self, run_id: str) -> bool:

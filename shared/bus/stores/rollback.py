@@ -1,8 +1,4 @@
-"""Rollbacks: begin one atomically, and track it until every replica serves the version.
-
-Begun by the coordinator (``services.coordinator.policies.rollback``) for people and the regression gate, and by the
-trainer if the newest checkpoint is damaged (``services.trainer.rank0.resume``).
-"""
+"""Rollbacks: begin one atomically, and track it until every replica serves the version."""
 
 import dataclasses
 import time
@@ -34,14 +30,6 @@ async def begin_rollback(
 ) -> str:
     """Take the run back to ``target``.
 
-    Args:
-        bus: of the run.
-        ledger: of the run.
-        status: read before ``records``, to notice changes since.
-        records: every version.
-        target: the version, with a checkpoint.
-        reason: may be empty.
-
     Returns:
         "ok", "moved" (read again), "busy" (another is under way), "no_checkpoint", or "state:<state>" (neither running nor paused).
     """
@@ -61,8 +49,6 @@ async def begin_rollback(
 
 
 class Stage(StrEnum):
-    """Progress of a rollback."""
-
     LOADING = "loading"
     PULLING = "pulling"
     LIVE = "live"
@@ -74,8 +60,6 @@ OVER = (Stage.LIVE, Stage.FAILED)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rollback:
-    """One rollback."""
-
     id: str
     target: PolicyVersion
     stage: Stage
@@ -102,7 +86,6 @@ class Rollback:
 
 
 async def current_rollback(bus: Bus) -> Rollback | None:
-    """Return the current or last rollback."""
     raw = await bus.hgetall(ROLLBACK)
     return _read({name.decode(): value.decode() for name, value in raw.items()}) if raw else None
 

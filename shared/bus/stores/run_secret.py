@@ -1,8 +1,7 @@
-"""A run's secret, by which its processes authenticate each other on other ports. Every process that can use the bus
-has it.
+"""A run's secret, by which its processes authenticate each other on other ports.
 
-The first process creates it. With every heartbeat each process restores a missing key, so a bus that lost its data
-gets the same secret back; if a new process created another meanwhile, all adopt that one.
+The first process creates it. With every heartbeat each process restores a missing key, so a bus that lost its data gets
+the same secret back; if a new process created another meanwhile, all adopt that one.
 """
 
 import secrets
@@ -23,7 +22,6 @@ class RunSecret:
         self._listeners: list[Callable[[bytes], None]] = []
 
     def __call__(self) -> bytes:
-        """Return it as last read."""
         return self._value
 
     def __repr__(self) -> str:
@@ -35,7 +33,6 @@ class RunSecret:
         listener(self._value)
 
     async def refresh(self) -> None:
-        """Read it, after creating it if missing."""
         await self._bus.write(SECRET, "SET", self._value or secrets.token_hex(32), "NX")
         before = self._value
         self._value = await self._bus.get(SECRET) or before

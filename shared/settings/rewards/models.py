@@ -1,8 +1,4 @@
-"""The settings of the models that the reward service runs: reward models among ``[[reward.scorers]]``, and ``[reward.models]``.
-
-The computation is in ``services/reward/scorers/reward_model.py`` and ``reference.py``; docs/rewards.md says when to use
-which.
-"""
+"""Models of the reward service: ``[reward.models]``, and reward models among ``[[reward.scorers]]``."""
 
 from typing import Literal
 
@@ -25,7 +21,7 @@ class ModelsSettings(Section):
 
 
 class ModelWork(ModelsSettings):
-    """[reward.models] as it holds on this machine: run.device and run.threads filled in."""
+    """[reward.models] on this machine: run.device and run.threads filled in."""
 
     threads: NonNegativeInt = Field(default=0)
     """CPU threads of forward passes; 0: as torch decides."""
@@ -60,12 +56,10 @@ class ModelScorer(BaseScorer):
 
     @property
     def model_setting(self) -> str:
-        """How errors name the setting of its model."""
         return f"model of scorer {self.name!r} in [[reward.scorers]]"
 
     @property
     def own_template(self) -> str | None:
-        """The chat template that the settings give."""
         return None if self.template in ("auto", "chat", "plain") else self.template
 
     @model_validator(mode="after")

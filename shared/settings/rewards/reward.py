@@ -1,7 +1,4 @@
-"""What a completion is worth, and where model-written code runs: ``[reward]``, ``[reward.executor]``.
-
-The tables of ``[[reward.scorers]]`` are in ``scorers.py`` and ``models.py``.
-"""
+"""``[reward]`` and ``[reward.executor]``; the tables of scorers are in ``scorers.py`` and ``models.py``."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,4 @@
-"""The settings of scorers: one class for each kind of ``[[reward.scorers]]`` table.
-
-Each kind is scored by one class of ``services/reward``; docs/rewards.md says what each means and gives an example.
-"""
+"""The kinds of ``[[reward.scorers]]`` (docs/rewards.md)."""
 
 from typing import Annotated, Any, Literal, cast
 
@@ -46,12 +43,10 @@ class AnswerScorer(BaseScorer):
 
     @property
     def tag(self) -> str:
-        """The tag that holds the answer."""
         return self.extract.removeprefix("tag:") if self.extract.startswith("tag:") else "answer"
 
     @property
     def choices(self) -> str:
-        """The letters of a multiple choice."""
         return self.extract.removeprefix("choice:") if self.extract.startswith("choice:") else "ABCDE"
 
     def strict(self) -> "AnswerScorer":

@@ -28,7 +28,6 @@ def checksum(bucket: torch.Tensor) -> torch.Tensor:
 
 
 def add_checksum(bucket: torch.Tensor, to: torch.Tensor) -> None:
-    """Add ``bucket``'s checksum to ``to`` (int64[], same device)."""
     words = bucket.view(torch.int64)
     if (enqueue := _kernel()) is not None and bucket.is_cuda:
         enqueue(words, to)

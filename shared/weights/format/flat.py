@@ -45,7 +45,6 @@ class FlatSnapshot:
         self._reason = "it was never filled"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return permanent views of the buckets by Hugging Face name."""
         return dict(self._tensors)
 
     @property
@@ -70,7 +69,6 @@ class FlatSnapshot:
         return header
 
     def begin(self, header: Header) -> None:
-        """Unmark all buckets for ``header``'s version."""
         if header.layout != self.layout_digest:
             raise WeightsError(
                 f"expected a version of the layout {self.layout_digest[:12]}…, found {header.layout[:12]}…: "
@@ -82,14 +80,12 @@ class FlatSnapshot:
             self._changed.notify_all()
 
     def mark(self, bucket: int) -> None:
-        """Mark ``bucket`` as complete, in stream order."""
         with self._changed:
             self._points[bucket].set()
             self._marked[bucket] = True
             self._changed.notify_all()
 
     def void(self, reason: str) -> None:
-        """Invalidate the version; waiters fail with ``reason``."""
         with self._changed:
             self.header = None
             self._reason = reason
@@ -100,9 +96,7 @@ class FlatSnapshot:
         self, bucket: int, deadline_s: float, header: Header | None = None, interrupt: Interrupt = uninterrupted
     ) -> None:
         """Wait until ``bucket`` is marked (of ``header``'s version, if given); the current stream waits for its bytes.
-
-        Raises:
-            WeightsError: timeout, interruption, void, or another version.
+        Raises WeightsError: timeout, interruption, void, or another version.
         """
         expected = header if header is not None else self.header
         left_s = deadline_s

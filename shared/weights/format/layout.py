@@ -33,16 +33,13 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buckets."""
         return sum(self.bucket_bytes)
 
     def encode(self) -> bytes:
-        """Return the canonical bytes."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True).encode()
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical bytes."""
         return hashlib.sha256(self.encode()).hexdigest()
 
 
@@ -56,17 +53,15 @@ class Header:
     checksums: tuple[str, ...]
 
     def encode(self) -> bytes:
-        """Return the canonical bytes."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True).encode()
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical bytes."""
         return hashlib.sha256(self.encode()).hexdigest()
 
 
 def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int = BUCKET_BYTES) -> Layout:
-    """Pack (name, dtype, shape) in order into buckets; raises WeightsError for duplicate names or unknown types."""
+    """Raise WeightsError for duplicate names or unknown types."""
     entries: dict[str, TensorEntry] = {}
     sizes: list[int] = []
     for name, dtype, shape in tensors:
@@ -85,7 +80,7 @@ def plan_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_byte
 
 
 def decode_layout(data: bytes) -> Layout:
-    """Decode a layout; raises WeightsError if invalid or tensors exceed their buckets."""
+    """Raise WeightsError if invalid, or if tensors exceed their buckets."""
     try:
         fields = json.loads(data)
         tensors = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["tensors"])
@@ -103,7 +98,6 @@ def _lies_within(entry: TensorEntry, bucket_bytes: tuple[int, ...]) -> bool:
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode a header; raises WeightsError if invalid."""
     try:
         fields = json.loads(data)
         if fields.pop("format") != FORMAT:

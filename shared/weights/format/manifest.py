@@ -46,8 +46,6 @@ class TensorEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """A safetensors file."""
-
     file: str
     nbytes: int
     sha256: str
@@ -55,20 +53,16 @@ class BucketEntry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """A snapshot's table of contents."""
-
     version: PolicyVersion
     step: int
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[BucketEntry, ...]
 
     def encode(self) -> bytes:
-        """Return the bytes of manifest.json."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1).encode()
 
 
 def digest(manifest: bytes) -> str:
-    """Return a manifest's digest."""
     return hashlib.sha256(manifest).hexdigest()
 
 

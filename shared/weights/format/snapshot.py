@@ -48,8 +48,6 @@ _UNFINISHED = re.compile(r"\.v(\d{6,})\.[^/]*\.tmp")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A committed snapshot, with its manifest's digest and its bytes including the manifest."""
-
     location: Path
     digest: str
     nbytes: int
@@ -65,9 +63,6 @@ def write_snapshot(
     """Write (Hugging Face name, tensor) ``tensors`` atomically as ``folder``/v<version>, replacing a dead trainer's.
 
     ``tensors`` is consumed one at a time. None as ``dtype`` keeps types.
-
-    Raises:
-        WeightsError: storage error or duplicate name.
     """
     return _write_whole(folder, version, lambda beside: _write_buckets(beside, version, step, tensors, dtype))
 
@@ -257,5 +252,4 @@ def _view(bucket: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a number type's name in manifests."""
     return str(dtype).removeprefix("torch.")

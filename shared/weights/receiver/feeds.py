@@ -19,12 +19,9 @@ from shared.weights.waits import FILE_DEADLINES, Interrupt, bounded
 
 
 class Feed:
-    """The buckets of one version."""
-
     ahead = 1
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin to move bucket ``number`` into ``into`` (uint8); raises WeightsError."""
         raise NotImplementedError
 
     def land(self) -> None:
@@ -32,8 +29,6 @@ class Feed:
 
 
 class GroupFeed(Feed):
-    """Buckets that a source broadcasts."""
-
     def __init__(self, group: TransferGroup, deadline_s: float, interrupt: Interrupt) -> None:
         self.ahead = group.window
         self._group = group
@@ -42,7 +37,6 @@ class GroupFeed(Feed):
         self._under_way: deque[Transfer] = deque()
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin a broadcast."""
         self._under_way.append(self._group.broadcast(into))
 
     def land(self) -> None:
@@ -57,7 +51,6 @@ class MappedFeed(Feed):
         self._buckets = buckets
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Begin a copy."""
         into.copy_(self._buckets[number][: into.numel()], non_blocking=True)
 
 
@@ -74,7 +67,6 @@ class FileFeed(Feed):
         self._entries = _by_bucket(offer.layout)
 
     def start(self, number: int, into: torch.Tensor) -> None:
-        """Assemble the bucket."""
         into.zero_()  # checksums include the padding
         for entry in self._entries.get(number, ()):
             tensor = self._tensors.get(entry.name)

@@ -54,11 +54,7 @@ class Puller:
         """By digest, newest last."""
 
     async def ask(self, source: str, record: PolicyRecord) -> Offer:
-        """Return the offer of ``source`` (host:port) for ``record``'s version, for which it then awaits the ranks.
-
-        Raises:
-            WeightsError: the source is gone, or lacks these weights.
-        """
+        """Return the offer of ``source`` (host:port) for ``record``'s version, for which it then awaits the ranks."""
         return await self._question("ask", source, record, self._deadline_s)
 
     async def ask_for_file(self, source: str, record: PolicyRecord) -> Offer:
@@ -87,7 +83,6 @@ class Puller:
             log.warning("the source ended a pull", extra={"source": offer.source, "reason": str(said.get("error"))})
 
     async def close(self) -> None:
-        """Close all sessions."""
         for source in list(self._sessions):
             self._drop(source)
 

@@ -60,11 +60,7 @@ class Receiver:
         """Whether no failed transfer may still write into a shadow."""
 
     def receive(self, offer: Offer, shadow: FlatSnapshot) -> None:
-        """Fill and verify ``shadow``, marking buckets as they arrive. No device work may still use it.
-
-        Raises:
-            WeightsError: the shadow is then void.
-        """
+        """Fill and verify ``shadow``, marking buckets as they arrive. No device work may still use it."""
         self._prepare(offer)
         if shadow.layout != offer.layout:
             raise WeightsError("expected a shadow of the offered layout, found another: make a new one")
@@ -96,8 +92,12 @@ class Receiver:
         """End a receive with WeightsError, from another thread."""
         self._aborted.set()
 
+    def unmap(self) -> None:
+        """Close the mapped memory of sources; a dead one's stays allocated until then."""
+        for session in self._sessions.values():
+            session.mapped.clear()
+
     def close(self) -> None:
-        """Discard all groups."""
         self._aborted.set()
         for source in list(self._sessions):
             self._drop(source)

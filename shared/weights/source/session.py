@@ -64,8 +64,6 @@ class _Question:
 
 
 class Session:
-    """Serves the puller on ``connection``."""
-
     def __init__(
         self,
         connection: socket.socket,
@@ -266,7 +264,6 @@ class Session:
 
 
 def choose_transport(place: DeviceLocation, ranks: int, device: torch.device) -> Transport:
-    """Return NCCL between GPUs, IPC within one, else gloo."""
     if place.device == "cpu" or device.type == "cpu":
         return "gloo"
     own = plain_uuid(torch.cuda.get_device_properties(device).uuid)

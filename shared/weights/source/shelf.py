@@ -26,7 +26,6 @@ class Shelf:
         """Pulls that began before this many withdrawals are over."""
 
     def put(self, snapshot: FlatSnapshot | None) -> None:
-        """Serve ``snapshot`` from now on."""
         with self._changed:
             self._snapshot = snapshot
 

@@ -17,7 +17,6 @@ _SOUND_S = 1.0
 
 
 def sound(store: Store, pull: int) -> None:
-    """Notify the ranks; never raises."""
     with contextlib.suppress(WeightsError):
         bounded(lambda: store.set(_key(pull), "failed"), _SOUND_S, "the store of this process")
 

@@ -47,8 +47,6 @@ _environment = threading.Lock()
 
 
 class Transfer:
-    """One enqueued broadcast."""
-
     def land(self, deadline_s: float, interrupt: Interrupt = uninterrupted) -> None:
         """Return when its bytes are there in stream order; raises WeightsError."""
         raise NotImplementedError

@@ -11,8 +11,6 @@ _PLAIN = ("source", "transport", "deadline_s", "session", "pull", "manifest_dige
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """One version at a source."""
-
     source: str
     """``host:port``, or the snapshot's folder for ``file``."""
     transport: Transport
@@ -31,7 +29,6 @@ class Offer:
     """For ``file``."""
 
     def pack(self) -> dict[str, Any]:
-        """Return this as plain data for MessagePack."""
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "layout": self.layout.encode(),
@@ -42,7 +39,6 @@ class Offer:
 
     @classmethod
     def unpack(cls, fields: dict[str, Any]) -> "Offer":
-        """Return :meth:`pack`'s offer."""
         host, port = fields["store"]
         return cls(
             **{name: fields[name] for name in _PLAIN},

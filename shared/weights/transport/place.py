@@ -17,12 +17,10 @@ class DeviceLocation:
     """Equal exactly for processes under the same kernel."""
 
     def pack(self) -> dict[str, Any]:
-        """Return this as plain data."""
         return {"device": self.device, "gpu_uuids": list(self.gpu_uuids), "boot_id": self.boot_id}
 
 
 def boot_id() -> str:
-    """Return the kernel's boot id, or ""."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

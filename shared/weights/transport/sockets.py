@@ -8,7 +8,6 @@ _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to tell them apart, not bound
 
 
 def tune(connection: socket.socket) -> None:
-    """Set TCP_NODELAY and keep-alive."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 

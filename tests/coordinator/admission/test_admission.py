@@ -1,6 +1,7 @@
 """Laws of admission and promotion."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 from services.coordinator.admission.admission import Admission, Terms, terms_of
@@ -53,13 +54,26 @@ async def test_admission_fills_the_slots_and_no_more(bus: Bus) -> None:
     assert (await ledger.status()).cursor == 7
 
 
+async def test_prompts_carry_the_sampling_of_their_dataset(bus: Bus) -> None:
+    await start(bus)
+    both = Dataset(DATASET.problems, 0, sizes=(2, 3))
+    own = {"b.jsonl": {"max_new_tokens": 8, "top_p": 0.5, "stop": ["\n"]}}
+    sampling = {"group_size": 2, "max_new_tokens": 16, "min_p": 0.1, "by_dataset": own}
+    settings = Settings.model_validate({"data": {"path": {"a.jsonl": 1, "b.jsonl": 1}}, "sampling": sampling})
+    terms = dataclasses.replace(terms_of(settings), slots=5)
+    order, ledger = EpochOrder(5, seed=0, shuffle=False), Ledger(bus)
+    assert await Admission(bus, ledger, both, order, lambda: terms, lambda: True, Shortage(bus, ledger)).admit() == 5
+    first, second = Sampling(2, 16, 1.0, 256, 1.0, 0.1), Sampling(2, 8, 1.0, 256, 0.5, 0.1, 0, ("\n",))
+    assert [prompt.sampling for prompt in await generating(bus)] == [first, first, second, second, second]
+
+
 async def test_prompts_follow_the_order_of_the_seed_and_carry_the_newest_version(bus: Bus) -> None:
     await start(bus)
     await admission(bus, slots=7).admit()
     order = EpochOrder(5, seed=0, shuffle=True)
-    found = await generating(bus)
-    assert [prompt.text for prompt in found] == [f"q{order.index(place)}" for place in range(7)]
-    assert {prompt.min_version for prompt in found} == {0}
+    prompts = await generating(bus)
+    assert [prompt.text for prompt in prompts] == [f"q{order.index(place)}" for place in range(7)]
+    assert {prompt.min_version for prompt in prompts} == {0}
     trainer = Trainer(bus)
     trainer.epoch = 1
     await trainer.ledger.commit(1, record(1, 0, 0), [], None)
@@ -217,9 +231,9 @@ async def test_two_coordinators_promote_each_version_at_most_once_and_never_go_b
     await publish(bus, 30)
     parts = [Promotion(bus, Ledger(bus), 2, lambda version: None) for _ in range(2)]
     await promote_until(bus, 29, *parts)
-    found = await heads(bus)
-    assert found == sorted(set(found))
-    assert found[-1] == 29
+    versions = await heads(bus)
+    assert versions == sorted(set(versions))
+    assert versions[-1] == 29
 
 
 async def test_an_older_version_never_takes_the_heads_place(bus: Bus) -> None:

@@ -39,8 +39,8 @@ def refusal(path: Path, **changed: object) -> str:
 
 
 def test_a_row_becomes_text_answer_and_the_rest_and_a_number_keeps_its_type(tmp_path: Path) -> None:
-    found = load(lines(tmp_path / "a.jsonl", {"prompt": "12+34=", "answer": 46, "level": 1, "tags": ["x", None]}))
-    assert found.problems == (
+    loaded = load(lines(tmp_path / "a.jsonl", {"prompt": "12+34=", "answer": 46, "level": 1, "tags": ["x", None]}))
+    assert loaded.problems == (
         dataset.Problem("a.jsonl:1", "12+34=", None, "46", {"answer": 46, "level": 1, "tags": ["x", None]}),
     )
 
@@ -54,18 +54,18 @@ def test_numbers_become_text(tmp_path: Path, answer: object, text: str | None) -
 
 def test_messages_stand_in_where_there_is_no_prompt(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
-    found = load(
+    dataset = load(
         lines(tmp_path / "a.jsonl", {"messages": turns}, {"prompt": turns}, {"prompt": "t", "messages": turns})
     )
     expected = (ChatMessage("system", "Add."), ChatMessage("user", "1+1"))
-    assert [problem.messages for problem in found.problems] == [expected, expected, None]
-    assert [problem.text for problem in found.problems] == [None, None, "t"]
+    assert [problem.messages for problem in dataset.problems] == [expected, expected, None]
+    assert [problem.text for problem in dataset.problems] == [None, None, "t"]
 
 
 def test_other_columns_can_be_named(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"question": "q", "solution": "a"})
-    found = load(path, prompt_field="question", answer_field="solution")
-    assert (found.problems[0].text, found.problems[0].answer, found.problems[0].extra) == ("q", "a", {})
+    dataset = load(path, prompt_field="question", answer_field="solution")
+    assert (dataset.problems[0].text, dataset.problems[0].answer, dataset.problems[0].extra) == ("q", "a", {})
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path: Path) -> None:
 def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "q"}\r\n\n  \n{"prompt": "r"}')
-    found = load(path, max_bad_rows=0)
-    assert [(problem.source, problem.text) for problem in found.problems] == [("a.jsonl:1", "q"), ("a.jsonl:4", "r")]
+    dataset = load(path, max_bad_rows=0)
+    assert [(problem.source, problem.text) for problem in dataset.problems] == [("a.jsonl:1", "q"), ("a.jsonl:4", "r")]
 
 
 def test_bad_rows_are_counted_up_to_the_limit_and_the_first_are_listed(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_parquet_rows_read_like_lines(tmp_path: Path) -> None:
     day = datetime.date(2026, 1, 2)
     columns = {"prompt": [None, "2+2="], "messages": turns, "answer": [2, 4], "day": [day, None]}
     parquet.write_table(arrow.table(columns), path)
-    found = load(path)
-    assert found.problems == (
+    loaded = load(path)
+    assert loaded.problems == (
         dataset.Problem(
             "train.parquet:1", None, (ChatMessage("user", "1+1"),), "2", {"answer": 2, "day": "2026-01-02"}
         ),
@@ -155,9 +155,9 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
 def test_a_saved_hugging_face_dataset_is_read_and_a_dict_of_splits_is_refused(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
-    one = datasets.Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": [2, 4], "level": [1, 2]})
-    one.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "both"))
+    first = datasets.Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": [2, 4], "level": [1, 2]})
+    first.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": first, "test": first}).save_to_disk(str(tmp_path / "both"))
     assert load(tmp_path / "one").problems[1] == dataset.Problem("one:2", "2+2=", None, "4", {"answer": 4, "level": 2})
     words = refusal(tmp_path / "both")
     assert "found a DatasetDict (train, test)" in words
@@ -234,10 +234,10 @@ def _routed(tmp_path: Path, *values: object) -> dataset.Dataset:
 
 
 def test_a_row_names_the_scorers_that_apply(tmp_path: Path) -> None:
-    found = _routed(tmp_path, ["answer"], "format, answer", None, "", [])
-    assert [problem.scorers for problem in found.problems] == [("answer",), ("format", "answer"), (), (), ()]
-    assert found.problems[0].prompt(0, dataset._PROBE).scorers == ("answer",)
-    assert found.problems[0].extra == {}
+    actual = _routed(tmp_path, ["answer"], "format, answer", None, "", [])
+    assert [problem.scorers for problem in actual.problems] == [("answer",), ("format", "answer"), (), (), ()]
+    assert actual.problems[0].prompt(0, dataset._PROBE).scorers == ("answer",)
+    assert actual.problems[0].extra == {}
 
 
 @pytest.mark.parametrize("value", ["code", ["answer", "code"], 5, [5], {"a": 1}])
@@ -252,7 +252,7 @@ def test_messages_that_end_with_the_policys_own_turn_are_bad_as_they_show_the_an
     few_shot = [*asked, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="}]
     path = tmp_path / "chat.jsonl"
     turns = [few_shot, [*asked, {"role": role, "content": "2"}]]
-    path.write_text("".join(json.dumps({"messages": one, "answer": "2"}) + "\n" for one in turns))
+    path.write_text("".join(json.dumps({"messages": turn, "answer": "2"}) + "\n" for turn in turns))
     with pytest.raises(SettingsError) as caught:
         dataset.load(path, DataSettings.model_validate({"path": path, "max_bad_rows": 0}), "data.path")
     assert (
@@ -268,8 +268,8 @@ def test_a_row_without_a_reference_answer_is_bad_where_a_scorer_that_applies_com
     rows = [{"prompt": "a", "by": "format"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": " "}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = DataSettings.model_validate({"path": path, "scorers_field": "by"})
-    found = dataset.load(path, settings, "data.path", ["answer", "format"], ["answer"])
-    assert ([problem.text for problem in found.problems], found.bad_rows) == (["a", "b"], 1)
+    loaded = dataset.load(path, settings, "data.path", ["answer", "format"], ["answer"])
+    assert ([problem.text for problem in loaded.problems], loaded.bad_rows) == (["a", "b"], 1)
     assert len(dataset.load(path, settings, "data.path", ["answer", "format"])) == 3
 
 
@@ -293,9 +293,9 @@ def test_overlap_counts_prompts_word_for_word_and_but_for_case_and_spacing(tmp_p
     ]
     train = problems("train.jsonl", {"prompt": "1+1="}, {"prompt": "What is  2?"}, chat[0])
     held_out = problems("held.jsonl", {"prompt": "3+3="}, {"prompt": "1+1="}, {"prompt": "what is 2? "}, *chat)
-    found = Training(train.problems).overlap("heldout", held_out.problems)
-    assert found == Overlap("heldout", problems=5, exact=2, similar=1, example="held.jsonl:2")
-    assert found.sentence("evaluation.path") == (
+    actual = Training(train.problems).overlap("heldout", held_out.problems)
+    assert actual == Overlap("heldout", problems=5, exact=2, similar=1, example="held.jsonl:2")
+    assert actual.sentence("evaluation.path") == (
         "3 of the 5 held-out problems of 'heldout' are in the training data too (2 word for word, 1 but for case and spacing; the "
         "first is held.jsonl:2): their accuracy measures memory. Remove them from one of the two: change evaluation.path or data.path"
     )
@@ -306,16 +306,21 @@ def test_rows_to_try_are_spread_over_the_data_for_each_scorer(tmp_path: Path) ->
     rows = [{"prompt": str(index), "by": "format" if index == 7 else "answer"} for index in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = DataSettings.model_validate({"path": path, "scorers_field": "by"})
-    found = dataset.load(path, settings, "data.path", ["answer", "format"])
-    assert [prompt.text for prompt in dataset.rows_to_try(found.problems, ["answer", "format"])] == ["0", "4", "7", "8"]
-    assert [prompt.text for prompt in dataset.rows_to_try(found.problems[:1], ["answer"])] == ["0"]
+    loaded = dataset.load(path, settings, "data.path", ["answer", "format"])
+    assert [prompt.text for prompt in dataset.rows_to_try(loaded.problems, ["answer", "format"])] == [
+        "0",
+        "4",
+        "7",
+        "8",
+    ]
+    assert [prompt.text for prompt in dataset.rows_to_try(loaded.problems[:1], ["answer"])] == ["0"]
 
 
 def test_overlap_is_a_notice_of_the_run_and_the_arithmetic_example_has_none(tmp_path: Path) -> None:
     shared = settings(tmp_path, heldout=3)
-    (found,) = load_data(shared).notices
-    assert (found.about, found.level) == ("held-out data heldout", "warning")
-    assert found.text.startswith("3 of the 3 held-out problems")
+    (notice,) = load_data(shared).notices
+    assert (notice.about, notice.level) == ("held-out data heldout", "warning")
+    assert notice.text.startswith("3 of the 3 held-out problems")
     example = ROOT / "examples" / "arithmetic"
     apart = settings(tmp_path, data={"path": example / "train.jsonl"}, evaluation={"path": example / "heldout.jsonl"})
     assert load_data(apart).notices == ()

@@ -73,8 +73,8 @@ async def test_slow_and_large_requests_are_refused_and_others_answered(
     bus: Bus, tmp_path: Path, request_: bytes, status: int, words: str
 ) -> None:
     async with serving(bus, tmp_path, BOUNDS) as server:
-        found, problem = await answer(server, request_)
-        assert found == problem["status"] == status
+        actual, problem = await answer(server, request_)
+        assert actual == problem["status"] == status
         assert words in str(problem["detail"])
         await works(server)
 

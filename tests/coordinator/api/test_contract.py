@@ -30,8 +30,8 @@ from tests.support.raw_redis import raw
 @pytest.fixture
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
     await Ledger(bus).create()
-    async with running(make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))) as found:
-        yield found
+    async with running(make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))) as running_parts:
+        yield running_parts
 
 
 @pytest.fixture
@@ -51,15 +51,15 @@ def is_problem(answer: httpx.Response, status: int, words: str) -> bool:
 async def command(http: httpx.AsyncClient, name: str, status: int = 200) -> dict[str, object]:
     answer = await http.post(f"/v1/run/{name}")
     assert answer.status_code == status
-    found: dict[str, object] = answer.json()
-    return found
+    body: dict[str, object] = answer.json()
+    return body
 
 
 RUN_FIELDS = {
     *("run_id", "state", "reason", "closed", "activity", "bus_full", "step", "steps", "head", "newest_version"),
     *("groups_in_flight", "slots", "cursor", "streams", "counts", "dead", "last", "lag_counts", "history"),
-    *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "bus", "guards", "notices"),
-    *("settings_revision", "self_tests"),
+    *("evaluations", "tokens_per_s", "started_at_s", "training_s", "eta_s", "gpu_hours", "bus", "guards", "notices"),
+    *("settings_revision", "self_tests", "bound"),
 }
 
 
@@ -80,14 +80,20 @@ async def test_the_run_says_how_the_trainers_self_tests_went(http: httpx.AsyncCl
 
 
 async def test_the_run_has_the_names_that_its_readers_know(http: httpx.AsyncClient, bus: Bus) -> None:
-    found = (await http.get("/v1/run")).json()
-    assert set(found) == RUN_FIELDS
-    assert (found["state"], found["step"], found["steps"], found["slots"], found["head"]) == ("created", 0, 50, 4, None)
-    assert set(found["streams"]) == {"prompts", "rollouts", "experience", "journal"}
-    assert set(found["streams"]["prompts"]) == {"entries", "pending", "oldest_age_s"}
-    assert found["activity"] == "waiting for version 0"
-    assert found["bus"] == bus.server
-    assert found["run_id"] == bus.run_id
+    answer = (await http.get("/v1/run")).json()
+    assert set(answer) == RUN_FIELDS
+    assert (answer["state"], answer["step"], answer["steps"], answer["slots"], answer["head"]) == (
+        "created",
+        0,
+        50,
+        4,
+        None,
+    )
+    assert set(answer["streams"]) == {"prompts", "rollouts", "experience", "journal"}
+    assert set(answer["streams"]["prompts"]) == {"entries", "pending", "oldest_age_s"}
+    assert answer["activity"] == "waiting for version 0"
+    assert answer["bus"] == bus.server
+    assert answer["run_id"] == bus.run_id
 
 
 async def test_the_run_shows_its_newest_step(http: httpx.AsyncClient, bus: Bus, parts: Coordinator) -> None:
@@ -97,14 +103,14 @@ async def test_the_run_shows_its_newest_step(http: httpx.AsyncClient, bus: Bus, 
         for _ in range(3):
             await trainer.step()
         parts.monitor.forget()
-        found = (await http.get("/v1/run")).json()
-    assert (found["step"], found["state"], found["activity"]) == (3, "running", "training")
-    assert found["history"] == {"step": [1, 2, 3], "reward_mean": [0.1, 0.2, 0.3], "tokens_per_s": [50.0] * 3}
-    assert (found["last"]["reward_mean"], found["last"]["kl_max"], found["tokens_per_s"]) == (0.3, None, 50.0)
-    assert found["lag_counts"] == {"0": 3, "1": 1}
-    assert found["eta_s"] == 47.0  # one second a step
-    assert found["counts"]["trained"] == 6
-    assert found["streams"]["journal"]["entries"] == 6
+        answer = (await http.get("/v1/run")).json()
+    assert (answer["step"], answer["state"], answer["activity"]) == (3, "running", "training")
+    assert answer["history"] == {"step": [1, 2, 3], "reward_mean": [0.1, 0.2, 0.3], "tokens_per_s": [50.0] * 3}
+    assert (answer["last"]["reward_mean"], answer["last"]["kl_max"], answer["tokens_per_s"]) == (0.3, None, 50.0)
+    assert answer["lag_counts"] == {"0": 3, "1": 1}
+    assert answer["eta_s"] == 47.0  # one second a step
+    assert answer["counts"]["trained"] == 6
+    assert answer["streams"]["journal"]["entries"] == 6
 
 
 async def test_commands_lead_from_state_to_state_and_repeating_one_changes_nothing(
@@ -112,8 +118,8 @@ async def test_commands_lead_from_state_to_state_and_repeating_one_changes_nothi
 ) -> None:
     done = []
     for name in ("start", "start", "pause", "pause", "resume", "resume", "stop", "stop"):
-        found = await command(http, name)
-        done.append((found["state"], found["changed"]))
+        answer = await command(http, name)
+        done.append((answer["state"], answer["changed"]))
     assert done == [
         ("running", True), ("running", False), ("paused", True), ("paused", False),
         ("running", True), ("running", False), ("stopped", True), ("stopped", False),
@@ -193,14 +199,14 @@ async def test_replicas_that_beat_are_there(http: httpx.AsyncClient, bus: Bus) -
         return bool((await http.get("/v1/services")).json()["items"])
 
     await until(there)
-    (found,) = (await http.get("/v1/services")).json()["items"]
-    assert (found["service"], found["replica"], found["state"], found["version"]) == (
+    (replica,) = (await http.get("/v1/services")).json()["items"]
+    assert (replica["service"], replica["replica"], replica["state"], replica["version"]) == (
         "rollout",
         "rollout-0",
         "working",
         None,
     )
-    assert (found["address"], found["values"]) == ("h:1", {"held": 2.0})
+    assert (replica["address"], replica["values"]) == ("h:1", {"held": 2.0})
     stop.set()
     await beating
 
@@ -212,7 +218,9 @@ async def test_the_starts_of_a_replica_are_counted_over_its_processes(http: http
         beating = asyncio.create_task(killed.run(asyncio.Event()))
 
         async def beats(since_s: float = killed._started_at_s) -> bool:
-            return any(one["started_at_s"] == since_s for one in (await http.get("/v1/services")).json()["items"])
+            return any(
+                replica["started_at_s"] == since_s for replica in (await http.get("/v1/services")).json()["items"]
+            )
 
         await until(beats)
         beating.cancel()
@@ -234,7 +242,9 @@ async def test_a_replica_that_starts_again_after_it_died_is_an_event_and_one_tha
             await presence.leave()
 
     async def told() -> list[str]:
-        return [one["detail"] for one in (await http.get("/v1/events")).json()["items"] if "restarted" in one["name"]]
+        return [
+            item["detail"] for item in (await http.get("/v1/events")).json()["items"] if "restarted" in item["name"]
+        ]
 
     await live(leaves=True)
     await live(leaves=False)
@@ -268,18 +278,18 @@ async def test_the_monitor_sets_the_gauges(parts: Coordinator) -> None:
         return generate_latest(REGISTRY).decode()
 
     await until(lambda: 'penstock_coordinator_run_state{state="created"} 1.0' in text())
-    found = text()
+    metrics = text()
     for name in ("stream_entries", "stream_pending", "stream_oldest_age_seconds"):
-        assert f'penstock_coordinator_{name}{{stream="prompts"}}' in found
+        assert f'penstock_coordinator_{name}{{stream="prompts"}}' in metrics
     for name in ("groups_in_flight", "slots", "head_version", "step", "admitted_total", "promote_seconds_count"):
-        assert f"\npenstock_coordinator_{name} " in found
-    assert "\npenstock_coordinator_dead_letters " in found
+        assert f"\npenstock_coordinator_{name} " in metrics
+    assert "\npenstock_coordinator_dead_letters " in metrics
 
 
 async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
     described = (await http.get("/openapi.json")).json()["paths"]
-    assert len(described) == 36
-    assert all(found["summary"] for path in described.values() for found in path.values())
+    assert len(described) == 38
+    assert all(operation["summary"] for path in described.values() for operation in path.values())
 
 
 async def test_a_bus_that_does_not_answer_is_unavailable_not_a_hang(
@@ -318,9 +328,9 @@ async def test_a_process_serves_its_address_and_sigterm_ends_it_in_order(server:
     announced = tmp_path / "a b" / "runs" / f"process-{os.getpid()}" / "coordinator.json"
     try:
         await until(lambda: announced.exists() or process.poll() is not None)
-        found = json.loads(announced.read_text())
-        assert (found["pid"], found["run_id"]) == (process.pid, f"process-{os.getpid()}")
-        async with httpx.AsyncClient(base_url=found["url"]) as client:
+        data = json.loads(announced.read_text())
+        assert (data["pid"], data["run_id"]) == (process.pid, f"process-{os.getpid()}")
+        async with httpx.AsyncClient(base_url=data["url"]) as client:
             assert (await client.get("/v1/run")).json()["state"] == "created"
             (beat,) = (await client.get("/v1/services")).json()["items"]
             assert (await client.get("/metrics")).status_code == 404

@@ -48,8 +48,8 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
     problems.write_text("".join(json.dumps(row) + "\n" for _ in range(10)), encoding="utf-8")
     await Ledger(bus).create()
     run = settings(tmp_path, steps=50, data={"path": problems}, coordinator={"autostart": False})
-    async with running(make(bus, run)) as found:
-        yield found
+    async with running(make(bus, run)) as running_parts:
+        yield running_parts
 
 
 @contextlib.asynccontextmanager
@@ -190,6 +190,14 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             await shows(page, "[data-curve=Reward] svg[aria-label]", "")
             await shows(page, ".replica", "rollout-0")
             await shows(page, "#rollouts .text", HOSTILE)
+            await page.locator("#search").fill("no such text")
+            await page.locator("#search").press("Enter")
+            await shows(page, "#rollouts", "no group matches")
+            await page.locator("#search").fill(HOSTILE[:9])
+            await page.locator("#search").press("Enter")
+            await page.locator("#rollouts summary").first.click()
+            await page.get_by_role("button", name="This problem in all versions").first.click()
+            await shows(page, "#rollouts .text", HOSTILE)
             await tell(bus, "test", "attack", HOSTILE)
             await shows(page, "#events", HOSTILE)
             assert await page.locator("main img, main script").count() == 0
@@ -283,7 +291,7 @@ async def test_a_version_is_pinned_released_and_exported_from_its_own_dialog_and
             await page.get_by_role("button", name="Export…").click()
             await page.get_by_role("button", name="Export", exact=True).click()
             await shows(page, "#operations", "export: waiting, for the trainer")
-            assert [(one.version, one.adapter) for one in await Exports(bus).orders()] == [(1, False)]
+            assert [(entry.version, entry.adapter) for entry in await Exports(bus).orders()] == [(1, False)]
             assert await page.evaluate("document.activeElement.ariaLabel") == "More of version 1…"
             await page.get_by_role("button", name="Stop…").click()
             await shows(page, "dialog", "cannot be resumed")
@@ -348,7 +356,7 @@ async def test_live_settings_are_changed_from_what_is_now_and_the_server_says_at
         await page.keyboard.press("Enter")
         await page.get_by_role("button", name="Settings…").click()
         lag, size, rate = (page.locator(f"#live-{name}") for name in ("algorithm-max_lag", "sampling-group_size", "trainer-learning_rate"))  # fmt: skip
-        assert [await one.input_value() for one in (lag, size, rate)] == ["1", "2", "1e-6"]
+        assert [await entry.input_value() for entry in (lag, size, rate)] == ["1", "2", "1e-6"]
         await size.fill("1")
         await rate.fill("fast")
         await page.get_by_role("button", name="Change", exact=True).click()
@@ -363,7 +371,7 @@ async def test_live_settings_are_changed_from_what_is_now_and_the_server_says_at
         assert await live.change(0, {"algorithm.max_lag": 3}, "by another") is not None
         await page.get_by_role("button", name="Change", exact=True).click()
         await shows(page, "dialog [role=alert]", "the settings changed meanwhile")
-        assert [await one.input_value() for one in (lag, size)] == ["3", "6"]
+        assert [await entry.input_value() for entry in (lag, size)] == ["3", "6"]
         await page.get_by_label("Reason").fill(HOSTILE)
         await page.get_by_role("button", name="Change", exact=True).click()
         await page.locator("dialog").wait_for(state="detached")

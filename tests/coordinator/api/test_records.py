@@ -1,5 +1,6 @@
 """Laws of step reports and groups."""
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from services.coordinator.api.app import make_app
+from services.coordinator.api.routes import records as routes
 from services.coordinator.records.jsonl import newest_first
 from services.coordinator.service import Coordinator
 from shared.bus import streams, wire
@@ -36,7 +38,7 @@ async def test_steps_are_told_newest_first_page_by_page(http: httpx.AsyncClient,
         await bus.publish(streams.STEPS, report(step, step))
     first = (await http.get("/v1/run/steps?limit=2")).json()
     rest = (await http.get(f"/v1/run/steps?limit=2&cursor={first['next']}")).json()
-    assert [[one["step"] for one in page["items"]] for page in (first, rest)] == [[3, 2], [1]]
+    assert [[item["step"] for item in page["items"]] for page in (first, rest)] == [[3, 2], [1]]
     assert rest["next"] is None
     newest = first["items"][0]
     assert (newest["version"], newest["samples"], newest["lag_counts"]) == (3, 4, {"0": 3, "1": 1})
@@ -53,20 +55,43 @@ async def test_groups_are_read_from_the_journal_and_before_it_from_the_records(
     for step in (1, 2, 3):
         await journal(bus, step)
     whole = (await http.get("/v1/run/rollouts")).json()["items"]
-    assert [one["step"] for one in whole] == [3, 2, 1]
-    completions = [(one["text"], one["reward"]) for one in whole[0]["completions"]]
+    assert [completion["step"] for completion in whole] == [3, 2, 1]
+    completions = [(completion["text"], completion["reward"]) for completion in whole[0]["completions"]]
     assert completions == [("46", 1.0), ("47", 0.0)]
     # a checkpoint trims the journal; the records keep some of it
-    kept = [{**one, "entry": one["id"]} for one in reversed(whole)]
+    kept = [{**completion, "entry": completion["id"]} for completion in reversed(whole)]
     file = parts.api.folder / "rollouts.jsonl"
     other = '{"entry": "1-0", "kept": "by a version to come"}\n'
-    file.write_text(other + "".join(json.dumps(one) + "\n" for one in kept), encoding="utf-8")
+    file.write_text(other + "".join(json.dumps(completion) + "\n" for completion in kept), encoding="utf-8")
     await raw(bus).xtrim(bus.keys.of(streams.JOURNAL), maxlen=1, approximate=False)
     assert (await http.get("/v1/run/rollouts")).json()["items"] == whole
     first = (await http.get("/v1/run/rollouts?limit=2")).json()
-    assert [one["step"] for one in first["items"]] == [3, 2]
+    assert [completion["step"] for completion in first["items"]] == [3, 2]
     rest = (await http.get(f"/v1/run/rollouts?limit=2&cursor={first['next']}")).json()
-    assert ([one["step"] for one in rest["items"]], rest["next"]) == ([1], None)
+    assert ([completion["step"] for completion in rest["items"]], rest["next"]) == ([1], None)
+
+
+async def test_groups_are_found_by_a_text_or_by_their_problem_over_all_steps(
+    http: httpx.AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step, (group_id, text) in enumerate([(7, "Sum"), (8, "other"), (7, "sums"), (8, "sum")], 1):
+        made = builders.experience(group_id)
+        prompt = dataclasses.replace(made.group.prompt, text=text)
+        experience = dataclasses.replace(made, group=dataclasses.replace(made.group, prompt=prompt))
+        await bus.append(streams.JOURNAL, {"step": str(step), "data": wire.encode(experience)})
+
+    async def found(query: str) -> tuple[list[int], bool]:
+        page = (await http.get(f"/v1/run/rollouts?{query}")).json()
+        return [one["step"] for one in page["items"]], page["next"] is None
+
+    assert await found("search=SUM") == ([4, 3, 1], True)
+    assert await found("search=47&problem=train.jsonl:8") == ([3, 1], True)
+    assert await found("problem=train.jsonl:7") == ([], True)
+    first = (await http.get("/v1/run/rollouts?search=sum&limit=2")).json()
+    assert await found(f"search=sum&cursor={first['next']}") == ([1], True)
+    monkeypatch.setattr(routes, "_SEARCHED", 2)
+    monkeypatch.setattr(routes, "_AT_ONCE", 2)
+    assert await found("problem=train.jsonl:7") == ([], False), "a request examines a part; `next` continues"
 
 
 async def test_a_run_that_trained_nothing_has_no_groups(http: httpx.AsyncClient) -> None:

@@ -238,6 +238,7 @@ async def test_hostile_values_are_refused_with_a_sentence(parts: Coordinator) ->
         "sampling.group_size",
         "sampling.temperature",
         "weights.update",
+        "run.gpu_hours",
     )
     async with client(parts) as http:
         for name in names:

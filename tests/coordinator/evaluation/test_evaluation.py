@@ -31,14 +31,14 @@ def evaluator(bus: Bus, folder: Path, **changed: object) -> Evaluator:
     return make_evaluator(bus, Ledger(bus), load_data(run).held_out, run, unjudged)
 
 
-async def unjudged(found: Evaluation) -> Evaluation:
-    return found
+async def unjudged(evaluation: Evaluation) -> Evaluation:
+    return evaluation
 
 
 async def alone(evaluating: Awaitable[list[Evaluation] | None]) -> Evaluation:
-    found = await evaluating
-    assert found is not None
-    (only,) = found
+    evaluation = await evaluating
+    assert evaluation is not None
+    (only,) = evaluation
     return only
 
 
@@ -55,10 +55,10 @@ async def is_clean(bus: Bus) -> bool:
 
 async def test_accuracy_is_the_share_of_rewards_above_the_threshold(bus: Bus, tmp_path: Path) -> None:
     async with replicas(bus, first_four):
-        found = await alone(evaluator(bus, tmp_path).evaluate(V0, 0, FIRST))
-    assert (found.problems, found.answered, found.correct, found.accuracy) == (6, 6, 4, 4 / 6)
-    assert (found.initial, found.final, found.note, found.set) == (True, False, "", "heldout")
-    assert await evaluations(bus) == [found]
+        evaluation = await alone(evaluator(bus, tmp_path).evaluate(V0, 0, FIRST))
+    assert (evaluation.problems, evaluation.answered, evaluation.correct, evaluation.accuracy) == (6, 6, 4, 4 / 6)
+    assert (evaluation.initial, evaluation.final, evaluation.note, evaluation.set) == (True, False, "", "heldout")
+    assert await evaluations(bus) == [evaluation]
     assert await is_clean(bus)
 
 
@@ -100,8 +100,8 @@ async def test_a_killed_evaluation_goes_on_and_counts_no_problem_twice(bus: Bus,
         await until(lambda: results(bus, 6))
         held = await bus.read(streams.EVAL_RESULTS, Experience, "coordinator", 3, 0.1)  # taken by the killed process
         await raw(bus).hset(bus.keys.named("evaluation_answers"), held[0].group_id, "1")  # and one written down
-        found = await alone(evaluator(bus, tmp_path).evaluate(V0, 0, FIRST))
-    assert (found.problems, found.answered, found.correct) == (6, 6, 4)
+        evaluation = await alone(evaluator(bus, tmp_path).evaluate(V0, 0, FIRST))
+    assert (evaluation.problems, evaluation.answered, evaluation.correct) == (6, 6, 4)
     assert await is_clean(bus)
 
 
@@ -124,16 +124,16 @@ async def test_dead_problems_do_not_hang_it_and_the_result_says_so(bus: Bus, tmp
         return 1.0
 
     async with replicas(bus, reward):
-        found = await alone(evaluator(bus, tmp_path).evaluate(V0, 0, FIRST))
-    assert (found.problems, found.answered, found.correct, found.accuracy) == (6, 4, 4, 1.0)
-    assert found.note == "2 of 6 problems are without an answer"
+        evaluation = await alone(evaluator(bus, tmp_path).evaluate(V0, 0, FIRST))
+    assert (evaluation.problems, evaluation.answered, evaluation.correct, evaluation.accuracy) == (6, 4, 4, 1.0)
+    assert evaluation.note == "2 of 6 problems are without an answer"
     assert await bus.counts() == {}  # held-out problems are no groups of the run
 
 
 async def test_at_its_deadline_it_reports_on_what_it_has(bus: Bus, tmp_path: Path) -> None:
     part = evaluator(bus, tmp_path, timeout_s=0.05)
-    found = await alone(part.evaluate(V0, 0, FIRST))
-    assert (found.answered, found.accuracy, found.note) == (
+    evaluation = await alone(part.evaluate(V0, 0, FIRST))
+    assert (evaluation.answered, evaluation.accuracy, evaluation.note) == (
         0,
         None,
         "6 of 6 problems are without an answer after 0.05 s",
@@ -156,8 +156,8 @@ async def test_late_answers_of_another_evaluation_are_ignored(bus: Bus, tmp_path
     async with replicas(bus, first_four):
         part = evaluator(bus, tmp_path)
         await part.evaluate(V0, 0, FIRST)
-        found = await alone(part.evaluate(PolicyVersion(1), 1, LAST))
-    assert (found.version, found.answered, found.correct) == (1, 6, 4)
+        evaluation = await alone(part.evaluate(PolicyVersion(1), 1, LAST))
+    assert (evaluation.version, evaluation.answered, evaluation.correct) == (1, 6, 4)
 
 
 ASKED = EvaluationRequest("heldout", 1, 1, 0.5, ())

@@ -71,11 +71,11 @@ class Policy:
 
 
 async def _fell(bus: Bus, version: int) -> bool:
-    return any(one.version == version and one.gate == FELL for one in await evaluations(bus))
+    return any(evaluation.version == version and evaluation.gate == FELL for evaluation in await evaluations(bus))
 
 
 async def _evaluated(bus: Bus, version: int) -> bool:
-    return any(one.version == version for one in await evaluations(bus))
+    return any(evaluation.version == version for evaluation in await evaluations(bus))
 
 
 async def _head(bus: Bus, version: int) -> bool:

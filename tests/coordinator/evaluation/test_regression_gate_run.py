@@ -48,7 +48,7 @@ async def run(folder: Path) -> AsyncIterator[forge.Started]:
 
 
 async def _of(bus: Bus, gate: str) -> list[Evaluation]:
-    return [one for one in await evaluations(bus) if one.gate == gate]
+    return [evaluation for evaluation in await evaluations(bus) if evaluation.gate == gate]
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ async def test_a_policy_that_was_ruined_is_revoked_and_the_run_goes_on_from_a_go
         live = Live(bus, load(tmp_path / "gate" / "settings.toml"))
 
         async def passed_after(step: int) -> bool:
-            return any(one.step > step for one in await _of(bus, "passed"))
+            return any(evaluation.step > step for evaluation in await _of(bus, "passed"))
 
         await until(lambda: passed_after(0))
         await live.change(0, {"trainer.learning_rate": 1.0}, "a slip of the finger")
@@ -69,7 +69,7 @@ async def test_a_policy_that_was_ruined_is_revoked_and_the_run_goes_on_from_a_go
         await until(lambda: _revoked(bus, fell))
         await live.change(1, {"trainer.learning_rate": 1e-5}, "put right")
         await until(lambda: passed_after(fell.step))
-        best = max(await _of(bus, "passed"), key=lambda one: one.version)
+        best = max(await _of(bus, "passed"), key=lambda evaluation: evaluation.version)
         assert best.version > fell.version
         assert (best.accuracy or 0) - (fell.accuracy or 0) > 0.1
         await bus.close()

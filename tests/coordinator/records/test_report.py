@@ -92,7 +92,7 @@ def whole_run(folder: Path) -> Path:
         "events.jsonl": events,
     }
     for name, lines in records.items():
-        (folder / name).write_text("".join(json.dumps(one) + "\n" for one in lines))
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in lines))
     summary = {
         "run_id": "arithmetic-20261121-101500-3f9c",
         "state": "finished",
@@ -109,11 +109,23 @@ def whole_run(folder: Path) -> Path:
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "settings.toml").write_text("[run]\nsteps = 250\n")
+    write_lines(folder / "memory.jsonl", [memory_line(number) for number in range(400)])
     return folder
 
 
+def memory_line(number: int) -> dict[str, object]:
+    begin_s = 1_800_000_000.0 + 10 * number
+    held = {"device": "host GPU-1", "capacity_bytes": 140 * 2**30, "total_bytes": 3 * 2**30}
+    phases = {"wait": {"weights": 3 * 2**30}, "forward and backward": {"weights": 2**30, "activations": 2 * 2**30}}
+    samples = [
+        {**held, "phase": phase, "ended_at_s": begin_s + 5 * place, "seconds": 5.0, "components": components}
+        for place, (phase, components) in enumerate(phases.items(), 1)
+    ]
+    return {"entry": f"{number + 1}-0", "replica": "trainer-0", "samples": samples}
+
+
 def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
-    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def checked(report: Path) -> dict[str, Any]:
@@ -143,6 +155,7 @@ async def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> N
     assert data["columns"]["lag_counts"][7] == {"0": 128, "1": 384}
     assert [group["step"] for group in data["rollouts"]] == [245, 210, 175, 140, 110, 75, 40, 5]
     assert data["settings"] == "[run]\nsteps = 250\n"
+    assert len(data["memory"]) == 200, "thinned out"
     async with shown(tmp_path) as page:
         for text in ("0.364 → 0.89", "2 min 6 s"):
             await shows(page, ".tile b", text)
@@ -159,6 +172,9 @@ async def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> N
         await shows(page, "#tables tr", "dropped:run_ended10")
         await shows(page, "#tables tr", "196,00075.0%")
         await shows(page, "#tables tr", "whole step0.500")
+        bands = page.locator('#memory [data-device="host GPU-1"] svg rect.phase title')
+        assert {*await bands.all_text_contents()} == {"wait", "forward and backward"}
+        await page.locator('#memory svg[aria-label^="weights "]').wait_for()
         await shows(page, "#head .bad", "23 of the 30 <problems>")
         await shows(page, "#rollouts .text", "<b>46</b>")
         assert await page.title() == "Penstock: arithmetic-20261121-101500-3f9c"

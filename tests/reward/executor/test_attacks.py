@@ -21,19 +21,19 @@ STDLIB = ("--internal.executor_profiles", '["stdlib"]', "--internal.executor_che
 def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     if request.param == "landlock":
         flags: tuple[str, ...] = ("--reward.executor.isolation", "landlock")
-        with running(*flags, *STDLIB) as found:
-            yield found
+        with running(*flags, *STDLIB) as process:
+            yield process
     elif request.param == "pod":
         wrapper, descriptor = pod(tmp_path_factory.mktemp("pod"))
         flags = ("--reward.executor.isolation", "auto", "--internal.executor_check_s", "1000")
-        with running(*flags, wrapper=wrapper, pass_fds=(descriptor,)) as found:
-            assert found.ready()["tier"] == "landlock", "a pod has no namespaces of its own: auto takes the next tier"
-            yield found
+        with running(*flags, wrapper=wrapper, pass_fds=(descriptor,)) as process:
+            assert process.ready()["tier"] == "landlock", "a pod has no namespaces of its own: auto takes the next tier"
+            yield process
     else:
         need("bwrap", "bubblewrap")
-        with running("--reward.executor.isolation", "auto", "--internal.executor_check_s", "1000") as found:
-            assert found.ready()["tier"] == "namespace"
-            yield found
+        with running("--reward.executor.isolation", "auto", "--internal.executor_check_s", "1000") as process:
+            assert process.ready()["tier"] == "namespace"
+            yield process
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name.replace(" ", "-"))

@@ -54,15 +54,15 @@ JOBS = int(os.environ.get("PENSTOCK_EXECUTOR_JOBS", "3000"))
 def process() -> Iterator[Running]:
     """In the strongest available tier, with both profiles."""
     need("bwrap", "bubblewrap")
-    with running("--internal.executor_check_s", "1000") as found:
-        yield found
+    with running("--internal.executor_check_s", "1000") as process:
+        yield process
 
 
 @pytest.fixture
 async def client(process: Running) -> AsyncIterator[ExecutorClient]:
-    found = ExecutorClient(process.address)
-    yield found
-    await found.close()
+    executor_client = ExecutorClient(process.address)
+    yield executor_client
+    await executor_client.close()
 
 
 # ---------------------------------------------------------------- what is said of programs
@@ -117,9 +117,9 @@ async def test_numpy_is_there_in_its_profile_alone_and_random_numbers_differ_bet
     client: ExecutorClient,
 ) -> None:
     code = "import random, numpy\nprint(numpy.arange(4).sum(), random.random(), numpy.random.rand())"
-    found = [(await client.run(Job(code, "numpy"))).stdout.split() for _ in range(2)]
-    assert [words[0] for words in found] == ["6", "6"]
-    assert len({word for words in found for word in words[1:]}) == 4
+    actual = [(await client.run(Job(code, "numpy"))).stdout.split() for _ in range(2)]
+    assert [words[0] for words in actual] == ["6", "6"]
+    assert len({word for words in actual for word in words[1:]}) == 4
     assert (await client.run(Job(code))).detail == "ModuleNotFoundError: No module named 'numpy'"
 
 
@@ -216,8 +216,8 @@ def test_the_table_of_system_calls_agrees_with_libseccomp(machine: str, architec
 async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     settings = ExecutorSettings(interpreter=sys.executable)
-    found = Interpreter.find("")
-    broken = Interpreter(found.program, ("/nowhere",), "")
+    interpreter = Interpreter.find("")
+    broken = Interpreter(interpreter.program, ("/nowhere",), "")
     monkeypatch.setattr(Interpreter, "find", lambda _: broken)
     monkeypatch.setattr("services.reward.executor.isolation._SYSTEM", ())
     with escapes.targets() as targets, pytest.raises(SettingsError) as refusal:
@@ -249,15 +249,15 @@ def test_a_refusal_is_one_message_and_exit_code_2() -> None:
 
 def test_unsafe_is_loud_and_only_on_request(tmp_path: Path) -> None:
     flags = ("--reward.executor.isolation", "unsafe", "--internal.executor_profiles", '["stdlib"]')
-    with running(*flags) as found:
-        assert found.ready()["tier"] == "unsafe"
-        metrics = found.get("/metrics")
+    with running(*flags) as process:
+        assert process.ready()["tier"] == "unsafe"
+        metrics = process.get("/metrics")
         assert 'penstock_executor_info{tier="unsafe"} 1.0' in metrics
         assert "penstock_bus_available NaN" in metrics, "it needs no bus: 0 would be an outage"
         assert 'penstock_executor_executions_total{outcome="sandbox_error",profile="stdlib"} 0.0' in metrics
 
         async def ask() -> Execution:
-            client = ExecutorClient(found.address)
+            client = ExecutorClient(process.address)
             try:
                 return await client.run(Job("print(open('/etc/hostname').read() != '')"))
             finally:
@@ -265,7 +265,7 @@ def test_unsafe_is_loud_and_only_on_request(tmp_path: Path) -> None:
 
         ended = asyncio.run(ask())
         assert (ended.tier, ended.stdout) == ("unsafe", "True\n")
-        assert "WITHOUT ISOLATION" in (Path(found.address.removeprefix("unix:")).parent / "log").read_text()
+        assert "WITHOUT ISOLATION" in (Path(process.address.removeprefix("unix:")).parent / "log").read_text()
 
 
 def test_a_sandbox_that_lets_a_program_out_is_not_chosen() -> None:
@@ -278,8 +278,8 @@ def test_a_sandbox_that_lets_a_program_out_is_not_chosen() -> None:
 
 async def test_an_unprivileged_user_at_a_desk_has_namespaces_too(tmp_path: Path) -> None:
     wrapper = desk()
-    with running("--reward.executor.isolation", "auto", wrapper=wrapper) as found:
-        client = ExecutorClient(found.address)
+    with running("--reward.executor.isolation", "auto", wrapper=wrapper) as process:
+        client = ExecutorClient(process.address)
         ended = await client.run(Job("import os, numpy\nprint(os.getpid(), os.getuid())", "numpy"))
         await client.close()
     assert (ended.tier, ended.stdout) == ("namespace", "1 64123\n")
@@ -370,8 +370,8 @@ async def test_a_client_finds_an_executor_that_came_back_and_says_so_while_there
         match=r"could not reach the code executor at unix:.*: start it, or change reward\.executor\.address",
     ):
         await client.run(Job("print(1)"))
-    with running(*LANDLOCK) as found:
-        (tmp_path / "none.sock").symlink_to(found.address.removeprefix("unix:"))
+    with running(*LANDLOCK) as process:
+        (tmp_path / "none.sock").symlink_to(process.address.removeprefix("unix:"))
         assert (await client.run(Job("print(1)"))).stdout == "1\n"
     await client.close()
 
@@ -383,18 +383,18 @@ async def test_only_a_client_that_knows_the_secret_may_run_programs(tmp_path: Pa
     file = tmp_path / "secret"
     file.write_text("the-secret-of-executor-and-scorer\n")
     file.chmod(0o600)
-    with running(*LANDLOCK, "--reward.executor.secret_file", str(file)) as found:
+    with running(*LANDLOCK, "--reward.executor.secret_file", str(file)) as process:
         for secret in (b"", b"another-secret-of-some-length"):
-            stranger = ExecutorClient(found.address, secret=secret)
+            stranger = ExecutorClient(process.address, secret=secret)
             with pytest.raises(TemporaryError, match=r"could not reach the code executor at .* or secret_file"):
                 await stranger.run(Job("print(1)"))
             await stranger.close()
-        client = ExecutorClient(found.address, secret=b"the-secret-of-executor-and-scorer")
+        client = ExecutorClient(process.address, secret=b"the-secret-of-executor-and-scorer")
         assert (await client.run(Job("print(1)"))).stdout == "1\n"
         await client.close()
-        for silent in [await asyncio.open_unix_connection(found.address.removeprefix("unix:")) for _ in range(80)]:
+        for silent in [await asyncio.open_unix_connection(process.address.removeprefix("unix:")) for _ in range(80)]:
             silent[1].close()
-        again = ExecutorClient(found.address, secret=b"the-secret-of-executor-and-scorer")
+        again = ExecutorClient(process.address, secret=b"the-secret-of-executor-and-scorer")
         assert (await again.run(Job("print(2)"))).stdout == "2\n"
         await again.close()
 
@@ -416,8 +416,8 @@ async def test_an_address_that_others_reach_needs_a_secret(address: str) -> None
 async def test_thousands_of_programs_leave_no_process_descriptor_memory_or_file() -> None:
     need("bwrap", "bubblewrap")
     flags = ("--internal.executor_recycle_after", str(3 * JOBS // 10), "--internal.executor_profiles", '["stdlib"]')
-    with running(*flags, "--internal.executor_check_s", "1000") as found:
-        client = ExecutorClient(found.address)
+    with running(*flags, "--internal.executor_check_s", "1000") as process:
+        client = ExecutorClient(process.address)
 
         async def some(count: int) -> None:
             left = iter(range(count))
@@ -431,35 +431,35 @@ async def test_thousands_of_programs_leave_no_process_descriptor_memory_or_file(
             await asyncio.gather(*(ask() for _ in range(8)))
 
         await some(500)
-        before = _held(found)
+        before = _held(process)
         await some(JOBS)
-        await until(lambda: len(found.processes()) <= before["processes"])
-        after = _held(found)
+        await until(lambda: len(process.processes()) <= before["processes"])
+        after = _held(process)
         await client.close()
-        assert 'penstock_executor_zygote_restarts_total{profile="stdlib",reason="worn"} 3.0' in found.get("/metrics")
+        assert 'penstock_executor_zygote_restarts_total{profile="stdlib",reason="worn"} 3.0' in process.get("/metrics")
     assert after["processes"] == before["processes"]
     assert after["descriptors"] <= before["descriptors"] + 2
     assert after["files"] == before["files"]
     assert after["memory"] < before["memory"] + (24 << 20)
-    assert not Path(found.address.removeprefix("unix:")).exists()
+    assert not Path(process.address.removeprefix("unix:")).exists()
 
 
-def _held(found: Running) -> dict[str, int]:
-    processes = found.processes()
+def _held(executor: Running) -> dict[str, int]:
+    processes = executor.processes()
     return {
         "processes": len(processes),
         "descriptors": processes[0].num_fds(),
         "memory": processes[0].memory_info().rss,
-        "files": _owned(Path("/dev/shm")) + sum(1 for _ in found.secret.parent.iterdir()),
+        "files": _owned(Path("/dev/shm")) + sum(1 for _ in executor.secret.parent.iterdir()),
     }
 
 
 def test_an_executor_that_is_killed_leaves_no_process() -> None:
     need("bwrap", "bubblewrap")
-    with running("--internal.executor_profiles", '["stdlib"]') as found:
-        below = found.processes()[1:]
+    with running("--internal.executor_profiles", '["stdlib"]') as process:
+        below = process.processes()[1:]
         assert below
-        os.kill(found.process.pid, signal.SIGKILL)
+        os.kill(process.process.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(below, timeout=20)
         assert alive == []
 
@@ -473,8 +473,8 @@ def test_up_starts_an_executor_only_where_a_scorer_needs_it(tmp_path: Path, monk
     environment = {"PATH": "/bin", "PENSTOCK__BUS__URL": "redis://:secret@host", "HF_TOKEN": "secret"}
     assert plan.executor(settings, tmp_path, environment) == []
     monkeypatch.setattr(Settings, "needs_executor", True)
-    (found,) = plan.executor(settings, tmp_path, environment)
-    assert (found.name, dict(found.environment)) == ("executor", {"PATH": "/bin"})
+    (actual,) = plan.executor(settings, tmp_path, environment)
+    assert (actual.name, dict(actual.environment)) == ("executor", {"PATH": "/bin"})
     elsewhere = Settings.model_validate({"run": {"id": "a"}, "reward": {"executor": {"address": "executor:7000"}}})
     assert plan.executor(elsewhere, tmp_path, environment) == []
 
@@ -482,8 +482,8 @@ def test_up_starts_an_executor_only_where_a_scorer_needs_it(tmp_path: Path, monk
 def _owned(folder: Path) -> int:
     """Files there of the programs' user, except those of parallel tests."""
     user = 65_534 if os.getuid() == 0 else os.getuid()
-    found = 0
+    count = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found += path.stat().st_uid == user and not path.name.startswith(_OF_OTHERS)
-    return found
+            count += path.stat().st_uid == user and not path.name.startswith(_OF_OTHERS)
+    return count

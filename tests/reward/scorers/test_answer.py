@@ -39,8 +39,8 @@ def matcher(
     return AnswerMatcher(settings, command=command, timeout_s=timeout_s)
 
 
-async def score(found: AnswerMatcher, reference: str, text: str) -> Score:
-    (only,) = await found.score(asked(reference, text))
+async def score(answer_matcher: AnswerMatcher, reference: str, text: str) -> Score:
+    (only,) = await answer_matcher.score(asked(reference, text))
     return only
 
 
@@ -121,8 +121,8 @@ def test_the_answer_stands_where_it_was_declared(place: AnswerPlace, text: str, 
     ],
 )
 def test_only_a_plain_number_is_read_as_one(text: str, value: int | Fraction | None) -> None:
-    found = plain_numbers.read(text)
-    assert (found.share if found else None) == value
+    reading = plain_numbers.read(text)
+    assert (reading.share if reading else None) == value
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_only_a_plain_number_is_read_as_one(text: str, value: int | Fraction | N
     ],
 )
 async def test_text_and_plain_numbers_need_no_process(mode: Mode, reference: str, text: str, value: float) -> None:
-    found = await score(matcher(mode), reference, text)
-    assert (found.status, found.value) == (ScoreStatus.OK, value)
+    scored = await score(matcher(mode), reference, text)
+    assert (scored.status, scored.value) == (ScoreStatus.OK, value)
 
 
 async def test_the_declared_tolerance_is_relative() -> None:
@@ -172,8 +172,8 @@ async def test_whole_numbers_are_exact_however_they_are_written_unless_declared_
     ]
     for mode in ("math", "numeric"):
         assert [(await score(matcher(mode), *pair)).value for pair in pairs] == [0.0] * 4
-        found = [await score(matcher(mode, lenient=["whole"]), *pair) for pair in pairs]
-        assert [(each.value, each.lenient) for each in found] == [(1.0, ("whole",))] * 4
+        scores = [await score(matcher(mode, lenient=["whole"]), *pair) for pair in pairs]
+        assert [(each.value, each.lenient) for each in scores] == [(1.0, ("whole",))] * 4
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ async def test_a_completion_cut_at_its_length_is_wrong_format_where_it_must_stop
     group = asked("46", "46", "46")
     cut = dataclasses.replace(group.samples[1], finish_reason=FinishReason.LENGTH)
     group = dataclasses.replace(group, samples=(group.samples[0], cut))
-    assert [found.value for found in await matcher(needs_stop=True).score(group)] == [1.0, 0.0]
-    assert [found.value for found in await matcher(needs_stop=False).score(group)] == [1.0, 1.0]
+    assert [scored.value for scored in await matcher(needs_stop=True).score(group)] == [1.0, 0.0]
+    assert [scored.value for scored in await matcher(needs_stop=False).score(group)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("reference", [None, "", "  "])
@@ -231,10 +231,10 @@ async def test_a_matcher_that_cannot_be_started_is_unavailable_and_plain_numbers
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mathematics() -> AsyncIterator[AnswerMatcher]:
-    found = matcher(command=COMMAND, timeout_s=20.0)
-    await found.start()
-    yield found
-    await found.close()
+    answer_matcher = matcher(command=COMMAND, timeout_s=20.0)
+    await answer_matcher.start()
+    yield answer_matcher
+    await answer_matcher.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -279,8 +279,8 @@ async def mathematics() -> AsyncIterator[AnswerMatcher]:
 async def test_mathematics_is_compared_by_value(
     mathematics: AnswerMatcher, reference: str, text: str, value: float
 ) -> None:
-    found = await score(mathematics, reference, text)
-    assert (found.status, found.value) == (ScoreStatus.OK, value)
+    scored = await score(mathematics, reference, text)
+    assert (scored.status, scored.value) == (ScoreStatus.OK, value)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -304,8 +304,8 @@ async def test_mathematics_is_compared_by_value(
 async def test_bold_text_and_worked_sums_are_read_as_a_person_reads_them(
     mathematics: AnswerMatcher, text: str, value: float
 ) -> None:
-    found = await score(mathematics, "#### 18", text)
-    assert (found.status, found.value) == (ScoreStatus.OK, value)
+    scored = await score(mathematics, "#### 18", text)
+    assert (scored.status, scored.value) == (ScoreStatus.OK, value)
 
 
 @pytest.mark.parametrize(
@@ -326,16 +326,16 @@ async def test_an_amount_in_a_sentence_is_its_number_where_the_reference_has_no_
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("text", ["x" * 100_000, "7 " * 50_000, "(" * 100_000, r"\frac{" * 20_000, "9" * 100_000])
 async def test_a_formula_too_long_to_be_read_is_wrong_format(mathematics: AnswerMatcher, text: str) -> None:
-    found = await score(mathematics, "46", text)
-    assert (found.status, found.value) == (ScoreStatus.WRONG_FORMAT, 0.0)
+    scored = await score(mathematics, "46", text)
+    assert (scored.status, scored.value) == (ScoreStatus.WRONG_FORMAT, 0.0)
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_equal_answers_are_compared_once_and_remembered(mathematics: AnswerMatcher) -> None:
     asked_before = mathematics._processes.questions
     group = asked(r"\ln 4", r"2\ln 2", r"\boxed{2\ln 2}", r"\boxed{ 2\ln 2}", r"2\ln 3")
-    assert [found.value for found in await mathematics.score(group)] == [1.0, 1.0, 1.0, 0.0]
-    assert [found.value for found in await mathematics.score(group)] == [1.0, 1.0, 1.0, 0.0]
+    assert [scored.value for scored in await mathematics.score(group)] == [1.0, 1.0, 1.0, 0.0]
+    assert [scored.value for scored in await mathematics.score(group)] == [1.0, 1.0, 1.0, 0.0]
     assert mathematics._processes.questions == asked_before + 2
 
 
@@ -355,30 +355,30 @@ async def test_an_endless_comparison_is_killed_and_the_next_one_works() -> None:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("text", ["10^{10^{10}}", "46!!!!!", r"\binom{10^9}{10^8}", "9^{9^{9^{46}}}", "(x+y+z)^{900}"])
 async def test_what_is_too_large_to_compute_is_not_begun(mathematics: AnswerMatcher, text: str) -> None:
-    found = await score(mathematics, r"\sqrt{46}", rf"\boxed{{{text}}}")
-    assert (found.status, found.value) == (ScoreStatus.TIMEOUT, 0.0)
-    assert found.detail == "computing it would take too long"
+    scored = await score(mathematics, r"\sqrt{46}", rf"\boxed{{{text}}}")
+    assert (scored.status, scored.value) == (ScoreStatus.TIMEOUT, 0.0)
+    assert scored.detail == "computing it would take too long"
 
 
 async def test_no_matcher_process_is_left_behind() -> None:
     before = _matchers()
-    found = matcher(command=COMMAND)
-    await found.start()
+    answer_matcher = matcher(command=COMMAND)
+    await answer_matcher.start()
     assert len(_matchers() - before) == 2
-    await found.close()
+    await answer_matcher.close()
     assert _matchers() == before
 
 
 async def test_a_matcher_process_that_is_killed_from_outside_costs_no_verdict() -> None:
-    found = matcher(command=COMMAND, timeout_s=20.0)
+    actual = matcher(command=COMMAND, timeout_s=20.0)
     before = _matchers()
-    await found.start()
+    await actual.start()
     try:
         for pid in _matchers() - before:
             os.kill(pid, signal.SIGKILL)
-        assert (await score(found, "5", "It is 5.")).value == 1.0
+        assert (await score(actual, "5", "It is 5.")).value == 1.0
     finally:
-        await found.close()
+        await actual.close()
 
 
 def _matchers() -> set[int]:

@@ -120,10 +120,10 @@ HOSTILE = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def matcher() -> AsyncIterator[AnswerMatcher]:
-    found = AnswerMatcher(AnswerScorer(kind="answer"), timeout_s=20.0)
-    await found.start()
-    yield found
-    await found.close()
+    answer_matcher = AnswerMatcher(AnswerScorer(kind="answer"), timeout_s=20.0)
+    await answer_matcher.start()
+    yield answer_matcher
+    await answer_matcher.close()
 
 
 async def _values(matcher: AnswerMatcher, pairs: list[tuple[str, str]]) -> list[float | None]:
@@ -140,15 +140,15 @@ async def _values(matcher: AnswerMatcher, pairs: list[tuple[str, str]]) -> list[
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("kind", EQUAL)
 async def test_answers_that_mean_the_same_are_equal(matcher: AnswerMatcher, kind: str) -> None:
-    found = await _values(matcher, EQUAL[kind])
-    assert [pair for pair, value in zip(EQUAL[kind], found, strict=True) if value != 1.0] == []
+    values = await _values(matcher, EQUAL[kind])
+    assert [pair for pair, value in zip(EQUAL[kind], values, strict=True) if value != 1.0] == []
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("kind", UNEQUAL)
 async def test_answers_that_mean_something_else_are_not(matcher: AnswerMatcher, kind: str) -> None:
-    found = await _values(matcher, UNEQUAL[kind])
-    assert [pair for pair, value in zip(UNEQUAL[kind], found, strict=True) if value != 0.0] == []
+    values = await _values(matcher, UNEQUAL[kind])
+    assert [pair for pair, value in zip(UNEQUAL[kind], values, strict=True) if value != 0.0] == []
 
 
 async def test_what_is_written_to_break_the_matcher_ends_in_time_with_a_word_that_says_so() -> None:

@@ -19,20 +19,20 @@ DOUBLE = [{"input": "3\n", "output": "6\n"}, {"input": "-1\n", "output": "-2\n"}
 @pytest.fixture(scope="module")
 def executor() -> Iterator[Running]:
     need("bwrap", "bubblewrap")
-    with running("--internal.executor_check_s", "1000", "--internal.executor_profiles", '["stdlib"]') as found:
-        yield found
+    with running("--internal.executor_check_s", "1000", "--internal.executor_profiles", '["stdlib"]') as process:
+        yield process
 
 
 @pytest.fixture
 async def tester(executor: Running) -> AsyncIterator[CodeTester]:
-    found = CodeTester(CodeScorer(kind="code", timeout_s=2.0, memory_mib=128, output_kib=64), executor.address)
-    yield found
-    await found.close()
+    code_tester = CodeTester(CodeScorer(kind="code", timeout_s=2.0, memory_mib=128, output_kib=64), executor.address)
+    yield code_tester
+    await code_tester.close()
 
 
 async def score(tester: CodeTester, program: str, tests: Any) -> Score:
-    (found,) = await tester.score(group(fenced(program), tests=tests))
-    return found
+    (scored,) = await tester.score(group(fenced(program), tests=tests))
+    return scored
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ async def score(tester: CodeTester, program: str, tests: Any) -> Score:
     ],
 )  # fmt: skip
 async def test_right_programs_pass_in_a_named_tier(tester: CodeTester, program: str, tests: Any) -> None:
-    found = await score(tester, program, tests)
-    assert (found.status, found.value) == (ScoreStatus.OK, 1.0), found.detail
-    assert found.detail.startswith(("namespace: passed", "landlock: passed"))
+    scored = await score(tester, program, tests)
+    assert (scored.status, scored.value) == (ScoreStatus.OK, 1.0), scored.detail
+    assert scored.detail.startswith(("namespace: passed", "landlock: passed"))
 
 
 CHEATS = {
@@ -89,8 +89,8 @@ CHEATS = {
 async def test_no_trick_is_worth_anything_and_the_next_program_is_judged_as_ever(
     tester: CodeTester, cheat: str, tests: Any
 ) -> None:
-    found = await score(tester, CHEATS[cheat], tests)
-    assert found.value == 0.0, found.detail
+    scored = await score(tester, CHEATS[cheat], tests)
+    assert scored.value == 0.0, scored.detail
     assert (await score(tester, "def f(x):\n    return x + 1", tests)).value == 1.0
 
 
@@ -112,5 +112,5 @@ async def test_no_trick_of_a_program_that_prints_is_worth_anything(tester: CodeT
     ],
 )
 async def test_how_a_program_failed_is_its_status(tester: CodeTester, program: str, status: ScoreStatus) -> None:
-    found = await score(tester, program, DOUBLE)
-    assert (found.status, found.value) == (status, 0.0), found.detail
+    scored = await score(tester, program, DOUBLE)
+    assert (scored.status, scored.value) == (status, 0.0), scored.detail

@@ -48,7 +48,7 @@ async def test_a_run_on_code_goes_on_when_its_executor_is_killed_and_every_progr
         assert (status.state, status.step) == (RunState.FINISHED, STEPS)
         assert (await audit_groups(bus))["trained"] == STEPS * GROUPS
     evaluations = [json.loads(line) for line in (run.folder / "evaluations.jsonl").read_text().splitlines()]
-    assert [found["step"] for found in evaluations] == [0, STEPS]
+    assert [evaluation["step"] for evaluation in evaluations] == [0, STEPS]
     groups = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
     scores = [completion["scores"]["code"] for group in groups for completion in group["completions"]]
     assert len(scores) >= 4

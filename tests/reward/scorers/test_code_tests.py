@@ -16,7 +16,7 @@ import pytest
 from services.reward.executor.inside import comparison, plain_data
 from services.reward.executor.protocol import Call, Execution, Limits, Outcome
 from services.reward.scorers.code import asserts, program_results
-from services.reward.scorers.code.assert_evaluation import AssertEvaluator, Unsupported
+from services.reward.scorers.code.assert_evaluation import Unsupported, evaluate
 from services.reward.scorers.code.program import NoProgram, program_of
 from services.reward.scorers.code.suite import BadTests, read_tests
 from services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest
@@ -452,8 +452,9 @@ def test_a_clean_interpreter_compares_as_python_does(
 def test_evaluation_knows_no_other_names_than_those_of_calls() -> None:
     with pytest.raises(Unsupported, match="open"):
         asserts.split(["assert f(1) == open"])
-    with pytest.raises(KeyError):
-        AssertEvaluator({}, 0.0)(ast.parse("call_0", mode="eval").body)
+    for name in ("call_0", "open", "__import__"):
+        with pytest.raises(NameError):
+            evaluate(ast.parse(name, mode="eval").body, {}, 0.0)
 
 
 @pytest.mark.parametrize(("expected", "found"), [([3], 3), ([3], [3]), (3, 3), ([[3]], [3])])

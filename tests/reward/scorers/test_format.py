@@ -22,10 +22,10 @@ def checker(**rules: object) -> FormatChecker:
     return FormatChecker(FormatScorer.model_validate({"kind": "format", **rules}))
 
 
-async def check(found: FormatChecker, text: str, finish: FinishReason = FinishReason.STOP) -> Score:
+async def check(format_checker: FormatChecker, text: str, finish: FinishReason = FinishReason.STOP) -> Score:
     group = builders.group(0, (text,))
     sample = dataclasses.replace(group.samples[0], finish_reason=finish)
-    (score,) = await found.score(dataclasses.replace(group, samples=(sample,)))
+    (score,) = await format_checker.score(dataclasses.replace(group, samples=(sample,)))
     return score
 
 
@@ -67,23 +67,23 @@ async def test_a_completion_that_keeps_every_rule_is_worth_one(rules: dict[str, 
 async def test_the_value_is_the_share_of_rules_that_hold_and_the_first_broken_one_is_named(
     rules: dict[str, object], text: str, value: float, first: str
 ) -> None:
-    found = await check(checker(**rules), text)
-    assert found.value == pytest.approx(value)
-    assert found == Score("format", ScoreStatus.WRONG_FORMAT, found.value, first)
+    scored = await check(checker(**rules), text)
+    assert scored.value == pytest.approx(value)
+    assert scored == Score("format", ScoreStatus.WRONG_FORMAT, scored.value, first)
 
 
 async def test_a_completion_that_must_stop_is_wrong_when_it_was_cut() -> None:
-    found = await check(checker(needs_stop=True, characters=[0, 10]), "46", FinishReason.LENGTH)
-    assert found == Score("format", ScoreStatus.WRONG_FORMAT, 0.5, "the completion was cut at its length limit")
+    scored = await check(checker(needs_stop=True, characters=[0, 10]), "46", FinishReason.LENGTH)
+    assert scored == Score("format", ScoreStatus.WRONG_FORMAT, 0.5, "the completion was cut at its length limit")
 
 
 async def test_a_pattern_that_backtracks_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(format_module, "CHECK_TIMEOUT_S", 0.1)
-    found = checker(pattern=r"(a|aa|a?a)+c[0-9]?")
-    assert (await check(found, "aac")).status is ScoreStatus.OK
-    hostile = await check(found, "a" * 5_000 + "cb")
+    scored = checker(pattern=r"(a|aa|a?a)+c[0-9]?")
+    assert (await check(scored, "aac")).status is ScoreStatus.OK
+    hostile = await check(scored, "a" * 5_000 + "cb")
     assert hostile == Score("format", ScoreStatus.TIMEOUT, 0.0, "pattern took longer than 0.1 s")
-    assert (await check(found, "ac1")).status is ScoreStatus.OK
+    assert (await check(scored, "ac1")).status is ScoreStatus.OK
 
 
 async def test_a_pattern_that_backtracks_for_ever_holds_up_no_other_scorer_and_is_not_tried_again() -> None:
@@ -102,9 +102,9 @@ async def test_a_pattern_that_backtracks_for_ever_holds_up_no_other_scorer_and_i
         await asyncio.gather(hostile.close(), honest.close())
 
 
-def questions(found: FormatChecker) -> int:
-    assert found._checkers is not None
-    return found._checkers.questions
+def questions(format_checker: FormatChecker) -> int:
+    assert format_checker._checkers is not None
+    return format_checker._checkers.questions
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ SCHEMA = {"type": "object", "required": ["n"], "properties": {"n": {"type": "int
 
 
 async def test_json_keeps_its_schema_or_says_where_not() -> None:
-    found = checker(json_schema=SCHEMA, json_tag="answer")
-    await found.start()
+    scored = checker(json_schema=SCHEMA, json_tag="answer")
+    await scored.start()
     try:
-        assert (await check(found, '<answer>{"n": 1}</answer>')).value == 1.0
+        assert (await check(scored, '<answer>{"n": 1}</answer>')).value == 1.0
         for text, detail in (
             ('{"n": 1}', "expected JSON in <answer>…</answer>, found none"),
             (
@@ -174,23 +174,23 @@ async def test_json_keeps_its_schema_or_says_where_not() -> None:
                 "expected JSON, found ValueError: a name that occurs twice in an object",
             ),
         ):
-            assert await check(found, text) == Score("format", ScoreStatus.WRONG_FORMAT, 0.0, detail)
+            assert await check(scored, text) == Score("format", ScoreStatus.WRONG_FORMAT, 0.0, detail)
         for hostile in ("[" * 100_000, "9" * 90_000, "[" * 40_000 + "]" * 40_000, "x" * 200_000):
-            assert (await check(found, f"<answer>{hostile}</answer>")).status is ScoreStatus.WRONG_FORMAT
+            assert (await check(scored, f"<answer>{hostile}</answer>")).status is ScoreStatus.WRONG_FORMAT
     finally:
-        await found.close()
+        await scored.close()
 
 
 async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(format_module, "CHECK_TIMEOUT_S", 0.5)
-    found = checker(json_schema={"type": "string", "pattern": "^(a+)+$"})
+    scored = checker(json_schema={"type": "string", "pattern": "^(a+)+$"})
     try:
-        assert (await check(found, f'"{"a" * 60}!"')).status is ScoreStatus.TIMEOUT
-        assert (await check(found, '"aaa"')).value == 1.0
+        assert (await check(scored, f'"{"a" * 60}!"')).status is ScoreStatus.TIMEOUT
+        assert (await check(scored, '"aaa"')).value == 1.0
     finally:
-        await found.close()
+        await scored.close()
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works
     [({"type": "objekt"}, "'objekt' is not valid"), ({"$ref": "http://x/y"}, "outside the schema: 'http://x/y'")],
 )
 async def test_a_schema_that_is_none_stops_the_start(schema: dict[str, object], sentence: str) -> None:
-    found = checker(json_schema=schema)
+    scored = checker(json_schema=schema)
     with pytest.raises(SettingsError, match="json_schema of scorer 'format' is not a JSON schema") as caught:
-        await found.start()
-    await found.close()
+        await scored.start()
+    await scored.close()
     assert sentence in str(caught.value)
 
 

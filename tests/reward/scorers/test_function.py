@@ -26,24 +26,24 @@ FUNCTIONS = scorer_functions.__name__
 @asynccontextmanager
 async def scorer(function: str = "score", **more: object) -> AsyncIterator[FunctionScorer]:
     settings = PythonScorer.model_validate({"kind": "python", "function": f"{FUNCTIONS}:{function}"} | more)
-    found = FunctionScorer(settings)
+    function_scorer = FunctionScorer(settings)
     try:
-        await found.start()
-        yield found
+        await function_scorer.start()
+        yield function_scorer
     finally:
-        await found.close()
+        await function_scorer.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lenient() -> AsyncIterator[FunctionScorer]:
-    async with scorer() as found:
-        yield found
+    async with scorer() as scored:
+        yield scored
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def strict() -> AsyncIterator[FunctionScorer]:
-    async with scorer(timeout_s=2.0, on_error="zero") as found:
-        yield found
+    async with scorer(timeout_s=2.0, on_error="zero") as scored:
+        yield scored
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -58,17 +58,17 @@ async def test_it_gives_what_the_function_returns_for_each_sample_and_its_prompt
 
 
 async def test_an_async_function_keeps_one_event_loop() -> None:
-    async with scorer("score_async") as found:
-        assert [one.value for one in await found.score(builders.group(0, ("a", "b", "c")))] == [1.0, 1.0, 1.0]
+    async with scorer("score_async") as scored:
+        assert [single.value for single in await scored.score(builders.group(0, ("a", "b", "c")))] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_bug_in_the_function_makes_the_reward_unknown_not_0(lenient: FunctionScorer) -> None:
     texts = ("raise", "exit", "die", "text", "nan", "list", "none")
-    found = [(await lenient.score(builders.group(0, (text,))))[0] for text in texts]
-    assert [one.status for one in found] == [ScoreStatus.UNAVAILABLE] * 7
+    scored = [(await lenient.score(builders.group(0, (text,))))[0] for text in texts]
+    assert [single.status for single in scored] == [ScoreStatus.UNAVAILABLE] * 7
     here = _line("def score(")
-    assert [one.detail for one in found] == [
+    assert [single.detail for single in scored] == [
         f"ZeroDivisionError: no (scorer_functions.py:{_line('raise ZeroDivisionError')})",
         f"SystemExit: 0 (scorer_functions.py:{_line('sys.exit(0)')})",
         f"two processes died while they computed it: {FUNCTIONS}:score",
@@ -90,8 +90,8 @@ async def test_no_sample_is_asked_about_once_one_of_its_group_has_no_score(
     lenient: FunctionScorer, tmp_path: Path
 ) -> None:
     group = builders.group(0, ("raise", *(f"mark {tmp_path / str(index)}" for index in range(6))))
-    found = await lenient.score(group)
-    assert found[0] == found[-1]
+    scored = await lenient.score(group)
+    assert scored[0] == scored[-1]
     assert len(list(tmp_path.iterdir())) < 6, "those that another process had begun, and no more"
 
 
@@ -121,9 +121,9 @@ async def test_a_late_function_is_killed_with_what_it_started_and_the_next_sampl
 async def test_the_function_sees_no_variable_but_those_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK__BUS__URL", "redis://:secret@host")
     monkeypatch.setenv("MY_INDEX", "/data")
-    async with scorer(environment=["MY_INDEX"]) as found:
-        seen = await found.score(builders.group(0, ("see PENSTOCK__BUS__URL", "see MY_INDEX")))
-    assert [one.value for one in seen] == [0.0, 1.0]
+    async with scorer(environment=["MY_INDEX"]) as scored:
+        seen = await scored.score(builders.group(0, ("see PENSTOCK__BUS__URL", "see MY_INDEX")))
+    assert [single.value for single in seen] == [0.0, 1.0]
 
 
 async def test_a_function_that_is_not_there_stops_the_start() -> None:
@@ -175,15 +175,15 @@ async def test_the_example_in_the_documents_does_what_they_say(tmp_path: Path, m
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     import tomllib
 
-    found = FunctionScorer(PythonScorer.model_validate(tomllib.loads(settings[1])))
+    scored = FunctionScorer(PythonScorer.model_validate(tomllib.loads(settings[1])))
     group = builders.group(0, ("Because 12 and 34 are 46.", "x" * 81, "  "))
     group = dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, extra={"limit": 40}))
     try:
-        await found.start()
-        assert [(one.status.value, one.value) for one in await found.score(group)] == [
+        await scored.start()
+        assert [(single.status.value, single.value) for single in await scored.score(group)] == [
             ("ok", 1.0),
             ("ok", 0.0),
             ("wrong_format", 0.0),
         ]
     finally:
-        await found.close()
+        await scored.close()

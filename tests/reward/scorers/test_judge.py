@@ -298,8 +298,8 @@ def test_a_verdict_is_what_was_declared_and_nothing_else(
 
 def test_the_template_is_filled_in_once_so_that_a_completion_cannot_write_in_it() -> None:
     prompt = builders.prompt()
-    found = fill('{prompt}|{answer}|{extra.level}|{completion}|{"score": 7}', prompt, "{answer} {prompt}")
-    assert found == '12+34=|46|1|{answer} {prompt}|{"score": 7}'
+    actual = fill('{prompt}|{answer}|{extra.level}|{completion}|{"score": 7}', prompt, "{answer} {prompt}")
+    assert actual == '12+34=|46|1|{answer} {prompt}|{"score": 7}'
     chat = dataclasses.replace(
         prompt, text=None, messages=(ChatMessage("user", "12+34="), ChatMessage("assistant", "?"))
     )

@@ -95,8 +95,8 @@ def _plainly(form: Form) -> str:
 
 
 def _computed(reference: str, answer: str) -> bool:
-    found = comparison.compare(reference, answer)
-    return found["status"] == "ok" and found["equal"] is True
+    verdict = comparison.compare(reference, answer)
+    return verdict["status"] == "ok" and verdict["equal"] is True
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -55,10 +55,10 @@ def test_a_text_that_ends_in_the_padding_token_keeps_its_end_where_the_model_nam
 def test_texts_that_hold_every_token_of_the_vocabulary_are_read_one_by_one(tmp_path: Path) -> None:
     model = reward_models.qwen(pad=None)
     classifier = reward_models.classifier(reward_models.settings(reward_models.save(model, tmp_path)))
-    everything = tuple(range(tiny.VOCABULARY))
+    vocabulary = tuple(range(tiny.VOCABULARY))
     with torch.no_grad():
-        expected = [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in (everything, (7, 8))]
-    assert classifier.compute([Text(everything), Text((7, 8))]) == pytest.approx(expected, abs=FORWARD)
+        expected = [float(model(input_ids=torch.tensor([ids])).logits[0, 0]) for ids in (vocabulary, (7, 8))]
+    assert classifier.compute([Text(vocabulary), Text((7, 8))]) == pytest.approx(expected, abs=FORWARD)
 
 
 def test_the_models_own_chat_template_joins_prompt_and_completion(tmp_path: Path) -> None:

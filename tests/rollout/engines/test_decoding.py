@@ -1,8 +1,9 @@
 """Laws of the embedded engine."""
 
 import asyncio
+import dataclasses
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from services.rollout.engines.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
+from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.engines.transformers.decoding import Batch, Tokens
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.smoke_test import seed_of, try_out
-from shared.bus.messages import FinishReason, PolicyVersion, Sampling
+from shared.bus.messages import FinishReason, Int32Array, PolicyVersion, Sampling
 from shared.errors import SettingsError, WeightsError
 from tests.conftest import PATIENCE_S, until
-from tests.support import tiny, weights
+from tests.support import tiny, truncated, weights
 from tests.support.tolerance import FORWARD
 
 NEVER = (999,)
@@ -73,6 +75,75 @@ def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_batch_and_its_p
             assert sample.token_ids.dtype == np.int32
             assert sample.behavior_logprobs.dtype == np.float32
     assert len(lengths) >= 4
+
+
+TRUNCATIONS = [
+    Sampling(5, 12, 1.0, top_k=256, top_p=0.9),
+    Sampling(5, 12, 0.7, top_k=20),
+    Sampling(5, 12, 1.3, top_k=256, min_p=0.05),
+    Sampling(5, 12, 1.0, top_k=20, top_p=0.9, min_p=0.05),
+    Sampling(5, 12, 1.0, top_k=1),
+]
+
+
+@pytest.mark.parametrize("sampling", TRUNCATIONS)
+def test_truncated_samples_have_the_trainers_logprobs_over_what_could_be_drawn(sampling: Sampling) -> None:
+    model, prompt = tiny.model(), np.array([3, 4, 5, 6, 7], dtype=np.int32)
+    others = [request(9, samples=7, max_new_tokens=9), request(3, 4, 5, 6, 7, samples=1, temperature=0.0)]
+    samples, whole, greedy = decode(model, [GenerationRequest(prompt, sampling), *others], stop=tuple(range(0, 48, 7)))
+    for chunk_tokens in (0, 7):
+        found = truncated.trainer_logprobs(model, prompt, samples, sampling.temperature, chunk_tokens)
+        for sample, logprobs in zip(samples, found, strict=True):
+            np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=FORWARD)
+    for sample in samples:
+        assert truncated.supports_of(sample) == truncated.expected_supports(model, prompt, sample, sampling)
+    for sample in (*whole, *greedy):
+        assert len(sample.support_sizes) == len(sample.support_ids) == 0
+        assert sampling.top_k != 1 or samples[0].behavior_logprobs.tolist() == [0.0] * len(samples[0].token_ids)
+
+
+def test_no_completion_stops_before_its_minimum_length_and_the_trainer_knows_that_it_could_not() -> None:
+    model, prompt, stop = tiny.model(), np.array([3, 4, 5], dtype=np.int32), tuple(range(0, 48, 3))
+    sampling = Sampling(6, 12, 1.0, min_new_tokens=5)
+    (samples,) = decode(model, [GenerationRequest(prompt, sampling)], stop=stop)
+    found = truncated.trainer_logprobs(model, prompt, samples, 1.0)
+    for sample, logprobs in zip(samples, found, strict=True):
+        assert len(sample.token_ids) >= 6 or sample.token_ids[-1] in stop
+        assert not set(sample.token_ids[:5].tolist()) & set(stop)
+        assert sample.support_sizes.tolist() == ([-16] * 5 + [0] * 12)[: len(sample.token_ids)]
+        np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=FORWARD)
+        whole = forward_logprobs(model, prompt.tolist(), sample, 1.0)
+        assert (sample.behavior_logprobs[:5] - whole[:5] > FORWARD).any(), (
+            "without the stop tokens the rest is likelier"
+        )
+
+
+def letters(completions: Sequence[Int32Array]) -> list[str]:
+    """Return token n as the n-th letter."""
+    return ["".join(chr(97 + int(token)) for token in ids) for ids in completions]
+
+
+def test_a_completion_ends_at_the_token_that_completes_a_stop_text_and_includes_it() -> None:
+    stop = StopTexts(letters, ["cde", "xy"])
+    assert stop.end(np.array([0, 2, 3, 4, 5], dtype=np.int32)) == 4
+    assert stop.end(np.array([0, 2, 3], dtype=np.int32)) == 0
+    assert stop.end(np.array([0, 1, 2, 3, 4, 5], dtype=np.int32), searched=4) == 5
+
+
+def test_the_engine_ends_each_sample_at_its_own_stop_text_with_the_logprobs_of_its_tokens() -> None:
+    model, prompt = tiny.model(), [3, 4, 5, 6, 7]
+    whole = decode(model, [request(*prompt, samples=6, max_new_tokens=12, seed=5)])[0]
+    text = letters([whole[0].token_ids])[0][4:6]
+    asked = dataclasses.replace(request(*prompt, samples=6, max_new_tokens=12, seed=5), stop=StopTexts(letters, [text]))
+    (samples,) = decode(model, [asked])
+    for before, sample in zip(whole, samples, strict=True):
+        end = letters([before.token_ids])[0].find(text)
+        length = 12 if end < 0 else end + 2
+        assert sample.token_ids.tolist() == before.token_ids[:length].tolist()
+        assert sample.finish_reason is (FinishReason.LENGTH if end < 0 else FinishReason.STOP)
+        expected = forward_logprobs(model, prompt, sample, 1.0)
+        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=FORWARD)
+    assert len(samples[0].token_ids) < 12
 
 
 def test_temperature_zero_writes_what_transformers_writes_greedily() -> None:

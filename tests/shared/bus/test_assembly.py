@@ -1,11 +1,15 @@
 """Laws of the samples of a group: entries of their own, one group."""
 
 import asyncio
+import contextlib
 import dataclasses
 
+import msgpack
+import numpy as np
 import pytest
 
 from shared.bus import wire
+from shared.bus.assembly import part_of_group
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import PolicyRecord, PolicyVersion, Prompt, RolloutGroup
 from shared.bus.stores.dead_letters import DeadLetterSource, discard, read_page, revive
@@ -13,6 +17,7 @@ from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.streams import AUDIT, PROMPTS, PUBLISHED, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.errors import MessageError, TemporaryError
+from tests.chaos.fuzz import Hostile
 from tests.conftest import until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, generating
@@ -203,6 +208,71 @@ def test_pieces_that_are_not_one_group_in_order_are_refused(harm: object) -> Non
         wire.decode(_joined(prompt, harm(parts)), RolloutGroup)  # type: ignore[operator]
 
 
-def _joined(prompt: Prompt, parts: list[RolloutGroup]) -> bytes:
-    pieces = [wire.encode(prompt), *map(wire.encode, parts)]
+def test_joined_parts_are_the_group_of_their_samples() -> None:
+    whole = builders.group(7, ("1", "2", "3"))
+    lengths, spans = (3, 1, 5), ([[0, 4]], [[0, 4]], [[0, 4], [2, 6]])
+    samples = tuple(
+        dataclasses.replace(builders.sample(text, tokens=tokens), version_spans=np.array(of, np.int32))
+        for text, tokens, of in zip("123", lengths, spans, strict=True)
+    )
+    whole = dataclasses.replace(whole, samples=samples)
+    pieces = [wire.encode(whole.prompt), *(part_of_group(whole, place) for place in range(3))]
+    assert wire.encode(wire.decode(array(*pieces), RolloutGroup)) == wire.encode(whole)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("samples", "token_ids", "lengths"), [2]),
+        (("samples", "token_ids", "lengths"), [3, 0]),
+        (("samples", "token_ids", "joined"), np.arange(3, dtype=np.int64)),
+        (("samples", "token_ids", "joined"), np.array([0, 1, -1], np.int32)),
+        (("samples", "token_ids"), [[1, 2, 3]]),
+        (("samples", "text"), ["46", "47"]),
+        (("samples", "text"), "4"),
+        (("samples", "rows"), 2),
+        (("prompt", "sample"), np.zeros(2)),
+        (("prompt_token_ids",), [5, 6, 8]),
+        (("replica",), {}),
+        (("started_at_s",), "now"),
+        (("schema",), 99),
+        (("kind",), "prompt"),
+    ],
+)
+def test_a_part_that_is_not_one_whole_sample_spoils_no_other(path: tuple[str, ...], value: object) -> None:
+    whole = builders.group(7)
+    fields = msgpack.unpackb(part_of_group(whole, 1), ext_hook=wire._read_array)
+    inner = fields
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    spoiled = msgpack.packb(fields, default=wire._plain)
+    with pytest.raises(MessageError, match="expected"):
+        wire.decode(array(wire.encode(whole.prompt), part_of_group(whole, 0), spoiled), RolloutGroup)
+
+
+def test_no_mutation_of_joined_parts_raises_anything_but_a_message_error() -> None:
+    hostile, whole, read = Hostile(seed=7), builders.group(3), 0
+    parts = [part_of_group(whole, place) for place in range(2)]
+    honest = {b"id": b"3", b"data": parts[1]}
+    for _ in range(300):
+        data = hostile.entry(honest, [honest]).get(b"data", b"")
+        with contextlib.suppress(MessageError):
+            read += len(wire.decode(array(wire.encode(whole.prompt), parts[0], data), RolloutGroup).samples) == 2
+    assert read < 200
+
+
+def test_pieces_within_pieces_are_refused_however_deep_they_are() -> None:
+    prompt, nested = wire.encode(builders.prompt(0, samples=1)), wire.encode(builders.part(builders.prompt(0)))
+    for _ in range(3000):
+        nested = array(prompt, nested)
+    with pytest.raises(MessageError, match="expected"):
+        wire.decode(nested, RolloutGroup)
+
+
+def array(*pieces: bytes) -> bytes:
     return b"\xdd" + len(pieces).to_bytes(4) + b"".join(b"\xc6" + len(piece).to_bytes(4) + piece for piece in pieces)
+
+
+def _joined(prompt: Prompt, parts: list[RolloutGroup]) -> bytes:
+    return array(wire.encode(prompt), *map(wire.encode, parts))

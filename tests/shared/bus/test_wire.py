@@ -1,6 +1,7 @@
 """Laws of the wire format."""
 
 import dataclasses
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from typing_extensions import TypeAliasType
 
 from shared.bus import wire
 from shared.bus.messages import (
@@ -21,6 +23,7 @@ from shared.bus.messages import (
     Score,
     ScoreStatus,
 )
+from shared.bus.validation import FieldLimits
 from shared.errors import MessageError
 from tests.support import builders
 
@@ -30,6 +33,11 @@ GOLDEN_PROMPT = (
     b"\xa6answer\xa246\xa5extra\x81\xa5level\x01\xabmin_version\x00\xa7purpose\xa5train\xadadmitted_at_s\xcb?\xf8\x00"
     b"\x00\x00\x00\x00\x00\xa8requeues\x00"
 )
+NEWER_SAMPLING = (
+    b"\x88" + GOLDEN_PROMPT[GOLDEN_PROMPT.index(b"\xa8sampling\x83") + 10 : GOLDEN_PROMPT.index(b"\xa4text")]
+    + b"\xa5top_k\x00\xa5top_p\xcb?\xf0\x00\x00\x00\x00\x00\x00\xa5min_p\xcb\x00\x00\x00\x00\x00\x00\x00\x00"
+    + b"\xaemin_new_tokens\x00\xa4stop\x90"
+)  # fmt: skip
 GOLDEN_SCORE = (
     b"\x84\xa6scorer\xa6answer\xa6status\xa7timeout\xa5value\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xa6detail\xa1x"
 )
@@ -37,9 +45,11 @@ GOLDEN_ARRAY = b"\xc7\x14\x01\x00\x02\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x0
 
 
 def test_bytes_written_by_schema_1_stay_readable() -> None:
-    assert (
-        wire.encode(builders.prompt(3)) == b"\x8f" + GOLDEN_PROMPT[1:] + b"\xa7scorers\x90\xa6sample\xc0"
-    )  # newer fields
+    before, sampling, after = GOLDEN_PROMPT[1:].partition(b"\xa8sampling\x83")
+    newer = (
+        before + sampling[:-1] + NEWER_SAMPLING + after[after.index(b"\xa4text") :] + b"\xa7scorers\x90\xa6sample\xc0"
+    )
+    assert wire.encode(builders.prompt(3)) == b"\x8f" + newer  # newer fields
     assert wire.decode(GOLDEN_PROMPT, Prompt) == builders.prompt(3)
 
 
@@ -51,6 +61,47 @@ def test_a_score_written_before_there_was_code_to_run_stays_readable_and_new_sta
     assert newer in written
     assert wire.decode(written, Experience).scores == scores
     assert wire.decode(written.replace(newer, GOLDEN_SCORE), Experience).scores == scores
+
+
+def restricted(sizes: list[list[int]], ids: list[list[int]]) -> RolloutGroup:
+    group = builders.experience(0, (1.0, 0.0)).group
+    samples = tuple(
+        dataclasses.replace(
+            sample,
+            token_ids=np.array([5, 7], dtype=np.int32),
+            behavior_logprobs=np.array([-0.5, -0.25], dtype=np.float32),
+            support_sizes=np.array(size, dtype=np.int32),
+            support_ids=np.array(part, dtype=np.int32),
+        )
+        for sample, size, part in zip(group.samples[:2], sizes, ids, strict=True)
+    )
+    return dataclasses.replace(group, samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ids"),
+    [([[2, 1], [1, 3]], [[5, 6, 7], [5, 1, 7, 2]]), ([[-1, 0], []], [[3], []]), ([[0, -2], [2, 0]], [[1, 2], [9, 5]])],
+)
+def test_the_tokens_that_could_be_drawn_travel_with_their_sample(sizes: list[list[int]], ids: list[list[int]]) -> None:
+    found = wire.decode(wire.encode(restricted(sizes, ids)), RolloutGroup)
+    assert [sample.support_sizes.tolist() for sample in found.samples] == sizes
+    assert [sample.support_ids.tolist() for sample in found.samples] == ids
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ids", "sentence"),
+    [
+        ([[2], []], [[5, 6], []], "expected a support of every token, or of none"),
+        ([[2, 1], []], [[5, 6], []], "expected as many support ids as the sizes say"),
+        ([[2, 1], []], [[5, 6, 8], []], "expected drawn tokens within their support"),
+        ([[], [-1, 1]], [[], [5, 7]], "expected drawn tokens within their support"),
+    ],
+)
+def test_a_support_without_the_drawn_token_is_refused(
+    sizes: list[list[int]], ids: list[list[int]], sentence: str
+) -> None:
+    with pytest.raises(MessageError, match=sentence):
+        wire.decode(wire.encode(restricted(sizes, ids)), RolloutGroup)
 
 
 def test_an_array_is_raw_little_endian_bytes_behind_dtype_and_shape() -> None:
@@ -129,6 +180,15 @@ def test_a_message_of_another_form_is_refused_with_a_sentence(change: dict[str, 
 def test_noise_is_never_anything_but_a_message_error(noise: bytes) -> None:
     with pytest.raises(MessageError):
         wire.decode(noise, Prompt)
+
+
+def test_an_array_type_that_numpy_names_by_an_alias_is_read() -> None:
+    scalar = TypeVar("scalar", bound=np.generic)
+    alias = TypeAliasType("alias", np.ndarray[Any, np.dtype[scalar]], type_params=(scalar,))
+    reader = wire._reader(alias[np.int32], FieldLimits())
+    assert reader.one(np.array([1, 2], np.int32)).tolist() == [1, 2]
+    with pytest.raises(TypeError, match="int32"):
+        reader.one(np.array([1.0, 2.0]))
 
 
 def test_a_required_field_that_is_missing_is_named() -> None:
@@ -256,7 +316,7 @@ SAMPLES, PROMPT = ("group", "samples"), ("group", "prompt")
         ((*PROMPT, "sampling", "samples"), 1, "expected at most the 1 samples of the prompt, found 2"),
         ((*PROMPT, "sampling", "temperature"), float("nan"), "temperature: expected a finite number"),
         ((*PROMPT, "extra"), {"a": msgpack.Timestamp(1, 1)}, "extra: expected what JSON can say, found Timestamp"),
-        ((*PROMPT, "purpose"), "spy", "purpose: expected one of train, evaluate, found 'spy'"),
+        ((*PROMPT, "purpose"), "spy", "purpose: expected one of train, evaluate, ask, found 'spy'"),
         (
             ("rewards",),
             np.array([1.0, np.inf], np.float32),

@@ -77,10 +77,10 @@ def test_a_source_that_stops_holds_nobody_past_the_deadline_and_what_it_sends_la
     )
     again = replica.later("pull", source, record)
     refused(replica, again, "did not answer", within_s=2 * SHORT_S + SLACK_S)
-    found = replica.call("pull", other.call("address"), other.call("publish", 2, 12))
+    actual = replica.call("pull", other.call("address"), other.call("publish", 2, 12))
     trainer.signal(signal.SIGCONT)
     trainer.call("mark", 2)
-    assert replica.call("fingerprint") == found == fingerprint(policy(12))
+    assert replica.call("fingerprint") == actual == fingerprint(policy(12))
 
 
 def test_a_stopped_puller_is_given_up_at_the_deadline(start: Start) -> None:
@@ -92,11 +92,11 @@ def test_a_stopped_puller_is_given_up_at_the_deadline(start: Start) -> None:
 
 
 async def test_a_rank_that_never_comes_is_given_up_at_the_deadline_by_both_sides(start: Start) -> None:
-    trainer, one = start(Trainer, SHORT_S), start(Replica, rank=1, ranks=2)
+    trainer, first = start(Trainer, SHORT_S), start(Replica, rank=1, ranks=2)
     puller = Puller(DeviceLocation(), 2, DEADLINE_S, weights.secret)
     offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
-    call = one.later("receive", offer.pack())
-    await asyncio.to_thread(refused, one, call, "waiting for a gloo group of 3 ranks", SHORT_S + SLACK_S)
+    call = first.later("receive", offer.pack())
+    await asyncio.to_thread(refused, first, call, "waiting for a gloo group of 3 ranks", SHORT_S + SLACK_S)
     trainer.until("counts", lambda counts: counts == (0, 1), timeout_s=SHORT_S + SLACK_S)
     await puller.finish(offer, "a rank did not come")
     await puller.close()

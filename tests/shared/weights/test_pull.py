@@ -65,15 +65,15 @@ def test_a_replica_that_still_receives_serves_on_what_it_has(start: Start) -> No
 
 
 async def test_every_rank_of_a_replica_receives_from_one_session(start: Start) -> None:
-    trainer, one, two = start(Trainer), start(Replica, rank=1, ranks=2), start(Replica, rank=2, ranks=2)
+    trainer, first, two = start(Trainer), start(Replica, rank=1, ranks=2), start(Replica, rank=2, ranks=2)
     puller = Puller(DeviceLocation(), 2, DEADLINE_S, weights.secret)
     for version in (1, 2):
         offer = await puller.ask(trainer.call("address"), trainer.call("publish", version, version))
-        calls = [rank.later("receive", offer.pack()) for rank in (one, two)]
-        found = [await asyncio.to_thread(rank.result, call) for rank, call in zip((one, two), calls, strict=True)]
+        calls = [rank.later("receive", offer.pack()) for rank in (first, two)]
+        results = [await asyncio.to_thread(rank.result, call) for rank, call in zip((first, two), calls, strict=True)]
         await puller.finish(offer, None)
-        assert found == [fingerprint(policy(version))] * 2
-    assert one.call("sessions") == two.call("sessions") == [offer.session]
+        assert results == [fingerprint(policy(version))] * 2
+    assert first.call("sessions") == two.call("sessions") == [offer.session]
     await puller.close()
 
 

@@ -34,19 +34,19 @@ def names(folder: Path) -> list[str]:
 def test_what_is_written_is_read_bit_by_bit_in_the_same_order(tmp_path: Path) -> None:
     written = write(tmp_path)
     assert written.location == tmp_path / "v000012"
-    found = read_snapshot(written.location, written.digest)
-    assert list(found) == list(TENSORS)
+    snapshot = read_snapshot(written.location, written.digest)
+    assert list(snapshot) == list(TENSORS)
     assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS.items()
+        torch.equal(snapshot[name], tensor) and snapshot[name].dtype == tensor.dtype for name, tensor in TENSORS.items()
     )
 
 
 def test_floating_point_is_written_in_the_dtype_asked_for_and_the_rest_as_it_is(tmp_path: Path) -> None:
     written = write(tmp_path, dtype=torch.bfloat16)
-    found = read_snapshot(written.location, written.digest)
-    assert found["model.norm.weight"].dtype == torch.bfloat16
-    assert found["model.norm.weight"].tolist() == [1.0, 1.5, 0.0]
-    assert found["model.positions"].dtype == torch.int64
+    snapshot = read_snapshot(written.location, written.digest)
+    assert snapshot["model.norm.weight"].dtype == torch.bfloat16
+    assert snapshot["model.norm.weight"].tolist() == [1.0, 1.5, 0.0]
+    assert snapshot["model.positions"].dtype == torch.int64
 
 
 def test_the_digest_is_that_of_the_manifest_and_the_manifest_says_where_every_byte_lies(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_a_bucket_ends_before_it_grows_over_its_cap(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(snapshot, "BUCKET_BYTES", 30)  # 24 | 12 + 16 | 8 bytes
     written = write(tmp_path)
     assert names(written.location) == [f"bucket-0000{n}.safetensors" for n in range(3)] + ["manifest.json"]
-    found = read_snapshot(written.location, written.digest)
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    actual = read_snapshot(written.location, written.digest)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in TENSORS.items())
 
 
 def test_a_generator_may_reuse_the_tensor_that_it_gave(tmp_path: Path) -> None:
@@ -79,8 +79,11 @@ def test_a_generator_may_reuse_the_tensor_that_it_gave(tmp_path: Path) -> None:
             yield f"layer.{value:.0f}", space
 
     written = write_snapshot(tmp_path, PolicyVersion(0), 0, gathered(), torch.float32)
-    found = read_snapshot(written.location, written.digest)
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {"layer.1": [1.0, 1.0], "layer.2": [2.0, 2.0]}
+    snapshot = read_snapshot(written.location, written.digest)
+    assert {name: tensor.tolist() for name, tensor in snapshot.items()} == {
+        "layer.1": [1.0, 1.0],
+        "layer.2": [2.0, 2.0],
+    }
 
 
 def test_only_its_owner_reads_a_snapshot(tmp_path: Path) -> None:

@@ -71,17 +71,17 @@ def test_overlong_samples_lose_linearly_up_to_one() -> None:
 
 def test_generalised_advantages_by_hand() -> None:
     # deltas 0.6-0.5, 0.8-0.6, 1-0.8; each plus half of the advantage after it
-    found = advantages.gae(np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.8]), np.array([3]), 1.0, 0.5)
-    assert found.tolist() == pytest.approx([0.25, 0.3, 0.2])
+    actual = advantages.gae(np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.6, 0.8]), np.array([3]), 1.0, 0.5)
+    assert actual.tolist() == pytest.approx([0.25, 0.3, 0.2])
 
 
 def plain_gae(rewards: list[float], values: list[float], discount: float, decay: float) -> list[float]:
-    found, following, value_after = [], 0.0, 0.0
+    advantages, following, value_after = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         following = reward + discount * value_after - value + discount * decay * following
         value_after = value
-        found.append(following)
-    return found[::-1]
+        advantages.append(following)
+    return advantages[::-1]
 
 
 @given(
@@ -93,29 +93,29 @@ def test_generalised_advantages_of_many_samples_are_those_of_a_plain_loop(
     generator = np.random.default_rng(seed)
     parts = [(generator.normal(size=n), generator.normal(size=n)) for n in lengths]
     expected = [a for r, v in parts for a in plain_gae(r.tolist(), v.tolist(), discount, decay)]
-    found = advantages.gae(
+    actual = advantages.gae(
         np.concatenate([r for r, _ in parts]), np.concatenate([v for _, v in parts]), np.array(lengths), discount, decay
     )
-    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    assert actual.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_samples_reward_lies_at_its_last_token_and_penalties_at_theirs() -> None:
-    found = advantages.token_rewards(np.array([1.0, 2.0]), np.array([0.1, 0.2, 0.3]), np.array([2, 1]))
-    assert found.tolist() == pytest.approx([-0.1, 0.8, 1.7])
+    actual = advantages.token_rewards(np.array([1.0, 2.0]), np.array([0.1, 0.2, 0.3]), np.array([2, 1]))
+    assert actual.tolist() == pytest.approx([-0.1, 0.8, 1.7])
 
 
 def test_normalised_values_have_mean_zero_and_deviation_one() -> None:
     values = np.array([1.0, 3.0, 8.0])
-    found = advantages.normalise(values, mean=float(values.mean()), deviation=float(values.std()))
-    assert float(found.mean()) == pytest.approx(0.0, abs=ULPS)
-    assert float(found.std()) == pytest.approx(1.0, rel=1e-4)  # ε beside a deviation of 2.9
+    actual = advantages.normalise(values, mean=float(values.mean()), deviation=float(values.std()))
+    assert float(actual.mean()) == pytest.approx(0.0, abs=ULPS)
+    assert float(actual.std()) == pytest.approx(1.0, rel=1e-4)  # ε beside a deviation of 2.9
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("token", 3.0), ("sequence", 2.75), ("constant", 0.75)])
 def test_a_batchs_loss_weighs_tokens_or_samples(kind: aggregation.Aggregation, expected: float) -> None:
     loss, lengths = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([2, 3])
-    found = aggregation.total(loss, lengths, kind) / aggregation.divisor(kind, tokens=5, samples=2, max_tokens=10)
-    assert float(found) == pytest.approx(expected)
+    actual = aggregation.total(loss, lengths, kind) / aggregation.divisor(kind, tokens=5, samples=2, max_tokens=10)
+    assert float(actual) == pytest.approx(expected)
 
 
 def test_an_empty_micro_batch_adds_nothing_and_still_has_a_gradient() -> None:
@@ -252,8 +252,8 @@ def test_beyond_twenty_nats_a_ratio_is_constant_and_below_them_it_is_itself() ->
     ],
 )
 def test_corrections_truncate_or_mask_what_lies_outside(kind: corrections.Correction, expected: list[float]) -> None:
-    found = corrections.weights(logs(4.0, 0.4, 1.0, 1.5), torch.zeros(4), torch.tensor([2, 2]), kind, 0.5, 2.0)
-    assert found.tolist() == pytest.approx(expected, rel=4 * ULPS)  # ratios by exp and log
+    weights = corrections.weights(logs(4.0, 0.4, 1.0, 1.5), torch.zeros(4), torch.tensor([2, 2]), kind, 0.5, 2.0)
+    assert weights.tolist() == pytest.approx(expected, rel=4 * ULPS)  # ratios by exp and log
 
 
 @pytest.mark.parametrize(
@@ -261,8 +261,8 @@ def test_corrections_truncate_or_mask_what_lies_outside(kind: corrections.Correc
     [("sequence_tis", [1.2, 1.2, 0.25]), ("sequence_mask", [0.0, 0.0, 0.0]), ("geometric_mask", [0.0, 0.0, 0.0])],
 )
 def test_a_sample_is_rejected_as_a_whole(kind: corrections.Correction, expected: list[float]) -> None:
-    found = corrections.weights(logs(4.0, 0.5, 0.25), torch.zeros(3), torch.tensor([2, 1]), kind, 0.8, 1.2)
-    assert found.tolist() == pytest.approx(expected)
+    weights = corrections.weights(logs(4.0, 0.5, 0.25), torch.zeros(3), torch.tensor([2, 1]), kind, 0.8, 1.2)
+    assert weights.tolist() == pytest.approx(expected)
 
 
 def test_no_gradient_flows_through_a_weight() -> None:
@@ -271,8 +271,8 @@ def test_no_gradient_flows_through_a_weight() -> None:
 
 
 def test_log_linear_proximal_goes_from_behavior_to_the_policy_as_tokens_age() -> None:
-    found = corrections.log_linear(torch.full((4,), -2.0), torch.full((4,), -1.0), torch.tensor([0.0, 1.0, 2.0, 4.0]))
-    assert found.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
+    actual = corrections.log_linear(torch.full((4,), -2.0), torch.full((4,), -1.0), torch.tensor([0.0, 1.0, 2.0, 4.0]))
+    assert actual.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
 
 
 def test_the_three_estimates_of_a_token() -> None:
@@ -291,20 +291,20 @@ def test_k1_and_k3_are_right_on_average() -> None:
 
 def test_the_gradient_of_k2_in_a_loss_is_that_of_the_kl_and_that_of_k1_is_nothing() -> None:
     q = torch.tensor([0.2, 0.5, 0.3]).log()
-    found = {}
+    collected = {}
     for estimator in ("k1", "k2"):
         logits = torch.tensor([0.3, 0.1, -0.4], requires_grad=True)
         policy = torch.log_softmax(logits, -1)
         (policy.detach().exp() * kl.estimate(policy, q, estimator)).sum().backward()
-        found[estimator] = logits.grad
+        collected[estimator] = logits.grad
     logits = torch.tensor([0.3, 0.1, -0.4], requires_grad=True)
     policy = torch.log_softmax(logits, -1)
     (policy.exp() * (policy - q)).sum().backward()
-    assert found["k1"] is not None
-    assert found["k2"] is not None
+    assert collected["k1"] is not None
+    assert collected["k2"] is not None
     assert logits.grad is not None
-    assert torch.allclose(found["k1"], torch.zeros(3), atol=ULPS)
-    assert torch.allclose(found["k2"], logits.grad, atol=ULPS)
+    assert torch.allclose(collected["k1"], torch.zeros(3), atol=ULPS)
+    assert torch.allclose(collected["k2"], logits.grad, atol=ULPS)
 
 
 def test_the_coefficient_moves_towards_the_target_by_at_most_a_fifth_a_horizon() -> None:
@@ -319,9 +319,9 @@ def test_a_groups_pair_is_its_best_and_its_worst() -> None:
 
 
 def test_dpo_by_hand() -> None:
-    found = dpo.dpo(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.5]), beta=0.1)
-    assert found.margins_P.tolist() == pytest.approx([0.1])
-    assert found.loss_P.tolist() == pytest.approx([math.log1p(math.exp(-0.1))])
+    actual = dpo.dpo(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.5]), beta=0.1)
+    assert actual.margins_P.tolist() == pytest.approx([0.1])
+    assert actual.loss_P.tolist() == pytest.approx([math.log1p(math.exp(-0.1))])
 
 
 def test_the_critics_loss_does_not_reward_a_leap() -> None:

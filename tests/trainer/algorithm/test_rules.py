@@ -16,7 +16,8 @@ from services.trainer.algorithm.kl import estimate
 from services.trainer.algorithm.losses import clipped_ratio
 from services.trainer.algorithm.schedule import learning_rate
 from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
-from services.trainer.batch.staleness import judge, lag_steps
+from services.trainer.batch.staleness import find_contexts, is_fenced, lag_steps
+from services.trainer.metrics import batch_figures
 from services.trainer.model.policy import Policy
 from shared.bus.messages import FinishReason, PolicyVersion, Sample
 from shared.settings import TrainerSettings
@@ -69,13 +70,63 @@ def test_kl_is_zero_where_policies_agree_and_never_negative() -> None:
     assert estimate(behavior, policy, "k3").tolist() == pytest.approx([0.0, 0.3678794, 0.7182818], abs=ULPS)
 
 
-def test_lag_counts_steps_since_the_oldest_token() -> None:
+STEPS = {V(3): 2, V(4): 3, V(9): 8}
+
+
+def spanned(*spans: tuple[int, int]) -> Sample:
+    return dataclasses.replace(builders.sample(tokens=6), version_spans=np.array(spans, dtype=np.int32))
+
+
+def test_lag_counts_steps_since_the_oldest_trained_token() -> None:
+    sample = spanned((0, 3), (2, 4), (5, 9))
+    assert [lag_steps(sample, 8, STEPS, context) for context in (0, 1, 2, 4, 5)] == [6, 6, 5, 5, 0]
+    assert lag_steps(spanned((0, 7)), 8, STEPS) == 8, "unknown versions are the initial policy"
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "mask", "sample", "group"),
+    [
+        (6, (0, 0, 0), (0, 0, 0), (0, 0, 0)),
+        (5, (2, 0, 6), (6, 0, 6), (6, 6, 6)),
+        (4, (5, 0, 6), (6, 0, 6), (6, 6, 6)),
+    ],
+)
+def test_staleness_is_judged_by_sample(max_lag: int, mask: object, sample: object, group: object) -> None:
+    samples = (spanned((0, 3), (2, 4), (5, 9)), spanned((0, 9)), spanned((0, 3)))
+    of = dataclasses.replace(builders.group(texts=("1", "2", "3")), samples=samples)
+    assert find_contexts(of, 8, STEPS, max_lag, "mask") == mask
+    assert find_contexts(of, 8, STEPS, max_lag, "sample") == sample
+    assert find_contexts(of, 8, STEPS, max_lag, "group") == group
+
+
+def test_a_token_before_one_that_is_over_the_bound_is_context_too() -> None:
+    of = dataclasses.replace(builders.group(texts=("1",)), samples=(spanned((0, 9), (1, 3), (2, 4)),))
+    assert find_contexts(of, 8, STEPS, 5, "mask") == (2,)
+
+
+def test_a_group_with_a_token_of_a_revoked_version_is_fenced() -> None:
     group = builders.group(version=3)
-    steps = {V(3): 2, V(4): 3, V(9): 8}
-    assert lag_steps(group, step=8, steps_of_versions=steps) == 6
-    assert judge(group, 8, steps, frozenset(), max_lag=6) == "fresh"
-    assert judge(group, 8, steps, frozenset(), max_lag=5) == "stale"
-    assert judge(group, 8, steps, frozenset({V(3)}), max_lag=6) == "fenced"
+    assert not is_fenced(group, {V(4)})
+    assert is_fenced(group, {V(4), V(3)})
+
+
+def test_lags_are_counted_of_trained_samples_and_every_sample_is_accounted_for() -> None:
+    samples = (spanned((0, 3), (2, 4)), spanned((0, 3)))
+    made = builders.experience(0, (1.0, 0.0))
+    prompt = dataclasses.replace(made.group.prompt, sampling=builders.prompt(samples=3).sampling)
+    group = dataclasses.replace(made.group, prompt=prompt, samples=samples)
+    figures = batch_figures([dataclasses.replace(made, group=group)], 8, STEPS, (2, 6))
+    assert (figures.samples, figures.tokens, dict(figures.lag_counts)) == (1, 4, {5: 1})
+    names = ("stale_samples", "masked_tokens", "unscored_samples", "lag_mean", "response_tokens_mean")
+    assert [figures.metrics[name] for name in names] == [1.0, 2.0, 1.0, 5.0, 6.0]
+
+
+def test_context_is_computed_and_not_trained() -> None:
+    laid = micro_batch([dataclasses.replace(row(3, 3, 2), contexts=(2, 0))])
+    assert laid.input_ids_BT.tolist() == [[0, 1, 2, 0, 1, 0]]
+    assert laid.columns_N.tolist() == [4, 2, 5]
+    assert laid.targets_N.tolist() == [2, 0, 1]
+    assert laid.lengths_S.tolist() == [1, 2]
 
 
 def test_the_learning_rate_depends_on_the_step_alone() -> None:

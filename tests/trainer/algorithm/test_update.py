@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -64,11 +65,16 @@ class One:
         self.learner = Learner(self.engine, of, Phases(), self.critic, reference)
 
     def learn(
-        self, batch: list[Experience], step: int = 1, lags: list[int] | None = None, plan: StepPlan | None = None
+        self,
+        batch: list[Experience],
+        step: int = 1,
+        lags: list[int] | None = None,
+        plan: StepPlan | None = None,
+        contexts: Sequence[int] = (),
     ) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.learner.learn(batch, lags or [1] * len(batch), step, repeated=plan)
+            return self.learner.learn(batch, lags or [1] * len(batch), step, repeated=plan, contexts=contexts)
 
     def try_out(self, group: Experience) -> None:
         with warnings.catch_warnings():

@@ -83,8 +83,8 @@ def test_a_bit_flipped_at_any_place_of_the_marker_is_found(tmp_path: Path) -> No
         changed = bytearray(whole)
         changed[place] ^= 1
         marker.write_bytes(bytes(changed))
-        found = local_store.read(made.folder)
-        assert found is None or found == made, f"{place}: {whole[place : place + 1]!r}"
+        checkpoint = local_store.read(made.folder)
+        assert checkpoint is None or checkpoint == made, f"{place}: {whole[place : place + 1]!r}"
 
 
 def test_a_folder_that_is_gone_and_a_file_that_was_added_are_told_apart(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ class Played:
 
     async def events(self, name: str) -> list[str]:
         rows = await raw(self.bus).xrange(self.bus.keys.of(streams.EVENTS))
-        found = [wire.decode(fields[b"data"], Event) for _, fields in rows]
-        return [event.detail for event in found if event.name == name]
+        decoded = [wire.decode(fields[b"data"], Event) for _, fields in rows]
+        return [event.detail for event in decoded if event.name == name]
 
 
 @pytest.mark.parametrize("how", ["flip", "no marker", "no folder"])
@@ -163,9 +163,9 @@ async def test_a_damaged_newest_checkpoint_takes_the_run_back_to_the_one_before_
         else:
             newest.rename(tmp_path / "elsewhere")
 
-        found = await run.resume()
-        assert found.checkpoint is not None
-        assert (found.checkpoint.state.step, found.journal, found.went_back) == (2, (), True)
+        resumed = await run.resume()
+        assert resumed.checkpoint is not None
+        assert (resumed.checkpoint.state.step, resumed.journal, resumed.went_back) == (2, (), True)
         status = await run.ledger.status()
         assert (status.state, status.step, status.tip) == (RunState.PAUSED, 2, 2)
         assert await run.ledger.revoked() == {3, 4, 5}
@@ -196,15 +196,15 @@ async def test_where_the_journal_reaches_back_to_the_one_before_nothing_is_lost(
     async with running(run.parts), replicas(bus):
         await run.reach(5, every=2, journal_from=2)
         truncate(run.folder(4) / OPTIMIZER)
-        found = await run.resume()
-        assert found.checkpoint is not None
-        assert (found.checkpoint.state.step, found.went_back) == (2, False)
-        assert [entries[0].step for entries in found.journal] == [3, 4, 5]
+        resumed = await run.resume()
+        assert resumed.checkpoint is not None
+        assert (resumed.checkpoint.state.step, resumed.went_back) == (2, False)
+        assert [entries[0].step for entries in resumed.journal] == [3, 4, 5]
         status = await run.ledger.status()
         assert (status.state, status.step) == (RunState.RUNNING, 5)
         (told,) = await run.events("checkpoint damaged")
         assert told.endswith("continuing from the checkpoint of step 2: nothing is lost")
-        assert await run.resume() == found, "a second resume finds the same, and no damage any more"
+        assert await run.resume() == resumed, "a second resume finds the same, and no damage any more"
         assert len(await run.events("checkpoint damaged")) == 1
 
 
@@ -227,9 +227,9 @@ async def test_several_damaged_checkpoints_are_passed_over_and_where_all_are_the
         assert (status.state, status.reason, status.step) == (RunState.PAUSED, sentence, 7)
         assert await run.events("resume refused") == [sentence], "said once"
         flip(run.folder(2) / MODEL)  # restore an intact copy
-        found = await run.resume()
-        assert found.checkpoint is not None
-        assert found.checkpoint.state.step == 2
+        resumed = await run.resume()
+        assert resumed.checkpoint is not None
+        assert resumed.checkpoint.state.step == 2
         await _load_and_publish(bus)
         async with replica(bus, 8):
             await until(lambda: _is_running(run.ledger))
@@ -247,15 +247,15 @@ async def test_an_intact_copy_in_object_storage_takes_the_place_of_a_damaged_che
         for made in local_store.find(run.root):
             store.put(made)
         flip(run.folder(4) / OPTIMIZER)
-        found = await run.resume(store)
-        assert found.checkpoint is not None
-        assert found.stored is not None
-        assert (found.checkpoint.folder, found.went_back) == (run.folder(4), False)
-        assert [entries[0].step for entries in found.journal] == [5]
+        resumed = await run.resume(store)
+        assert resumed.checkpoint is not None
+        assert resumed.stored is not None
+        assert (resumed.checkpoint.folder, resumed.went_back) == (run.folder(4), False)
+        assert [entries[0].step for entries in resumed.journal] == [5]
         assert local_store.damage(run.folder(4)) == ""
         (told,) = await run.events("checkpoint damaged")
         assert (
-            f"and was replaced by the copy in {found.stored.uri}; continuing from the checkpoint of step 4: nothing is"
+            f"and was replaced by the copy in {resumed.stored.uri}; continuing from the checkpoint of step 4: nothing is"
             in told
         )
         assert (await run.ledger.checkpoints())[V(4)] == str(run.folder(4))
@@ -291,9 +291,9 @@ async def test_a_bus_that_was_lost_is_restored_from_the_newest_intact_checkpoint
     run = Played(bus, tmp_path)
     written(run.root, 2)
     flip(written(run.root, 4).folder / OPTIMIZER)
-    found = await run.resume()
-    assert found.checkpoint is not None
-    assert (found.checkpoint.state.step, found.status.step, found.went_back) == (2, 2, False)
+    resumed = await run.resume()
+    assert resumed.checkpoint is not None
+    assert (resumed.checkpoint.state.step, resumed.status.step, resumed.went_back) == (2, 2, False)
     (told,) = await run.events("checkpoint damaged")
     assert told.endswith("continuing from the checkpoint of step 2: steps 3 to 4 are trained again")
 
@@ -306,8 +306,8 @@ async def test_a_rollback_to_a_damaged_checkpoint_is_given_up_before_anything_is
         await run.reach(5, every=2)
         flip(run.folder(2) / MODEL)
         await run.parts.rollbacks.begin(V(2), "")
-        found = await run.resume()
-        assert found.stranded
+        resumed = await run.resume()
+        assert resumed.stranded
         await until(lambda: _says(run.ledger, "rollback to version 2 failed: the checkpoint of step 2 is damaged "))
         assert (run.folder(2) / MODEL).is_file(), "it may be mended"
         flip(run.folder(2) / MODEL)
@@ -333,8 +333,8 @@ async def test_a_checkpoint_that_is_known_under_its_later_version_only_is_gone_b
         await trainer.step()
         await trainer.step()
         await raw(bus).xtrim(bus.keys.of(streams.JOURNAL), maxlen=0)
-        found = await run.resume()
-        assert found.went_back
+        resumed = await run.resume()
+        assert resumed.went_back
         assert await run.ledger.revoked() == {1, 2}
 
 

@@ -343,9 +343,9 @@ def test_the_keys_of_a_run_are_the_lines_of_its_key_file_and_appear_in_no_text(t
     path = tmp_path / "keys"
     path.write_bytes(SECOND + b"\n\n" + FIRST + b"\n")
     path.chmod(0o600)
-    found = open_signer(Settings.model_validate({"run": {"id": "r"}, "trainer": {"signing_key_file": path}}))
-    assert found == signer(SECOND, FIRST)
-    assert "222" not in repr(found)
+    opened = open_signer(Settings.model_validate({"run": {"id": "r"}, "trainer": {"signing_key_file": path}}))
+    assert opened == signer(SECOND, FIRST)
+    assert "222" not in repr(opened)
 
 
 @pytest.mark.slow

@@ -70,8 +70,8 @@ def test_what_was_stored_comes_back_byte_by_byte_and_only_its_manifest_makes_it_
     assert sent_bytes == sum((made.folder / name).stat().st_size for name in [*files, "state.json"])
     assert store.put(made)[1] == 0, "it is there already"
 
-    (found,) = store_of(storage).whole()
-    fetched = store_of(storage).fetch(found, tmp_path / "there")
+    (actual,) = store_of(storage).whole()
+    fetched = store_of(storage).fetch(actual, tmp_path / "there")
     assert fetched.state == made.state
     assert fetched.folder == tmp_path / "there" / "step-000020"
     assert all((fetched.folder / name).read_bytes() == (made.folder / name).read_bytes() for name in files)
@@ -86,7 +86,7 @@ def test_an_upload_that_was_broken_off_goes_on_where_it_was(tmp_path: Path, stor
     storage.client.delete_object(Bucket="runs", Key=f"{lost}/manifest.json")
     storage.client.delete_object(Bucket="runs", Key=f"{lost}/state.json")
     assert store.put(made)[1] == (made.folder / "state.json").stat().st_size
-    assert [one.name for one in store.whole()] == [name]
+    assert [stored.name for stored in store.whole()] == [name]
 
 
 def test_a_large_file_goes_in_parts_and_comes_back(tmp_path: Path, storage: Storage) -> None:
@@ -318,7 +318,7 @@ async def test_older_ones_go_from_the_store_unless_the_ledger_keeps_them(
         await until(lambda: storage.whole(run_id) == [1, 3, 4])
     assert await steps_in_journal(bus) == [4]
     assert sorted(await ledger.checkpoints()) == [1, 3, 4]
-    assert [found.state.step for found in local_store.find(kept.root)] == [3, 4]
+    assert [checkpoint.state.step for checkpoint in local_store.find(kept.root)] == [3, 4]
 
 
 async def test_where_the_folder_outlives_its_machine_a_checkpoint_counts_at_once(
@@ -363,10 +363,10 @@ async def test_with_bus_and_folder_lost_the_run_goes_on_from_the_store_and_no_ve
     store = store_of(storage, bus.run_id)
     for step in (2, 4):
         store.put(written(tmp_path / "old", step, version=step + 1))
-    found = await resume_of(bus, of)
-    assert found.checkpoint is not None
-    assert (found.checkpoint.state.step, found.status.step) == (4, 4)
-    assert found.status.newest_version == 5 + 100_000, (
+    resume = await resume_of(bus, of)
+    assert resume.checkpoint is not None
+    assert (resume.checkpoint.state.step, resume.status.step) == (4, 4)
+    assert resume.status.newest_version == 5 + 100_000, (
         "which ones were published after version 5, nobody knows any more"
     )
     assert await events(bus) == ["run restored"]
@@ -390,10 +390,10 @@ async def test_a_start_that_needs_the_store_waits_while_it_is_away(bus: Bus, tmp
         assert not waiting.done()
     finally:
         storage.start()
-    found = await asyncio.wait_for(waiting, PATIENCE_S)
-    assert found.checkpoint is not None
-    assert found.checkpoint.state.step == 4
-    assert found.stored is not None
+    resumed = await asyncio.wait_for(waiting, PATIENCE_S)
+    assert resumed.checkpoint is not None
+    assert resumed.checkpoint.state.step == 4
+    assert resumed.stored is not None
 
 
 async def _told(bus: Bus, name: str) -> bool:
@@ -518,9 +518,9 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
         # With the newest checkpoint damaged, the previous one and the journal give the same weights.
         storage.damage(f"{run.run_id}/checkpoints/step-000005", "mp_rank_00_model_states.pt")
         async with run.trainer() as process:
-            found = await weights_of(7)
+            weights = await weights_of(7)
             assert await _told(bus, "stored checkpoint damaged")
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
             (uri,) = {where for version, where in (await ledger.checkpoints()).items() if version == 5}
             assert uri.startswith(f"s3://runs/team/{run.run_id}/checkpoints/step-000004-v000005-")
 

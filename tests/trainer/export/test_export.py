@@ -77,8 +77,8 @@ class Run:
 
     def snapshot(self) -> Path:
         dtype = getattr(torch, self.settings.policy.dtype)
-        found = write_snapshot(self.settings.snapshot_folder, PolicyVersion(1), 1, self.engine.tensors(), dtype)
-        return found.location
+        snapshot = write_snapshot(self.settings.snapshot_folder, PolicyVersion(1), 1, self.engine.tensors(), dtype)
+        return snapshot.location
 
     def published(self) -> dict[str, torch.Tensor]:
         dtype = getattr(torch, self.settings.policy.dtype)
@@ -90,10 +90,10 @@ def loaded(folder: Path) -> Any:
 
 
 def assert_is(model: Any, expected: dict[str, torch.Tensor]) -> None:
-    found = dict(model.named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(found[name].dtype == expected[name].dtype for name in expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == expected.keys()
+    assert all(parameters[name].dtype == expected[name].dtype for name in expected)
+    assert all(torch.equal(parameters[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,12 @@ def test_an_export_is_bit_equal_to_what_was_published_from_a_checkpoint_and_from
 ) -> None:
     run = Run(tmp_path, zero_stage, rank, dtype, model)
     expected, checkpoint = run.published(), run.checkpoint()
-    found = export_version(run.settings, PolicyVersion(1), tmp_path / "of-checkpoint")
-    assert (found.source, found.step, found.version) == (str(checkpoint), 1, 1)
+    exported = export_version(run.settings, PolicyVersion(1), tmp_path / "of-checkpoint")
+    assert (exported.source, exported.step, exported.version) == (str(checkpoint), 1, 1)
     assert_is(loaded(tmp_path / "of-checkpoint"), expected)
     snapshot = run.snapshot()
-    found = export_version(run.settings, PolicyVersion(1), tmp_path / "of-snapshot")
-    assert found.source == str(snapshot)
+    exported = export_version(run.settings, PolicyVersion(1), tmp_path / "of-snapshot")
+    assert exported.source == str(snapshot)
     assert_is(loaded(tmp_path / "of-snapshot"), expected)
 
 
@@ -129,8 +129,8 @@ def test_weights_that_a_rollback_published_again_are_exported_under_their_new_nu
     checkpoint = run.checkpoint()
     with pytest.raises(PenstockError, match=r"there are no weights of version 5 .* exported: 0, 1\."):
         export_version(run.settings, PolicyVersion(5), tmp_path / "out")
-    found = export_version(run.settings, PolicyVersion(5), tmp_path / "out", checkpoint=str(checkpoint))
-    assert (found.version, found.step, found.source) == (5, 1, str(checkpoint))
+    exported = export_version(run.settings, PolicyVersion(5), tmp_path / "out", checkpoint=str(checkpoint))
+    assert (exported.version, exported.step, exported.source) == (5, 1, str(checkpoint))
 
 
 def test_an_export_from_object_storage_is_bit_equal_to_what_was_published(tmp_path: Path, storage: Storage) -> None:
@@ -141,8 +141,8 @@ def test_an_export_from_object_storage_is_bit_equal_to_what_was_published(tmp_pa
     checkpoint = run.checkpoint()
     stored, _ = CheckpointStore(ObjectStore(store, "exported")).put(local_store.find(checkpoint.parent)[0])
     shutil.rmtree(checkpoint.parent)
-    found = export_version(settings, PolicyVersion(1), tmp_path / "out")
-    assert (found.source, found.step) == (stored.uri, 1)
+    exported = export_version(settings, PolicyVersion(1), tmp_path / "out")
+    assert (exported.source, exported.step) == (stored.uri, 1)
     assert_is(loaded(tmp_path / "out"), run.published())
     again = export_version(settings, PolicyVersion(5), tmp_path / "again", checkpoint=stored.uri)
     assert (again.version, again.source) == (5, stored.uri), "a rollback published it again"
@@ -157,12 +157,12 @@ def test_an_export_generates_what_the_policy_generates(tmp_path: Path) -> None:
     trained = load_model(run.settings.policy, torch.float32)
     trained.load_state_dict(run.published(), strict=False)
     trained.tie_weights()
-    found, expected, initial = (
+    actual, expected, initial = (
         model.generate(ids, max_new_tokens=8, do_sample=False, min_new_tokens=8).tolist()
         for model in (loaded(tmp_path / "out"), trained.eval(), tiny.model(0))
     )
-    assert found == expected
-    assert found != initial
+    assert actual == expected
+    assert actual != initial
 
 
 @pytest.mark.filterwarnings("ignore:The following")  # peft's, of ranks of experts

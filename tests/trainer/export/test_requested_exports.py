@@ -58,8 +58,8 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
         made = dataclasses.replace(made, location=made.location if version == 4 else "")
         await ledger.commit(await ledger.take_epoch(), made, [], None)
     await raw(bus).execute_command("SADD", bus.keys.named("revoked"), 2)
-    async with running(make(bus, settings(tmp_path, coordinator={"autostart": False}))) as found:
-        yield found
+    async with running(make(bus, settings(tmp_path, coordinator={"autostart": False}))) as running_parts:
+        yield running_parts
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ async def http(parts: Coordinator) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def run(bus: Bus, tmp_path: Path) -> Run:
-    found = Run(tmp_path, 1, 0)
-    await Ledger(bus).set_checkpoint(V(1), str(found.checkpoint()))
-    return found
+    run = Run(tmp_path, 1, 0)
+    await Ledger(bus).set_checkpoint(V(1), str(run.checkpoint()))
+    return run
 
 
 @contextlib.asynccontextmanager
@@ -95,8 +95,8 @@ def processes(parent: int | None = None) -> list[psutil.Process]:
 
 
 async def operation(http: httpx.AsyncClient, number: int = 1) -> dict[str, Any]:
-    found: dict[str, Any] = (await http.get(f"/v1/operations/{number}")).json()
-    return found
+    record: dict[str, Any] = (await http.get(f"/v1/operations/{number}")).json()
+    return record
 
 
 async def ended(http: httpx.AsyncClient, number: int = 1) -> dict[str, Any]:
@@ -271,9 +271,9 @@ async def test_the_initial_policy_and_what_may_lie_on_disk_may_be_asked_for(
 
 
 async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run) -> None:
-    (found,) = local_store.find(run.settings.run_folder / "checkpoints")
+    (checkpoint,) = local_store.find(run.settings.run_folder / "checkpoints")
     newer = dataclasses.replace(
-        found, state=dataclasses.replace(found.state, step=2, version=V(2)), folder=Path("/new")
+        checkpoint, state=dataclasses.replace(checkpoint.state, step=2, version=V(2)), folder=Path("/new")
     )
     context = Context(
         run.settings, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, run.settings),
@@ -283,14 +283,14 @@ async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run
     driving = asyncio.create_task(driver.run())
     await Exports(bus).place(1, V(1), adapter=False)
     await until(processes)
-    await driver._retention.note(newer, [found])
-    assert found.folder.is_dir()
+    await driver._retention.note(newer, [checkpoint])
+    assert checkpoint.folder.is_dir()
     driving.cancel()
     await asyncio.gather(driving, return_exceptions=True)
     assert processes() == []
     driver._exporter.reading = ""
-    await driver._retention.note(newer, [found])
-    assert not found.folder.exists()
+    await driver._retention.note(newer, [checkpoint])
+    assert not checkpoint.folder.exists()
 
 
 def test_a_coordinator_that_is_gone_or_leads_another_run_is_not_asked(

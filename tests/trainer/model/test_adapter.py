@@ -66,16 +66,20 @@ def merged(model: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_merged_as_by_peft(adapted: Any, by_peft: Any, plain: Any) -> None:
-    expected, found, before = dict(by_peft.named_parameters()), merged(adapted), dict(plain.named_parameters())
-    assert found.keys() == before.keys() == expected.keys()
-    assert {name for name in before if not torch.equal(found[name], before[name])} >= {
+    expected, merged_parameters, before = (
+        dict(by_peft.named_parameters()),
+        merged(adapted),
+        dict(plain.named_parameters()),
+    )
+    assert merged_parameters.keys() == before.keys() == expected.keys()
+    assert {name for name in before if not torch.equal(merged_parameters[name], before[name])} >= {
         f"model.layers.{layer}.{weight}"
         for layer in (0, 1)
         for weight in ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
         if f"model.layers.{layer}.{weight}" in before
     }
     # Reordered sums of products below 10: 1e-5 is a few roundings of float32.
-    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in expected)
+    assert all(torch.allclose(merged_parameters[name], expected[name], atol=1e-5) for name in expected)
 
 
 @pytest.mark.parametrize("model", [tiny.model, tiny.mixture, mixtral])
@@ -97,8 +101,8 @@ def test_adapters_of_experts_that_are_stored_transposed_are_merged_as_peft_merge
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     whole = get_peft_model(gpt_oss(), LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names))
     adapted = trained(whole.base_model.model)
-    found = copy.deepcopy(adapted)
-    assert_merged_as_by_peft(found, whole.merge_and_unload(), gpt_oss())
+    transposed = copy.deepcopy(adapted)
+    assert_merged_as_by_peft(transposed, whole.merge_and_unload(), gpt_oss())
 
 
 @pytest.mark.parametrize("model", [tiny.model, tiny.mixture, mixtral])
@@ -132,20 +136,20 @@ def engine(zero_stage: int) -> TrainingEngine:
     )  # fmt: skip
     torch.manual_seed(0)
     model = adapter.add(tiny.mixture(), settings.policy, zero_stage)
-    found = TrainingEngine(Policy(trained(model)).train(), settings, "cpu")
-    measured = Learner(found, settings, Phases()).learn(test_update.batch(), [0] * 4, 1)
-    found.measured = measured  # type: ignore[attr-defined]
-    return found
+    training_engine = TrainingEngine(Policy(trained(model)).train(), settings, "cpu")
+    measured = Learner(training_engine, settings, Phases()).learn(test_update.batch(), [0] * 4, 1)
+    training_engine.measured = measured  # type: ignore[attr-defined]
+    return training_engine
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_step_with_adapters_of_experts_is_the_same_at_every_zero_stage_and_after_a_resume(tmp_path: Any) -> None:
     engines = [engine(zero_stage) for zero_stage in (0, 1, 2, 3)]
-    norms = [found.measured["grad_norm"] for found in engines]  # type: ignore[attr-defined]
+    norms = [actual.measured["grad_norm"] for actual in engines]  # type: ignore[attr-defined]
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)  # sums of the same squares in another order
     shapes = dict(tiny.mixture().named_parameters())
-    for found in engines:
-        assert {name: tuple(shape) for name, _, shape in found.shapes()} == {
+    for actual in engines:
+        assert {name: tuple(shape) for name, _, shape in actual.shapes()} == {
             n: tuple(p.shape) for n, p in shapes.items()
         }
     first, other = engines[1], engine(1)
@@ -159,8 +163,8 @@ def test_a_step_with_adapters_of_experts_is_the_same_at_every_zero_stage_and_aft
 
 
 def targets(*names: str, **lora: Any) -> PolicySettings:
-    found = {"rank": 2, **({"target_modules": names} if names else {}), **lora}
-    return PolicySettings(model="tiny", lora=found)  # type: ignore[arg-type]
+    settings = {"rank": 2, **({"target_modules": names} if names else {}), **lora}
+    return PolicySettings(model="tiny", lora=settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def loop_varlen(
 ) -> Tensor:  # fmt: skip
     """torch's varlen_attn, one sequence at a time: causal from the lower right corner, or a window."""
     assert window_size[1] == 0
-    found = []
+    outputs = []
     for i in range(len(query_ends) - 1):
         q = query[query_ends[i] : query_ends[i + 1]].transpose(0, 1)
         k, v = (t[key_ends[i] : key_ends[i + 1]].transpose(0, 1) for t in (key, value))
@@ -36,8 +36,8 @@ def loop_varlen(
         if window_size[0] >= 0:
             mask = mask.triu(k.shape[1] - q.shape[1] - window_size[0])
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-        found.append(out.transpose(0, 1))
-    return torch.cat(found)
+        outputs.append(out.transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def loop_varlen_of_torch_2_11(
@@ -50,7 +50,7 @@ def loop_varlen_of_torch_2_11(
 def one_by_one(segments: Segments, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
     """Attention of H × T × D by its formula: T × H × D."""
     scale = q.shape[-1] ** -0.5 if extras.scale is None else extras.scale
-    found = []
+    outputs = []
     for i in range(len(segments.starts_K)):
         keys = torch.from_numpy(attention_layout.keys_of(segments, i))
         positions, own = torch.arange(len(keys)), keys[len(keys) - int(segments.lengths_K[i]) :]
@@ -63,8 +63,8 @@ def one_by_one(segments: Segments, q: Tensor, k: Tensor, v: Tensor, pattern: Pat
         if extras.sinks_H is not None:
             scores = torch.cat((scores, extras.sinks_H[:, None, None].expand(-1, len(own), 1)), -1)
         weights = torch.softmax(scores, -1)[..., : len(keys)]
-        found.append((weights @ v[:, keys].repeat_interleave(shared, 0)).transpose(0, 1))
-    return torch.cat(found)
+        outputs.append((weights @ v[:, keys].repeat_interleave(shared, 0)).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 WAYS = {
@@ -76,7 +76,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("pattern", [CAUSAL, Pattern("window", 12), Pattern("chunk", 16)], ids=lambda one: one.kind)
+@pytest.mark.parametrize("pattern", [CAUSAL, Pattern("window", 12), Pattern("chunk", 16)], ids=lambda left: left.kind)
 @pytest.mark.parametrize("extra", ["none", "sinks", "cap", "cap and sinks"])
 def test_each_pattern_and_extra_gives_the_outputs_and_gradients_of_separate_sequences(
     way: str, pattern: Pattern, extra: str, monkeypatch: pytest.MonkeyPatch
@@ -106,8 +106,8 @@ def test_each_pattern_and_extra_gives_the_outputs_and_gradients_of_separate_sequ
     q, k, v, _ = (tensor[None] for tensor in singles)
     out = packed.attend(q, k, v, pattern, extras)[0]
     assert torch.allclose(out, expected.float(), atol=1e-5)  # float32 against float64
-    found = torch.autograd.grad((out * direction.float()).sum(), singles, allow_unused=True)
-    for mine, its in zip(found, gradients, strict=True):
+    grads = torch.autograd.grad((out * direction.float()).sum(), singles, allow_unused=True)
+    for mine, its in zip(grads, gradients, strict=True):
         assert (mine is None) == (its is None)
         if mine is not None and its is not None:
             assert float((mine - its).norm() / its.norm()) < 1e-5
@@ -115,7 +115,7 @@ def test_each_pattern_and_extra_gives_the_outputs_and_gradients_of_separate_sequ
 
 def test_a_window_is_of_positions_across_prompt_and_completion() -> None:
     # a prompt of 4, completions of 2 and 1 (computed) tokens; a window of 3
-    segments = Segments(*(np.array(found) for found in ([0, 4, 6], [4, 2, 1], [0, 0, 0], [0, 4, 4])))
+    segments = Segments(*(np.array(numbers) for numbers in ([0, 4, 6], [4, 2, 1], [0, 0, 0], [0, 4, 4])))
     assert attention_layout.positions(segments, CPU).tolist() == [0, 1, 2, 3, 4, 5, 4]
     (rectangle,), _ = attention_layout.rectangles(segments, CPU, Pattern("window", 3))
     assert rectangle.mask_GQK is not None
@@ -125,7 +125,9 @@ def test_a_window_is_of_positions_across_prompt_and_completion() -> None:
     assert seen == {0: [0], 1: [0, 1], 2: [0, 1, 2], 3: [1, 2, 3], 4: [2, 3, 4], 5: [3, 4, 5], 6: [2, 3, 6]}
 
 
-@pytest.mark.parametrize("pattern", [CAUSAL, Pattern("window", 512), Pattern("chunk", 4096)], ids=lambda one: one.kind)
+@pytest.mark.parametrize(
+    "pattern", [CAUSAL, Pattern("window", 512), Pattern("chunk", 4096)], ids=lambda left: left.kind
+)
 def test_a_mask_is_never_as_large_as_the_square_of_its_row(pattern: Pattern) -> None:
     # a prompt of 20,000 tokens, eight completions of 1,000: 784 million pairs
     starts = [0, *(20_000 + 1_000 * i for i in range(8))]
@@ -167,8 +169,8 @@ def test_packed_logprobs_and_gradients_are_those_of_separate_sequences(
     plain, packed = separate(model, rows(0)), policy(micro_batch(rows(0))).policy_logprobs_N
     assert torch.allclose(plain, packed, atol=1e-5)
     weights = list(model.parameters())
-    one, other = (torch.autograd.grad(found.mean(), weights) for found in (plain, packed))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
+    left, other = (torch.autograd.grad(actual.mean(), weights) for actual in (plain, packed))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(left, other, strict=True))
 
 
 def small(kind: str, **fields: Any) -> Any:
@@ -198,16 +200,16 @@ def sliding_sinks() -> Any:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("make", [lambda: tiny.model(0), sliding_sinks, lambda: small("mistral", sliding_window=12)])
 def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[], Any]) -> None:
-    found = []
+    collected = []
     for kind, dtype in (("mask", torch.float32), ("mask", torch.bfloat16), ("varlen", torch.bfloat16)):
         torch.manual_seed(0)
         model = make().requires_grad_(True).to("cuda", dtype)
         chosen: Any = kind
         logprobs = Policy(model, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
         gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
-        found.append([logprobs.detach().float().cpu(), *(gradient.float().cpu() for gradient in gradients)])
+        collected.append([logprobs.detach().float().cpu(), *(gradient.float().cpu() for gradient in gradients)])
     assert attention.runs_varlen(torch.zeros(1, 4, 1, 8, device="cuda", dtype=torch.bfloat16), 8)
-    for exact, masked, varlen in zip(*found, strict=True):
+    for exact, masked, varlen in zip(*collected, strict=True):
         rounding = (masked - exact).abs().max()  # bfloat16's own error
         assert (varlen - exact).abs().max() <= 2 * rounding + 1e-4
 
@@ -215,7 +217,7 @@ def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("extra", ["none", "sinks"])
 @pytest.mark.parametrize("kind", ["mask", "varlen"])
-@pytest.mark.parametrize("pattern", [CAUSAL, Pattern("window", 12)], ids=lambda one: one.kind)
+@pytest.mark.parametrize("pattern", [CAUSAL, Pattern("window", 12)], ids=lambda left: left.kind)
 def test_half_precision_attention_of_a_gpu_is_within_its_rounding(kind: Any, pattern: Pattern, extra: str) -> None:
     segments, generator = micro_batch(rows(0)).segments, torch.Generator().manual_seed(0)
     tokens = int(segments.lengths_K.sum())
@@ -232,14 +234,14 @@ def test_half_precision_attention_of_a_gpu_is_within_its_rounding(kind: Any, pat
     used = 4 if sinks else 3
     mine = [out.detach(), *torch.autograd.grad(out.float().square().sum(), halves[:used])]
     its = [expected.detach(), *torch.autograd.grad(expected.square().sum(), doubles[:used])]
-    for one, other in zip(mine, its, strict=True):
+    for left, other in zip(mine, its, strict=True):
         # 8 bits of mantissa, some roundings
-        assert float((one.double().cpu() - other).norm() / other.norm()) < 0.02
+        assert float((left.double().cpu() - other).norm() / other.norm()) < 0.02
 
 
 def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
     # a prompt of 2, completions of 1 and 2 (computed) tokens, then a prompt of 1
-    segments = Segments(*(np.array(found) for found in ([0, 2, 3, 5], [2, 1, 2, 1], [0, 0, 0, 5], [0, 2, 2, 0])))
+    segments = Segments(*(np.array(numbers) for numbers in ([0, 2, 3, 5], [2, 1, 2, 1], [0, 0, 0, 5], [0, 2, 2, 0])))
     plain = attention_layout.ragged(segments, CPU)
     assert plain.keys.places.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
     assert (plain.query_ends.tolist(), plain.key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])

@@ -79,14 +79,14 @@ class Stepper:
         return {name: tensor.float().clone() for name, tensor in self.engine.tensors()}
 
     def state_types(self) -> set[torch.dtype]:
-        found: Any = self.engine._engine.optimizer.optimizer.state
-        return {v.dtype for state in found.values() for v in state.values() if torch.is_tensor(v)}
+        optimizer_state: Any = self.engine._engine.optimizer.optimizer.state
+        return {v.dtype for state in optimizer_state.values() for v in state.values() if torch.is_tensor(v)}
 
 
 def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     with smooth_adam():
-        found = Stepper(of)
-    return [found.step(number) for number in (1, 2)][-1], found.weights()
+        stepper = Stepper(of)
+    return [stepper.step(number) for number in (1, 2)][-1], stepper.weights()
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 )
 def test_what_saves_memory_makes_the_same_step(trainer: dict[str, Any]) -> None:
     plain, weights = step(settings(logits_chunk_tokens=0))
-    found, others = step(settings(**{"logits_chunk_tokens": 0, **trainer}))
-    assert found["loss"] == pytest.approx(plain["loss"], abs=FORWARD)
-    assert found["entropy"] == pytest.approx(plain["entropy"], abs=FORWARD)
-    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=GRADIENT)
+    actual, others = step(settings(**{"logits_chunk_tokens": 0, **trainer}))
+    assert actual["loss"] == pytest.approx(plain["loss"], abs=FORWARD)
+    assert actual["entropy"] == pytest.approx(plain["entropy"], abs=FORWARD)
+    assert actual["grad_norm"] == pytest.approx(plain["grad_norm"], rel=GRADIENT)
     assert moved_apart(others, weights, dict(tiny.model(0).named_parameters())) < MOVEMENT
 
 
@@ -120,9 +120,9 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
     of = settings(zero_stage=zero_stage, optimizer="adamw_8bit")
     with smooth_adam():
         first, second, plain = Stepper(of), Stepper(of), Stepper(settings(zero_stage=zero_stage))
-    for one in (first, plain):
-        one.step(1)
-        one.step(2)
+    for entry in (first, plain):
+        entry.step(1)
+        entry.step(2)
     assert {torch.uint8, torch.float32} <= first.state_types()
     # an 8-bit moment is off by up to 1/128: 0.008 of the movement is common, another optimizer over 0.5
     assert 1e-4 < moved_apart(first.weights(), plain.weights(), dict(tiny.model(0).named_parameters())) < 0.05
@@ -148,8 +148,10 @@ def test_one_gradient_that_is_not_finite_leaves_all_weights_as_they_are(zero_sta
     model: Any = tiny.model(0).to(getattr(torch, dtype)).requires_grad_(True)
     engine = TrainingEngine(Policy(model).train(), of, "cpu")
     before = {name: tensor.clone() for name, tensor in engine.tensors()}
-    one: Any = next(parameter for name, parameter in engine.policy.named_parameters() if name.endswith("norm.weight"))
-    hook = one.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    parameter_: Any = next(
+        parameter for name, parameter in engine.policy.named_parameters() if name.endswith("norm.weight")
+    )
+    hook = parameter_.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
     norms = []
     for _ in range(2):
         engine.backward(engine.forward(micro_batch(rows(0))).policy_logprobs_N.mean(), last=True)
@@ -162,9 +164,9 @@ def test_one_gradient_that_is_not_finite_leaves_all_weights_as_they_are(zero_sta
 
 
 def test_what_is_computed_again_is_still_measured_against_the_models_own_operations() -> None:
-    found, _ = step(settings(peak_tflops=1000.0))
-    assert found["mfu"] == pytest.approx(found["model_tflops_per_s"] / 1000.0)
-    assert found["model_tflops_per_s"] > 0.0
+    actual, _ = step(settings(peak_tflops=1000.0))
+    assert actual["mfu"] == pytest.approx(actual["model_tflops_per_s"] / 1000.0)
+    assert actual["model_tflops_per_s"] > 0.0
     assert "mfu" not in step(settings())[0]
 
 
@@ -192,16 +194,16 @@ def test_chunked_logprobs_entropies_and_gradients_are_those_of_all_logits_at_onc
     output = torch.nn.Linear(16, 50)
     hidden = torch.randn(23, 16, requires_grad=True)
     targets = torch.randint(0, 50, (23,))
-    found = []
+    collected = []
     for chunk in (0, 7):
         out = token_logprobs(
             hidden, output, targets, torch.full([len(targets)], temperature), chunk, entropy_gradient=bonus > 0
         )
-        wanted = out.policy_logprobs_N.square().sum() + (bonus * out.entropy_N).sum()
-        gradients = torch.autograd.grad(wanted, [hidden, output.weight, output.bias])
+        objective = out.policy_logprobs_N.square().sum() + (bonus * out.entropy_N).sum()
+        gradients = torch.autograd.grad(objective, [hidden, output.weight, output.bias])
         assert out.entropy_N.requires_grad == (bonus > 0)
-        found.append([out.policy_logprobs_N.detach(), out.entropy_N.detach(), *gradients])
-    for plain, chunked in zip(*found, strict=True):
+        collected.append([out.policy_logprobs_N.detach(), out.entropy_N.detach(), *gradients])
+    for plain, chunked in zip(*collected, strict=True):
         assert gap([chunked], [plain]) < GRADIENT
 
 
@@ -217,7 +219,7 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_fused_kernels_of_a_gpu_compute_what_torch_does() -> None:
     need_module("liger_kernel", "liger-kernel")
-    found, kinds = [], get_args(kernels.Kind)[1:]
+    collected, kinds = [], get_args(kernels.Kind)[1:]
     for kind in kinds:
         model = tiny.model(0).requires_grad_(True).to("cuda")
         assert kernels.install(model, kind, "cuda") == (kind == "liger")
@@ -225,8 +227,8 @@ def test_fused_kernels_of_a_gpu_compute_what_torch_does() -> None:
             micro_batch(rows(0))
         ).policy_logprobs_N
         gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
-        found.append([logprobs.detach(), *gradients])
-    for plain, fused in zip(*found, strict=True):
+        collected.append([logprobs.detach(), *gradients])
+    for plain, fused in zip(*collected, strict=True):
         assert torch.allclose(plain, fused, atol=1e-5)
 
 
@@ -256,8 +258,8 @@ def test_a_row_sees_its_prompt_once_and_each_completion_its_own() -> None:
     assert row.visible_pairs == 6 + (2 * 3 + 3) + (1 * 3 + 1)
 
 
-def lengths(found: list[list[list[PackedRow]]]) -> list[list[list[int]]]:
-    return [[[row.tokens for row in chunk] for chunk in share] for share in found]
+def lengths(plan: list[list[list[PackedRow]]]) -> list[list[list[int]]]:
+    return [[[row.tokens for row in chunk] for chunk in share] for share in plan]
 
 
 def long_row(tokens: int) -> PackedRow:
@@ -274,16 +276,16 @@ def test_rows_fill_as_few_micro_batches_as_longest_first_finds_and_costs_are_eve
 def test_a_row_that_fits_nowhere_is_split_so_that_costs_stay_even_unless_it_must_stay_whole() -> None:
     samples = tuple(builders.sample(tokens=7) for _ in range(3))
     group = PackedRow(np.arange(2, dtype=np.int32), samples, (1, 2, 3))  # 2 + 3 · 6 tokens
-    found = [*[long_row(n) for n in (60, 50, 40, 30)], group]
-    assert lengths(assign_pieces(found, 105, 1)) == [[[60, 30, 14], [50, 40, 8]]]
-    assert lengths(assign_pieces(found, 105, 1, split=False)) == [[[60, 40], [50, 30, 20]]]
+    actual = [*[long_row(n) for n in (60, 50, 40, 30)], group]
+    assert lengths(assign_pieces(actual, 105, 1)) == [[[60, 30, 14], [50, 40, 8]]]
+    assert lengths(assign_pieces(actual, 105, 1, split=False)) == [[[60, 40], [50, 30, 20]]]
 
 
 def test_costs_are_balanced_where_tokens_alone_would_not_be() -> None:
     # by attention, a row of 8 costs 36 pairs, one of 2 only 3
     sizes = ModelSizes(linear_weights=0, attention_width=1)
-    one, other = assign_pieces([long_row(8), *[long_row(2)] * 12], 100, 2, sizes=sizes)
-    assert lengths([one, other]) == [[[8]], [[2] * 12]]
+    first, other = assign_pieces([long_row(8), *[long_row(2)] * 12], 100, 2, sizes=sizes)
+    assert lengths([first, other]) == [[[8]], [[2] * 12]]
 
 
 def test_costly_micro_batches_come_first_on_every_rank() -> None:

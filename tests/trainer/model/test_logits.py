@@ -55,14 +55,14 @@ def test_a_gpu_gives_what_torch_does(dtype: torch.dtype, tolerance: float, width
     torch.manual_seed(0)
     logits = (3 * torch.randn(33, width, device="cuda")).to(dtype).requires_grad_()
     targets, temperatures = torch.randint(0, width, (33,), device="cuda"), torch.linspace(0.5, 1.5, 33, device="cuda")
-    found = []
+    collected = []
     for fused in (False, True):
-        one, other = logprobs_and_entropies(logits, targets, temperatures, entropy_gradient=True, fused=fused)
-        assert one.grad_fn is not None
-        assert (one.grad_fn.name() == "_FusedBackward") == fused
-        (gradient,) = torch.autograd.grad(one.sum() + 0.3 * other.square().sum(), logits)
-        found.append((one.detach(), other.detach(), gradient.float()))
-    for number, (plain, fused_one) in enumerate(zip(*found, strict=True)):
+        first, other = logprobs_and_entropies(logits, targets, temperatures, entropy_gradient=True, fused=fused)
+        assert first.grad_fn is not None
+        assert (first.grad_fn.name() == "_FusedBackward") == fused
+        (gradient,) = torch.autograd.grad(first.sum() + 0.3 * other.square().sum(), logits)
+        collected.append((first.detach(), other.detach(), gradient.float()))
+    for number, (plain, fused_one) in enumerate(zip(*collected, strict=True)):
         assert torch.allclose(plain, fused_one, rtol=tolerance if number == 2 else 1e-5, atol=1e-5)
 
 
@@ -78,10 +78,10 @@ def _layer(device: str, *, bias: bool = False) -> tuple[nn.Linear, torch.Tensor]
 def test_logits_in_float32_are_those_of_exact_products_and_bfloat16_rounds_them(device: str, bias: bool) -> None:
     output, hidden = _layer(device, bias=bias)
     exact = hidden.double() @ output.weight.double().t() + (output.bias.double() if bias else 0.0)
-    found = projection(output, "float32")(hidden)
-    assert found.dtype == torch.float32
+    actual = projection(output, "float32")(hidden)
+    assert actual.dtype == torch.float32
     # logits up to 20: 64 products with relative error 2^-24 in float32; bfloat16 has 8 bits
-    assert (found - exact).abs().max() < 1e-4
+    assert (actual - exact).abs().max() < 1e-4
     assert (projection(output, "model")(hidden) - exact).abs().max() > 1e-2
 
 
@@ -95,10 +95,10 @@ def test_the_gradients_of_logits_in_float32_are_those_of_float32_copies(device: 
         leaf.requires_grad_()
         out = token_logprobs(leaf, layer, targets, ones, chunk_tokens, kind="float32")
         gradients.append(torch.autograd.grad(out.policy_logprobs_N.square().sum(), (leaf, layer.weight)))
-    for found, expected in zip(*gradients, strict=True):
-        assert found.dtype == torch.bfloat16
+    for gradient, expected in zip(*gradients, strict=True):
+        assert gradient.dtype == torch.bfloat16
         # gradient and sum round to 8 bits: relative error 2^-9 each
-        assert (found.float() - expected).norm() < 2**-7 * expected.norm()
+        assert (gradient.float() - expected).norm() < 2**-7 * expected.norm()
 
 
 def test_an_output_layer_that_does_more_keeps_its_own_type_or_is_refused() -> None:

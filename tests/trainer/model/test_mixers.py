@@ -30,14 +30,17 @@ LONG = ((150, (90, 33, 1, 2)), (40, (64, 5)), (200, (1,)))
 
 
 def rows(shape: Sequence[tuple[int, Sequence[int]]], *, shares_prompt: bool = True) -> list[PackedRow]:
-    random, found, place = np.random.default_rng(0), list[PackedRow](), 0
+    random, packed, place = np.random.default_rng(0), list[PackedRow](), 0
     for prompt, lengths in shape:
         ids = random.integers(3, VOCABULARY, prompt).astype(np.int32)
         completions = [random.integers(3, VOCABULARY, n).astype(np.int32) for n in lengths]
-        samples = tuple(dataclasses.replace(builders.sample(tokens=len(one)), token_ids=one) for one in completions)
-        found.append(PackedRow(ids, samples, tuple(range(place, place + len(lengths))), 0.8, shares_prompt))
+        samples = tuple(
+            dataclasses.replace(builders.sample(tokens=len(completion)), token_ids=completion)
+            for completion in completions
+        )
+        packed.append(PackedRow(ids, samples, tuple(range(place, place + len(lengths))), 0.8, shares_prompt))
         place += len(lengths)
-    return found
+    return packed
 
 
 def by_itself(model: Any, of: Sequence[PackedRow]) -> Tensor:
@@ -182,7 +185,7 @@ def test_a_row_that_repeats_its_prompt_costs_what_its_sequences_cost() -> None:
     assert (shared.tokens, repeated.tokens) == (10 + 2 + 0 + 4, 3 * 10 + 2 + 0 + 4)
     alone = [part(repeated, n, n + 1) for n in range(3)]
     assert (
-        repeated.visible_pairs == sum(one.visible_pairs for one in alone) == 12 * 13 // 2 + 10 * 11 // 2 + 14 * 15 // 2
+        repeated.visible_pairs == sum(row.visible_pairs for row in alone) == 12 * 13 // 2 + 10 * 11 // 2 + 14 * 15 // 2
     )
     batch = micro_batch([repeated])
     assert batch.tokens == 36

@@ -29,8 +29,8 @@ def made(config: Any) -> Any:
 
 
 def logprobs(policy: Policy) -> torch.Tensor:
-    found: torch.Tensor = policy(micro_batch(rows(0))).policy_logprobs_N
-    return found
+    policy_logprobs_N: torch.Tensor = policy(micro_batch(rows(0))).policy_logprobs_N
+    return policy_logprobs_N
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -57,6 +57,8 @@ def test_the_gradient_has_nothing_of_a_routers_auxiliary_loss() -> None:
         logprobs(policy).mean().backward()
         gradients.append([parameter.grad for parameter in policy.parameters()])
     assert all(
-        torch.equal(one, other) for one, other in zip(*gradients, strict=True) if one is not None and other is not None
+        torch.equal(entry, other)
+        for entry, other in zip(*gradients, strict=True)
+        if entry is not None and other is not None
     )
     assert sum(gradient is not None for gradient in gradients[0]) == len(gradients[0])

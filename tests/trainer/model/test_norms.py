@@ -39,9 +39,9 @@ def test_rms_norms_of_a_gpu_in_half_precision_are_within_their_roundings(width: 
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, device="cuda").bfloat16().requires_grad_() for shape in ((1, 5000, width), (width,))]
     direction = torch.randn(1, 5000, width, device="cuda").bfloat16()
-    exact = [one.detach().double().requires_grad_() for one in inputs]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected = exact[1] * exact[0] * (exact[0].square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     gradients = torch.autograd.grad(expected, exact, direction.double())
     out = rms_norm(inputs[0], inputs[1], 1e-6)
-    for found, right in zip((out, *torch.autograd.grad(out, inputs, direction)), (expected, *gradients), strict=True):
-        assert (found.double() - right).norm() < 2**-7 * right.norm()
+    for actual, right in zip((out, *torch.autograd.grad(out, inputs, direction)), (expected, *gradients), strict=True):
+        assert (actual.double() - right).norm() < 2**-7 * right.norm()

@@ -100,8 +100,8 @@ def phi3(original: int = 24) -> Any:
 
 
 def logprobs(model: Any, shape: Any) -> Tensor:
-    found: Tensor = Policy(model)(micro_batch(rows(0, shape))).policy_logprobs_N.detach()
-    return found
+    actual: Tensor = Policy(model)(micro_batch(rows(0, shape))).policy_logprobs_N.detach()
+    return actual
 
 
 def test_longrope_does_not_depend_on_what_else_is_in_the_row() -> None:
@@ -191,9 +191,9 @@ def test_a_model_trains_as_the_function_that_generates(kind: str, checkpointing:
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.train()
-    found = policy(micro_batch(rows(0, LONG))).policy_logprobs_N
-    assert torch.allclose(found, plain, atol=1e-5)
-    once = torch.autograd.grad(found.sum(), list(model.parameters()), allow_unused=True)
+    policy_logprobs_N = policy(micro_batch(rows(0, LONG))).policy_logprobs_N
+    assert torch.allclose(policy_logprobs_N, plain, atol=1e-5)
+    once = torch.autograd.grad(policy_logprobs_N.sum(), list(model.parameters()), allow_unused=True)
     again = torch.autograd.grad(
         policy(micro_batch(rows(0, LONG))).policy_logprobs_N.sum(), list(model.parameters()), allow_unused=True
     )

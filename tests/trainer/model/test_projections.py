@@ -15,12 +15,12 @@ from tests.support.tolerance import GRADIENT, gap
 def test_joined_projections_give_the_logprobs_and_gradients_of_separate_ones() -> None:
     plain, model = tiny.model(0).requires_grad_(True), tiny.model(0).requires_grad_(True)
     assert projections.join(model) == 2
-    found = Policy(model)(micro_batch(rows(0))).policy_logprobs_N
+    policy_logprobs_N = Policy(model)(micro_batch(rows(0))).policy_logprobs_N
     expected = separate(plain, rows(0))
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(policy_logprobs_N, expected, atol=1e-5)
     pairs = [
         torch.autograd.grad(logprobs.mean(), list(of.parameters()))
-        for logprobs, of in ((found, model), (expected, plain))
+        for logprobs, of in ((policy_logprobs_N, model), (expected, plain))
     ]
     assert gap(list(pairs[0]), list(pairs[1])) < GRADIENT
 
@@ -31,14 +31,14 @@ def test_three_layers_of_one_input_make_one_product_and_other_inputs_their_own()
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
     first, second = torch.randn(2, 3, layers[0].in_features)
     with FlopCounterMode(display=False) as counter:
-        found = [layer(first) for layer in layers]
+        actual = [layer(first) for layer in layers]
     width = sum(layer.out_features for layer in layers)
     assert counter.get_total_flops() == 2 * 3 * layers[0].in_features * width
     for given in (first, second):  # the first input is computed again
         for layer in reversed(layers):
             expected = torch.nn.functional.linear(given, layer.weight, layer.bias)
             assert torch.allclose(layer(given), expected, atol=1e-6)
-    assert torch.allclose(found[0], torch.nn.functional.linear(first, layers[0].weight, layers[0].bias), atol=1e-6)
+    assert torch.allclose(actual[0], torch.nn.functional.linear(first, layers[0].weight, layers[0].bias), atol=1e-6)
 
 
 def test_an_input_that_changed_in_between_is_computed_anew() -> None:

@@ -31,14 +31,14 @@ def keeping(count: int, zero_stage: int, chunk: int = 0, **trainer: Any) -> tupl
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_which_layers_compute_again_changes_no_bit_of_a_step(zero_stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # as before any engine in this process
-    found = []
+    collected = []
     for count in (0, 1, 2):
         stepper, _ = keeping(count, zero_stage, chunk=5)
         measured = [stepper.step(number) for number in (1, 2)]
-        found.append(([(one["loss"], one["grad_norm"]) for one in measured], stepper.weights()))
-    for numbers, weights in found[1:]:
-        assert numbers == found[0][0]
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in found[0][1].items())
+        collected.append(([(report["loss"], report["grad_norm"]) for report in measured], stepper.weights()))
+    for numbers, weights in collected[1:]:
+        assert numbers == collected[0][0]
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in collected[0][1].items())
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -82,11 +82,11 @@ def test_a_layer_that_keeps_its_activations_keeps_no_whole_weight_where_ranks_ha
 def _graph(node: Any) -> Iterator[Any]:
     seen, waiting = set[Any](), [node]
     while waiting:
-        if (one := waiting.pop()) is None or one in seen:
+        if (first := waiting.pop()) is None or first in seen:
             continue
-        seen.add(one)
-        yield one
-        waiting += [following for following, _ in one.next_functions]
+        seen.add(first)
+        yield first
+        waiting += [following for following, _ in first.next_functions]
 
 
 def test_the_forecast_is_of_the_largest_forward_pass_that_settings_allow() -> None:

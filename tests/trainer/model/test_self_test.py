@@ -261,7 +261,7 @@ def test_tokens_are_ordinary_and_cross_short_windows() -> None:
     assert len(self_test.draw(model, torch.device("cpu"), 0)[0].prompt_token_ids) == 140
     config.text_config.max_position_embeddings = 32
     short = self_test.draw(model, torch.device("cpu"), 0)
-    assert max(len(row.prompt_token_ids) + len(one.token_ids) for row in short for one in row.samples) == 32
+    assert max(len(row.prompt_token_ids) + len(sample.token_ids) for row in short for sample in row.samples) == 32
 
 
 def test_a_probe_goes_beyond_windows_that_the_context_lets_a_sequence_pass() -> None:

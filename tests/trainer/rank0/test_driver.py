@@ -18,8 +18,9 @@ from services.trainer.rank0.commands import Command, CommandKind
 from services.trainer.rank0.mailbox import Mailbox
 from services.trainer.rank0.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
 from shared.bus.bus import Bus
-from shared.bus.messages import Experience, GroupId, PolicyRecord
+from shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
 from shared.bus.stores.ledger import RunState
+from shared.bus.streams import STEPS
 from shared.errors import Fenced, SettingsError
 from shared.settings import Settings
 from tests.conftest import until
@@ -81,6 +82,45 @@ async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_
         await driven.feed(batch(2))
         await is_at(driven, 2)
     assert await bus.counts() == {"trained": 2 * GROUPS, "dropped:nonfinite": GROUPS}
+
+
+async def test_stale_tokens_are_masked_reported_and_masked_again_in_a_replay(bus: Bus, tmp_path: Path) -> None:
+    tables = settings(bus, tmp_path).model_dump()
+    tables["algorithm"] |= {"max_lag": 1, "on_stale": "mask"}
+    driven = Driven(bus, Settings.model_validate(tables))
+    await driven.ledger.create()
+    await driven.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    one = One(driven.of)
+    async with driven.running(lambda: driven.train(one.engine)) as both:
+        for number in (0, 1):
+            await driven.feed(batch(number))
+            await is_at(driven, number + 1)
+        await driven.feed([newer(group) for group in batch(2)])
+        await is_at(driven, 3)
+        driven.mailbox.send(RuntimeError("the training thread dies after its commit"))
+        await both
+    weights = one.weights()
+    ((_, report), *_) = await bus.newest(STEPS, StepReport)
+    assert (report.samples, report.lag_counts) == (12, {"0": 12})
+    assert (report.metrics["stale_samples"], report.metrics["masked_tokens"]) == (4.0, 24.0)
+    plan = (await driven.ledger.journal(""))[2 * GROUPS].plan
+    assert plan is not None
+    assert plan.contexts == (2, 2, 2, 2) * GROUPS
+    again, other = Driven(bus, driven.of), One(driven.of)
+    async with again.running(lambda: again.train(other.engine)):
+        await has(again, "journal replayed")
+        await until(lambda: again.context.status.state == "waiting")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in other.weights().items())
+    assert "replay differs" not in await again.events()
+
+
+def newer(experience: Experience) -> Experience:
+    """Return the group with tokens of version 2 after the second of each sample, of 2, 5, 3 and 4."""
+    samples = []
+    for sample in experience.group.samples:
+        spans = [[0, 0], [2, 2]] if len(sample.token_ids) > 2 else [[0, 0]]
+        samples.append(dataclasses.replace(sample, version_spans=np.array(spans, np.int32)))
+    return dataclasses.replace(experience, group=dataclasses.replace(experience.group, samples=tuple(samples)))
 
 
 async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(bus: Bus, tmp_path: Path) -> None:

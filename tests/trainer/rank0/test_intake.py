@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from services.trainer.rank0.intake import CONSUMER, Intake
 from shared.bus import wire
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
 from shared.bus.keys import GENERATING
-from shared.bus.messages import Experience, PolicyVersion, Prompt
+from shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
 from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
@@ -122,6 +123,58 @@ async def test_a_requeued_group_goes_back_to_the_prompts_for_the_newest_weights_
     assert await Ledger(bus).in_flight() == 2, "it, and the group that is fresh"
 
 
+def mixed(group_id: int, *versions: int) -> Experience:
+    """A group whose samples begin under ``versions`` and end, after two of three tokens, under version 5."""
+    made = builders.experience(group_id, (1.0, *[0.0] * (len(versions) - 1)))
+    samples = tuple(
+        dataclasses.replace(sample, text=f"{version}", version_spans=np.array([[0, version], [2, 5]], np.int32))
+        for sample, version in zip(made.group.samples, versions, strict=True)
+    )
+    return dataclasses.replace(made, group=dataclasses.replace(made.group, samples=samples))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "contexts", "counts"),
+    [
+        ({"on_stale": "drop"}, {1: (0, 3), 2: (0, 0)}, {"dropped:stale": 1}),
+        ({"on_stale": "wait"}, {1: (0, 3), 2: (0, 0)}, {"dropped:stale": 1}),
+        ({"on_stale": "mask"}, {0: (2, 2), 1: (0, 2)}, {}),
+        ({"on_stale": "drop", "preset": "dpo"}, {2: (0, 0), 3: (0, 0)}, {"dropped:stale": 2}),
+    ],
+)
+async def test_stale_samples_are_left_out_and_the_rest_of_their_group_is_trained(
+    bus: Bus, algorithm: dict[str, object], contexts: dict[int, tuple[int, ...]], counts: dict[str, int]
+) -> None:
+    of = {"groups_per_step": 2, "max_lag": 1, "dynamic_sampling": False, **algorithm}
+    for group_id, versions in enumerate([(3, 3), (4, 3), (5, 5), (5, 4)]):
+        experience = mixed(group_id, *versions)
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, Live(bus, Settings.model_validate({"algorithm": of})), {V(n): n for n in range(6)})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 4)
+        batch = await intake.next_batch(5, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert {int(taken.experience.group_id): taken.contexts for taken in batch} == contexts
+    assert await bus.counts() == counts
+
+
+async def test_only_the_stale_samples_of_a_requeued_group_are_generated_again(bus: Bus) -> None:
+    await bus.append(EXPERIENCE, {"id": "0", "data": wire.encode(mixed(0, 4, 3, 5))})
+    await bus.append(EXPERIENCE, {"id": "1", "data": wire.encode(mixed(1, 5, 5, 5))})
+    intake = Intake(bus, Live(bus, settings("requeue")), {V(n): n for n in range(6)})
+    async with filling(intake):
+        await until(lambda: _ended_without_a_batch(bus, intake, 5, {"requeued": 1}))
+    (delivery,) = await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)
+    prompt = delivery.message()
+    assert (prompt.group_id, prompt.sample, prompt.requeues, prompt.min_version) == (0, 1, 1, 5)
+    assert await bus.hand_over(delivery, ROLLOUTS, builders.part(prompt, version=5, text="again"))
+    (whole,) = await bus.read(ROLLOUTS, RolloutGroup, "a", 10, block_s=0.5)
+    group = whole.message()
+    assert [sample.text for sample in group.samples] == ["4", "again", "5"]
+    assert [sample.oldest_version for sample in group.samples] == [4, 5, 5]
+    assert (group.prompt.requeues, await Ledger(bus).in_flight()) == (1, 2)
+
+
 async def test_a_group_that_ends_the_trainer_is_tried_alone_and_takes_no_other_with_it(bus: Bus) -> None:
     for group_id in range(8):
         await put(bus, group_id)
@@ -180,6 +233,32 @@ async def test_a_group_that_the_model_cannot_read_is_buried_at_once(
     async with filling(intake):
         await until(lambda: _buried(bus))
     assert await _reasons(bus) == [(reason, "1")]
+
+
+@pytest.mark.parametrize(
+    ("possible", "reason"),
+    [
+        (0, "expected the tokens that could be drawn with each sample of truncated sampling, found none"),
+        (4096, ""),
+        (4097, "expected at most 4096 tokens that could be drawn at a position, for which the trainer has memory"),
+    ],
+)
+async def test_truncated_samples_come_with_supports_that_fit_into_memory(bus: Bus, possible: int, reason: str) -> None:
+    experience = builders.experience()
+    sampling = dataclasses.replace(experience.group.prompt.sampling, top_k=256)
+    supports: dict[str, Any] = {
+        "support_sizes": np.array([possible, 1, 1] if possible else [], np.int32),
+        "support_ids": np.array([*range(possible), 1, 2] if possible else [], np.int32),
+    }
+    samples = tuple(dataclasses.replace(sample, **supports) for sample in experience.group.samples)
+    prompt = dataclasses.replace(experience.group.prompt, sampling=sampling)
+    group = dataclasses.replace(experience.group, prompt=prompt, samples=samples)
+    truncated = dataclasses.replace(experience, group=group)
+    await bus.append(EXPERIENCE, {"id": "0", "data": wire.encode(truncated)})
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: _buried(bus) if reason else len(intake._held) == 1)
+    assert [words.startswith(reason) for words, _ in await _reasons(bus)] == [True] * bool(reason)
 
 
 async def test_groups_that_were_never_admitted_or_of_versions_that_do_not_exist_are_buried_at_once(bus: Bus) -> None:

@@ -1,5 +1,6 @@
 """A commit includes what a replay needs of the step."""
 
+import numpy as np
 import pytest
 
 from services.trainer.rank0.commands import Command, CommandKind, _read, _write
@@ -7,6 +8,7 @@ from shared.bus import wire
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, Misfit, StepPlan
 from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.signals import SignalChange, read_signals, signal
 from shared.bus.streams import EXPERIENCE, JOURNAL
 from shared.errors import Fenced
 from tests.support import builders
@@ -37,6 +39,29 @@ async def test_the_plan_of_a_step_is_committed_with_its_groups_or_not_at_all(bus
     assert [wire.decode(entry.data, Experience).group.prompt.group_id for entry in (first, second)] == [0, 1]
 
 
+async def test_signals_change_with_their_step_or_not_at_all(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    epoch = await ledger.take_epoch()
+    await ledger.commit(epoch, record(0, None, 0), [], None, change=SignalChange(whole={}))
+    batch = await taken(bus, 0)
+    change = SignalChange([("a:1", 0.0), ("b:2", 0.1875), ("a:1", 0.25)])
+    with pytest.raises(Fenced):
+        await ledger.commit(epoch - 1, record(1, 0, 1), batch, report(1, 1), PLAN, change)
+    assert await read_signals(bus) == {}
+    await ledger.commit(epoch, record(1, 0, 1), batch, report(1, 1), PLAN, change)
+    assert await read_signals(bus) == {"a:1": "0.125", "b:2": "0.1875"}
+    whole = {"c:3": "0.10000000000000001", 'quo"te:4': "0.25"}
+    await ledger.commit(epoch, record(2, 1, 1), [], None, change=SignalChange(whole=whole))
+    assert await read_signals(bus) == whole
+    await ledger.commit(epoch, record(3, 2, 1), [], None)
+    assert await read_signals(bus) == whole
+
+
+def test_a_groups_signal_is_the_variance_of_its_rewards_up_to_a_quarter() -> None:
+    rewards = ((1, 0, 0, 0), (1, 1, 1, 1), (3, -3), (0.5, 0.25))
+    assert [signal(np.array(one, dtype=np.float32)) for one in rewards] == [0.1875, 0.0, 0.25, 0.015625]
+
+
 async def test_a_journal_of_an_older_version_is_read_without_plans(bus: Bus) -> None:
     data = wire.encode(builders.experience(0))
     await bus.append(JOURNAL, {"id": "0", "step": "1", "data": data})
@@ -47,7 +72,10 @@ async def test_a_journal_of_an_older_version_is_read_without_plans(bus: Bus) -> 
 @pytest.mark.parametrize("plan", [None, PLAN])
 def test_every_rank_gets_the_plan_with_the_order_to_replay(plan: StepPlan | None) -> None:
     experience = builders.experience(3)
-    order = Command(CommandKind.REPLAY, "", (wire.encode(experience),), (experience,), (1,), 1e-3, plan)
+    order = Command(
+        CommandKind.REPLAY, "", (wire.encode(experience),), (experience,), (1,), 1e-3, plan, contexts=(2, 0)
+    )
     found = _read(_write(order))
     assert (found.kind, found.lags, found.learning_rate, found.plan) == (CommandKind.REPLAY, (1,), 1e-3, plan)
+    assert found.contexts == (2, 0)
     assert found.groups[0].group.prompt.group_id == 3

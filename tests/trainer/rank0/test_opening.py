@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.commands import Command, CommandKind
 from services.trainer.rank0.opening import Opening
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
+from shared.bus.messages import PolicyVersion
 from shared.bus.stores.cordon import Cordon
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.live_settings import Live
@@ -48,6 +51,20 @@ async def test_a_checkpoint_is_loaded(bus: Bus, tmp_path: Path) -> None:
     made = written(opened.root, 2)
     assert await opened.opening.find() == [Command(CommandKind.LOAD, folder=str(made.folder))]
     assert opened.opening.loaded == made
+
+
+async def test_a_run_whose_bus_was_lost_keeps_its_gpu_hours_and_counts_on_from_the_checkpoint(
+    bus: Bus, tmp_path: Path
+) -> None:
+    opened = Opened(bus, tmp_path)
+    state = CheckpointState(2, PolicyVersion(2), 8, "", 1, 1, gpu_s=7200.0, gpu_until_s=1_000_000.5)
+    local_store.beside(opened.root, 2).mkdir(parents=True)
+    local_store.make_whole(opened.root, state)
+    await opened.opening.find()
+    status = await opened.ledger.status()
+    assert (status.gpu_s, status.gpu_until_s) == (7200.0, 1_000_000.5)
+    described = await Retention(opened.of, bus).describe(2, PolicyVersion(2), Live(bus, opened.of))
+    assert (described.gpu_s, described.gpu_until_s) == (7200.0, 1_000_000.5)
 
 
 async def test_damage_that_leaves_nothing_to_continue_from_pauses_the_run_and_is_raised(

@@ -12,12 +12,21 @@
 {{/* The name of one role's objects: dict "root" $ "role" "rollout". */}}
 {{- define "penstock.name" -}}
 {{- printf "%s-%s" (include "penstock.fullname" .root) .role -}}
+{{- with include "penstock.pool" . }}-{{ . }}{{ end -}}
+{{- end -}}
+
+{{/* The pool whose values `root` has, or empty. */}}
+{{- define "penstock.pool" -}}
+{{- if eq .role "rollout" }}{{ dig "name" "" .root.Values.rollout }}{{ end -}}
 {{- end -}}
 
 {{- define "penstock.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .role }}
+{{- with include "penstock.pool" . }}
+penstock/pool: {{ . }}
+{{- end }}
 {{- end -}}
 
 {{- define "penstock.labels" -}}
@@ -51,9 +60,11 @@ app.kubernetes.io/part-of: penstock
 {{- end -}}
 {{- end -}}
 
-{{/* Who takes part: every role of this release, the bus aside. */}}
+{{/* The roles of this release, without the bus. */}}
 {{- define "penstock.roles" -}}
+{{- if eq (include "penstock.kind" .) "pod" -}}pod{{- else -}}
 coordinator rollout reward trainer{{ if .Values.executor.enabled }} executor{{ end }}
+{{- end -}}
 {{- end -}}
 
 {{- define "penstock.runId" -}}
@@ -95,14 +106,80 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- with (default (index .root.Values.defaults .key) $own) -}}{{ toYaml . }}{{- end -}}
 {{- end -}}
 
-{{/* "yes" where the trainer is a JobSet: asked for, or `auto` and the cluster knows them. */}}
-{{- define "penstock.jobSet" -}}
-{{- $wanted := toString .Values.trainer.jobSet.enabled -}}
-{{- $known := .Capabilities.APIVersions.Has "jobset.x-k8s.io/v1alpha2" -}}
-{{- if and (eq $wanted "true") (not $known) -}}
-{{- fail "expected the CRD of JobSet for trainer.jobSet.enabled, found no jobset.x-k8s.io/v1alpha2 in this cluster: install JobSet, or set it to auto or false" -}}
+{{/* jobset, workloads or pod: run.kind, where auto is a JobSet if the cluster and the values allow one. */}}
+{{- define "penstock.kind" -}}
+{{- $kind := .Values.run.kind -}}
+{{- $refusal := "" -}}
+{{- $nodes := int .Values.rollout.nodes -}}
+{{- $scaled := .Values.rollout.autoscaling.enabled -}}
+{{- range .Values.rollout.pools }}{{ $nodes = max $nodes (int (default 1 .nodes)) }}{{ $scaled = or $scaled (dig "autoscaling" "enabled" false .) }}{{ end -}}
+{{- if not (.Capabilities.APIVersions.Has "jobset.x-k8s.io/v1alpha2") -}}
+{{- $refusal = "JobSet, whose jobset.x-k8s.io/v1alpha2 this cluster does not know: install it" -}}
+{{- else if gt $nodes 1 -}}
+{{- $refusal = printf "rollout.nodes = 1, but it is %d, and a LeaderWorkerSet cannot be part of a JobSet: change it" $nodes -}}
+{{- else if and $scaled (not (.Capabilities.APIVersions.Has "keda.sh/v1alpha1")) -}}
+{{- $refusal = "KEDA for rollout.autoscaling.enabled, because a HorizontalPodAutoscaler cannot subtract the JobSet's replicas: install it" -}}
+{{- else if not (or .Values.rollout.pools .Values.rollout.autoscaling.enabled .Values.rollout.replicas) -}}
+{{- $refusal = "rollout.replicas of at least 1: change it" -}}
 {{- end -}}
-{{- if and $known (ne $wanted "false") -}}yes{{- end -}}
+{{- if and $refusal (eq $kind "jobset") }}{{ fail (printf "run.kind = jobset needs %s, or set run.kind to workloads" $refusal) }}{{ end -}}
+{{- if eq $kind "auto" }}{{ $kind = ternary "workloads" "jobset" (ne $refusal "") }}{{ end -}}
+{{- if and .Values.kueue.queue (eq $kind "workloads") -}}
+{{- fail (printf "kueue.queue needs run.kind = jobset, or Kueue admits a trainer that no rollout replica feeds; a JobSet needs %s, or remove kueue.queue" (default "run.kind to be auto or jobset: change it" $refusal)) -}}
+{{- end -}}
+{{- if and (eq $kind "pod") (ne .Values.run.onFinish "release") -}}
+{{- fail "run.onFinish = keep needs run.kind = jobset or workloads, because `penstock up` ends with its run: change one of them" -}}
+{{- end -}}
+{{- $kind -}}
+{{- end -}}
+
+{{/* The rollout replicas that the run's JobSet contains; 0: it has none. KEDA adds and removes others. */}}
+{{- define "penstock.gang" -}}
+{{- if ne (include "penstock.kind" .) "jobset" -}}0
+{{- else if .Values.rollout.autoscaling.enabled -}}{{ max (ternary 0 1 (hasKey .Values.rollout "name")) (int .Values.rollout.autoscaling.minReplicas) }}
+{{- else -}}{{ int .Values.rollout.replicas }}
+{{- end -}}
+{{- end -}}
+
+{{/* "yes" where pods of a role belong to a Deployment or similar, instead of (or besides) the JobSet: dict "root" $ "role" …. */}}
+{{- define "penstock.separate" -}}
+{{- $own := index .root.Values .role -}}
+{{- $kind := include "penstock.kind" .root -}}
+{{- if eq $kind "workloads" -}}yes
+{{- else if and (eq $kind "jobset") (ne .role "trainer") (dig "autoscaling" "enabled" (eq .role "executor") $own) -}}
+{{- if or (ne .role "rollout") (gt (int $own.autoscaling.maxReplicas) (int (include "penstock.gang" .root))) -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the coordinator scales to zero when the run is over, as JSON: group/version/resource/name. */}}
+{{- define "penstock.released" -}}
+{{- $all := list -}}
+{{- if eq .Values.run.onFinish "release" -}}
+{{- range $role := without (splitList " " (include "penstock.roles" .)) "coordinator" "pod" -}}
+{{- range $pool := ternary $.Values.rollout.pools list (eq $role "rollout") | default (list dict) -}}
+{{- $root := dict "Values" (merge (dict "rollout" (mergeOverwrite (deepCopy $.Values.rollout) $pool)) (omit $.Values "rollout")) "Release" $.Release "Chart" $.Chart "Capabilities" $.Capabilities -}}
+{{- $one := dict "root" $root "role" $role -}}
+{{- if include "penstock.separate" $one -}}
+{{- $kind := ternary "apps/v1/statefulsets" "apps/v1/deployments" (eq $role "trainer") -}}
+{{- if and (eq $role "rollout") (include "penstock.leaderWorkerSet" $root) }}{{ $kind = "leaderworkerset.x-k8s.io/v1/leaderworkersets" }}{{ end -}}
+{{- if and (has $role (list "rollout" "reward")) (eq (include "penstock.scaler" $one) "keda") -}}
+{{- $all = append $all (printf "keda.sh/v1alpha1/scaledobjects/%s" (include "penstock.name" $one)) -}}
+{{- end -}}
+{{- $all = append $all (printf "%s/%s" $kind (include "penstock.name" $one)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $all | toJson -}}
+{{- end -}}
+
+{{- define "penstock.queueLabels" -}}
+{{- with .Values.kueue.queue }}
+kueue.x-k8s.io/queue-name: {{ . }}
+{{- end }}
+{{- with .Values.kueue.priorityClass }}
+kueue.x-k8s.io/priority-class: {{ . }}
+{{- end }}
 {{- end -}}
 
 {{/* "yes" where a replica of rollout is several pods, whose engine spans them. */}}

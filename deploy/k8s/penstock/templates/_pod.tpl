@@ -1,6 +1,6 @@
 {{/*
-One pod of one role: dict "root" $ "role" "rollout", and for the trainer in a JobSet "jobSet", its name. Every pod passes the restricted Pod Security Standard unless a value
-of its role's securityContext, podSecurityContext or hostNetwork says otherwise.
+One pod of one role: dict "root" $ "role" "rollout", and in a JobSet "jobSet", its name. Every pod passes the restricted Pod
+Security Standard unless a value of its role's securityContext, podSecurityContext or hostNetwork says otherwise.
 */}}
 
 {{- define "penstock.pod" -}}
@@ -23,10 +23,10 @@ spec:
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
-  automountServiceAccountToken: false
+  automountServiceAccountToken: {{ and (eq $role "coordinator") (ne (include "penstock.released" $root) "[]") }}
   enableServiceLinks: false
-  {{- if hasKey . "jobSet" }}
-  restartPolicy: Never
+  {{- if or (hasKey . "jobSet") (eq $role "pod") }}
+  restartPolicy: OnFailure
   {{- end }}
   # What the service may take to drain, ten seconds until it ends itself, and preStop.
   terminationGracePeriodSeconds: {{ add (int $root.Values.bus.drainSeconds) 20 }}
@@ -42,6 +42,45 @@ spec:
   securityContext: {{- toYaml (mergeOverwrite $podSecurity (include "penstock.value" (merge (dict "key" "podSecurityContext") .) | fromYaml)) | nindent 4 }}
   {{- with include "penstock.placement" . | trim }}
   {{- . | nindent 2 }}
+  {{- end }}
+  {{- $security := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
+  {{- $security = mergeOverwrite $security (include "penstock.value" (merge (dict "key" "securityContext") .) | fromYaml) }}
+  {{- $fetches := include "penstock.readsModels" . }}
+  {{- if or $gpus $fetches }}
+  initContainers:
+    {{- if $gpus }}
+    # Before a model is loaded: one sentence for what the node lacks.
+    - name: preflight
+      image: {{ include "penstock.image" . | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: ["python", "-m", "shared.preflight", "--gpu"{{ if dig "rdma" "resource" "" $own }}, "--rdma"{{ end }}]
+      terminationMessagePolicy: FallbackToLogsOnError
+      env:
+        - {name: HOME, value: /tmp}
+        {{- with include "penstock.value" (merge (dict "key" "extraEnv") .) }}
+        {{- . | nindent 8 }}
+        {{- end }}
+      resources:
+        {{- include "penstock.resources" (merge (dict "gpus" $gpus) .) | nindent 8 }}
+      securityContext: {{- toYaml $security | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        {{- with include "penstock.value" (merge (dict "key" "extraVolumeMounts") .) }}
+        {{- . | nindent 8 }}
+        {{- end }}
+    {{- end }}
+    {{- if and $fetches (include "penstock.fetched" $root) }}
+    - name: models
+      image: {{ include "penstock.image" . | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: {{ concat (list "python" "-m" "shared.model.fetch" "--wait" "--into" "/var/penstock/models") (splitList " " (include "penstock.fetched" $root)) | toJson }}
+      resources:
+        requests: {cpu: 10m, memory: 64Mi}
+        limits: {memory: 256Mi}
+      securityContext: {{- toYaml $security | nindent 8 }}
+      volumeMounts:
+        - {name: models, mountPath: /var/penstock/models, readOnly: true}
+    {{- end }}
   {{- end }}
   containers:
     - name: {{ $role }}
@@ -60,8 +99,7 @@ spec:
       {{- end }}
       resources:
         {{- include "penstock.resources" (merge (dict "gpus" $gpus) .) | nindent 8 }}
-      {{- $security := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
-      securityContext: {{- toYaml (mergeOverwrite $security (include "penstock.value" (merge (dict "key" "securityContext") .) | fromYaml)) | nindent 8 }}
+      securityContext: {{- toYaml $security | nindent 8 }}
       volumeMounts:
         {{- include "penstock.mounts" . | nindent 8 }}
   volumes:
@@ -73,8 +111,11 @@ spec:
 ["python", "-m", "services.reward.executor", "--config", "/etc/penstock/run.toml"]
 {{- else if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) -}}
 ["python", "-m", "services.rollout", "--config", "/etc/penstock/run.toml", "--replica", "{{ include "penstock.name" . }}-$(GROUP_INDEX)"]
+{{- else if eq .role "pod" -}}
+{{- $folder := printf "/var/penstock/runs/%s" (include "penstock.runId" .root) -}}
+["sh", "-c", "if [ -e {{ $folder }}/settings.toml ]; then exec python -m services.cli up --resume {{ $folder }}; else exec python -m services.cli up /etc/penstock/run.toml; fi"]
 {{- else if hasKey . "jobSet" -}}
-["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "{{ .role }}-$(JOB_INDEX)"]
+["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "{{ .role }}{{ with include "penstock.pool" . }}-{{ . }}{{ end }}-$(JOB_INDEX)"]
 {{- else -}}
 ["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "$(POD_NAME)"]
 {{- end -}}
@@ -88,6 +129,7 @@ spec:
 - {name: HOME, value: /tmp}
 - {name: XDG_CACHE_HOME, value: /var/penstock/cache}
 - {name: HF_HOME, value: /var/penstock/cache/huggingface}
+- {name: TRITON_CACHE_DIR, value: /var/penstock/cache/triton}
 - {name: PYTHONUNBUFFERED, value: "1"}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
 - {name: PENSTOCK__RUN__METRICS_PORT, value: "9400"}
@@ -97,12 +139,31 @@ spec:
 {{- else }}
 - {name: PENSTOCK__RUN__ID, value: {{ include "penstock.runId" .root | quote }}}
 - {name: PENSTOCK__RUN__FOLDER, value: /var/penstock/runs}
+{{- if ne .role "pod" }}
 - {name: PENSTOCK__WEIGHTS__FOLDER, value: {{ printf "/var/penstock/runs/%s/weights" (include "penstock.runId" .root) }}}
 - {name: PENSTOCK__INTERNAL__START_WAIT_S, value: "300"}
+- {name: PENSTOCK__INTERNAL__OWNER, value: {{ printf "%s/%s" .root.Release.Namespace .root.Release.Name }}}
 - {name: PENSTOCK__BUS__DRAIN_S, value: {{ $values.bus.drainSeconds | quote }}}
 - name: PENSTOCK__BUS__URL
   valueFrom: {secretKeyRef: {name: {{ include "penstock.busSecret" .root }}, key: url}}
+{{- end }}
+{{- if hasKey . "jobSet" }}
+- {name: JOB_INDEX, valueFrom: {fieldRef: {fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}
+# A Job does not restart what ended with 0: a pod that is evicted must not count as done.
+- {name: PENSTOCK__INTERNAL__STOPPED_EXIT_STATUS, value: "143"}
+{{- if and (eq .role "trainer") (eq $values.run.onFinish "release") }}
+- {name: PENSTOCK__INTERNAL__LEAVE_WHEN_OVER, value: "true"}
+{{- end }}
+{{- end }}
 {{- if eq .role "coordinator" }}
+{{- with $values.run.activeDeadlineSeconds }}
+- {name: PENSTOCK__INTERNAL__DEADLINE_S, value: {{ . | quote }}}
+{{- end }}
+{{- if ne (include "penstock.released" .root) "[]" }}
+- {name: PENSTOCK__INTERNAL__RELEASE, value: {{ include "penstock.released" .root | quote }}}
+{{- end }}
+{{- end }}
+{{- if has .role (list "coordinator" "pod") }}
 - {name: PENSTOCK__COORDINATOR__HOST, value: "0.0.0.0"}
 - {name: PENSTOCK__COORDINATOR__PORT, value: "8000"}
 - {name: PENSTOCK__COORDINATOR__TOKEN_FILE, value: /etc/penstock/api/token}
@@ -119,8 +180,23 @@ spec:
 - {name: PENSTOCK__ROLLOUT__RENDEZVOUS, value: "$(LWS_LEADER_ADDRESS):29500"}
 - {name: PENSTOCK__ROLLOUT__SECRET_FILE, value: /etc/penstock/rollout/secret}
 {{- end }}
-{{- if eq .role "trainer" }}
+{{- if and (include "penstock.readsModels" .) (contains "hf://" (include "penstock.fetched" .root)) }}
+# A hub name in the run's TOML is then found here, and nowhere else.
+- {name: HF_HUB_CACHE, value: /var/penstock/models/huggingface}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- end }}
+{{- if eq .role "rollout" }}
+{{- range $name, $value := .root.Values.rollout.engine }}
+- {name: PENSTOCK__ROLLOUT__VLLM__{{ upper $name }}, value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}}
+{{- end }}
+{{- end }}
+{{- if and (has .role (list "trainer" "pod")) (eq $values.fabric.require "rdma") }}
+- {name: PENSTOCK__FABRIC__REQUIRE, value: rdma}
+{{- end }}
+{{- if has .role (list "trainer" "pod") }}
 {{- include "penstock.storeEnvironment" .root }}
+{{- end }}
+{{- if eq .role "trainer" }}
 {{- with int $values.trainer.gpu.count }}
 - {name: PENSTOCK__TRAINER__RANKS, value: {{ . | quote }}}
 {{- end }}
@@ -132,29 +208,24 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Which of the trainer's hosts a pod is, and where they meet: as its StatefulSet or its JobSet (`jobSet`: the name) calls it. */}}
+{{/* Which of the trainer's hosts a pod is, and where they meet: in its StatefulSet or in a JobSet (`jobSet`: its name). */}}
 {{- define "penstock.hosts" -}}
-{{- $nodes := int .root.Values.trainer.nodes -}}
 {{- $own := include "penstock.name" . -}}
-{{- $index := "metadata.labels['apps.kubernetes.io/pod-index']" -}}
-{{- $meet := printf "%s-0.%s:29500" $own $own -}}
-{{- if hasKey . "jobSet" -}}
-{{- $index = "metadata.annotations['batch.kubernetes.io/job-completion-index']" -}}
-{{- $meet = printf "%s-pod-0-0.%s:29500" .jobSet .jobSet }}
-- {name: JOB_INDEX, valueFrom: {fieldRef: {fieldPath: "{{ $index }}"}}}
-# A Job starts nothing again that ended with 0: only a run that is over is done.
-- {name: PENSTOCK__INTERNAL__STOPPED_EXIT_STATUS, value: "143"}
-{{- end -}}
-{{- if gt $nodes 1 }}
-- {name: PENSTOCK__TRAINER__NODES, value: {{ $nodes | quote }}}
-- {name: PENSTOCK__TRAINER__NODE, valueFrom: {fieldRef: {fieldPath: "{{ $index }}"}}}
-- {name: PENSTOCK__TRAINER__RENDEZVOUS, value: {{ $meet }}}
+{{- if gt (int .root.Values.trainer.nodes) 1 }}
+- {name: PENSTOCK__TRAINER__NODES, value: {{ .root.Values.trainer.nodes | quote }}}
+{{- if hasKey . "jobSet" }}
+- {name: PENSTOCK__TRAINER__NODE, value: $(JOB_INDEX)}
+- {name: PENSTOCK__TRAINER__RENDEZVOUS, value: "{{ .jobSet }}-trainer-0-0.{{ .jobSet }}:29500"}
+{{- else }}
+- {name: PENSTOCK__TRAINER__NODE, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
+- {name: PENSTOCK__TRAINER__RENDEZVOUS, value: "{{ $own }}-0.{{ $own }}:29500"}
+{{- end }}
 {{- end }}
 {{- end -}}
 
 {{- define "penstock.ports" -}}
 - {name: metrics, containerPort: 9400}
-{{- if eq .role "coordinator" }}
+{{- if has .role (list "coordinator" "pod") }}
 - {name: http, containerPort: 8000}
 {{- end }}
 {{- if eq .role "executor" }}
@@ -167,18 +238,19 @@ spec:
 
 {{- define "penstock.probes" -}}
 {{- $budget := int (index .root.Values .role).startupSeconds -}}
+{{- $port := ternary "http" "metrics" (eq .role "pod") -}}
 startupProbe:
-  httpGet: {path: /readyz, port: metrics}
+  httpGet: {path: /readyz, port: {{ $port }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ max 1 (div $budget 5) }}
 readinessProbe:
-  httpGet: {path: /readyz, port: metrics}
+  httpGet: {path: /readyz, port: {{ $port }}}
   periodSeconds: 5
   timeoutSeconds: 5
 livenessProbe:
   # Asks nothing of the bus: a bus that is away is no reason to restart those who wait for it.
-  httpGet: {path: /healthz, port: metrics}
+  httpGet: {path: /healthz, port: {{ $port }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
@@ -198,8 +270,18 @@ limits:
 {{- define "penstock.mounts" -}}
 - {name: run, mountPath: /etc/penstock/run.toml, subPath: run.toml, readOnly: true}
 - {name: tmp, mountPath: /tmp}
+{{- if and (include "penstock.readsModels" .) (include "penstock.modelClaim" .root) }}
+- {name: models, mountPath: /var/penstock/models, readOnly: true}
+- {name: models, mountPath: /var/penstock/cache, subPath: compiled/{{ .role }}}  # kernels that another replica compiled
+{{- else }}
 - {name: cache, mountPath: /var/penstock/cache}
-{{- if eq .role "coordinator" }}
+{{- end }}
+{{- if include "penstock.readsModels" . }}
+{{- range $claim := splitList " " (include "penstock.modelClaims" .root) | compact }}
+- {name: {{ printf "claim-%s" $claim | trunc 63 }}, mountPath: /var/penstock/claims/{{ $claim }}, readOnly: true}
+{{- end }}
+{{- end }}
+{{- if has .role (list "coordinator" "pod") }}
 - {name: api, mountPath: /etc/penstock/api, readOnly: true}
 {{- end }}
 {{- if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) }}
@@ -208,7 +290,7 @@ limits:
 {{- if and (has .role (list "executor" "reward")) .root.Values.executor.enabled }}
 - {name: executor, mountPath: /etc/penstock/executor, readOnly: true}
 {{- end }}
-{{- if has .role (list "coordinator" "trainer" "rollout") }}
+{{- if has .role (list "coordinator" "trainer" "rollout" "pod") }}
 - {name: runs, mountPath: /var/penstock/runs{{ if eq .role "rollout" }}, readOnly: true{{ end }}}
 {{- end }}
 {{- if and .root.Values.storage.data.existingClaim (ne .role "executor") }}
@@ -230,8 +312,19 @@ limits:
 - name: run
   configMap: {name: {{ include "penstock.name" (dict "root" .root "role" "run") }}}
 - {name: tmp, emptyDir: {}}
+{{- if and (include "penstock.readsModels" .) (include "penstock.modelClaim" .root) }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ include "penstock.modelClaim" .root }}}
+{{- else }}
 - {name: cache, emptyDir: {}}
-{{- if eq .role "coordinator" }}
+{{- end }}
+{{- if include "penstock.readsModels" . }}
+{{- range $claim := splitList " " (include "penstock.modelClaims" .root) | compact }}
+- name: {{ printf "claim-%s" $claim | trunc 63 }}
+  persistentVolumeClaim: {claimName: {{ $claim }}, readOnly: true}
+{{- end }}
+{{- end }}
+{{- if has .role (list "coordinator" "pod") }}
 - name: api
   secret: {secretName: {{ include "penstock.apiSecret" .root }}, defaultMode: 0440}
 {{- end }}
@@ -243,7 +336,7 @@ limits:
 - name: executor
   secret: {secretName: {{ include "penstock.executorSecret" .root }}, defaultMode: 0440}
 {{- end }}
-{{- if has .role (list "coordinator" "trainer" "rollout") }}
+{{- if has .role (list "coordinator" "trainer" "rollout" "pod") }}
 {{ include "penstock.runsVolume" .root }}
 {{- end }}
 {{- if and $values.storage.data.existingClaim (ne .role "executor") }}
@@ -325,5 +418,5 @@ yes
 {{/* The name of a role's ServiceAccount: dict "root" $ "role" …. */}}
 {{- define "penstock.serviceAccount" -}}
 {{- $own := fromYaml (include "penstock.value" (merge (dict "key" "serviceAccount") .)) -}}
-{{- default (include "penstock.name" .) $own.name -}}
+{{- default (printf "%s-%s" (include "penstock.fullname" .root) .role) $own.name -}}
 {{- end -}}

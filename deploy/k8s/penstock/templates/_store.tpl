@@ -41,7 +41,11 @@ true
 
 {{/* The port at which the store answers. */}}
 {{- define "penstock.storePort" -}}
-{{- $url := urlParse (default "https://s3" .Values.checkpoints.s3.endpoint) -}}
+{{- include "penstock.portOf" (default "https://s3" .Values.checkpoints.s3.endpoint) -}}
+{{- end -}}
+
+{{- define "penstock.portOf" -}}
+{{- $url := urlParse . -}}
 {{- $port := regexFind ":[0-9]+$" $url.host | trimPrefix ":" -}}
 {{- default (ternary "80" "443" (eq $url.scheme "http")) $port -}}
 {{- end -}}

@@ -26,8 +26,11 @@ export function curves(steps, series, { bands = [], low = null, high = null } = 
   ], steps, series);
 }
 
-/** Return a chart in which each series stands on those before it; rare peaks are cut off at the top, not in what is told. */
-export function stack(steps, series) {
+/**
+ * Return a chart in which each series stands on those before it; rare peaks are cut off at the top, not in what is told.
+ * `unit` names what is along the bottom; `phases` are names of each place, drawn as bands behind.
+ */
+export function stack(steps, series, { unit = "step", phases = [] } = {}) {
   [steps, series] = thinned(steps, series.filter((one) => one.values.some(Boolean)), []);
   if (series.length === 0) return null;
   let tops = [steps.map(() => 0)];
@@ -38,7 +41,8 @@ export function stack(steps, series) {
   const scale = scaleOf(steps, marks);
   tops = tops.map((top) => top.map((value) => Math.min(value, marks.at(-1))));
   const areas = series.flatMap((_, index) => area(scale, steps, tops[index], tops[index + 1], `stack s${index % 6}`));
-  return picture([...grid(scale, marks), ...areas, ...tips(scale, steps, series, [])], steps, series);
+  const behind = phaseBands(scale, steps, phases);
+  return picture([...behind, ...grid(scale, marks), ...areas, ...tips(scale, steps, series, [], unit, phases)], steps, series, unit);
 }
 
 /** Return round values from at or below `low` to at or above `high`. */
@@ -53,9 +57,9 @@ export function ticks(low, high) {
 
 // ---------------------------------------------------------------- marks
 
-function picture(marks, steps, series) {
+function picture(marks, steps, series, unit = "step") {
   const now = series.map((one) => `${one.name} ${figure(one.values.findLast(Number.isFinite))}`).join(", ");
-  const label = `${now} at step ${Math.round(steps.at(-1) ?? 0)}`;
+  const label = `${now} at ${unit} ${Math.round(steps.at(-1) ?? 0)}`;
   const drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, marks);
   const keys = series.map((one, index) => el("span", { class: `key s${index % 6}` }, one.name));
   return [drawn, el("div", { class: "legend" }, series.length > 1 ? keys : "")];
@@ -112,10 +116,23 @@ function area(scale, steps, low, high, name) {
   });
 }
 
-function tips(scale, steps, series, bands) {
+/** Return a rectangle for each run of places in one phase, coloured by the phase. */
+function phaseBands(scale, steps, phases) {
+  const names = [...new Set(phases.filter(Boolean))], half = steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5;
+  const starts = phases.map((phase, index) => (phase !== phases[index - 1] ? index : -1)).filter((index) => index >= 0 && phases[index]);
+  return starts.map((start) => {
+    let end = start;
+    while (phases[end + 1] === phases[start]) end += 1;
+    const x = scale.x(steps[start] - half);
+    const place = { class: `phase p${names.indexOf(phases[start]) % 6}`, x, y: TOP, width: Math.max(0, scale.x(steps[end] + half) - x), height: HEIGHT - TOP - BOTTOM };
+    return svg("rect", place, svg("title", {}, phases[start]));
+  });
+}
+
+function tips(scale, steps, series, bands, unit = "step", phases = []) {
   const width = (WIDTH - LEFT - RIGHT) / Math.max(1, steps.length);
   return steps.map((step, index) => {
-    const told = [`step ${Math.round(step).toLocaleString("en")}`];
+    const told = [`${unit} ${Math.round(step).toLocaleString("en")}${phases[index] ? `: ${phases[index]}` : ""}`];
     for (const one of series) if (Number.isFinite(one.values[index])) told.push(`${one.name} ${figure(one.values[index])}`);
     for (const band of bands) told.push(`${band.name} ${figure(band.low[index])} to ${figure(band.high[index])}`);
     const place = { class: "tip", x: scale.x(step) - width / 2, y: TOP, width, height: HEIGHT - TOP - BOTTOM };

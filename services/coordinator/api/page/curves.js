@@ -14,6 +14,8 @@ export const PHASES = {
   phase_snapshot_s: "snapshot",
   phase_commit_s: "commit",
   phase_checkpoint_s: "checkpoint",
+  phase_offload_s: "memory to the host",
+  phase_reload_s: "memory from the host",
 };
 
 /** How the mean value of a scorer is named in a step's report. */
@@ -36,7 +38,8 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Lag", `in steps, of samples when used${bound}`, plain(["lag_mean", "lag_max"])],
     ["Throughput", "trained tokens per second", plain(["tokens_per_s"])],
     ["Time per phase", "seconds of a step in the trainer", () => stack(steps, phases)],
-    ["Device switches", "seconds to training, and back to generation", plain(["switch_train_s", "switch_generate_s"]), "switch_train_s"],
+    ["Device switches", "seconds to training, and back to generation", plain(["switch_train_s", "switch_generate_s", "phase_offload_s", "phase_reload_s"]), "switch_train_s"],
+    ["Rung of the last switch", "0: nothing is freed, 4: everything", plain(["switch_rung"], { high: 4 }), "switch_rung"],
     ["Response length", "tokens, mean", plain(["response_tokens_mean"])],
     ["Gradient norm", "before clipping", plain(["grad_norm"])],
     ["Learning rate", "mean over the step's updates", plain(["learning_rate"])],

@@ -12,6 +12,7 @@ const FIELDS = [
   ["sampling.group_size", "Completions of a prompt"],
   ["reward.expression", "Reward from the scorers' values; empty: their mean", { text: true }],
   ["weights.update", "When new weights go live", { options: ["inflight", "drain"] }],
+  ["run.gpu_hours", "GPU-hours after which the run pauses; 0: no limit"],
 ];
 
 /** Ask for new values; the server checks them, and says at each field what is wrong with it. */

@@ -8,16 +8,17 @@ import { drawLineage } from "./lineage.js";
 import { History } from "./history.js";
 import { showLetter } from "./letter.js";
 import { changeSettings } from "./live.js";
+import { drawMemory } from "./memory.js";
 import { showReplica } from "./replica.js";
 import { drawRollouts } from "./rollouts.js";
 import { showVersion } from "./version.js";
 import { byId, clock, duration, el, figure, redraw, say } from "./dom.js";
 
 const EVERY_MS = 1000, SELDOM_MS = 3000, AWAY_MS = 15000;
-const EVENTS = 100, GROUPS = 5;
+const EVENTS = 100, GROUPS = 5, REPORTS = 200;
 
 const history = new History();
-const shown = { run: null, services: [], operations: [], letters: [], groups: [], held: false, cursor: null, maxLag: null, revision: null };
+const shown = { run: null, services: [], operations: [], letters: [], groups: [], memory: [], held: false, cursor: null, query: "", maxLag: null, revision: null };
 let seldomAt = 0;
 
 // ---------------------------------------------------------------- parts
@@ -28,7 +29,7 @@ function drawHead(run) {
   const state = byId("state");
   say(state, run.state);
   state.dataset.state = run.state;
-  const words = [run.activity, run.reason && run.reason !== run.activity ? run.reason : "", run.eta_s ? `about ${duration(run.eta_s)} left` : ""];
+  const words = [run.activity, run.reason && run.reason !== run.activity ? run.reason : "", run.state === "running" ? run.bound : "", run.eta_s ? `about ${duration(run.eta_s)} left` : ""];
   say(byId("activity"), words.filter(Boolean).join(" · ") || "\u00a0");
   byId("progress").max = run.steps;
   byId("progress").value = run.step;
@@ -89,9 +90,10 @@ function draw() {
   drawFlow(byId("flow"), run, shown.services, shown.maxLag, (one) => showReplica(one, changed));
   const revoked = new Set(history.policies.filter((one) => one.state === "revoked").map((one) => one.version));
   drawCurves(byId("curves"), history.steps, run.evaluations.filter((one) => !revoked.has(one.version)), shown.maxLag);
+  drawMemory(byId("memory"), shown.memory);
   drawLineage(byId("lineage"), history.policies, run.head, run.state,
     (target) => rollBack(target, history.policies, shown.run, changed), (one) => showVersion(one, history.policies, shown.run, changed));
-  drawRollouts(byId("rollouts"), shown.groups, shown.held);
+  drawRollouts(byId("rollouts"), shown.groups, shown.held, (problem) => trying(() => find("problem", problem)), shown.query ? "no group matches" : "no steps yet");
   byId("older").hidden = shown.cursor === null;
   byId("newest").hidden = !shown.held;
 }
@@ -111,9 +113,10 @@ async function look() {
 }
 
 async function lookSeldom(run) {
-  const [services, operations, groups] = await Promise.all([get("v1/services?limit=500"), get("v1/operations?limit=10"), get(`v1/run/rollouts?limit=${GROUPS}`), history.readPolicies(run)]);
+  const [services, operations, groups, memory] = await Promise.all([get("v1/services?limit=500"), get("v1/operations?limit=10"), get(`v1/run/rollouts?limit=${GROUPS}`), get(`v1/run/memory?limit=${REPORTS}`), history.readPolicies(run)]);
   shown.services = services.items;
   shown.operations = operations.items;
+  shown.memory = memory.items.toReversed();
   if (!shown.held) [shown.groups, shown.cursor] = [groups.items, groups.next];
   shown.letters = run.dead > 0 ? (await get("v1/dead-letters?limit=5")).items : [];
   if (run.settings_revision !== shown.revision) {
@@ -144,17 +147,27 @@ async function trying(work) {
 
 async function showOlder() {
   shown.held = true;
-  const page = await get(`v1/run/rollouts?limit=${GROUPS}&cursor=${shown.cursor}`);
+  const page = await get(`v1/run/rollouts?limit=${GROUPS}&cursor=${shown.cursor}${shown.query}`);
   shown.groups = [...shown.groups, ...page.items];
   shown.cursor = page.next;
   draw();
 }
 
+/** Show the groups of one problem, or with a text, of all versions; without a value, the newest ones again. */
+async function find(name, value) {
+  if (value === "") return hold(false);
+  shown.query = `&${name}=${encodeURIComponent(value)}`;
+  const page = await get(`v1/run/rollouts?limit=${GROUPS}${shown.query}`);
+  [shown.held, shown.groups, shown.cursor] = [true, page.items, page.next];
+  return draw();
+}
+
 /** Let the rollouts stand still while somebody reads them, or follow the run again. */
 async function hold(held) {
   shown.held = held;
-  if (held) draw();
-  else await lookNow();
+  if (held) return draw();
+  [shown.query, byId("search").value] = ["", ""];
+  return lookNow();
 }
 
 async function lookForEver() {
@@ -192,6 +205,7 @@ byId("older").addEventListener("click", () => trying(showOlder));
 byId("token").addEventListener("click", () => { forgetToken(); location.reload(); });
 byId("newest").addEventListener("click", () => hold(false));
 byId("rollouts").addEventListener("click", () => hold(true));
+byId("find").addEventListener("submit", (event) => { event.preventDefault(); trying(() => find("search", byId("search").value.trim())); });
 byId("older").hidden = true;
 await enter();
 lookForEver();

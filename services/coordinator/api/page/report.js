@@ -1,10 +1,11 @@
 // report.html: the curves and rollouts of the page, of the records that the file itself contains (services/coordinator/records/report.py).
 
 import { drawCurves, PHASES } from "./curves.js";
+import { drawMemory } from "./memory.js";
 import { drawRollouts } from "./rollouts.js";
 import { byId, clock, duration, el, figure } from "./dom.js";
 
-const { run_id: run, written_at_s: writtenAtS, summary, steps, columns, evaluations, rollouts, doubts, events, settings } = JSON.parse(byId("data").textContent);
+const { run_id: run, written_at_s: writtenAtS, summary, steps, columns, evaluations, rollouts, doubts, events, settings, memory } = JSON.parse(byId("data").textContent);
 const valuesOf = (name) => (columns[name] ?? []).filter(Number.isFinite);
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
@@ -70,6 +71,7 @@ const put = (id, children) => byId(id).append(...children.filter(Boolean));
 put("head", head());
 put("tiles", tiles());
 drawCurves(byId("curves"), steps.map((step, index) => ({ step, metrics: Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[index]])) })), evaluations, null);
+drawMemory(byId("memory"), memory);
 put("tables", [card("Mean seconds per step", seconds()), card("Groups", groups()), card("Samples by lag", lags(), ["lag, in steps", "samples", "share"])]);
 drawRollouts(byId("rollouts"), rollouts, false);
 put("records", [

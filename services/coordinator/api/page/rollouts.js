@@ -2,22 +2,25 @@
 
 import { el, figure, redraw } from "./dom.js";
 
-/** Show `groups` (GET /v1/run/rollouts, newest first), the first of them open; what a person opened of `held` ones stays open. */
-export function drawRollouts(node, groups, held) {
-  redraw(node, groups.map((group) => group.id), () => {
-    if (groups.length === 0) return el("p", { class: "card soft" }, "no steps yet");
+/** Show `groups` (GET /v1/run/rollouts, newest first), the first of them open; what a person opened of `held` ones stays open.
+    `showProblem` shows a problem's groups of all versions. */
+export function drawRollouts(node, groups, held, showProblem = null, none = "no steps yet") {
+  redraw(node, [none, ...groups.map((group) => group.id)], () => {
+    if (groups.length === 0) return el("p", { class: "card soft" }, none);
     const folds = new Map(held ? [...node.querySelectorAll("details")].map((one) => [one.dataset.key, one.open]) : []);
-    return groups.map((group, index) => groupOf(group, folds.get(group.id) ?? (!held && index === 0)));
+    return groups.map((group, index) => groupOf(group, folds.get(group.id) ?? (!held && index === 0), showProblem));
   });
 }
 
-function groupOf(group, open) {
+function groupOf(group, open, showProblem) {
   const rewards = group.completions.map((one) => one.reward ?? 0);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   const asked = askedOf(group.prompt);
+  const versions = [...new Set(group.completions.flatMap((one) => one.versions))].toSorted((a, b) => a - b);
   return el("details", { class: "card", open, "data-key": group.id },
-    el("summary", {}, `step ${figure(group.step)} · mean reward ${figure(mean)} · ${asked.slice(0, 80)}`),
+    el("summary", {}, `step ${figure(group.step)} · v${versions.join(", v")} · mean reward ${figure(mean)} · ${asked.slice(0, 80)}`),
     el("p", { class: "soft" }, `asked (${group.problem}, by ${group.replica})`), el("pre", {}, asked),
+    showProblem === null ? "" : el("p", {}, el("button", { type: "button", class: "quiet", onclick: (event) => { event.stopPropagation(); showProblem(group.problem); } }, "This problem in all versions")),
     group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", {}, group.answer)],
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, el("th", { class: "number" }, "reward"), el("th", { class: "number" }, "times"), el("th", {}, "completion"), el("th", {}, "scores"))),

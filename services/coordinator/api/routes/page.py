@@ -1,12 +1,4 @@
-"""The web page: `/` and the files of ``page``, read at the start.
-
-::
-
-    / ─▶ index.html ─▶ page/*.css, page/*.js (modules) ─▶ the API, with the user's token
-
-The files need no token: the page asks for one, or exchanges its link's code (``#code=…``) once at ``POST /session``. It
-may contact its own origin only (``HEADERS``).
-"""
+"""The web page: `/` and the files of ``page``, read at the start (docs/api.md, "The page")."""
 
 import hashlib
 import math

@@ -3,12 +3,14 @@
 ::
 
     /v1/run/steps      the stream `steps`
+    /v1/run/memory     the stream `memory`
     /v1/run/rollouts   groups since the newest checkpoint; before it, a sample from rollouts.jsonl
 
 After a rollback a step's newest report is valid.
 """
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,15 +23,20 @@ from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, pag
 from services.coordinator.records import jsonl
 from services.coordinator.records.recorder import rollout_line
 from services.coordinator.run.monitor import numbers
-from services.coordinator.schemas.records import RolloutView, StepView, rollout_view
+from services.coordinator.schemas.records import MemoryView, RolloutView, StepView, rollout_view
 from services.coordinator.schemas.resources import Page
 from shared.bus import wire
-from shared.bus.messages import Experience, Json, StepReport
+from shared.bus.messages import Experience, Json, MemoryReport, StepReport
 from shared.bus.stores import records
-from shared.bus.streams import JOURNAL, STEPS, Row
+from shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
 from shared.errors import MessageError
 
 Few = Annotated[int, Query(ge=1, le=50, description="Maximum number of groups.")]
+
+
+Text = Annotated[str, Query(max_length=1000)]
+_SEARCHED, _AT_ONCE = 1000, 50
+"""Groups that one request examines; its `next` continues after them."""
 
 
 def record_routes(parts: Parts) -> APIRouter:
@@ -43,8 +50,19 @@ def record_routes(parts: Parts) -> APIRouter:
         views = (_step(entry, fields) for entry, fields in page.items)
         return Page(items=[step for step in views if step is not None], next=page.next)
 
+    @router.get("/memory", operation_id="listMemory", summary="What each process held on its device, newest first")
+    async def memory(cursor: EntryCursor = None, limit: Limit = 100) -> Page[MemoryView]:
+        rows = await soon(records.page(parts.bus, MEMORY, cursor, limit + 1))
+        page = page_of(rows, limit, lambda row: row[0])
+        views = (_memory(entry, fields) for entry, fields in page.items)
+        return Page(items=[view for view in views if view is not None], next=page.next)
+
     @router.get("/rollouts", operation_id="listRollouts", summary="Groups that were trained on, newest first")
-    async def rollouts(cursor: EntryCursor = None, limit: Few = 5) -> Page[RolloutView]:
+    async def rollouts(
+        cursor: EntryCursor = None, limit: Few = 5, search: Text = "", problem: Text = ""
+    ) -> Page[RolloutView]:
+        if search or problem:
+            return await soon(_matching(parts, cursor, limit, search.casefold(), problem))
         return page_of(await soon(_rollouts(parts, cursor, limit + 1)), limit, lambda rollout: rollout.id)
 
     return router
@@ -66,12 +84,44 @@ def _step(entry: str, fields: Mapping[bytes, bytes]) -> StepView | None:
     )
 
 
+def _memory(entry: str, fields: Mapping[bytes, bytes]) -> MemoryView | None:
+    try:
+        report = wire.decode(fields.get(b"data", b""), MemoryReport)
+    except MessageError:
+        return None
+    return MemoryView.model_validate({"id": entry, **dataclasses.asdict(report)})
+
+
 async def _rollouts(parts: Parts, cursor: str | None, count: int) -> list[RolloutView]:
     rollouts = list(_journalled(await records.page(parts.bus, JOURNAL, cursor, count)))
     if len(rollouts) < count:
         before = rollouts[-1].id if rollouts else cursor
         rollouts += await asyncio.to_thread(_recorded, parts.folder / "rollouts.jsonl", before, count - len(rollouts))
     return rollouts
+
+
+async def _matching(parts: Parts, cursor: str | None, limit: int, search: str, problem: str) -> Page[RolloutView]:
+    """Return the groups of ``problem``, if given, with ``search`` in a text of theirs."""
+    matching: list[RolloutView] = []
+    for _ in range(0, _SEARCHED, _AT_ONCE):
+        page = await _rollouts(parts, cursor, _AT_ONCE)
+        for rollout in page:
+            cursor = rollout.id
+            if problem in ("", rollout.problem) and search in _text(rollout):
+                matching.append(rollout)
+            if len(matching) == limit:
+                return Page(items=matching, next=cursor)
+        if len(page) < _AT_ONCE:
+            return Page(items=matching, next=None)
+    return Page(items=matching, next=cursor)
+
+
+def _text(rollout: RolloutView) -> str:
+    """Return prompt, answer and completions, for a search without regard to case."""
+    prompt = rollout.prompt if isinstance(rollout.prompt, list) else []
+    turns = [str(turn.content) for turn in prompt] or [str(rollout.prompt or "")]
+    texts = [*turns, rollout.answer or "", *(completion.text for completion in rollout.completions)]
+    return "\n".join(texts).casefold()
 
 
 def _journalled(rows: list[Row]) -> Iterator[RolloutView]:

@@ -1,8 +1,4 @@
-"""Runs on this bus over HTTP, and registration of others.
-
-Registering stores a run's checked settings on the bus; its services start with ``--from-bus URL --run-id ID``.
-Registrations are bounded, and can be deleted while no service works for the run.
-"""
+"""Runs on this bus over HTTP, and registration of others (docs/api.md, "Runs")."""
 
 from typing import Annotated
 

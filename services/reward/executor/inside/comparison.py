@@ -1,4 +1,4 @@
-r"""Compare results with expected values. Standard library only, since clean interpreters run it too.
+r"""Standard library only, since clean interpreters run it too.
 
 Equality is Python's own. With a tolerance t > 0 numbers, but not bools, are equal if \|a - b\| <= t · max(1, \|a\|,
 \|b\|), also in lists, tuples and values of dicts, but not in sets and keys.
@@ -21,7 +21,6 @@ _NUMBERS = (int, float, fractions.Fraction, decimal.Decimal)
 
 
 def equal(left: Any, right: Any, tolerance: float) -> bool:
-    """Return whether two results are equal."""
     if tolerance <= 0:
         return bool(left == right)
     if _is_number(left) and _is_number(right):
@@ -34,7 +33,6 @@ def equal(left: Any, right: Any, tolerance: float) -> bool:
 
 
 def close(left: Any, right: Any, tolerance: float) -> bool:
-    """Compare two numbers within the tolerance; infinity equals only itself."""
     if not math.isfinite(tolerance) or not _is_finite(left) or not _is_finite(right):
         return bool(left == right)
     if isinstance(left, float) and isinstance(right, float):
@@ -58,11 +56,8 @@ def holds(check: str, texts: Mapping[str, str], tolerance: float) -> str:
         names = {name: plain_data.rebuilt(json.loads(text)) for name, text in texts.items()}
         tree = ast.parse(check, mode="eval")
         if tolerance > 0:
-            tree = ast.fix_missing_locations(_Tolerant().visit(tree))
-            names |= {
-                "_equal": functools.partial(equal, tolerance=tolerance),
-                "_within": functools.partial(within, tolerance=tolerance),
-            }
+            tree = ast.fix_missing_locations(tolerant(tree))
+            names |= tolerant_names(tolerance)
         return (
             ""
             if eval(compile(tree, "check.py", "eval"), names)
@@ -73,17 +68,27 @@ def holds(check: str, texts: Mapping[str, str], tolerance: float) -> str:
 
 
 def matches(text: str, accepted: Sequence[str], tolerance: float) -> str:
-    """Return "" if the JSON text equals an accepted one."""
     value = json.loads(text)
     right = any(other == value or equal(other, value, tolerance) for other in map(json.loads, accepted))
     return "" if right else f"expected {reprlib.repr(json.loads(accepted[0]))}, found {reprlib.repr(value)}"
 
 
 def within(member: Any, whole: Any, tolerance: float) -> bool:
-    """Return whether ``member in whole``."""
     if isinstance(whole, (str, bytes, bytearray)):
         return member in whole
     return any(equal(member, item, tolerance) for item in whole)
+
+
+def tolerant(tree: Any) -> Any:
+    """Return ``tree`` with comparisons that call :func:`tolerant_names`."""
+    return _Tolerant().visit(tree)
+
+
+def tolerant_names(tolerance: float) -> dict[str, Any]:
+    return {
+        "_equal": functools.partial(equal, tolerance=tolerance),
+        "_within": functools.partial(within, tolerance=tolerance),
+    }
 
 
 class _Tolerant(ast.NodeTransformer):

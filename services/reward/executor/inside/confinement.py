@@ -9,7 +9,7 @@
     capabilities                  none
     system calls                  the allowlist; last, for it forbids all of the above
 
-The zygote forks into the PID namespace. A failing step raises OSError, so no program starts half confined.
+A failing step raises OSError, so no program starts half confined.
 """
 
 import contextlib
@@ -41,8 +41,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Confinement:
-    """How children are confined."""
-
     tier: str
     readable: tuple[str, ...]
     threads: int
@@ -53,8 +51,6 @@ class Confinement:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Kernel limits of one program."""
-
     cpu_s: int
     memory_bytes: int
     file_bytes: int
@@ -62,7 +58,7 @@ class Bounds:
 
 
 def check(result: int, what: str) -> int:
-    """Return a C function's result; raises OSError if negative."""
+    """Raise OSError for a negative result."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {errno.errorcode.get(number, number)}")
@@ -80,19 +76,17 @@ def enter_user_namespace(more: int = 0) -> None:
 
 
 def unshare(kinds: int) -> None:
-    """Enter new namespaces; CLONE_NEWPID applies to the next child."""
+    """CLONE_NEWPID applies to the next child."""
     check(_libc.unshare(kinds), "unshare")
 
 
 def enter(descriptor: int, kinds: int) -> None:
-    """Enter the namespace open as ``descriptor``."""
     check(_libc.setns(descriptor, kinds), "setns")
 
 
 def reveal(paths: Sequence[str]) -> None:
-    """Enter a mount namespace in which every user can reach ``paths``. Raises OSError.
-
-    The topmost inaccessible folder on the way (such as ``/root``) is covered by one with only these paths.
+    """Enter a mount namespace in which every user can reach ``paths``: the topmost closed folder on the way (such as
+    ``/root``) is covered by one with only these paths.
     """
     check(_libc.unshare(NEW_MOUNT), "unshare(CLONE_NEWNS)")
     check(_libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None), "mount(/)")
@@ -142,11 +136,7 @@ def die_with_parent() -> None:
 
 
 def confine(how: Confinement, bounds: Bounds) -> None:
-    """Confine this process; ``_libc`` and loaded modules stay usable.
-
-    Raises:
-        OSError: the program must not run.
-    """
+    """Confine this process; ``_libc`` and loaded modules stay usable."""
     if how.tier == "namespace":
         _enter_namespaces(bounds)
     die_with_parent()
@@ -202,7 +192,7 @@ def _limit(how: Confinement, bounds: Bounds) -> None:
 
 
 def landlock_abi() -> int:
-    """Return the kernel's Landlock version. Raises OSError: ENOSYS (missing) or EOPNOTSUPP (disabled)."""
+    """Raises OSError: ENOSYS (missing) or EOPNOTSUPP (disabled)."""
     return check(_libc.syscall(_CREATE_RULESET, None, 0, _ABI_QUESTION), "landlock_create_ruleset")
 
 

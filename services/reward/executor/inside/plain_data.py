@@ -35,11 +35,7 @@ class NotPlain(Exception):
 
 
 def tagged(value: Any, where: str, depth: int = 0) -> Any:
-    """Return ``value`` as tagged JSON.
-
-    Raises:
-        NotPlain: not data, or too much; names what ``where`` returned.
-    """
+    """Return ``value`` as tagged JSON. Raises NotPlain: not data, or too much; names what ``where`` returned."""
     if type(value) in _SCALARS:
         return value
     if depth > DEEPEST:
@@ -102,7 +98,7 @@ _WRITTEN: tuple[tuple[type, str | None, Callable[[Any], Any]], ...] = (
     (datetime.time, None, lambda value: {"time": value.isoformat()}),
     (datetime.timedelta, None, lambda value: {"timedelta": [value.days, value.seconds, value.microseconds]}),
 )
-"""By type, most specific first: a container's tag and its items, or None and the serialised value."""
+"""By type, most specific first."""
 
 
 def as_json(value: Any, where: str) -> Any:
@@ -142,7 +138,6 @@ SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "dict": dict,
     "int": lambda text: int(text, 16),
 }
-"""Constructors by tag; comparing these objects runs only the interpreter's code."""
 ALL: Mapping[str, Callable[[Any], Any]] = {
     **SIMPLE,
     "Counter": lambda pairs: collections.Counter(dict(pairs)),
@@ -166,11 +161,8 @@ ALL: Mapping[str, Callable[[Any], Any]] = {
 
 
 def rebuilt(value: Any, makers: Mapping[str, Callable[[Any], Any]] = ALL, depth: int = 0) -> Any:
-    """Return the objects of tagged JSON.
-
-    Raises:
-        LookupError: a tag that ``makers`` lacks.
-        ValueError, TypeError, ArithmeticError: content that does not fit its tag, or too deep.
+    """Return the objects of tagged JSON. Raises LookupError: a tag that ``makers`` lacks; ValueError, TypeError,
+    ArithmeticError: content that does not fit its tag, or too deep.
     """
     if not isinstance(value, (list, dict)):
         return value

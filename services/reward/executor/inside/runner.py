@@ -36,7 +36,7 @@ _PRELUDE_STARS = ("typing", "collections", "functools", "itertools", "heapq", "b
 
 
 def prelude() -> dict[str, Any]:
-    """Return the predefined names, as in the datasets' own harnesses."""
+    """Names that the datasets' own harnesses predefine."""
     modules = {name: importlib.import_module(name) for name in _PRELUDE_MODULES}
     names: dict[str, Any] = {"Decimal": modules["decimal"].Decimal, "Fraction": modules["fractions"].Fraction}
     for star in _PRELUDE_STARS:
@@ -49,13 +49,11 @@ def prelude() -> dict[str, Any]:
 
 
 def add_prelude() -> None:
-    """Add the prelude behind builtins and the program's own names."""
     known = vars(builtins)
     known.update({name: value for name, value in prelude().items() if name not in known})
 
 
 def run(code: str, calls: Sequence[dict[str, Any]]) -> NoReturn:
-    """Run the program or its calls, and end the process."""
     os.write(REPORT, b"ready\n")
     _open_streams()
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # defined by site, which is not imported here

@@ -40,7 +40,6 @@ Instruction = tuple[int, int, int, int]
 
 
 def machine_filter(machine: str, pid: int) -> bytes:
-    """Return the filter for process ``pid`` on ``machine`` (x86_64 or aarch64). Raises KeyError."""
     column = syscalls.MACHINES.index(machine) if machine in _ARCHITECTURES else -1
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if machine == "x86_64":
@@ -84,10 +83,7 @@ def _refuse(number: int) -> Instruction:
 
 
 def _pretend() -> Instruction:
-    """Report success without making the call.
-
-    Locks on a program's own files are useless; others would be visible to the host and other programs.
-    """
+    """Report success: locks on a program's own files are useless, others would be visible to the host."""
     return _refuse(0)
 
 
@@ -126,7 +122,6 @@ class _Program(ctypes.Structure):
 
 
 def load(program: bytes) -> None:
-    """Install a filter permanently. Raises OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     described = _Program(len(program) // 8, program)
     for arguments in ((_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_SET_SECCOMP, _FILTER, ctypes.byref(described), 0, 0)):
@@ -135,5 +130,4 @@ def load(program: bytes) -> None:
 
 
 def filter_here() -> bytes:
-    """Return the filter for this process on this machine."""
     return machine_filter(platform.machine(), os.getpid())

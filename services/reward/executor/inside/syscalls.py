@@ -1,8 +1,7 @@
 """System-call tables: allowed, conditional and deadly calls with their numbers.
 
 Unlisted calls fail with EPERM, which programs can survive: for example ``fork``, ``execve``, ``socket``,
-``memfd_create`` (its pages escape memory limits), ``chmod`` (Landlock ignores it). ``DEADLY`` calls, which no honest
-program makes, kill it. ``CONDITIONAL`` calls depend on their arguments (seccomp.py).
+``memfd_create`` (its pages escape memory limits), ``chmod`` (Landlock ignores it).
 
 Numbers: Linux's ``asm/unistd_64.h`` (x86_64), ``asm-generic/unistd.h`` (aarch64), tested against libseccomp; None:
 absent.

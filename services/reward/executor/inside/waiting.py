@@ -8,17 +8,13 @@ _NANOSECONDS = 1_000_000_000
 
 
 def waited_s(watched: int) -> float:
-    """Return seconds that the process of pid descriptor ``watched`` waited for its core; 0 if not counted.
-
-    The longest wait of a thread minus its other threads' running time, since all share one core.
-    """
+    """The longest wait of a thread minus its other threads' running time, since all share one core; 0 if not counted."""
     threads = list(_threads(watched))
     ran_ns = sum(ran for ran, _ in threads)
     return max((waited - (ran_ns - ran) for ran, waited in threads), default=0) / _NANOSECONDS if threads else 0.0
 
 
 def resident_bytes(watched: int) -> int:
-    """Return the resident memory of the process of pid descriptor ``watched``; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{_number(watched)}/statm") as file:  # noqa: PTH123
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -35,7 +31,7 @@ def _threads(watched: int) -> Iterator[tuple[int, int]]:
 
 
 def _number(watched: int) -> int:
-    """Return the pid in /proc, whose namespace may differ from ours. Raises ValueError if absent."""
+    """The pid in /proc, whose namespace may differ from ours."""
     with open(f"/proc/self/fdinfo/{watched}") as file:  # noqa: PTH123
         fields = dict(line.split(":", 1) for line in file)
     number = int(fields.get("Pid", "-1"))

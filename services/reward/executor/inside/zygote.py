@@ -10,7 +10,7 @@
 
 Single-threaded; reads nothing that a program wrote. Messages are one JSON packet each; programs and inputs are sealed
 memory files, so nothing blocks. When the socket closes it kills its children and exits; in tier ``namespace`` each
-child leads a PID namespace, so its descendants die too. ``isolation.py`` passes settings as JSON.
+child leads a PID namespace, so its descendants die too.
 """
 
 import contextlib
@@ -50,8 +50,6 @@ timeit traceback types typing unicodedata unittest uuid warnings zlib encodings.
 
 @dataclasses.dataclass(slots=True)
 class Child:
-    """One forked process."""
-
     number: int
     """Of its job."""
     pid: int
@@ -60,24 +58,19 @@ class Child:
     suspended_since_s: float | None = None
 
     def suspend(self, watched: int) -> None:
-        """Stop it."""
         signal.pidfd_send_signal(watched, signal.SIGSTOP)
         self.suspended_since_s = self.suspended_since_s or time.monotonic()
 
     def resume(self, watched: int) -> None:
-        """Let it continue."""
         self.suspended_s = time.monotonic() - self.started_s - self.held_s()
         self.suspended_since_s = None
         signal.pidfd_send_signal(watched, signal.SIGCONT)
 
     def held_s(self) -> float:
-        """Return the time since its start in which it was not suspended."""
         return (self.suspended_since_s or time.monotonic()) - self.started_s - self.suspended_s
 
 
 class Zygote:
-    """The children of one warm interpreter."""
-
     def __init__(self, settings: dict[str, Any]) -> None:
         self._how = confinement.Confinement(settings["tier"], tuple(settings["readable"]), settings["threads"])
         if self._how.tier == "landlock":
@@ -95,7 +88,6 @@ class Zygote:
         self._base_bytes = _address_space()
 
     def run(self) -> None:
-        """Serve until the socket closes."""
         self._poll.register(self._control, select.POLLIN)
         self._say({"ready": True, "base_bytes": self._base_bytes})
         while True:
@@ -238,7 +230,6 @@ def _address_space() -> int:
 
 
 def warm(profile: str, folders: list[str]) -> None:
-    """Import the profile's modules."""
     sys.path.extend(folders)
     threading.stack_size(_STACK_BYTES)
     for name in _WARM:
@@ -294,7 +285,6 @@ def _reveal(paths: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Warm up, then fork until the supervisor leaves."""
     settings = json.loads(sys.argv[1])
     del sys.path[0]  # the folder of this package
     sys.argv = ["program.py"]

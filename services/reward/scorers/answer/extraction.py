@@ -1,4 +1,4 @@
-"""Find the answer in a completion. Pure functions, linear in the text's length."""
+"""Find the answer in a completion."""
 
 import re
 from functools import lru_cache

@@ -52,7 +52,6 @@ class Attempt:
     rules: frozenset[str] = frozenset()
 
     def under(self, *rules: str) -> "Attempt":
-        """Return the attempt with more rules."""
         return dataclasses.replace(self, rules=self.rules | set(rules))
 
 
@@ -74,7 +73,6 @@ class Reading:
 
     @property
     def relation(self) -> str:
-        """The text with its name."""
         return f"{self.name}={self.core}" if self.name else self.core
 
 
@@ -97,7 +95,6 @@ def _attempts(reference: str, answer: str, lenient: frozenset[str]) -> tuple[Att
 
 @lru_cache(maxsize=1024)
 def _reference(text: str) -> str:
-    """Return the reference, or the answer stated in it, in plain notation."""
     text = plain(text)
     if is_prose(text) and ("$" in text or re.search(r"(?i)\banswer\b", text)):
         return plain(stated(text) or text)
@@ -157,7 +154,6 @@ def _listed(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> Reading:
-    """Parse ``text``, which is in plain notation."""
     text = _LEADING.sub("", text, count=1) if text.startswith(("=", r"\approx")) else text
     name, chain = "", tuple[str, ...]()
     match = _NAME.fullmatch(text)

@@ -1,4 +1,4 @@
-"""Normalise notation without changing meaning. Linear in the text's length.
+"""Normalise notation without changing meaning.
 
 Digits of any script, Unicode signs (``√3``, ``x²``, ``–5``), cosmetic LaTeX and delimiters become plain LaTeX.
 """
@@ -80,7 +80,6 @@ def plain(text: str) -> str:
 
 
 def ascii_signs(text: str) -> str:
-    """Return ``text`` with ASCII digits and signs as LaTeX."""
     text = _ROOT.sub(_root, text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_LOWERED)}}}", text)
@@ -137,13 +136,11 @@ def _without_end(text: str) -> str:
 
 
 def last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """Return the last match of ``pattern`` in ``text``."""
     matches = deque(pattern.finditer(text), maxlen=1)
     return matches[0] if matches else None
 
 
 def balanced(text: str) -> bool:
-    """Whether the braces of ``text`` are balanced."""
     depth = 0
     for brace in re.findall(r"\\.|[{}]", text):
         depth += (brace == "{") - (brace == "}")

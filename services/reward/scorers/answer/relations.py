@@ -1,4 +1,4 @@
-"""Equations and inequalities as answers: named values, and intervals written with ``<``. Input is plain notation."""
+"""Equations and inequalities as answers: named values, and intervals written with ``<``."""
 
 import re
 
@@ -22,7 +22,6 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 def is_relation(text: str) -> bool:
-    """Whether ``text`` contains an equation, inequality or implication."""
     return _RELATION.search(text) is not None
 
 

@@ -1,14 +1,6 @@
 """Compare a completion's answer with the reference: as text, as a number, or as mathematics.
 
-::
-
-    completion ──▶ extract ──▶ answer ──▶ attempts (:mod:`matching`), the strictest first ──▶ pairs of formulas
-                     │                        │                                └── both plain ──▶ verdict, in microseconds
-                     │                        │                                └── a killable process ──▶ in tens of milliseconds
-                     │                        └── the first with equal pairs: 1, with its lenient rules
-                     └── none, or cut off ──▶ wrong_format
-
-Equal answers of a group are compared once. In process, answers are read with bounded length, depth and numbers.
+Plain pairs are compared in microseconds; the rest in a killable process. Equal answers of a group are compared once.
 """
 
 import asyncio
@@ -58,14 +50,7 @@ _DIFFERENT = Equality(False)
 
 
 class AnswerMatcher:
-    """Score 1 if the answer equals the reference, otherwise 0.
-
-    Args:
-        answer_field: dataset column of the reference, for messages.
-        command: starts a matcher process.
-        timeout_s: a slower comparison is killed: status ``timeout``, value 0.
-        processes: number of matcher processes.
-    """
+    """Score 1 if the answer equals the reference, otherwise 0."""
 
     def __init__(
         self,
@@ -91,7 +76,6 @@ class AnswerMatcher:
         self._turns = Turns()
 
     async def start(self) -> None:
-        """Start and warm the matcher processes if needed. Raises SettingsError without math-verify."""
         if self._scorer.mode != "math" or self._scorer.place == "choice":
             return
         if importlib.util.find_spec("math_verify") is None:
@@ -102,15 +86,10 @@ class AnswerMatcher:
         await self._processes.warm()
 
     async def close(self) -> None:
-        """Kill the matcher processes."""
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Score each sample against the prompt's reference answer.
-
-        Raises:
-            PermanentError: the reference is missing or unusable in this mode.
-        """
+        """Raises PermanentError: the reference is missing or unusable in this mode."""
         reference = self._reference(group.prompt)
         answers = [await self._turns.take(partial(self._answer, sample)) for sample in group.samples]
         scores = await self._scores(reference, (answer for answer in answers if isinstance(answer, str)))

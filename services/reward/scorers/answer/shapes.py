@@ -1,4 +1,4 @@
-"""Brackets of an answer: list, set, point or interval, matrix, ratio. Input is plain notation."""
+"""Brackets of an answer: list, set, point or interval, matrix, ratio."""
 
 import re
 from collections.abc import Iterator

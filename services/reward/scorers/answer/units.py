@@ -1,11 +1,4 @@
-"""Units and currencies of an answer.
-
-::
-
-    "5 km" ──▶ ("5", Unit(1000, (("m", 1),)))        "5 apples" ──▶ ("5", Unit(1, (("apple", 1),)))
-
-An unknown word is a unit of its own without conversions.
-"""
+"""Units and currencies of an answer; an unknown word is a unit of its own without conversions."""
 
 import dataclasses
 import re
@@ -18,8 +11,6 @@ Dimensions: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """Size and dimensions in base units."""
-
     factor: Fraction
     dimensions: Dimensions
 

@@ -5,22 +5,28 @@ No attributes, no imports, and only the functions in :data:`FUNCTIONS`. A value 
 """
 
 import ast
+import copy
+import functools
 import math
 import operator
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.reward.executor.inside.comparison import equal, within
+from services.reward.executor.inside import comparison
 from services.reward.scorers.code.program_results import Elsewhere, Plain
 
 _LARGEST_BITS = 100_000
 _LONGEST = 10_000
 TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, set, frozenset, dict)}
-_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
 }
 _KEYWORDS = {
     "sorted": {"reverse"},
@@ -70,7 +76,6 @@ _MATHEMATICS: dict[str, Callable[..., Plain]] = {
 
 
 def function_name(node: ast.expr) -> str | None:
-    """Return the supported function, ``isinstance`` included, that ``node.func`` names, or None."""
     match node:
         case ast.Attribute(value=ast.Name(id="math"), attr=name) if name in _MATHEMATICS:
             return name
@@ -80,7 +85,6 @@ def function_name(node: ast.expr) -> str | None:
 
 
 def check(node: ast.expr, names: frozenset[str]) -> None:
-    """Check that :func:`evaluate` supports every part of ``node``. Raises Refused."""
     match node:
         case ast.Constant(value=bool() | int() | float() | str() | None):
             return
@@ -134,116 +138,28 @@ def _type_names(node: ast.expr) -> list[str]:
     return names if len(names) == len(nodes) else []
 
 
-class AssertEvaluator:
-    """Evaluate checked expressions.
-
-    Args:
-        names: plain data by name.
-        tolerance: of ``==``, ``!=`` and ``in``; 0 for exact.
-    """
-
-    def __init__(self, names: Mapping[str, Plain], tolerance: float) -> None:
-        self._names = names
-        self._tolerance = tolerance
-
-    def __call__(self, node: ast.expr) -> Plain:
-        """Return the value of ``node``.
-
-        Raises:
-            ArithmeticError, LookupError, TypeError, ValueError, RecursionError: as Python would.
-            Elsewhere: over a bound.
-        """
-        match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.Name(id=name):
-                return self._names[name]
-            case ast.List(elts=parts):
-                return [self(part) for part in parts]
-            case ast.Tuple(elts=parts):
-                return tuple(self(part) for part in parts)
-            case ast.Set(elts=parts):
-                return {self(part) for part in parts}
-            case ast.Dict(keys=keys, values=values):
-                return {self(key): self(value) for key, value in zip(keys, values, strict=True) if key is not None}
-            case ast.Compare():
-                return self._compare(node)
-            case ast.BoolOp(op=op, values=parts):
-                return self._either(parts) if isinstance(op, ast.Or) else self._both(parts)
-            case ast.UnaryOp(op=op, operand=operand):
-                return self._unary(op, self(operand))
-            case ast.BinOp(op=op, left=left, right=right):
-                return _binary(op, self(left), self(right))
-            case ast.Subscript(value=value, slice=place):
-                return self(value)[self(place)]
-            case ast.Slice(lower=lower, upper=upper, step=step):
-                return slice(*(None if part is None else self(part) for part in (lower, upper, step)))
-            case ast.Call():
-                return self._call(node)
-        raise AssertionError(f"{type(node).__name__} was not checked")
-
-    def _both(self, parts: list[ast.expr]) -> Plain:
-        value: Plain = True
-        for part in parts:
-            value = self(part)
-            if not value:
-                break
-        return value
-
-    def _either(self, parts: list[ast.expr]) -> Plain:
-        value: Plain = False
-        for part in parts:
-            value = self(part)
-            if value:
-                break
-        return value
-
-    def _compare(self, node: ast.Compare) -> bool:
-        left = self(node.left)
-        for op, other in zip(node.ops, node.comparators, strict=True):
-            right = self(other)
-            if not self._holds(op, left, right):
-                return False
-            left = right
-        return True
-
-    def _holds(self, op: ast.cmpop, left: Plain, right: Plain) -> bool:
-        match op:
-            case ast.Eq():
-                return equal(left, right, self._tolerance)
-            case ast.NotEq():
-                return not equal(left, right, self._tolerance)
-            case ast.Is():
-                return left is right
-            case ast.IsNot():
-                return left is not right
-            case ast.In():
-                return within(left, right, self._tolerance)
-            case ast.NotIn():
-                return not within(left, right, self._tolerance)
-        return bool(_ORDER[type(op)](left, right))
-
-    def _unary(self, op: ast.unaryop, value: Plain) -> Plain:
-        if isinstance(op, ast.Not):
-            return not value
-        return -value if isinstance(op, ast.USub) else +value
-
-    def _call(self, node: ast.Call) -> Plain:
-        function = function_name(node.func)
-        assert function is not None
-        if function == "isinstance":
-            return isinstance(self(node.args[0]), tuple(TYPES[kind] for kind in _type_names(node.args[1])))
-        keywords = {str(keyword.arg): self(keyword.value) for keyword in node.keywords}
-        arguments = [self(part) for part in node.args]
-        return (FUNCTIONS.get(function) or _MATHEMATICS[function])(*arguments, **keywords)
+def evaluate(node: ast.expr, names: Mapping[str, Plain], tolerance: float) -> Plain:
+    """Return the value of a checked expression over ``names``. Raises what Python would, or Elsewhere over a bound."""
+    node = copy.deepcopy(node)
+    node = _Bounded().visit(comparison.tolerant(node) if tolerance > 0 else node)
+    code = compile(ast.fix_missing_locations(ast.Expression(node)), "assert", "eval")
+    return eval(code, {**_NAMES, **comparison.tolerant_names(tolerance), **names})  # only what check() lets through
 
 
-def _binary(op: ast.operator, left: Plain, right: Plain) -> Plain:
-    if isinstance(op, ast.Add) and type(left) is type(right) and isinstance(left, (str, list, tuple)):
+class _Bounded(ast.NodeTransformer):
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        """Replace an operator by a call that bounds its result."""
+        self.generic_visit(node)
+        function = ast.Name(f"_{type(node.op).__name__}", ast.Load())
+        return ast.Call(function, [node.left, node.right], [])
+
+
+def _binary(op: type[ast.operator], left: Plain, right: Plain) -> Plain:
+    if op is ast.Add and type(left) is type(right) and isinstance(left, (str, list, tuple)):
         return left + right
-    if isinstance(op, ast.Sub) and isinstance(left, (set, frozenset)):
+    if op is ast.Sub and isinstance(left, (set, frozenset)):
         return left - right
-    if isinstance(op, ast.Mult) and isinstance(left, (str, list, tuple)) and isinstance(right, int):
+    if op is ast.Mult and isinstance(left, (str, list, tuple)) and isinstance(right, int):
         if len(left) * right > _LONGEST:
             raise Elsewhere("a long product")
         return left * right
@@ -252,23 +168,19 @@ def _binary(op: ast.operator, left: Plain, right: Plain) -> Plain:
     return _arithmetic(op, left, right)
 
 
-def _arithmetic(op: ast.operator, left: float, right: float) -> Plain:
+def _arithmetic(op: type[ast.operator], left: float, right: float) -> Plain:
     bits = [abs(side).bit_length() for side in (left, right) if isinstance(side, int)]
-    if isinstance(op, ast.Pow):
-        if len(bits) == 2 and bits[0] * abs(right) > _LARGEST_BITS:
-            raise Elsewhere("a large number")
-        return left**right
-    if sum(bits) > _LARGEST_BITS:
+    if op is ast.Pow and len(bits) == 2 and bits[0] * abs(right) > _LARGEST_BITS:
+        raise Elsewhere("a large number")
+    if op is not ast.Pow and sum(bits) > _LARGEST_BITS:
         raise OverflowError("too large")
-    match op:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div():
-            return left / right
-        case ast.FloorDiv():
-            return left // right
-    return left % right
+    return _OPERATORS[op](left, right)
+
+
+_NAMES: dict[str, object] = {
+    "__builtins__": {},
+    "isinstance": isinstance,
+    "math": types.SimpleNamespace(**_MATHEMATICS),
+    **FUNCTIONS,
+    **{f"_{op.__name__}": functools.partial(_binary, op) for op in _OPERATORS},
+}

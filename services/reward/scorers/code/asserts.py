@@ -29,8 +29,6 @@ _NEVER_THE_PROGRAMS = clean_interpreter.BUILTINS | clean_interpreter.LIBRARY_TYP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitAssert:
-    """One assert, split into calls and check."""
-
     source: str
     function: str
     """``Solution.f`` for a method of an object created by the assert."""
@@ -44,29 +42,19 @@ class SplitAssert:
 
     @property
     def uses_numpy(self) -> bool:
-        """Whether the check needs an interpreter with numpy."""
         return clean_interpreter.uses_numpy(self.check)
 
 
 def call_name(place: int) -> str:
-    """Return the name of the result of call ``place``."""
     return f"call_{place}"
 
 
 def given_name(place: int) -> str:
-    """Return the name of given value ``place``."""
     return f"given_{place}"
 
 
 def split(texts: Sequence[str], function: str = "") -> list[SplitAssert]:
-    """Split the asserts of a row.
-
-    Args:
-        function: the function under test, if the row names it.
-
-    Raises:
-        Refused: not Python, another statement, or an assert that cannot be split.
-    """
+    """Split the asserts of a row. Raises Refused: not Python, another statement, or an assert that cannot be split."""
     statements = [statement for text in texts for statement in _parsed(text)]
     function = function or _under_test(statements)
     return [_split(statement, function) for statement in statements]
@@ -89,7 +77,6 @@ def _shown(statement: ast.Assert) -> str:
 
 
 def _under_test(statements: Sequence[ast.Assert]) -> str:
-    """Return the one function that every assert calls."""
     called = [_outermost(statement.test) for statement in statements]
     for statement, names in zip(statements, called, strict=True):
         if not names:
@@ -108,7 +95,6 @@ def _under_test(statements: Sequence[ast.Assert]) -> str:
 
 
 def _outermost(node: ast.AST) -> set[str]:
-    """Return the candidates whose calls are not nested in others."""
     name = _function(node.func) if isinstance(node, ast.Call) else ""
     if name and name.partition(".")[0] not in _NEVER_THE_PROGRAMS:
         return {name}

@@ -39,11 +39,7 @@ elements subtract popleft appendleft rotate quantize numerator denominator limit
 
 
 def check(node: ast.expr, results: frozenset[str]) -> None:
-    """Check that ``node`` keeps its meaning in a clean interpreter. Raises Refused.
-
-    Args:
-        results: names of the calls' results.
-    """
+    """Raise Refused unless ``node`` keeps its meaning in a clean interpreter."""
     bound = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
     bound |= {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
     known = frozenset(bound) | results | _BUILTINS | (PRELUDE - _UNCERTAIN_MODULES)

@@ -29,12 +29,6 @@ class Elsewhere(Exception):
 
 
 def read(text: str) -> Json:
-    """Parse a program's JSON.
-
-    Raises:
-        Elsewhere: too long.
-        ValueError, RecursionError: not JSON.
-    """
     if len(text) > LONGEST:
         raise Elsewhere("long text")
     value: Json = json.loads(text)
@@ -42,12 +36,6 @@ def read(text: str) -> Json:
 
 
 def rebuilt(value: Json) -> Plain:
-    """Return the data of tagged JSON (``inside/plain_data.py``).
-
-    Raises:
-        Elsewhere: a complex tag.
-        ValueError, TypeError, RecursionError: content that does not fit its tag, or too deep.
-    """
     try:
         return plain_data.rebuilt(value, plain_data.SIMPLE)
     except LookupError as error:
@@ -93,7 +81,6 @@ def _same_word(expected: str, printed: str, tolerance: float) -> bool:
 
 
 def _number(word: str) -> float | None:
-    """Parse a decimal number; None for others and overflow (1e400)."""
     if len(word) > _LONGEST_NUMBER or not _NUMBER.fullmatch(word):
         return None
     if word.lstrip("+-").isdigit():

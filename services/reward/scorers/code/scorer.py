@@ -1,14 +1,8 @@
-"""Score code by running it in the executor and comparing the results here.
+"""Score code by running it in the executor and comparing the results here (docs/rewards.md, "Code").
 
-::
-
-    completion ──▶ program ──▶ one execution per test ──▶ verdicts ──▶ all passed, or their share
-                     │                    └── executor unavailable or failed ──▶ unavailable: retried, never worth 0
-                     └── none ──▶ wrong_format
-
-Complex comparisons, and (once per problem) the result-free parts of asserts, run in a clean interpreter. Equal
-programs of a group run once. Tests run in order up to the first failure (``credit = "all"``), or the first that
-exceeds its limits (``"share"``).
+Complex comparisons, and (once per problem) the result-free parts of asserts, run in a clean interpreter. Equal programs
+of a group run once. Tests run in order up to the first failure (``credit = "all"``), or the first that exceeds its
+limits (``"share"``).
 """
 
 import asyncio
@@ -60,8 +54,6 @@ _CLEAN_S = 5.0
 
 
 class Verdict(StrEnum):
-    """The result of one test."""
-
     PASSED = "passed"
     WRONG_ANSWER = "wrong_answer"
     RUNTIME_ERROR = "runtime_error"
@@ -91,16 +83,6 @@ class _Tested:
 
 
 class CodeTester:
-    """Score programs by their tests.
-
-    Args:
-        address, secret: of the executor; an empty secret for none.
-        wait_s: how long each attempt at a group waits for an unavailable executor.
-
-    Raises:
-        SettingsError: no address.
-    """
-
     def __init__(self, scorer: CodeScorer, address: str, secret: bytes = b"", wait_s: float = WAIT_S) -> None:
         if not address:
             raise SettingsError(
@@ -129,11 +111,7 @@ class CodeTester:
         await self._client.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Run each different program of the group on the prompt's tests.
-
-        Raises:
-            PermanentError: the tests are missing or unreadable.
-        """
+        """Raises PermanentError: the tests are missing or unreadable."""
         tests = self._tests(group.prompt)
         programs = [self._program(sample) for sample in group.samples]
         different = list(dict.fromkeys(program for program in programs if isinstance(program, str)))

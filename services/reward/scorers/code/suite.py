@@ -1,17 +1,4 @@
-r"""Read a problem's tests from a dataset column. Supported shapes:
-
-::
-
-    [{"input": "2 3\n", "output": "5\n"}, …]                         programs: standard input and output
-    [{"fn_name": "f", "input": [2, 3], "output": 5}, …]              calls: arguments, result
-    {"inputs": ["2 3\n", …], "outputs": ["5\n", …]}                  programs (APPS, TACO)
-    {"inputs": [[2, 3], …], "outputs": [5, …], "fn_name": "f"}       calls (APPS, TACO)
-    ["assert f(2, 3) == 5", …]                                       asserts (MBPP)
-    {"asserts": ["assert f(2, 3) == 5", …], "fn_name": "f"}          asserts of a named function
-
-or one of them as JSON text, or asserts one per line. A program's input or output may be a list of lines.
-``Solution.f`` means a method of a new object of that class.
-"""
+r"""Read a problem's tests from a dataset column, in the shapes of docs/rewards.md, "The tests"."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +16,6 @@ class BadTests(Exception):
 
 
 def read_tests(column: Json) -> tuple[Test, ...]:
-    """Return the tests of a problem, at least one. Raises BadTests."""
     if isinstance(column, str):
         column = _parsed(column)
     if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():

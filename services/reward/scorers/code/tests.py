@@ -20,7 +20,7 @@ from typing import Protocol
 from services.reward.executor.inside import comparison
 from services.reward.executor.protocol import Call, Execution, Job, Limits
 from services.reward.scorers.code import asserts, program_results
-from services.reward.scorers.code.assert_evaluation import AssertEvaluator
+from services.reward.scorers.code.assert_evaluation import evaluate
 from services.reward.scorers.code.asserts import SplitAssert
 from services.reward.scorers.code.program_results import Elsewhere
 from shared.bus.messages import Json
@@ -33,8 +33,6 @@ _WRONG = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, M
 
 
 class Test(Protocol):
-    """One test."""
-
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         """Return the job to run."""
 
@@ -50,11 +48,9 @@ class ProgramTest:
     expected: str
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
-        """Return the job to run."""
         return Job(program, profile, stdin=self.stdin, limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str:
-        """Return what is wrong."""
         right = program_results.same_text(self.expected, execution.stdout, tolerance)
         return "" if right else _differs(self.expected, execution.stdout)
 
@@ -73,13 +69,11 @@ class CallTest:
     wrapped: bool = False
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
-        """Return the job to run."""
         is_method = "." not in self.function and _SOLUTION.search(program) is not None
         function = f"Solution.{self.function}" if is_method else self.function
         return Job(program, profile, calls=(Call(function, self.arguments),), limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str | Call:
-        """Return what is wrong, or the call that returns it."""
         try:
             value = program_results.read(execution.values[0])
             right = any(comparison.equal(expected, value, tolerance) for expected in self._accepted)
@@ -99,19 +93,15 @@ class CallTest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AssertTest:
-    """A split assert."""
-
     split: SplitAssert
     given: tuple[str, ...] = ()
     """Precomputed values of ``given``, as tagged JSON text."""
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
-        """Return the job to run."""
         calls = tuple(Call(self.split.function, expression=call) for call in self.split.calls)
         return Job(program, profile, calls=calls, limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str | Call:
-        """Return what is wrong, or the call that returns it."""
         results = {asserts.call_name(place): text for place, text in enumerate(execution.values)}
         texts = results | {asserts.given_name(place): text for place, text in enumerate(self.given)}
         if self.split.is_simple and sum(map(len, texts.values())) <= program_results.LONGEST:
@@ -122,7 +112,7 @@ class AssertTest:
     def _simple_problem(self, texts: Mapping[str, str], tolerance: float) -> str:
         try:
             names = {name: program_results.rebuilt(program_results.read(text)) for name, text in texts.items()}
-            right = bool(AssertEvaluator(names, tolerance)(self.split.check))
+            right = bool(evaluate(self.split.check, names, tolerance))
         except _WRONG as error:
             return f"{self._shown} ended in {type(error).__name__}"
         return "" if right else f"{self._shown} does not hold for {_short(list(names.values()))}"

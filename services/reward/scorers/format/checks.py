@@ -25,11 +25,7 @@ _LONGEST_SENTENCE = 160
 
 
 def make_check(schema: Mapping[str, Any]) -> Callable[[str], str]:
-    """Return a function that says how a text breaks ``schema``, or "".
-
-    Raises:
-        ValueError: not a JSON schema, or an external reference.
-    """
+    """Raises ValueError: not a JSON schema, or an external reference."""
     from jsonschema import exceptions, validators
     from referencing import Registry
 
@@ -88,7 +84,6 @@ def make_match(pattern: str) -> Callable[[str], str]:
 
 
 def compile_pattern(pattern: str) -> "regex.Pattern[str]":
-    """Compile a pattern whose dot matches newlines. Raises regex.error."""
     return regex.compile(pattern, regex.DOTALL)
 
 

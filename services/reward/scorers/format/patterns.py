@@ -26,8 +26,6 @@ _TOKEN = regex.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sequence:
-    """A pattern whose work can be bounded."""
-
     length: int
     literals: tuple[str, ...]
     """Of each repetition: the literal after it; "" for the end of the text or a set."""

@@ -1,20 +1,8 @@
-"""Check a completion's form. The value is the weighted share of declared rules that hold.
+"""Check a completion's form: the weighted share of declared rules that hold (docs/rewards.md, "Format").
 
-::
-
-    tags      each tag occurs once and is closed       one rule per tag
-    order     in the declared order                    several tags
-    outside   only white space outside them            nothing_outside
-    pattern   matches the whole text
-    length    in characters
-    tokens    length in the policy's tokens
-    scripts   share of letters in some Unicode scripts
-    json      valid under a schema
-    stop      ended by itself
-
-Rules count in this order. Tags are found literally, without attributes or nesting. Pattern and schema are checked in a
-killable process (:mod:`checks`), a group at a time; if that fails, each text alone. A text that timed out or killed two
-processes is not checked again. Patterns whose work is bounded (:mod:`patterns`) are matched in the service.
+Tags are matched literally, without attributes or nesting. Pattern and schema are checked in a killable process
+(:mod:`checks`), a group at a time; if that fails, each text alone. A text that timed out or killed two processes is not
+checked again.
 """
 
 import asyncio
@@ -61,8 +49,6 @@ _Check: TypeAlias = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSpan:
-    """Character range from an opening tag to the end of its closing tag."""
-
     start: int
     end: int
 
@@ -75,7 +61,6 @@ class _Tag:
 
     @classmethod
     def read(cls, written: str) -> "_Tag":
-        """Read `think`, `think?`, `think+` or `think*`."""
         count = written[-1] if written[-1] in "?+*" else ""
         return cls(written.removesuffix(count), required=count in ("", "+"), once=count in ("", "?"))
 
@@ -142,7 +127,6 @@ class FormatChecker:
         return {rule for rule, is_declared in declared.items() if is_declared}
 
     async def start(self) -> None:
-        """Start the checking process if there is a pattern or schema. Raises SettingsError."""
         if self._checkers is None:
             return
         if self._scorer.json_schema and importlib.util.find_spec("jsonschema") is None:
@@ -159,12 +143,10 @@ class FormatChecker:
             ) from error
 
     async def close(self) -> None:
-        """Kill the checking process."""
         if self._checkers is not None:
             await self._checkers.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Check each sample; long ones in a thread."""
         checks = [self._checks(sample.text) for sample in group.samples]
         problems = await self._problems(dict.fromkeys(itertools.chain(*checks)))
         return [await self._check(sample, own, problems) for sample, own in zip(group.samples, checks, strict=True)]
@@ -182,7 +164,6 @@ class FormatChecker:
         return tagged(text, self._scorer.json_tag) if self._scorer.json_tag else text
 
     async def _problems(self, checks: Iterable[_Check]) -> dict[_Check, str]:
-        """Return how texts break rules, without those whose batch failed."""
         problems: dict[_Check, str] = {}
         slow: list[_Check] = []
         for check in checks:

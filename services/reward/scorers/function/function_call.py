@@ -58,12 +58,7 @@ def load(name: str) -> Function:
 
 
 def as_result(returned: object) -> Result:
-    """Convert the function's return value.
-
-    Raises:
-        TypeError: neither a number nor a Result.
-        ValueError: not finite.
-    """
+    """Raises TypeError: neither a number nor a Result; ValueError: not finite."""
     if isinstance(returned, numbers.Real):
         returned = Result(float(returned))
     if not isinstance(returned, Result):

@@ -1,13 +1,4 @@
-"""Score with the user's Python function, called for each sample in a killable process.
-
-::
-
-    sample, prompt ──▶ a process that imported the function ──▶ a number or a Result ──▶ its value
-                              └── raised, late, dead ──▶ on_error: unavailable (retried, then buried), or 0
-
-The process sees only Python's own environment variables and those in ``environment``. It is *not* a sandbox: the
-function is trusted.
-"""
+"""Score with the user's Python function, called for each sample in a killable process; not a sandbox."""
 
 import asyncio
 import base64
@@ -23,8 +14,6 @@ from shared.settings.rewards.scorers import PythonScorer
 
 
 class FunctionScorer:
-    """Score with the user's function."""
-
     def __init__(self, scorer: PythonScorer) -> None:
         self.name = scorer.name
         self._scorer = scorer
@@ -39,7 +28,6 @@ class FunctionScorer:
         self._turns = asyncio.Semaphore(scorer.processes)
 
     async def start(self) -> None:
-        """Start the processes, each with the function imported. Raises SettingsError."""
         try:
             await self._processes.warm()
         except NotReady as error:
@@ -49,14 +37,10 @@ class FunctionScorer:
             ) from error
 
     async def close(self) -> None:
-        """Kill the processes."""
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Call the function for each sample, concurrently.
-
-        No call starts after a sample without a score, since its group then gets no reward.
-        """
+        """No call starts after a sample without a score, since its group then gets no reward."""
         lost: list[Score] = []
 
         async def call(sample: Sample) -> Score:

@@ -32,10 +32,8 @@ TrlFunction: TypeAlias = Callable[..., Any]
 
 
 def load_function(reference: str) -> TrlFunction:
-    """Return ``module:function``, or what ``module:factory(name=literal)`` returns.
-
-    Raises:
-        ValueError: the arguments are not literals by name, or the result cannot be called; or the import's error.
+    """Return ``module:function``, or what ``module:factory(name=literal)`` returns. Raises ValueError: the arguments
+    are not literals by name, or the result cannot be called; or the import's error.
     """
     name, parenthesis, _ = reference.partition("(")
     target = cast(TrlFunction, load(name))
@@ -62,15 +60,12 @@ class TrainerState:
 
 
 class Notes:
-    """What functions log of the completions of a group."""
-
     def __init__(self, completions: int) -> None:
         self._columns: dict[str, list[object]] = {}
         self._metrics: dict[str, list[float]] = {}
         self._completions = completions
 
     def log_extra(self, column: str, values: Iterable[object]) -> None:
-        """Note a column of values, one for each completion."""
         self._columns.setdefault(str(column), []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -79,7 +74,6 @@ class Notes:
 
     @property
     def extra(self) -> list[str]:
-        """``column=value`` for each completion."""
         limit = min(_LONGEST_EXTRA, _EXTRA_CHARACTERS // self._completions)
         columns = [(name, values) for name, values in self._columns.items() if len(values) == self._completions]
         return [
@@ -89,7 +83,6 @@ class Notes:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The mean of each scalar that is finite."""
         means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
         kept = [(name[:64], mean) for name, mean in means.items() if math.isfinite(mean)]
         return dict(kept[:_MOST_METRICS])
@@ -121,12 +114,7 @@ def arguments(group: RolloutGroup, answer_field: str, steps: int, notes: Notes) 
 
 
 def checked(returned: object, completions: int) -> list[float | None]:
-    """Return a function's result as numbers.
-
-    Raises:
-        TypeError: not a list of numbers and None.
-        ValueError: of another length, or not finite.
-    """
+    """Raises TypeError: not a list of numbers and None; ValueError: of another length, or not finite."""
     if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, Iterable):
         raise TypeError(f"expected a list of numbers from the function, found {type(returned).__name__}")
     values = [_number(value, index) for index, value in enumerate(returned)]

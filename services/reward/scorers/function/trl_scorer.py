@@ -1,12 +1,4 @@
-"""Score with reward functions written for TRL, called for each group in killable processes.
-
-::
-
-    group ──▶ each function, in a process that imported it ──▶ a list of numbers and None ──▶ weighted sum without None
-                 └── raised, late, dead, NaN, another length ──▶ unavailable (retried, then buried)
-
-A completion for which every function returned None is unavailable too; TRL gives it no advantage.
-"""
+"""Score with reward functions written for TRL, called for each group in killable processes (docs/rewards.md)."""
 
 import asyncio
 import base64
@@ -42,12 +34,7 @@ class _Column:
 
 
 class TrlFunctions:
-    """Score with the weighted sum of TRL reward functions.
-
-    Args:
-        answer_field: the column that ``Prompt.answer`` was read from.
-        steps: ``trainer_state.max_steps``.
-    """
+    """``answer_field``: the column that ``Prompt.answer`` was read from. ``steps``: ``trainer_state.max_steps``."""
 
     def __init__(self, scorer: TrlScorer, answer_field: str, steps: int) -> None:
         self.name = scorer.name
@@ -59,7 +46,6 @@ class TrlFunctions:
         self._weights = np.array(scorer.weights or [1.0] * len(scorer.functions), dtype=np.float32)
 
     async def start(self) -> None:
-        """Start the processes, each with all functions imported. Raises SettingsError."""
         try:
             await self._processes.warm()
         except NotReady as error:
@@ -69,11 +55,9 @@ class TrlFunctions:
             ) from error
 
     async def close(self) -> None:
-        """Kill the processes."""
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Call every function with all completions of the group."""
         encoded = base64.b64encode(wire.encode(group)).decode()
         columns = await asyncio.gather(*(self._call(index, encoded) for index in range(len(self._weights))))
         if failures := [column.failure for column in columns if column.failure]:

@@ -95,7 +95,6 @@ class ChatClient:
         self._pace = Pace(scorer.requests_per_s)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def ask(self, question: str, read: Callable[[str], Awaitable[T | None]]) -> T:
@@ -204,14 +203,12 @@ class Pace:
         self._held_until_s = 0.0
 
     async def turn(self) -> None:
-        """Wait for a turn."""
         at_s = max(time.monotonic(), self._next_s)
         self._next_s = at_s + self._gap_s
         while (wait_s := max(at_s, self._held_until_s) - time.monotonic()) > 0:  # noqa: ASYNC110 (held anew)
             await asyncio.sleep(wait_s)
 
     def hold(self, wait_s: float) -> None:
-        """Give no turn for ``wait_s``."""
         self._held_until_s = max(self._held_until_s, time.monotonic() + wait_s)
 
 
@@ -227,11 +224,6 @@ def retry_after_s(response: httpx.Response) -> float | None:
 
 
 def read_key(scorer: JudgeScorer) -> str:
-    """Return the key of the judge's endpoint, or "".
-
-    Raises:
-        SettingsError: the variable or file is missing, or the file is readable by others.
-    """
     source, _, place = scorer.key_source.partition(":")
     if not source:
         return ""

@@ -1,12 +1,4 @@
-"""The LLM judge: a language model behind an HTTP endpoint grades each completion.
-
-::
-
-    completion ──▶ template ──▶ cached? ──▶ the same value
-                                    └── no ──▶ the endpoint (chat) ──▶ verdict ──▶ value
-                                                   │                    └── none: retried, then on_unparsable
-                                                   └── no answer: unavailable, never 0
-"""
+"""The LLM judge: a language model behind an HTTP endpoint grades each completion (docs/rewards.md, "A judge")."""
 
 import asyncio
 
@@ -35,16 +27,10 @@ class Judge:
         """Do nothing: groups wait for an endpoint that is not up yet."""
 
     async def close(self) -> None:
-        """Close the connections and kill the reading process."""
         await self._client.close()
         await self._reader.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """Grade each sample.
-
-        Raises:
-            PermanentError: the template needs a missing column.
-        """
         questions = [fill(self._scorer.template, group.prompt, sample.text) for sample in group.samples]
         async with asyncio.TaskGroup() as asking:
             tasks = {question: asking.create_task(self._judge(question)) for question in dict.fromkeys(questions)}

@@ -80,22 +80,16 @@ class VerdictReader:
         )
 
     async def close(self) -> None:
-        """Kill the reading process."""
         await self._processes.close()
 
     async def read(self, answer: str) -> float | None:
-        """Return the value, 0 to 1 or a label's; None without a verdict, or if reading took too long.
-
-        Raises:
-            TemporaryError: not possible now.
-        """
+        """Return the value, 0 to 1 or a label's; None without a verdict, or if reading took too long."""
         try:
             return self.value((await self._processes.ask({"answer": answer[-LONGEST_ANSWER:]}, TIMEOUT_S))["verdict"])
         except (Overdue, Crashed):
             return None
 
     def value(self, verdict: object) -> float | None:
-        """Return the value of a verdict, or None."""
         scale = self._scorer.scale
         if isinstance(scale, dict):
             return self._labels.get(str(verdict).strip().lower()) if isinstance(verdict, str | bool) else None

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.rollout.engines.engine import GeneratedSample, GenerationRequest
+from services.rollout.engines.engine import GeneratedSample, GenerationRequest, unstopped
+from services.rollout.engines.transformers.choice import Choice, Support, Truncation
 from shared.bus.messages import FinishReason, Int32Array, PolicyVersion
 
 
@@ -84,7 +85,13 @@ class Batch:
 
         self._stop = torch.tensor(tokens.stop, dtype=torch.long, device=device)
         self._limit_n = torch.from_numpy(limits_N).to(device)
-        self._choice_n = _Choice.of(torch.from_numpy(temperatures_N).to(device, torch.float32))
+        self._choice_n = Choice.of(torch.from_numpy(temperatures_N).to(device, torch.float32))
+        self._samplings = samplings
+        self._stop_texts = {place: request.stop for place, request in enumerate(requests) if request.stop is not None}
+        self._minimum_n = torch.from_numpy(np.repeat([s.min_new_tokens for s in samplings], samples)).to(device)
+        self._longest_minimum = int(self._minimum_n.max())
+        self._truncation_n = Truncation.of(samplings, samples, device)
+        self._supports: list[Support] = []
         self._alive_n = torch.arange(rows, device=device)
         self._done_n = torch.zeros(rows, dtype=torch.bool, device=device)
         self._tokens_NT = torch.zeros(rows, longest, dtype=torch.int32, device=device)
@@ -120,7 +127,8 @@ class Batch:
         logits_nV = self._decode() if self._written else self._prefill()
         if not self._version_spans or self._version_spans[-1][1] != version:
             self._version_spans.append((self._written, version))
-        token_n, logprob_n = self._choice_n.draw(logits_nV.float(), self._uniform())
+        logits_nV = self._restrict(logits_nV.float())
+        token_n, logprob_n = self._choice_n.draw(logits_nV, self._uniform())
         self._record(token_n, logprob_n)
         self._input_ids = token_n.unsqueeze(1)
         done_n = self._done_n.cpu().numpy()
@@ -128,6 +136,19 @@ class Batch:
         if not self.finished and 2 * int(done_n.sum()) >= len(done_n):
             self._compact(done_n)
         return whole
+
+    def _restrict(self, logits_nV: torch.Tensor) -> torch.Tensor:
+        if self._written < self._longest_minimum:
+            stop = self._stop[self._stop < logits_nV.shape[1]]
+            early_n1 = (self._written < self._minimum_n)[:, None]
+            logits_nV = logits_nV.index_copy(1, stop, logits_nV[:, stop].masked_fill(early_n1, -torch.inf))
+        if self._truncation_n is None:
+            return logits_nV
+        possible_nV = self._truncation_n.possible(logits_nV / self._choice_n.temperature_n1)
+        counts_n = (possible_nV & self._truncation_n.on_n1).sum(1)
+        ids = (possible_nV & self._truncation_n.on_n1).nonzero()[:, 1]
+        self._supports.append(Support.of(self._alive_n, counts_n, ids))
+        return logits_nV.masked_fill(~possible_nV, -torch.inf)
 
     def _uniform(self) -> torch.Tensor:
         uniform_N = torch.cat([lot.draw() for lot in self._lots])
@@ -193,12 +214,21 @@ class Batch:
         self._tokens_NT[self._alive_n, self._written] = token_n.to(torch.int32)
         self._logprobs_NT[self._alive_n, self._written] = logprob_n
         self._written += 1
-        stopped_n = torch.isin(token_n, self._stop)
+        stopped_n = torch.isin(token_n, self._stop) | self._complete_texts()
         ended_n = (stopped_n | (self._limit_n <= self._written)) & ~self._done_n
         ended = self._alive_n[ended_n]
         self._length_N[ended] = self._written
         self._stopped_N[ended] = stopped_n[ended_n]
         self._done_n |= ended_n
+
+    def _complete_texts(self) -> torch.Tensor:
+        """Return which rows' last token completes a stop text."""
+        complete_n = torch.zeros_like(self._done_n)
+        for place, group in enumerate(self._group_n.tolist() if self._stop_texts else []):
+            if group in self._stop_texts and not self._done_n[place]:
+                ids = self._tokens_NT[self._alive_n[place], : self._written].cpu().numpy()
+                complete_n[place] = self._stop_texts[group].end(ids, self._written - 1) > 0
+        return complete_n
 
     def _whole(self, done_n: npt.NDArray[np.bool_]) -> list[tuple[int, tuple[GeneratedSample, ...]]]:
         unfinished = set(self._group_n[~done_n].tolist())
@@ -213,15 +243,25 @@ class Batch:
         lengths: list[int] = self._length_N[rows].tolist()
         stopped: list[bool] = self._stopped_N[rows].tolist()
         spans = {length: self._spans(length) for length in set(lengths)}
+        supports = [self._support(group, rows.start + row, length) for row, length in enumerate(lengths)]
         return tuple(
             GeneratedSample(
                 token_ids=token_ids[row, :length],
                 behavior_logprobs=logprobs[row, :length],
                 version_spans=spans[length],
                 finish_reason=FinishReason.STOP if stopped[row] else FinishReason.LENGTH,
+                support_sizes=supports[row][0],
+                support_ids=supports[row][1],
             )
             for row, length in enumerate(lengths)
         )
+
+    def _support(self, group: int, row: int, length: int) -> tuple[Int32Array, Int32Array]:
+        sampling = self._samplings[group]
+        if not (sampling.top_k and sampling.is_restricted):
+            return unstopped(length, sampling, tuple(self._stop.tolist()))
+        parts = [support.ids_of(row) for support in self._supports[:length]]
+        return np.array([len(part) for part in parts], dtype=np.int32), np.concatenate(parts)
 
     def _spans(self, length: int) -> Int32Array:
         return np.array([span for span in self._version_spans if span[0] < length], dtype=np.int32)
@@ -232,6 +272,9 @@ class Batch:
         self._cache.batch_select_indices(kept)
         self._group_n = self._group_n[~done_n]
         self._choice_n = self._choice_n.select(kept)
+        self._minimum_n = self._minimum_n[kept]
+        if self._truncation_n is not None:
+            self._truncation_n = self._truncation_n.select(kept)
         self._alive_n, self._done_n, self._limit_n = self._alive_n[kept], self._done_n[kept], self._limit_n[kept]
         self._mask, self._position_n = self._mask[kept], self._position_n[kept]
         self._input_ids = self._input_ids[kept]
@@ -249,43 +292,6 @@ class _Lot:
         if self._generator is None:
             return torch.zeros(self._samples, dtype=torch.float64)
         return torch.rand(self._samples, generator=self._generator, dtype=torch.float64)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Choice:
-    """Token choice per row: sampled, or greedy at temperature 0."""
-
-    temperature_n1: torch.Tensor
-    greedy_n: torch.Tensor
-    any_greedy: bool
-    all_greedy: bool
-
-    @classmethod
-    def of(cls, temperature_n: torch.Tensor) -> "_Choice":
-        greedy_n = temperature_n == 0
-        temperature_n1 = torch.where(greedy_n, 1.0, temperature_n).unsqueeze(1)
-        return cls(temperature_n1, greedy_n, bool(greedy_n.any()), bool(greedy_n.all()))
-
-    def select(self, kept: torch.Tensor) -> "_Choice":
-        greedy_n = self.greedy_n[kept]
-        return _Choice(self.temperature_n1[kept], greedy_n, bool(greedy_n.any()), bool(greedy_n.all()))
-
-    def draw(self, logits_nV: torch.Tensor, uniform_n1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's token and its logprob under softmax(logits / temperature).
-
-        Inverts the float64 cumulative distribution; probability 0 is never drawn.
-        """
-        logprobs_nV = torch.log_softmax(logits_nV / self.temperature_n1, dim=-1)
-        if self.all_greedy:
-            token_n = logits_nV.argmax(-1)
-        else:
-            cumulative_nV = logprobs_nV.double().exp().cumsum(-1)
-            scaled_n1 = uniform_n1 * cumulative_nV[:, -1:]
-            token_n = torch.searchsorted(cumulative_nV, scaled_n1, right=True).squeeze(1)
-            token_n.clamp_(max=logits_nV.shape[1] - 1)
-            if self.any_greedy:
-                token_n = torch.where(self.greedy_n, logits_nV.argmax(-1), token_n)
-        return token_n, logprobs_nV.gather(1, token_n.unsqueeze(1)).squeeze(1)
 
 
 def _distinct(prompts: Sequence[Int32Array]) -> tuple[list[Int32Array], npt.NDArray[np.int64]]:

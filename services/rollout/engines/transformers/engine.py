@@ -16,6 +16,7 @@ depends on batch shapes, hence timing; with ``alone`` a result depends on prompt
 import asyncio
 import contextlib
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -54,11 +55,15 @@ from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 from shared.errors import WeightsError
 from shared.model.logits import logprobs
 from shared.peers.handshake import Secret
+from shared.process.memory_timeline import Held
 from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 
 GATHER_S = 0.004
 """Time without further requests after which an idle engine starts."""
+
+_MEASURE_S = 1.0
+"""Between measurements of memory while decoding."""
 
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
@@ -96,6 +101,7 @@ class TransformersEngine:
         self._shadow = Shadow(opened, host, deadline_s, secret)
         self._ladder = Ladder(opened, self._shadow)
         self._decoding: Batch | None = None
+        self._measured_s = -math.inf
         self._receiving = ThreadPoolExecutor(1, "weights", self._set_threads)
         self._held_swaps: list[Swap] = []
         self._version: PolicyVersion | None = None
@@ -184,8 +190,13 @@ class TransformersEngine:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes held by component, at the last suspension, resumption or swap."""
+        """Bytes held by component, as last measured."""
         return self._ladder.memory
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """What the model holds on its device, as last measured."""
+        return () if self._ladder.held is None else (self._ladder.held,)
 
     async def close(self) -> None:
         """Stop between two decoding steps; cancel requests."""
@@ -258,8 +269,12 @@ class TransformersEngine:
                 self._ladder.resume()
                 self._call(inbox.answer, item.answer, None)
 
-    def _suspend(self, item: Suspend) -> None:
+    def _measure(self) -> None:
+        self._measured_s = time.monotonic()
         self._ladder.measure(None if self._decoding is None else self._decoding.cache)
+
+    def _suspend(self, item: Suspend) -> None:
+        self._measure()
         self._ladder.is_paused = True
         if item.rung >= 1 and self._decoding is not None:
             self._decoding.drop_cache()
@@ -290,6 +305,8 @@ class TransformersEngine:
             if self._version is None:
                 raise EngineDied("expected weights before the first request: a bug")
             whole = decoding.step(self._version)
+            if time.monotonic() - self._measured_s > _MEASURE_S:
+                self._measure()
             if whole:
                 self._deliver(whole, started_at_s)
             self._poll()

@@ -12,24 +12,18 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A group to generate."""
-
     request: GenerationRequest
     answer: "asyncio.Future[GeneratedGroup]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Swap:
-    """A version to put in place."""
-
     version: PolicyVersion
     answer: "asyncio.Future[SwapReport]"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ScoreRequest:
-    """Tokens to score."""
-
     token_ids: Int32Array
     answer: "asyncio.Future[Float32Array]"
 
@@ -44,8 +38,6 @@ class Suspend:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Resume:
-    """Continue."""
-
     answer: "asyncio.Future[None]"
 
 

@@ -14,6 +14,10 @@ import torch
 
 from services.rollout.engines.transformers.loading import OpenedModel
 from services.rollout.engines.transformers.shadow import Shadow
+from shared.process import memory_timeline
+from shared.process.memory_timeline import Held
+
+_NAMES = {"weights": "weights", "shadow": "shadow", "kv_cache": "key-value cache"}
 
 
 class Ladder:
@@ -27,6 +31,9 @@ class Ladder:
         """Whether decoding is paused, and whether there are no weights."""
         self.memory: dict[str, float] = {}
         """Bytes held by component, at the last change."""
+        self.held: Held | None = None
+        """The same for the memory timeline."""
+        self._place = memory_timeline.place_of(opened.device)
 
     @property
     def is_away(self) -> bool:
@@ -58,6 +65,8 @@ class Ladder:
             "capacity": self._capacity(),
         }
         self.memory = {component: float(nbytes) for component, nbytes in held.items()}
+        named = {_NAMES[component]: nbytes for component, nbytes in self.memory.items() if component in _NAMES}
+        self.held = Held(self._place, named, memory_timeline.used_bytes(self._parameters[0].device))
 
     def _capacity(self) -> int:
         device = self._parameters[0].device

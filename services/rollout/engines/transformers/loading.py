@@ -22,8 +22,6 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 
 
 class Tokenizer(Protocol):
-    """Required methods of a transformers tokenizer."""
-
     chat_template: object
     eos_token_id: int | None
     pad_token_id: int | None
@@ -49,8 +47,6 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model on its device, and what generation needs of it."""
-
     model: "LanguageModel"
     parameters: "dict[str, torch.Tensor]"
     """Tensors that a snapshot may fill, by Hugging Face name; tied ones under each name."""
@@ -63,7 +59,6 @@ class OpenedModel:
 
 
 def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
-    """Return the tokenizer of ``policy``; raises SettingsError if missing."""
     setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
     check_source(setting, source, _TOKENIZER_FILES)
     with importing():
@@ -96,9 +91,7 @@ def check_for_vllm(policy: "PolicySettings") -> None:
 
 def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, context_tokens: int = 0) -> OpenedModel:
     """Return the model on ``device`` (``auto``: a GPU if available), with ``context_tokens`` (0: its own context).
-
-    Raises:
-        SettingsError: no such model or device, or unknown rotary embeddings.
+    Raises SettingsError: no such model or device, or unknown rotary embeddings.
     """
     check_model("policy.model", policy.model)
     with importing():

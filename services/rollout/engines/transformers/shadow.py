@@ -1,10 +1,5 @@
 """A second copy of the weights, in which versions are received and from which peers are served.
 
-::
-
-    trainer or peer ══▶ receive(offer) ─▶ flat snapshot ─▶ pairs() ─▶ copied in between two decoding steps
-                                              └─▶ Source ══▶ other replicas, each bucket as soon as it is there
-
 Each version overwrites the last; slow peers then fail on checksums. Versions received by file are not served.
 """
 
@@ -75,21 +70,18 @@ class Shadow:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the copy."""
         return 0 if self._snapshot is None else sum(bucket.nbytes for bucket in self._snapshot.buckets)
 
     def drop(self) -> None:
-        """Free the copy; no version is being received."""
         if self._source is not None:
             self._source.withdraw(_LEAVE_S)
+        self._receiver.unmap()
         self._snapshot, self._pairs = None, []
 
     def abort(self) -> None:
-        """Make a receive fail, from another thread."""
         self._receiver.abort()
 
     def close(self) -> None:
-        """Stop receiving and serving."""
         self._closed.set()
         self._receiver.close()
         if self._source is not None:

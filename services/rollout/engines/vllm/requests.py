@@ -5,18 +5,21 @@ Tokens come from vLLM, versions and logprobs from the workers' rows (``worker_ch
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
+from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest, unstopped
+from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.engines.vllm.worker_channel import Reports, TokenRow
 from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
 from shared.errors import PermanentError
 
-_ROW_S = 60.0
+ROW_S = 60.0
 """Rows arrive within milliseconds; later, the worker is lost."""
 _GREEDY = 1e-5
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -38,17 +41,33 @@ class Requests:
 
     async def samples(self, request: GenerationRequest, version: PolicyVersion) -> tuple[GeneratedSample, ...]:
         """Return samples; the prefix cache is per ``version``. Raises PermanentError or EngineDied."""
+        if request.stop is None or request.sampling.samples == 1:
+            return await self._samples(request, version)
+        alone = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, samples=1))
+        async with asyncio.TaskGroup() as group:  # vLLM takes back a whole request, not one of its samples
+            tasks = [group.create_task(self._samples(alone, version)) for _ in range(request.sampling.samples)]
+        return tuple(sample for task in tasks for sample in task.result())
+
+    async def _samples(self, request: GenerationRequest, version: PolicyVersion) -> tuple[GeneratedSample, ...]:
+        if self._native and request.sampling.top_k:
+            raise PermanentError(
+                "truncated sampling needs the logprobs that Penstock records in vLLM's workers, which are off here (see the "
+                "replica's log): set sampling.top_p and top_k to 1 and 0, and min_p to 0"
+            )
         greedy = request.sampling.temperature < _GREEDY  # vLLM draws one greedy sample; all are equal
         count = 1 if greedy else request.sampling.samples
         name = f"g{next(self._numbers)}"
         self._reports.expect(name)
         try:
-            finished = await self.run(name, request.prompt_token_ids, f"v{version}", self.parameters(request, count))
+            parameters, salt = self.parameters(request, count), f"v{version}"
+            finished = await self.run(name, request.prompt_token_ids, salt, parameters, request.stop)
             rows = await self.rows(name, count)
         finally:
             self._reports.forget(name)
         outputs = sorted(finished.outputs, key=lambda output: int(output.index))
-        drawn = tuple(_sample(output, row, self._native) for output, row in zip(outputs, rows, strict=True))
+        drawn = tuple(
+            _sample(output, row, request, self._stop, self._native) for output, row in zip(outputs, rows, strict=True)
+        )
         return drawn * (request.sampling.samples // count)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
@@ -81,31 +100,44 @@ class Requests:
         return SamplingParams(
             n=count,
             temperature=request.sampling.temperature,
+            top_k=request.sampling.top_k,
+            top_p=request.sampling.top_p,
+            min_p=request.sampling.min_p,
             max_tokens=request.sampling.max_new_tokens,
+            min_tokens=min(request.sampling.min_new_tokens, request.sampling.max_new_tokens),
             stop_token_ids=list(self._stop),
             ignore_eos=True,  # the model's own are in ``stop``
             detokenize=False,
             logprobs=0 if self._native else None,
             flat_logprobs=self._native,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY if request.stop is None else RequestOutputKind.CUMULATIVE,
         )
 
-    async def run(self, name: str, token_ids: Int32Array, salt: str, parameters: Any) -> Any:
-        """Return vLLM's output with all samples; raises PermanentError or EngineDied."""
+    async def run(
+        self, name: str, token_ids: Int32Array, salt: str, parameters: Any, stop: StopTexts | None = None
+    ) -> Any:
+        """Return vLLM's output with all samples, or the one sample up to ``stop``; raises PermanentError or EngineDied."""
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         refusals = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))  # the latter since 0.3x
         prompt = {"prompt_token_ids": token_ids.tolist(), "cache_salt": salt}
         last: Any = None
+        searched = ended = 0
         try:
-            async for output in self._llm.generate(prompt, parameters, name, lora_request=self.adapter):
-                last = output
+            outputs = self._llm.generate(prompt, parameters, name, lora_request=self.adapter)
+            async with contextlib.aclosing(outputs):  # which takes the request back
+                async for last in outputs:
+                    if stop is not None:
+                        ids = np.array(last.outputs[0].token_ids, dtype=np.int32)
+                        ended, searched = stop.end(ids, searched), len(ids)
+                    if ended:
+                        break
         except refusals as error:
             raise PermanentError(f"vLLM refuses the prompt: {error}") from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineDied(f"vLLM failed: {error}") from error
-        if last is None or not last.finished:
+        if last is None or not (last.finished or ended):
             raise EngineDied("vLLM ended a request that is not finished: a bug")
         return last
 
@@ -114,28 +146,39 @@ class Requests:
         while True:
             held = self._held()
             try:
-                async with asyncio.timeout(_ROW_S):
+                async with asyncio.timeout(ROW_S):
                     return await self._reports.rows(name, count)
             except TimeoutError as error:
                 if not held and not self._held():
                     raise EngineDied(
-                        f"the logprobs of a finished request did not arrive within {_ROW_S:.0f} s"
+                        f"the logprobs of a finished request did not arrive within {ROW_S:.0f} s"
                     ) from error
 
 
-def _sample(output: Any, row: TokenRow, native: bool) -> GeneratedSample:
-    token_ids = np.array(output.token_ids, dtype=np.int32)
-    length = len(token_ids)
+def _sample(
+    output: Any, row: TokenRow, request: GenerationRequest, stop: tuple[int, ...], native: bool
+) -> GeneratedSample:
+    token_ids, sampling = np.array(output.token_ids, dtype=np.int32), request.sampling
+    end = 0 if request.stop is None else request.stop.end(token_ids)
+    token_ids = token_ids[: end or None]
+    length, finish = len(token_ids), "stop" if end else output.finish_reason
     logprobs = np.array(output.logprobs.logprobs, dtype=np.float32) if native else row.logprobs
     spans = [span for span in row.versions if span[0] < length]
-    if len(logprobs) < length or output.finish_reason not in _FINISH or not spans or spans[0][0] != 0:
+    if len(logprobs) < length or finish not in _FINISH or not spans or spans[0][0] != 0:
         raise EngineDied(
             f"expected {length} logprobs, versions from the first token on and an end by itself, found {len(logprobs)}, "
-            f"{spans[:1]} and {output.finish_reason!r}: a bug"
+            f"{spans[:1]} and {finish!r}: a bug"
         )
+    sizes, ids = row.support_sizes[:length], row.support_ids
+    if not sampling.top_k:
+        sizes, ids = unstopped(length, sampling, stop)
+    elif sampling.is_restricted and len(sizes) < length:
+        raise EngineDied(f"expected the possible tokens at {length} positions, found {len(sizes)}: a bug")
     return GeneratedSample(
         token_ids=token_ids,
         behavior_logprobs=logprobs[:length].copy(),
         version_spans=np.array(spans, dtype=np.int32),
-        finish_reason=_FINISH[output.finish_reason],
+        finish_reason=_FINISH[finish],
+        support_sizes=sizes.copy(),
+        support_ids=ids[: int(sizes.clip(min=0).sum())].copy() if sampling.top_k else ids,
     )

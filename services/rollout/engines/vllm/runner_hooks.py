@@ -32,6 +32,7 @@ class RunnerTap:
         if not logits:
             return
         if hasattr(runner, "req_states"):
+            runner.sampler.use_flashinfer = False  # it returns logits before top-k and top-p
             runner.sample = self._around_batch(runner.sample)
             runner.sampler.sample = self._around_new_sampler(runner.sampler.sample)
         else:
@@ -53,7 +54,13 @@ class RunnerTap:
         if self.listening:
             for new in scheduler_output.scheduled_new_reqs:
                 known = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
-                self._record.admit(new.req_id, len(new.prompt_token_ids), len(known), new.sampling_params.max_tokens)
+                self._record.admit(
+                    new.req_id,
+                    len(new.prompt_token_ids),
+                    len(known),
+                    new.sampling_params.max_tokens,
+                    is_truncated(new.sampling_params),
+                )
         cached = scheduler_output.scheduled_cached_reqs
         if cached.resumed_req_ids:
             for request, completion_tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True):
@@ -93,11 +100,16 @@ class RunnerTap:
                 requests = batch.req_ids
                 scheduled = np.fromiter(map(self._scheduled.__getitem__, requests), dtype=np.int64, count=len(requests))
                 self._record.step(requests, batch.num_computed_tokens_cpu[: len(requests)], scheduled)
-            answer = sample(logits, *others, **named)
-            self._record.store(logits, answer[0])
+            tokens, processed = answer = sample(logits, *others, **named)
+            self._record.store(logits if processed is None else processed, tokens)
             return answer
 
         return sample_tokens
+
+
+def is_truncated(parameters: Any) -> bool:
+    """Whether a request keeps only the most probable tokens (vLLM's top_k without a limit is 0 or −1)."""
+    return bool(parameters.top_k > 0 and parameters.temperature > 0)
 
 
 def can_listen(runner: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from services.rollout.engines.vllm.arguments import engine_args, serving
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.multihost.hosts import Hosts, secret_of
-from services.rollout.engines.vllm.worker_channel import Reports
+from services.rollout.engines.vllm.worker_channel import Reports, held_of
 from shared.errors import SettingsError
 from shared.process.importing import importing
 
@@ -56,6 +56,7 @@ async def open_vllm(
         peers = [peer_host, peer_port, deadline_s]
         workers = await llm.collective_rpc("penstock_open", args=(reporting, logprobs == "captured", peers))
         check(workers)
+        reports.held |= {worker["rank"]: held_of(worker["held"]) for worker in workers}
         return VllmEngine(
             llm,
             reports,

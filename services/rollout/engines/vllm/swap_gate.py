@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 
 
 class SwapGate:
-    """Initially open; counts requests inside."""
-
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
         self._shut = False
@@ -38,7 +36,6 @@ class SwapGate:
             await self._changed.wait_for(lambda: not (empty and self._inside))
 
     async def open(self) -> None:
-        """Open the gate."""
         self._shut = False
         async with self._changed:
             self._changed.notify_all()

@@ -10,6 +10,9 @@ their request is finished::
 Rows survive preemption. Positions are scheduler counts (exact without speculative decoding), so redrawn tokens
 overwrite discarded ones. Partially read prompts write to a spill cell. Logprobs are float32, after temperature.
 
+Of requests with truncated sampling, the ids that remain possible at each position are copied to the host in every step,
+for which the host waits.
+
 Legend: n requests of a step, V vocabulary.
 """
 
@@ -22,6 +25,8 @@ import numpy.typing as npt
 import torch
 
 Versions = list[tuple[int, int]]
+Supports = dict[int, npt.NDArray[np.int32]]
+"""Possible token ids by position."""
 _ROWS, _TOKENS = 64, 1024
 
 
@@ -36,13 +41,17 @@ class Finished:
     """Per request: (first token, version), ascending."""
     logprobs: torch.Tensor
     ready: Callable[[], None]
+    supports: tuple[Supports, ...] = ()
+    """Per request; empty without truncation."""
 
-    def rows(self) -> Iterable[tuple[str, bytes, Versions]]:
-        """Wait for the logprobs; yield (request, float32 bytes, versions)."""
+    def rows(self) -> Iterable[tuple[str, bytes, Versions, Supports]]:
+        """Wait for the logprobs; yield (request, float32 bytes, versions, supports)."""
         self.ready()
         values, start = self.logprobs.numpy(), 0
-        for request, length, versions in zip(self.requests, self.lengths, self.versions, strict=True):
-            yield request, values[start : start + length].tobytes(), versions
+        for request, length, versions, supports in zip(
+            self.requests, self.lengths, self.versions, self.supports, strict=True
+        ):
+            yield request, values[start : start + length].tobytes(), versions, supports
             start += length
 
 
@@ -59,6 +68,8 @@ class TokenRecord:
         self._prompt, self._known, self._drawn = (np.zeros(0, dtype=np.int64) for _ in range(3))
         self._logprobs = torch.zeros(1, dtype=torch.float32, device=device)
         self._index_n: torch.Tensor | None = None
+        self._supports: dict[str, Supports] = {}
+        self._truncated: list[tuple[int, int, Supports]] = []
         self._version: int | None = None
         self._grow(_ROWS, _TOKENS)
 
@@ -67,8 +78,12 @@ class TokenRecord:
         """Tokens drawn so far, per held request."""
         return {request: int(self._drawn[row]) for request, row in self._rows.items()}
 
-    def admit(self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int) -> None:
+    def admit(
+        self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int, truncated: bool = False
+    ) -> None:
         """Add a request, or re-add it after preemption; ``known_tokens`` are read before the next draw."""
+        if truncated and self._keeps_logprobs:
+            self._supports.setdefault(request, {})
         row = self._rows.get(request)
         if row is None:
             if not self._free:
@@ -104,6 +119,12 @@ class TokenRecord:
             if self._device.type == "cuda":
                 index_n = index_n.pin_memory().to(self._device, non_blocking=True)
             self._index_n = index_n
+            if self._supports:
+                self._truncated = [
+                    (place, int(position_n[place]), self._supports[request])
+                    for place, request in enumerate(requests)
+                    if draws_n[place] and request in self._supports
+                ]
 
     @torch.inference_mode()
     def store(self, logits_nV: torch.Tensor, token_n: torch.Tensor) -> None:
@@ -111,6 +132,18 @@ class TokenRecord:
         index_n, self._index_n = self._index_n, None
         if index_n is not None:
             self._logprobs.scatter_(0, index_n, token_logprobs(logits_nV, token_n.view(-1)))
+            self._store_supports(logits_nV)
+
+    def _store_supports(self, logits_nV: torch.Tensor) -> None:
+        announced, self._truncated = self._truncated, []
+        if not announced:
+            return
+        places_m = torch.tensor([place for place, _, _ in announced], device=self._device)
+        possible_mV = logits_nV.index_select(0, places_m) > -torch.inf
+        counts_m, ids = possible_mV.sum(1), possible_mV.nonzero()[:, 1].to(torch.int32)
+        parts = np.split(ids.cpu().numpy(), np.cumsum(counts_m.cpu().numpy())[:-1])
+        for (_, position, supports), part in zip(announced, parts, strict=True):
+            supports[position] = part
 
     def swap(self, version: int) -> None:
         """Record that later tokens are of ``version``."""
@@ -134,7 +167,9 @@ class TokenRecord:
             start += length
         self._free.extend(rows.values())
         versions = tuple(list(dict(self._versions.pop(request)).items()) for request in rows)
-        return Finished(tuple(rows), lengths, versions, host, _copied(self._device) if on_gpu else _nothing)
+        supports = tuple(self._supports.pop(request, {}) for request in rows)
+        ready = _copied(self._device) if on_gpu else _nothing
+        return Finished(tuple(rows), lengths, versions, host, ready, supports)
 
     @torch.inference_mode()
     def _grow(self, rows: int, tokens: int) -> None:

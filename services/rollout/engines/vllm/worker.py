@@ -6,6 +6,7 @@ vLLM calls :class:`WorkerExtension`'s methods by name, between two steps, in the
     penstock_swap(version)       shadow ─▶ live parameters, in order of the steps' stream; boundaries are noted
     penstock_stream(offer)       bucket by bucket into the live parameters, while generation is paused
     penstock_adapt(folder)       an adapter instead
+    penstock_suspend, _resume    free memory for training, and take it back
     penstock_held, _listen       what is recorded, and whether: for tests and measurements
 
 They are collective: every rank runs them between the same steps. ``stage`` and ``abort`` use the replica's socket and
@@ -18,12 +19,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from services.rollout.engines.vllm.ladder import Ladder
 from services.rollout.engines.vllm.multihost.hosts import secret_of
 from services.rollout.engines.vllm.multihost.stores import bind_stores
 from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen
@@ -33,6 +36,7 @@ from services.rollout.engines.vllm.windows import check_windows
 from services.rollout.engines.vllm.worker_channel import Reporter
 from shared.errors import PeerError, SettingsError, WeightsError
 from shared.peers.frames import Frame
+from shared.process import memory_timeline
 from shared.process.allocation import is_out_of_memory
 from shared.process.parent import die_with
 from shared.weights.format.flat import FlatSnapshot
@@ -64,6 +68,7 @@ class PolicyWorker:
         self._ranks: int = worker.parallel_config.world_size
         self._model = worker.model_runner.get_model()
         self._config = worker.vllm_config
+        self._caches: object = getattr(worker.model_runner, "kv_caches", [])
         served = worker.vllm_config.model_config
         trusted = served.trust_remote_code
         check_windows(self._model, served.model, served.max_model_len, trust_remote_code=trusted)
@@ -80,6 +85,9 @@ class PolicyWorker:
             beside=beside,
         )
         self._swapper = WeightSwapper(self._model, worker.vllm_config, self._device)
+        self.ladder = Ladder(worker)
+        self._is_filled = False
+        """Whether there are weights of a version."""
         self._receiver = Receiver(self._rank + 1, self._ranks, self._device)
         self._shadow: FlatSnapshot | None = None
         self._staged: int | None = None
@@ -110,6 +118,19 @@ class PolicyWorker:
             "policy_bytes": sum(tensor.nbytes for tensor in self._model.parameters()) * self._ranks if on_gpu else 0,
             "refusal": self.refusal,
             "peer_address": self._source.address if self._source else "",
+            "held": self._held(),
+        }
+
+    def _held(self) -> Frame:
+        storages = {
+            "weights": _storages(self._model.parameters()),
+            "key-value cache": _storages(_tensors(self._caches)),
+            "shadow": {} if self._shadow is None else _storages(self._shadow.buckets),
+        }
+        return {
+            "place": list(memory_timeline.place_of(self._device)),
+            "components": {name: float(sum(sizes.values())) for name, sizes in storages.items()},
+            "total_bytes": memory_timeline.used_bytes(self._device),
         }
 
     # ---------------------------------------------------------------- weights beside the live ones
@@ -137,6 +158,7 @@ class PolicyWorker:
 
     def _report(self, staging: int, error: str, seconds: float) -> None:
         message = {"kind": "staged", "staging": staging, "rank": self._rank, "error": error, "seconds": seconds}
+        message["held"] = self._held()
         self._reporter.send(lambda: [message])
 
     def _receive(self, offer: Offer, staging: int) -> None:
@@ -188,17 +210,29 @@ class PolicyWorker:
 
     def stream(self, offer: Offer) -> tuple[str, int]:
         """Receive ``offer`` into the live parameters; decoding must be paused."""
-        buffer = torch.empty(max(offer.layout.bucket_bytes), dtype=torch.uint8, device=self._device)
-        copied_bytes = self._swapper.stream(self._receiver.receive_each(offer, buffer), offer.layout)
+        copied_bytes = self._swapper.stream(self._buckets(offer), offer.layout)
         self.note(int(offer.header.version))
         return "bucketed", copied_bytes
 
-    def differences(self) -> int | None:
-        """Return how many live tensors differ from the shadow, or None without a plan."""
-        return self._swapper.differences()
+    def _buckets(self, offer: Offer) -> Iterator[tuple[int, torch.Tensor]]:
+        buffer = torch.empty(max(offer.layout.bucket_bytes), dtype=torch.uint8, device=self._device)
+        return self._receiver.receive_each(offer, buffer)
+
+    def differences(self, offer: Offer | None) -> int | None:
+        """Return how many live tensors differ from ``offer``, or from the shadow; None without a plan."""
+        return self._swapper.differences() if offer is None else self._swapper.compare(self._buckets(offer))
+
+    def suspend(self, rung: int, *, keep_weights: bool) -> dict[str, int]:
+        """Free memory down to ``rung``; return the bytes by component before."""
+        memory = self.ladder.measure()
+        derived = self._is_filled and self._swapper.path == "layerwise"  # a reload may not restore all derived state
+        self._receiver.unmap()
+        self.ladder.free(rung, keep_weights=keep_weights or derived)
+        return memory
 
     def note(self, version: int) -> None:
         """Record that later tokens are of ``version``."""
+        self._is_filled = True
         if self.record is not None:
             self.record.swap(version)
 
@@ -210,11 +244,31 @@ class PolicyWorker:
     def _deliver(self, finished: Finished) -> None:
         def rows() -> list[Frame]:
             return [
-                {"kind": "row", "request": request, "logprobs": logprobs, "versions": versions}
-                for request, logprobs, versions in finished.rows()
+                {
+                    "kind": "row",
+                    "request": request,
+                    "logprobs": logprobs,
+                    "versions": versions,
+                    "sizes": np.array([len(supports[place]) for place in sorted(supports)], dtype=np.int32).tobytes(),
+                    "ids": b"".join(supports[place].tobytes() for place in sorted(supports)),
+                }
+                for request, logprobs, versions, supports in finished.rows()
             ]
 
         self._reporter.send(rows)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
 
 
 class WorkerExtension:
@@ -250,13 +304,21 @@ class WorkerExtension:
 
         return self._answer(adapt)
 
+    def penstock_suspend(self, rung: int, keep_weights: bool) -> dict[str, int]:
+        """Free memory down to ``rung`` of the ladder; return the bytes by component before."""
+        return self._policy.suspend(rung, keep_weights=keep_weights)
+
+    def penstock_resume(self) -> None:
+        """Allocate what was freed."""
+        self._policy.ladder.take_back()
+
     def penstock_held(self) -> dict[str, int]:
         """Return tokens drawn so far, per held request."""
         return self._policy.record.held if self._policy.record is not None else {}
 
-    def penstock_compare(self) -> int | None:
-        """Return how many live tensors differ from received ones, or None without a plan; for measurements."""
-        return self._policy.differences()
+    def penstock_compare(self, offer: dict[str, Any] | None = None) -> int | None:
+        """Return how many live tensors differ from ``offer`` or the shadow, or None without a plan; for measurements."""
+        return self._policy.differences(None if offer is None else Offer.unpack(offer))
 
     def penstock_listen(self, on: bool) -> None:
         """Set whether later requests are recorded; for measurements."""

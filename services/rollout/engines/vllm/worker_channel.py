@@ -35,11 +35,12 @@ from typing import TypeGuard
 
 import numpy as np
 
-from shared.bus.messages import Float32Array
+from shared.bus.messages import Float32Array, Int32Array, no_ids
 from shared.errors import PeerError
 from shared.peers import frames
 from shared.peers.frames import Frame
 from shared.peers.handshake import Newcomers
+from shared.process.memory_timeline import Held
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,14 @@ _CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TokenRow:
-    """One sample's logprobs (float32, T or more) and (first token, version) pairs."""
+    """One sample's logprobs (float32, T or more), (first token, version) pairs, and with truncation the number of
+    possible tokens at each position and their ids.
+    """
 
     logprobs: Float32Array
     versions: tuple[tuple[int, int], ...]
+    support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
+    support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
 
 
 class Reporter:
@@ -155,6 +160,8 @@ class Reports:
         """Done, with the known reason, once a worker has died."""
         self.pids: set[int] = set()
         """Local processes of the engine: the workers and their parent."""
+        self.held: dict[int, Held] = {}
+        """What each rank holds, as last measured."""
         self._host, self._secret = host, secret
         self._folder: Path | None = None
         self._rows: dict[str, dict[int, TokenRow]] = {}
@@ -266,6 +273,7 @@ class Reports:
     async def _note(self, rank: int, message: Frame) -> None:
         if message["kind"] == "staged":
             self._stagings.setdefault(message["staging"], {})[rank] = (message["error"], message["seconds"])
+            self.held[rank] = held_of(message["held"])
         elif not self._keep(message):
             return
         async with self._changed:
@@ -278,8 +286,15 @@ class Reports:
             return False
         logprobs = np.frombuffer(message["logprobs"], dtype=np.float32)
         versions = tuple((int(first), int(version)) for first, version in message["versions"])
-        self._rows[match[2]][int(match[1] or 0)] = TokenRow(logprobs, versions)
+        sizes, ids = (np.frombuffer(message.get(name, b""), dtype=np.int32) for name in ("sizes", "ids"))
+        self._rows[match[2]][int(match[1] or 0)] = TokenRow(logprobs, versions, sizes, ids)
         return True
+
+
+def held_of(message: Frame) -> Held:
+    """Return a worker's memory."""
+    name, capacity_bytes = message["place"]
+    return Held((name, capacity_bytes), message["components"], message["total_bytes"], "graphs and logits")
 
 
 def _hello(message: Frame) -> tuple[int, set[int], bytes]:

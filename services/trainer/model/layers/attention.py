@@ -86,7 +86,6 @@ class PackedLayout:
         pattern: Pattern = CAUSAL,
         extras: Extras = PLAIN,
     ) -> Tensor:
-        """Return attention's output (B × T × H × value size)."""
         self.used += 1
         query, key, value = (tensor.transpose(1, 2).squeeze(0) for tensor in (query_BHTD, key_BHTD, value_BHTD))
         if self._by_varlen(query, value, pattern, extras):
@@ -311,11 +310,6 @@ def decoder_of(model: Any) -> Any:
 
 
 def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
-    """Return the hidden state that predicts each trained token (N × hidden size).
-
-    Raises:
-        CannotPack: of the model's attention.
-    """
     if "position_ids" not in inspect.signature(trunk.forward).parameters:
         _refuse(f"a model that takes positions, found {type(trunk).__name__}")
     device = next(trunk.parameters()).device

@@ -38,7 +38,6 @@ class Pattern:
     size: int = 0
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether ``query`` positions see ``key`` positions, with broadcasting."""
         seen = key <= query
         if self.kind == "window":
             return seen & (key > query - self.size)
@@ -47,7 +46,6 @@ class Pattern:
         return seen
 
     def first_seen(self, position: int) -> int:
-        """Return the first position seen."""
         if self.kind == "window":
             return max(0, position - self.size + 1)
         return position - position % self.size if self.kind == "chunk" else 0
@@ -77,8 +75,6 @@ class Rectangle:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ragged:
-    """Consecutive segments of different lengths."""
-
     keys: Copies
     """Per segment, the prompt's keys, then its own."""
     query_ends: Tensor
@@ -88,7 +84,6 @@ class Ragged:
 
 
 def keys_of(segments: Segments, k: int) -> Int64Array:
-    """Return the places that segment ``k`` sees, its prompt first."""
     prompt, start = segments.prompt_starts_K[k], segments.starts_K[k]
     return np.concatenate(
         (np.arange(prompt, prompt + segments.prompt_lengths_K[k]), np.arange(start, start + segments.lengths_K[k]))
@@ -96,7 +91,7 @@ def keys_of(segments: Segments, k: int) -> Int64Array:
 
 
 def positions(segments: Segments, device: torch.device) -> Tensor:
-    """Return each token's position in its sequence (T)."""
+    """Each token's position in its sequence (T)."""
     offsets_T = np.repeat(segments.prompt_lengths_K - segments.starts_K, segments.lengths_K)
     return torch.from_numpy(np.arange(len(offsets_T)) + offsets_T).to(device)
 
@@ -138,7 +133,6 @@ def rectangles(
 
 
 def coarse(segments: Segments) -> Segments:
-    """Return ``segments``, with those of a short row joined."""
     ids_K = segments.prompt_starts_K
     tokens_K = np.bincount(ids_K, weights=segments.lengths_K)[ids_K].astype(np.int64)
     short_K = tokens_K <= SHORT_ROW_TOKENS
@@ -213,7 +207,7 @@ class _Sees:
         self._position_T = positions(segments, device)
 
     def mask(self, queries_GQ: Tensor, keys_GK: Tensor) -> Tensor | None:
-        """Return the mask, or None for plain causal attention; −1 is padding, which as a query sees all."""
+        """None for plain causal attention; −1 is padding, which as a query sees all."""
         query, key = queries_GQ[:, :, None], keys_GK[:, None, :]
         place = queries_GQ.clamp(min=0)
         start, prompt, end = (t[place][..., None] for t in (self._start_T, self._prompt_T, self._prompt_end_T))

@@ -29,8 +29,6 @@ _SINK_SIZES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extras:
-    """A layer's additions to plain attention."""
-
     scale: float | None = None
     """None: 1 / √(query size)."""
     softcap: float | None = None
@@ -110,7 +108,6 @@ def with_sink_key(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_ragged_sink_key(key_THD: Tensor, value_THD: Tensor) -> tuple[Tensor, Tensor]:
-    """Do the same if tokens are the first dimension."""
     key, value = with_sink_key(key_THD.transpose(0, 1), value_THD.transpose(0, 1))
     return key.transpose(0, 1), value.transpose(0, 1)
 
@@ -123,7 +120,6 @@ def padded_size(query: Tensor, value: Tensor, *, sinks: bool) -> int:
 
 @functools.cache
 def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)
 
 

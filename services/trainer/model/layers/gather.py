@@ -17,8 +17,6 @@ from services.trainer.batch.packing import Int64Array
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copies:
-    """Copied rows, and the copies of each."""
-
     places: Tensor
     order: Tensor
     """All copies, by row."""
@@ -27,7 +25,6 @@ class Copies:
 
 
 def copies(places: Int64Array, rows: int, device: torch.device) -> Copies:
-    """Return the copies of ``places`` among ``rows`` rows."""
     order = np.argsort(places, kind="stable")
     ends = np.searchsorted(places[order], np.arange(rows + 1))
     return Copies(*(torch.from_numpy(numbers).to(device) for numbers in (places, order, ends)))

@@ -1,7 +1,6 @@
 """Fused RMS norm, rotary embedding and gated MLP, and joint query, key and value products (``projections``).
 
-Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989), for GPUs. The
-rotary kernel affects all models of its type in this process.
+Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 2024, arXiv:2410.10989), for GPUs.
 """
 
 import contextlib
@@ -24,11 +23,7 @@ _REPLACED: dict[str, dict[str, Any]] = {}
 
 
 def install(model: Any, kind: Kind, device: str) -> bool:
-    """Fuse what can be fused in ``model``, which is not yet in an engine; return whether anything was.
-
-    Raises:
-        SettingsError: ``liger`` is required but not available.
-    """
+    """Return whether anything was fused. ``model`` is not yet in an engine."""
     if kind == "torch":
         return False
     joined = device == "cuda" and projections.join(model) > 0
@@ -75,7 +70,6 @@ def _is_fused(forward: Any) -> bool:
 
 
 def fuses_logits(kind: Kind) -> bool:
-    """Return whether one GPU kernel may compute logprobs."""
     return kind != "torch"
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shared.model.logits import logprobs_and_entropies
+from shared.model.logits import logprobs_and_entropies, restrict
 from shared.model.logits_projection import LogitsType, projection
 from shared.model.logits_transform import PLAIN, LogitsTransform
 
@@ -43,6 +43,7 @@ def token_logprobs(
     fused: bool = True,
     kind: LogitsType = "model",
     keep: bool = False,
+    support: tuple[Tensor, Tensor] | None = None,
 ) -> TokenLogprobs:
     """Return logprob and entropy of each target.
 
@@ -57,12 +58,14 @@ def token_logprobs(
         fused: by one GPU kernel.
         kind: number type of the logits.
         keep: logits for the backward pass.
+        support: ids (N × K) and sizes (N) of what could be drawn (:func:`shared.model.logits.restrict`); None: all.
     """
     logits = projection(output, kind)
 
-    def of(hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+    def of(hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor, *support: Tensor) -> tuple[Tensor, Tensor]:
+        logits_NV = transform.after(logits(transform.before(hidden_ND)))
         return logprobs_and_entropies(
-            transform.after(logits(transform.before(hidden_ND))),
+            restrict(logits_NV, *support) if support else logits_NV,
             targets_N,
             temperatures_N,
             entropy_gradient=entropy_gradient,
@@ -78,7 +81,7 @@ def token_logprobs(
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     with _forward(output, in_chunks):
-        return TokenLogprobs(*output(hidden_ND, targets_N, temperatures_N))
+        return TokenLogprobs(*output(hidden_ND, targets_N, temperatures_N, *(support or ())))
 
 
 @contextlib.contextmanager

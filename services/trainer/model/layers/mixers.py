@@ -65,11 +65,9 @@ class PromptState:
 
     @property
     def layers(self) -> "_EveryLayer":
-        """Return the state by layer number, for transformers."""
         return _EveryLayer(self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether there is a prompt to continue."""
         return self._continues
 
     def update_conv_state(
@@ -89,8 +87,6 @@ class PromptState:
 
 
 class _EveryLayer:
-    """One state under every layer number."""
-
     def __init__(self, state: PromptState) -> None:
         self._state = state
 
@@ -99,7 +95,6 @@ class _EveryLayer:
 
 
 def fork(prompts: list[PromptState], prompts_G: Tensor) -> PromptState:
-    """Return the state from which G sequences continue."""
     forked = PromptState()
     forked._continues = True
     for name in ("conv_states", "recurrent_states"):
@@ -116,7 +111,6 @@ class Boundaries:
         self.plans: Plans | None = None
 
     def __deepcopy__(self, _: Any) -> "Boundaries":
-        """Return this: copies of a model share the mixers' classes."""
         return self
 
     @contextlib.contextmanager
@@ -130,7 +124,6 @@ class Boundaries:
 
     @contextlib.contextmanager
     def use(self, plans: "Plans | None") -> Iterator[None]:
-        """Set ``plans`` within the block."""
         before, self.plans = self.plans, plans
         try:
             yield
@@ -153,7 +146,6 @@ class Plans:
 
     @functools.cached_property
     def whole(self) -> spans.Plan:
-        """For all others."""
         return self._evened(spans.whole(self._segments, self._device))
 
     def _evened(self, plan: spans.Plan) -> spans.Plan:

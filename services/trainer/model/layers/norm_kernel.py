@@ -25,7 +25,6 @@ def forward(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Ten
 
 
 def backward(gradient_TD: Tensor, x_TD: Tensor, weight_D: Tensor, inverse_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the inputs and of the weight."""
     rows, width = x_TD.shape
     programs, block = min(rows, _PROGRAMS), triton.next_power_of_2(width)
     of_x_TD = torch.empty_like(x_TD)

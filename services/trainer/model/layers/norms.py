@@ -1,7 +1,4 @@
-"""Transformers' plain RMS norm, by one kernel (``norm_kernel``).
-
-Liger's backward pass takes 94 µs for 15,000 rows of 896 numbers on an H200, whose memory traffic takes 18.
-"""
+"""Transformers' plain RMS norm, by one kernel (``norm_kernel``)."""
 
 import functools
 from typing import Any
@@ -14,7 +11,6 @@ _NARROWEST, _WIDEST = 257, 16_384
 
 
 def replace(model: nn.Module) -> None:
-    """Replace Liger's norms of the plain kind in ``model``."""
     for module in model.modules():
         if _is_plain(module):
             module.__dict__["forward"] = functools.partial(_normalize, module)
@@ -33,7 +29,6 @@ def _normalize(module: Any, hidden: Tensor) -> Tensor:
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return the RMS norm of ``hidden`` over its last dimension, on a GPU."""
     normed: Tensor = _RmsNorm.apply(hidden, weight, epsilon)  # type: ignore[no-untyped-call]
     return normed
 

@@ -1,7 +1,6 @@
 """One matrix product for a layer's queries, keys and values.
 
-At 0.5B parameters and 15,000 tokens it takes 0.19 instead of 0.50 ms per layer. The first of the three layers called
-computes all; weights stay in place.
+The first of the three layers called computes all; weights stay in place.
 """
 
 import functools
@@ -16,7 +15,6 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 def join(model: nn.Module) -> int:
-    """Join the three plain projections of attention modules; return the number joined."""
     layers: list[list[Any]] = [[getattr(module, name, None) for name in _NAMES] for module in model.modules()]
     groups = [group for group in layers if _alike(group)]
     for group in groups:

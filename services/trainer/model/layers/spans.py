@@ -46,8 +46,6 @@ class SequenceSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The spans of a row, in order."""
-
     spans: list[SequenceSpan]
     places_T: Tensor
     """Places of the row's tokens in the flattened outputs."""
@@ -56,7 +54,6 @@ class Plan:
 
 
 def alone(segments: Segments, device: torch.device) -> Plan:
-    """Return the plan with one call per sequence."""
     builder = _Builder(segments)
     for sequence in _sequences(segments):
         builder.add([_places(segments, sequence)])
@@ -64,14 +61,14 @@ def alone(segments: Segments, device: torch.device) -> Plan:
 
 
 def whole(segments: Segments, device: torch.device) -> Plan:
-    """Return the plan with similar sequences, prompts included, together."""
+    """Similar sequences, prompts included, together."""
     builder = _Builder(segments)
     builder.add_similar([_places(segments, sequence) for sequence in _sequences(segments)])
     return builder.plan(device)
 
 
 def forked(segments: Segments, device: torch.device) -> Plan:
-    """Return the plan that computes prompts of at least ``FORK_TOKENS`` with several completions once."""
+    """Prompts of at least ``FORK_TOKENS`` with several completions are computed once."""
     builder, completions, prompts = _Builder(segments), list[Int64Array](), list[int]()
     families = _families(segments)
     long = [family for family in families if len(family) > 2 and segments.lengths_K[family[0]] >= FORK_TOKENS]

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
+from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.engines.vllm.arguments import check_arguments, gather, serving
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.start import open_vllm
@@ -33,7 +35,7 @@ from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import file_offer
 from shared.weights.transport.offer import Offer
 from tests.conftest import PATIENCE_S, Server, need_module, until
-from tests.support import tiny
+from tests.support import tiny, truncated
 from tests.support.raw_redis import raw
 from tests.support.tolerance import FORWARD
 
@@ -153,6 +155,13 @@ async def tokens_flow(engine: VllmEngine, tokens: int = 20) -> None:
     await until(flow)
 
 
+async def test_a_worker_reports_what_it_holds(engine: VllmEngine) -> None:
+    (held,) = engine.held
+    weights = sum(parameter.nbytes for parameter in MODELS[0].parameters())
+    assert held.components["shadow"] >= weights
+    assert held.components["key-value cache"] > 0
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 async def test_behavior_logprobs_are_those_of_the_distribution_that_was_drawn_from(
     engine: VllmEngine, temperature: float
@@ -171,6 +180,62 @@ async def test_behavior_logprobs_are_those_of_the_distribution_that_was_drawn_fr
     assert group.started_at_s <= group.finished_at_s
     different = {tuple(sample.token_ids.tolist()) for sample in group.samples}
     assert len(different) == (1 if temperature == 0 else 4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(4, 24, 1.0, top_k=256, top_p=0.9),
+        Sampling(4, 24, 0.7, top_k=20),
+        Sampling(4, 24, 1.3, top_k=256, min_p=0.05),
+        Sampling(4, 24, 1.0, top_k=20, top_p=0.9, min_p=0.05, min_new_tokens=8),
+    ],
+)
+async def test_truncated_samples_have_the_trainers_logprobs_over_what_could_be_drawn(
+    engine: VllmEngine, sampling: Sampling
+) -> None:
+    whole, group = await asyncio.gather(
+        engine.generate(request()), engine.generate(GenerationRequest(PROMPT, sampling))
+    )
+    of = MODELS[int(engine.version or 0)]
+    found = truncated.trainer_logprobs(of, PROMPT, group.samples, sampling.temperature)
+    for sample, logprobs in zip(group.samples, found, strict=True):
+        np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=FORWARD)
+        if not sampling.min_new_tokens:
+            assert truncated.supports_of(sample) == truncated.expected_supports(of, PROMPT, sample, sampling)
+        assert not set(sample.token_ids[: sampling.min_new_tokens].tolist()) & {STOP}
+    assert all(len(sample.support_sizes) == 0 for sample in whole.samples)
+
+
+async def test_no_completion_stops_before_its_minimum_length_and_the_trainer_knows_that_it_could_not(
+    engine: VllmEngine,
+) -> None:
+    sampling = Sampling(4, 24, 1.0, min_new_tokens=10)
+    samples = (await engine.generate(GenerationRequest(PROMPT, sampling))).samples
+    of = MODELS[int(engine.version or 0)]
+    for sample, logprobs in zip(samples, truncated.trainer_logprobs(of, PROMPT, samples, 1.0), strict=True):
+        assert sample.support_sizes.tolist() == ([-1] * 10 + [0] * 14)[: len(sample.token_ids)]
+        assert STOP not in sample.token_ids[:10]
+        np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=FORWARD)
+
+
+def letters(completions: Sequence[Int32Array]) -> list[str]:
+    """Return token n as the n-th character."""
+    return ["".join(chr(48 + int(token)) for token in ids) for ids in completions]
+
+
+async def test_a_completion_ends_at_its_stop_text_and_is_taken_back_from_vllm(engine: VllmEngine) -> None:
+    stop = [chr(48 + token) for token in range(2, 48, 6)]
+    asked = dataclasses.replace(request(samples=4, new_tokens=200), stop=StopTexts(letters, stop))
+    samples = (await engine.generate(asked)).samples
+    of = MODELS[int(engine.version or 0)]
+    assert len(samples) == 4
+    for sample in samples:
+        assert sample.token_ids[-1] in (STOP, *range(2, 48, 6))
+        assert not set(sample.token_ids[:-1].tolist()) & {STOP, *range(2, 48, 6)}
+        assert sample.finish_reason is FinishReason.STOP
+        np.testing.assert_allclose(sample.behavior_logprobs, reference(of, PROMPT, sample.token_ids), atol=FORWARD)
+    await until(lambda: _metric("vllm:num_requests_running") == 0)
 
 
 async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
@@ -371,6 +436,48 @@ async def test_weights_that_do_not_come_whole_change_nothing(engine: VllmEngine,
 async def test_an_adapter_needs_an_engine_that_serves_adapters(engine: VllmEngine, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="enable_lora"):
         await engine.stage(adapter(tmp_path, 1, 0))
+
+
+async def test_a_suspended_engine_decodes_nothing_and_its_requests_continue_afterwards(engine: VllmEngine) -> None:
+    suspended = variant(engine, bucketed=True, stop=())
+    running = asyncio.ensure_future(suspended.generate(request(new_tokens=150)))
+    await tokens_flow(engine)
+    await suspended.suspend(0)
+    waiting = asyncio.ensure_future(suspended.generate(request(new_tokens=2)))
+    (held,) = await engine._llm.collective_rpc("penstock_held")
+    for _ in range(50):
+        assert await engine._llm.collective_rpc("penstock_held") == [held]
+    assert not running.done()
+    assert suspended.memory["weights"] > 0
+    assert suspended.memory["capacity"] > suspended.memory["kv_cache"] > 0
+    await suspended.resume()
+    for sample in (*(await running).samples, *(await waiting).samples):
+        expected = reference(MODELS[int(suspended.version or 0)], PROMPT, sample.token_ids)
+        np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=FORWARD)
+
+
+async def test_requests_whose_weights_and_cache_were_discarded_continue_under_the_next_version(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    """On a CPU the memory stays; requests and versions take the path of rung 2."""
+    suspended = variant(engine, bucketed=True, stop=())
+    old = int(suspended.version or 0)
+    running = asyncio.ensure_future(suspended.generate(request(new_tokens=150)))
+    await tokens_flow(engine)
+    await suspended._pause(clear_cache=True)
+    await suspended.suspend(0)
+    suspended._version = None
+    await suspended.resume()
+    (held,) = await engine._llm.collective_rpc("penstock_held")
+    await put(suspended, offer(tmp_path, 3, MODELS[3]))
+    for sample in (await running).samples:
+        (_, first), (border, second) = sample.version_spans.tolist()
+        assert (first, second) == (old, 3)
+        np.testing.assert_allclose(
+            sample.behavior_logprobs[border:], reference(MODELS[3], PROMPT, sample.token_ids)[border:], atol=FORWARD
+        )
+    assert held
+    engine._version = PolicyVersion(3)
 
 
 async def test_closing_cancels_what_runs(engine: VllmEngine) -> None:

@@ -165,8 +165,7 @@ async def test_groups_are_spread_and_their_logprobs_do_not_depend_on_the_engine(
 
 async def test_a_swap_falls_into_the_groups_of_every_engine(engines: EngineSet, trainer: Trainer) -> None:
     running = [asyncio.ensure_future(engines.generate(request(PROMPT + n, 2, 200))) for n in (0, 1)]
-    for engine in engines.engines:
-        await tokens_flow(engine)
+    await asyncio.gather(*(tokens_flow(engine, 1) for engine in engines.engines))
     await trainer.put(engines, 1)
     for group in await asyncio.gather(*running):
         for sample in group.samples:
@@ -194,8 +193,7 @@ async def test_drained_groups_of_every_engine_are_of_one_version(engines: Engine
     engines.update_by("drain")
     engines._router.forget_prompts()  # or those of earlier tests share an engine
     running = [asyncio.ensure_future(engines.generate(request(PROMPT + n, 2, 120))) for n in (0, 1)]
-    for engine in engines.engines:
-        await tokens_flow(engine)
+    await asyncio.gather(*(tokens_flow(engine, 1) for engine in engines.engines))
     await trainer.stage(engines, 3)
     swap = asyncio.ensure_future(engines.swap(PolicyVersion(3)))
     await until(lambda: engines._gate.is_shut)
@@ -241,8 +239,7 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
     await others.stage(adapter(tmp_path, 2, 12))
     await others.swap(PolicyVersion(2))
     running = [asyncio.ensure_future(others.generate(request(PROMPT + n, 2, 200))) for n in (0, 1)]
-    for engine in others.engines:
-        await tokens_flow(engine)
+    await asyncio.gather(*(tokens_flow(engine, 1) for engine in others.engines))
     pids = [pid for engine in others.engines for pid in engine._reports.pids]
     os.kill(min(others.engines[1]._reports.pids), signal.SIGKILL)
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION, timeout=20)

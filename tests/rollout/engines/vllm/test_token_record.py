@@ -39,7 +39,7 @@ def let_go(record: TokenRecord, *names: str) -> dict[str, tuple[list[float], lis
     assert finished is not None
     return {
         name: ([round(float(value), 4) for value in np.frombuffer(logprobs, np.float32)], versions)
-        for name, logprobs, versions in finished.rows()
+        for name, logprobs, versions, _ in finished.rows()
     }
 
 
@@ -153,7 +153,7 @@ def new(name: str, prompt: int, prefill: int | None = None) -> Any:
         prompt_token_ids=[0] * prompt,
         prefill_token_ids=None if prefill is None else [0] * prefill,
         num_computed_tokens=0,
-        sampling_params=SimpleNamespace(max_tokens=8),
+        sampling_params=SimpleNamespace(max_tokens=8, top_k=0, temperature=1.0),
     )
 
 
@@ -221,7 +221,7 @@ def test_the_newer_runner_is_heard_after_temperature() -> None:
     run_new(runner, ["b"], [2], [1])
     runner.execute_model(Scheduled({}, finished_req_ids={"b"}))
     found = {
-        name: np.frombuffer(values, np.float32).round(4).tolist() for one in rows for name, values, _ in one.rows()
+        name: np.frombuffer(values, np.float32).round(4).tolist() for one in rows for name, values, _, _ in one.rows()
     }
     assert found == {"a": pytest.approx([HALVED[1]]), "b": pytest.approx([HALVED[0], HALVED[0]])}
 
@@ -236,7 +236,7 @@ def test_the_older_runner_is_heard_after_temperature() -> None:
     runner.sampler.sample(LOGITS.clone(), None)
     runner.execute_model(Scheduled({}, finished_req_ids={"a", "b"}))
     found = {
-        name: np.frombuffer(values, np.float32).round(4).tolist() for one in rows for name, values, _ in one.rows()
+        name: np.frombuffer(values, np.float32).round(4).tolist() for one in rows for name, values, _, _ in one.rows()
     }
     assert found == {"a": pytest.approx([HALVED[0]]), "b": []}
 
@@ -252,7 +252,7 @@ def test_a_runner_of_an_unknown_kind_is_only_counted() -> None:
     runner.execute_model(Scheduled({"a": 1}, scheduled_cached_reqs=cached))
     assert record.held == {"a": 2}
     runner.execute_model(Scheduled({}, finished_req_ids={"a"}))
-    assert [versions for one in rows for _, _, versions in one.rows()] == [[(0, 0), (1, 1)]]
+    assert [versions for one in rows for _, _, versions, _ in one.rows()] == [[(0, 0), (1, 1)]]
 
 
 def test_speculative_decoding_is_not_captured() -> None:

@@ -22,10 +22,7 @@ _TRANSCENDENTAL = {"Exp1": 3, "Pi": 5}
 
 
 def differ(left: Any, right: Any) -> bool:
-    """Whether two expressions of numbers and letters certainly differ.
-
-    Compares values modulo a prime, with one value per letter regardless of case.
-    """
+    """Compares values modulo a prime, with one value per letter regardless of case."""
     try:
         values = [_residue(expression) for expression in (left, right)]
     except RecursionError:

@@ -62,7 +62,6 @@ def depth(text: str) -> int:
 
 
 def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, object]:
-    """Return the status, whether ``answer`` equals ``reference``, and why not."""
     try:
         candidates = read(answer)
     except (MemoryError, RecursionError) as error:

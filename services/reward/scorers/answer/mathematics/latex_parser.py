@@ -8,7 +8,6 @@ from typing import Any
 
 
 def predict_quickly() -> None:
-    """Change the parser of this process."""
     try:
         from antlr4.atn.PredictionMode import PredictionMode
         from latex2sympy2_extended import latex2sympy2

@@ -61,7 +61,6 @@ class Form:
 
 
 def compare(reference: str, answer: str) -> bool | None:
-    """Return whether ``answer`` equals ``reference``; None if undecided."""
     expected, given = read(reference), read(answer)
     if expected is None or given is None:
         return None
@@ -135,8 +134,6 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Reader:
-    """Recursive-descent parser; the last token is empty."""
-
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
         self._place = 0
@@ -308,7 +305,6 @@ class _Reader:
 
 
 def _increasing(start: Polynomial, end: Polynomial) -> bool:
-    """Whether ``start`` is less than ``end``; raises ``_Unknown`` if rounding cannot tell."""
     _constants((start, end))
     if math.isinf(approximate(start)) or math.isinf(approximate(end)):
         return approximate(start) < approximate(end)
@@ -318,7 +314,6 @@ def _increasing(start: Polynomial, end: Polynomial) -> bool:
 
 
 def _constants(parts: tuple[Polynomial, ...]) -> tuple[Polynomial, ...]:
-    """Return ``parts``, which have no letters, and infinity only alone."""
     for part in parts:
         if not part.constant or (INFINITY in part.letters and part.terms not in _INFINITIES):
             raise _Unknown("a letter")

@@ -83,7 +83,6 @@ class PlainNumber:
 
 
 def read(text: str) -> PlainNumber | None:
-    """Return the number, or None if ``text`` is not a plain number."""
     return _read(text) if len(text) <= LONGEST else None
 
 
@@ -209,7 +208,6 @@ def close(a: PlainNumber, b: PlainNumber, tolerance: Fraction, *, whole: bool = 
 
 
 def written(value: Fraction) -> str:
-    """Return a fraction as it is read again."""
     sign = "-" if value < 0 else ""
     above, below = abs(value.numerator), value.denominator
     return f"{sign}{above}" if below == 1 else rf"{sign}\frac{{{above}}}{{{below}}}"

@@ -43,12 +43,10 @@ class Polynomial:
 
     @staticmethod
     def number(value: Coefficient) -> "Polynomial":
-        """Return a constant."""
         return _bounded({("", 1): value})
 
     @staticmethod
     def letter(name: str) -> "Polynomial":
-        """Return one letter, π or ∞."""
         return Polynomial({(name, 1): 1})
 
     @property
@@ -100,7 +98,6 @@ class Polynomial:
         return product
 
     def __truediv__(self, other: "Polynomial") -> "Polynomial":
-        """Divide by one term without letters. Raises TooLarge for other divisors and zero."""
         if len(other.terms) != 1 or other.letters:
             raise TooLarge("a quotient that is no polynomial")
         (((_, radicand), coefficient),) = other.terms.items()
@@ -108,7 +105,7 @@ class Polynomial:
 
 
 def square_root(of: Polynomial) -> Polynomial:
-    """Return the square root of a non-negative rational number. Raises TooLarge otherwise, or if too large to factor."""
+    """Raises TooLarge for a negative number, or one too large to factor."""
     number = of.rational
     if number is None or number < 0 or number.numerator * number.denominator > LARGEST_RADICAND:
         raise TooLarge("a root of more than a small number")
@@ -130,7 +127,6 @@ def _squares_out(number: int) -> tuple[int, int]:
 
 
 def approximate(constant: Polynomial) -> float:
-    """Return the approximate value of a constant; ±inf for ±∞."""
     return sum(_approximate(*term) for term in constant.terms.items())
 
 

@@ -1,11 +1,6 @@
-"""The hosts of an engine: numbers, rendezvous and shared secret. Imports neither vLLM nor torch.
+"""The hosts of an engine: numbers, rendezvous and shared secret.
 
-::
-
-    host 0 (the replica)    vLLM's engine ─▶ ranks 0 … n-1           ◀─┐ rows, stagings, death (``worker_channel``)
-    host 1 (``node``)                    ranks n … 2n-1          ──┘ steps of the model: vLLM's own queues and groups
-
-All start vLLM with the same arguments except their number.
+All start vLLM with the same arguments except their number. Imports neither vLLM nor torch.
 """
 
 import dataclasses
@@ -40,7 +35,6 @@ class Hosts:
 
 
 def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
-    """Return the configured hosts, or None if single; raises SettingsError without a secret."""
     if rollout.nodes == 1 or rollout.secret_file is None:
         return None
     secret_of(rollout.secret_file)
@@ -48,5 +42,4 @@ def hosts_of(rollout: RolloutSettings, own: str) -> Hosts | None:
 
 
 def secret_of(file: Path) -> bytes:
-    """Return the hosts' shared secret; raises SettingsError if missing."""
     return read_secret(file, "rollout.secret_file, the same on every host of the replica")

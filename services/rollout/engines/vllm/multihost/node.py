@@ -1,13 +1,4 @@
-"""A further host of an engine, which only runs workers.
-
-::
-
-    start ─▶ vLLM's executor ─▶ workers ─▶ they meet those of the first host at rollout.rendezvous ─▶ ready
-    a worker ended, or the first host's rendezvous is gone ─▶ the workers end ─▶ exit 1: the replica restarts
-    SIGTERM ─▶ they continue until the first host has finished ─▶ exit 0
-
-Workers talk to the first host's process, the replica. This one uses neither bus nor run state.
-"""
+"""A further host of an engine, which only runs workers; it uses neither bus nor run state."""
 
 import asyncio
 import contextlib

@@ -12,7 +12,6 @@ from shared.peers.tcp_store import serve_store
 
 
 def bind_stores() -> None:
-    """Bind ``torch.distributed.init_process_group``'s ``tcp://`` stores to one address."""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous.TCPStore = _open_store
 

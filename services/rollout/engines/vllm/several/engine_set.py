@@ -20,6 +20,7 @@ from services.rollout.engines.vllm.several.router import Router
 from services.rollout.engines.vllm.swap_gate import SwapGate
 from shared.bus.messages import Float32Array, Int32Array, PolicyRecord, PolicyVersion
 from shared.errors import WeightsError
+from shared.process.memory_timeline import Held
 from shared.weights.receiver.puller import Puller
 from shared.weights.transport.offer import Offer
 
@@ -51,6 +52,11 @@ class EngineSet:
     def torn(self) -> bool:
         """Whether groups wait for a swap of every engine."""
         return any(engine.torn for engine in self.engines) or len({engine.version for engine in self.engines}) > 1
+
+    @property
+    def held(self) -> Sequence[Held]:
+        """What each engine holds, as last measured."""
+        return tuple(held for engine in self.engines for held in engine.held)
 
     def update_by(self, mode: UpdateMode) -> None:
         """Swap between two decoding steps or after running completions."""

@@ -14,11 +14,9 @@ class SharedStatistics:
         self._lock = threading.Lock()
 
     def grow(self, engines: int) -> None:
-        """Restart with labels for ``engines`` engines."""
         self._engines, self._logger = engines, self._opened(self._config, engines)
 
     def factory(self, engine: int) -> type:
-        """Return the AsyncLLM's logger factory."""
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
         shared = self

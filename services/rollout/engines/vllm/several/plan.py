@@ -24,8 +24,6 @@ _LEAST_KV_CACHE_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """A number of engines, and the reason as text."""
-
     engines: int
     reason: str
 
@@ -41,8 +39,6 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """GPU bytes before the first engine starts."""
-
     total_bytes: int
     free_bytes: int
 

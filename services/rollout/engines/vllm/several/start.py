@@ -76,7 +76,6 @@ class _Starter:
         self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
 
     async def open(self, engines: int) -> EngineSet:
-        """Start ``engines`` engines in parallel."""
         async with self._started() as opened:
             statistics = SharedStatistics(engines)
             shares = [self._share(number, engines, self._sequences(engines)) for number in range(engines)]

@@ -51,7 +51,6 @@ def union(parts: Sequence[Intervals]) -> Intervals:
 
 
 def merged(parts: Sequence[Intervals]) -> Intervals:
-    """Return sorted intervals, overlapping or adjacent ones joined."""
     joined = np.concatenate([np.empty((0, 2), dtype=np.int64), *parts])
     joined = joined[np.argsort(joined[:, 0], kind="stable")]
     reach = np.maximum.accumulate(joined[:, 1])

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+Groups = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""Destinations and sources of like copies."""
 _WIDE = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -83,7 +85,7 @@ class CopyPlan:
         self._sources = tuple(sources)
         self._destinations = tuple(destinations)
         self._filled = [(fill.destination.on(destinations[fill.destination.storage]), fill.value) for fill in fills]
-        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._groups: Groups = []
         if all(storage.device.type != "meta" for storage in sources):
             self._groups = self._grouped(self.copies, self._sources)
 
@@ -115,6 +117,16 @@ class CopyPlan:
 
         All parts in any order plus :meth:`replay_fills` equal :meth:`replay`.
         """
+        copies, groups = self._from_buffer(part, buffer)
+        _enqueue(groups)
+        return sum(copy.destination.nbytes for copy in copies)
+
+    @torch.no_grad()
+    def part_differences(self, part: int, buffer: torch.Tensor) -> int:
+        """Return how many of a part's copies differ bitwise from ``buffer``; waits for the device."""
+        return _differences(self._from_buffer(part, buffer)[1])
+
+    def _from_buffer(self, part: int, buffer: torch.Tensor) -> tuple[list[Copy], Groups]:
         assert buffer.dtype == torch.uint8, "a bucket is a tensor of bytes"
         assert buffer.is_contiguous(), "a bucket lies in one piece"
         shift = int(buffer.storage_offset())
@@ -122,8 +134,7 @@ class CopyPlan:
             Copy(copy.destination, dataclasses.replace(copy.source, storage=0, offset=copy.source.offset + shift))
             for copy in self.copies_of(part)
         ]
-        _enqueue(self._grouped(copies, [buffer.untyped_storage()]))
-        return sum(copy.destination.nbytes for copy in copies)
+        return copies, self._grouped(copies, [buffer.untyped_storage()])
 
     @torch.no_grad()
     def replay_fills(self) -> None:
@@ -134,12 +145,9 @@ class CopyPlan:
     @torch.no_grad()
     def differences(self) -> int:
         """Return how many copies differ bitwise (cast ones: by value); waits for the device."""
-        pairs = [pair for group in self._groups for pair in zip(*group, strict=True)]
-        return sum(not torch.equal(destination, source.to(destination.dtype)) for destination, source in pairs)
+        return _differences(self._groups)
 
-    def _grouped(
-        self, copies: Iterable[Copy], sources: Sequence[torch.UntypedStorage]
-    ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    def _grouped(self, copies: Iterable[Copy], sources: Sequence[torch.UntypedStorage]) -> Groups:
         """Group views by number types and order: one strided pair slows a whole foreach."""
         groups: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for copy in copies:
@@ -154,7 +162,12 @@ class CopyPlan:
         return list(groups.values())
 
 
-def _enqueue(groups: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+def _differences(groups: Groups) -> int:
+    pairs = [pair for group in groups for pair in zip(*group, strict=True)]
+    return sum(not torch.equal(destination, source.to(destination.dtype)) for destination, source in pairs)
+
+
+def _enqueue(groups: Groups) -> None:
     for destinations, sources in groups:
         torch._foreach_copy_(destinations, sources, non_blocking=True)
 

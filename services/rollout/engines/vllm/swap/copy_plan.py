@@ -84,7 +84,6 @@ def first_cut(read: Iterable[Region], tensors: Mapping[str, Region]) -> str:
 
 
 def sources_of(tensors: Tensors) -> dict[str, Region]:
-    """Return each tensor's region, numbered as a plan's sources."""
     storages = _numbered(tensors.values())
     return {name: storages.region(tensor) for name, tensor in tensors.items()}
 
@@ -255,7 +254,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def written_by(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that ``operation`` writes, by schema."""
     written: list[torch.Tensor] = []
     for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -267,10 +265,8 @@ def written_by(operation: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _prove_coverage(writes: Iterable[Copy | Fill], regions: Mapping[str, Region], optional: Iterable[str]) -> None:
-    """Check that ``writes`` cover ``regions`` exactly once; ``optional`` ones completely or not at all.
-
-    Raises:
-        CopyPlanRefused: names the first violation.
+    """Check that ``writes`` cover ``regions`` exactly once; ``optional`` ones completely or not at all. Raises
+    CopyPlanRefused: names the first violation.
     """
     parts: dict[int, list[Intervals]] = defaultdict(list)
     for write in writes:

@@ -113,6 +113,11 @@ class WeightSwapper:
         """Return how many copies differ bitwise from the shadow, or None without a plan or shadow; slow, for tests."""
         return None if self._plan is None or self._layout else self._plan.differences()
 
+    def compare(self, buckets: Iterable[tuple[int, torch.Tensor]]) -> int | None:
+        """Return how many copies differ bitwise from streamed ``buckets``, or None without a plan; slow, for tests."""
+        plan = self._plan
+        return None if plan is None else sum(plan.part_differences(number, bucket) for number, bucket in buckets)
+
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return self._model.load_weights(self._form.convert(tensors))
 

@@ -1,0 +1,35 @@
+"""Penstock's Python API (docs/python-api.md).
+
+::
+
+    run = penstock.Run("my-run.toml").start()
+    for step in run.steps():
+        print(step.step, step.metrics["reward_mean"])
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.run import Run, RunFailed, Step
+    from services.client.policy import Completion, Policy
+    from shared.errors import PenstockError, SettingsError
+
+__all__ = ["Completion", "PenstockError", "Policy", "Run", "RunFailed", "SettingsError", "Step"]
+
+_HOMES = {
+    "Completion": "services.client.policy",
+    "Policy": "services.client.policy",
+    "Run": "penstock.run",
+    "RunFailed": "penstock.run",
+    "Step": "penstock.run",
+    "PenstockError": "shared.errors",
+    "SettingsError": "shared.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use: services import this package too, and need none of it."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,0 +1,296 @@
+"""One run from Python: start it, follow it, steer it."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from penstock.process import UpProcess
+from services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
+from services.client.policy import LivePolicy
+from services.client.views import ReplicaView, RunView
+from shared.errors import PenstockError
+from shared.settings import Settings, load_run
+
+if TYPE_CHECKING:
+    from services.offline.policy import StoredPolicy
+
+_POLL_S = 0.3
+_PAGE = 100
+
+
+class RunFailed(PenstockError):
+    """The run's processes ended before the run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step, as reported by the trainer."""
+
+    step: int
+    version: int
+    """The policy version that it made."""
+    samples: int
+    finished_at_s: float
+    """Unix seconds."""
+    metrics: Mapping[str, float]
+    """See docs/reference/metrics.md; not a number: not finite."""
+
+
+class Run:
+    """A run on this machine, or one whose coordinator is elsewhere (:meth:`connect`).
+
+    ``config`` is the path of a TOML file, or settings by key: ``{"policy.model": "…", "run.steps": 10}``. The run
+    continues when the script or notebook ends; ``Run.open("runs/<id>")`` finds it again and :meth:`close` ends its
+    processes. In ``with``, they end with the block.
+    """
+
+    def __init__(self, config: str | Path | Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
+        """Check the settings; those of ``settings`` override ``config``. Raises SettingsError."""
+        self._process: UpProcess | None = UpProcess.of_config(config, settings or {})
+        self.folder = self._process.folder
+        self._client: CoordinatorClient | None = None
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Run":
+        """Return the run in ``folder``, running or not. Raises SettingsError if the folder has no run."""
+        path = Path(folder)
+        load_run(path)
+        run = cls.__new__(cls)
+        run.folder, run._process, run._client = path.resolve(), None, None
+        return run
+
+    @classmethod
+    def connect(cls, url: str, token_file: str | Path | None = None) -> "Run":
+        """Return the run whose coordinator answers at ``url``. Raises PenstockError."""
+        run = cls.__new__(cls)
+        run.folder, run._process = Path(), None
+        run._client = CoordinatorClient(url.rstrip("/"), read_token(None if token_file is None else Path(token_file)))
+        run._client.run()
+        return run
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    # ---------------------------------------------------------------- processes
+
+    def start(self) -> "Run":
+        """Start the run, or continue it; return once it is running.
+
+        Raises:
+            SettingsError: a setting is wrong.
+            RunFailed: its processes ended.
+        """
+        if self._alive() is None:
+            if not self.folder.parts:
+                raise Unreachable("the run is on another machine: start it there")
+            if self._process is None or self._process.started:
+                self._process = UpProcess.of_folder(self.folder)
+            self._process.start()
+            self._wait_for_coordinator()
+        client = self._alive()
+        if client is not None and client.run().state == "created" and not self.settings.coordinator.autostart:
+            client.post("/v1/run/start", {"reason": ""})
+        return self
+
+    def close(self) -> None:
+        """End the run's processes in order, if this object started them. :meth:`start` continues it."""
+        if self._process is not None:
+            self._process.stop()
+        self._client = None
+
+    def wait(self) -> RunView:
+        """Wait until the run has ended; return its last state. Raises RunFailed."""
+        seen = self.status()
+        while not seen.ended:
+            time.sleep(_POLL_S)
+            try:
+                seen = self.status()
+            except Unreachable:
+                if state := self._final_state():
+                    seen = seen.model_copy(update={"state": state, "closed": True})
+                    break
+                self._check_process()
+        if self._process is not None:
+            self._process.wait()
+        return seen
+
+    # ---------------------------------------------------------------- look
+
+    @property
+    def settings(self) -> Settings:
+        """The run's settings."""
+        return load_run(self.folder)
+
+    def status(self) -> RunView:
+        """Return the run's state, counts and newest metrics. Raises Unreachable if it is not running."""
+        return self._coordinator().run()
+
+    def replicas(self) -> list[ReplicaView]:
+        """Return the live replicas of all services."""
+        return self._coordinator().replicas()
+
+    def steps(self, *, follow: bool = True) -> Iterator[Step]:
+        """Yield every step, oldest first; with ``follow``, until the run ends. After a rollback, steps come again.
+
+        Raises:
+            RunFailed: the run's processes ended.
+        """
+        last = (0, 0)
+        while True:
+            ended = self._ended()
+            for row in self._rows_after(last):
+                last = _place(row)
+                yield _step(row)
+            if ended or not follow:
+                return
+            time.sleep(_POLL_S)
+
+    def rollouts(self, most: int = 20, *, search: str = "", problem: str = "") -> list[dict[str, Any]]:
+        """Return trained groups, newest first, with prompt, completions and scores (``GET /v1/run/rollouts``)."""
+        query = {name: value for name, value in (("search", search), ("problem", problem)) if value}
+        return self._coordinator().items("/v1/run/rollouts", most, a_page=50, **query)
+
+    def policies(self) -> list[dict[str, Any]]:
+        """Return every policy version, newest first (``GET /v1/policies``)."""
+        return self._coordinator().items("/v1/policies", 1_000_000)
+
+    # ---------------------------------------------------------------- steer
+
+    def pause(self, reason: str = "", *, drain: bool = False) -> None:
+        """Admit no new prompts; with ``drain``, wait until no group is generated or scored."""
+        self._command("pause", reason=reason, mode="drain" if drain else "admission")
+
+    def resume(self, reason: str = "") -> None:
+        """Continue a paused run."""
+        self._command("resume", reason=reason)
+
+    def stop(self, reason: str = "") -> None:
+        """End the run for good before its last step."""
+        self._command("stop", reason=reason)
+
+    def rollback(self, version: int, reason: str = "") -> int:
+        """Return to a version with a checkpoint; return its new number. Raises RequestRefused."""
+        client = self._coordinator()
+        operation = client.post(f"/v1/policies/{version}/rollback", {"reason": reason})
+        return int(client.finished(operation, lambda detail: None)["result"]["version"])
+
+    def export(self, version: int | None = None, to: str | Path | None = None) -> Path:
+        """Write a version (default: the newest) in Hugging Face form; return its folder."""
+        from services.cli import export
+
+        folder = None if to is None else Path(to)
+        alive = self._alive()
+        if alive is not None:
+            return Path(export.ask(alive, version, folder, adapter=False)["folder"])
+        return Path(export.make(self.folder, version, folder, adapter=False)["folder"])
+
+    # ---------------------------------------------------------------- policies
+
+    @property
+    def policy(self) -> LivePolicy:
+        """The policy that replicas serve now."""
+        return LivePolicy(self._coordinator())
+
+    def stored_policy(self, version: int | None = None) -> "StoredPolicy":
+        """Return a stored version (default: the newest), computed in this process."""
+        from services.offline.policy import StoredPolicy
+
+        return StoredPolicy(self.settings, version)
+
+    # ---------------------------------------------------------------- inside
+
+    def _coordinator(self) -> CoordinatorClient:
+        if self._client is None:
+            url = find(None, self.folder)
+            self._client = CoordinatorClient(url, read_token(None, url, self.folder))
+        return self._client
+
+    def _alive(self) -> CoordinatorClient | None:
+        try:
+            self._coordinator().run()
+        except Unreachable:
+            self._client = None if self.folder.parts else self._client
+            return None
+        return self._client
+
+    def _wait_for_coordinator(self) -> None:
+        """Return once it answers, or the run has ended."""
+        while self._alive() is None and not (self._process is not None and self._process.has_ended):
+            time.sleep(_POLL_S)
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if self._process is not None and (reason := self._process.failure()):
+            raise RunFailed(reason)
+
+    def _final_state(self) -> str:
+        """Return how the run has ended, by its files, or ""."""
+        try:
+            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""
+        state = str(summary.get("state")) if isinstance(summary, dict) else ""
+        return state if state in ("finished", "stopped") else ""
+
+    def _ended(self) -> bool:
+        client = self._alive()
+        if client is not None:
+            return client.run().ended
+        self._check_process()
+        return self._process is None or bool(self._final_state())
+
+    def _rows_after(self, last: tuple[int, int]) -> list[dict[str, Any]]:
+        """Return reports of steps, oldest first: from the coordinator, or from the files of a run that has ended."""
+        rows: list[dict[str, Any]] = []
+        try:
+            client, query = self._coordinator(), dict[str, str]()
+            while True:
+                page = client.get("/v1/run/steps", limit=_PAGE, **query)
+                fresh = [row for row in page["items"] if _place(row) > last]
+                rows += fresh
+                if page["next"] is None or len(fresh) < len(page["items"]):
+                    return rows[::-1]
+                query = {"cursor": page["next"]}
+        except Unreachable:
+            if not self.folder.parts:
+                raise
+            return [row for row in _recorded(self.folder / "metrics.jsonl") if _place(row) > last]
+
+    def _command(self, name: str, **body: str) -> None:
+        client = self._coordinator()
+        answer = client.post(f"/v1/run/{name}", body)
+        if "kind" in answer:
+            client.finished(answer, lambda detail: None)
+
+
+def _recorded(file: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        record = json.loads(line)
+        named = ("entry", "step", "version", "samples", "finished_at_s", "lag_counts")
+        metrics = {name: value for name, value in record.items() if name not in named}
+        rows.append({**record, "id": record["entry"], "metrics": metrics})
+    return rows
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    at_ms, _, number = str(row["id"]).partition("-")
+    return int(at_ms), int(number)
+
+
+def _step(row: Mapping[str, Any]) -> Step:
+    metrics = {name: math.nan if value is None else float(value) for name, value in row["metrics"].items()}
+    return Step(int(row["step"]), int(row["version"]), int(row["samples"]), float(row["finished_at_s"]), metrics)

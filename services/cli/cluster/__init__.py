@@ -1,0 +1,1 @@
+"""Runs on Kubernetes: ``penstock deploy``, and how other commands reach what it started."""

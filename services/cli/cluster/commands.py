@@ -1,0 +1,117 @@
+"""``penstock deploy``, ``logs`` and ``delete``; the other commands find a deployed run by its record."""
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.cluster import cluster_file, programs
+from services.cli.cluster.deployment import Deployment, find
+from services.cli.connection import LATEST
+from services.up.display import console
+from shared.errors import PenstockError, SettingsError
+from shared.settings import load
+from shared.text.terminal import escaped_line
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_SECRET = re.compile(r"^kind: Secret$", re.MULTILINE)
+Folder = Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")]
+
+
+def add_to(app: typer.Typer, panel: str) -> None:
+    """Add these commands to ``app``."""
+    for command in (deploy, logs, delete):
+        app.command(rich_help_panel=panel)(command)
+
+
+def deploy(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    on: Annotated[Path, typer.Option("--on", metavar="CLUSTER", help="The cluster's TOML file.")],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The run's name. Default: CONFIG's.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifests, and change nothing.")] = False,
+) -> None:
+    """Start a run on Kubernetes, or change one that was deployed. Needs `helm`; the other commands need `kubectl`.
+
+    `status`, `logs`, `stop`, `delete` and the commands that operate a run then find it as they find a local one.
+
+    **Examples:** `penstock deploy my-run.toml --on cluster.toml` · `penstock deploy my-run.toml --on cluster.toml --dry-run`
+    """
+    settings, cluster = load(config), cluster_file.read(on)
+    name = name or settings.run.id or config.stem.lower().replace("_", "-").replace(".", "-")
+    if _NAME.fullmatch(name) is None:
+        raise SettingsError(
+            f"expected a name of 1 to 40 lower-case letters, digits and '-', found {name!r}: give --name"
+        )
+    run = {**cluster.values.get("run", {}), "config": config.read_text(encoding="utf-8")}
+    words = ["upgrade", name, cluster.chart_place, "--install", "--values", "-"]
+    words += ["--version", cluster.version] if cluster.version else []
+    words += ["--dry-run=server"] if dry_run else []
+    command = programs.command("helm", cluster.context, cluster.namespace, words)
+    said = programs.output(command, json.dumps({**cluster.values, "run": run}))
+    if dry_run:
+        console.say(without_secrets(said))
+        return
+    secret = cluster.values.get("api", {}).get("existingSecret", "")
+    folder = settings.run.folder / name
+    Deployment(name, cluster.namespace, cluster.context, secret).write(folder)
+    console.say(f"{name} is deployed: `penstock status` shows it, `penstock stop` ends it ({folder})")
+
+
+def without_secrets(manifests: str) -> str:
+    """Return Helm's output without its Secrets, which an upgrade reads from the cluster."""
+    documents = manifests.split("\n---\n")
+    kept = [document for document in documents if not _SECRET.search(document)]
+    return "\n---\n".join([*kept, f"# {len(documents) - len(kept)} Secrets are not shown"])
+
+
+def logs(
+    run: Folder = LATEST,
+    service: Annotated[str, typer.Option("--service", metavar="SERVICE", help="Only of this service: trainer, …")] = "",
+    lines: Annotated[int, typer.Option("--lines", min=0, metavar="N", help="Lines of each replica.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", help="Print new lines until Ctrl-C.")] = False,
+) -> None:
+    """Print the newest log lines of a run's replicas.
+
+    **Example:** `penstock logs --service trainer --follow`
+    """
+    deployed = find(run)
+    if deployed is not None:
+        selector = deployed.selector + (f",app.kubernetes.io/component={service}" if service else "")
+        words = deployed.kubectl("logs", "-l", selector, "--prefix", "--tail", str(lines), "--max-log-requests", "100")
+        words += ["--follow"] if follow else []
+    else:
+        files = sorted((run / "logs").glob(f"{service}*.log"))
+        if not files:
+            raise PenstockError(f"no log files in {run / 'logs'}: give --run RUN_FOLDER, or another --service")
+        words = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
+    if _print(words):
+        raise PenstockError(f"could not read the logs: {' '.join(words[:3])} … failed")
+
+
+def _print(words: Sequence[str]) -> int:
+    """Print a command's output without what controls a terminal; return its exit code."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, errors="backslashreplace") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            typer.echo(escaped_line(line.rstrip("\n")))
+    return process.returncode
+
+
+def delete(run: Folder = LATEST) -> None:
+    """Remove a deployed run from its cluster. Its claims stay, with records and checkpoints; so does its local folder.
+
+    **Example:** `penstock delete --run runs/my-run`
+    """
+    deployed = find(run)
+    if deployed is None:
+        if not run.is_dir():
+            raise PenstockError(f"no run's folder at {run}: give --run RUN_FOLDER")
+        raise PenstockError(
+            f"{run} was not started by `penstock deploy`: end a local run with `penstock stop` or Ctrl-C"
+        )
+    programs.output(programs.command("helm", deployed.context, deployed.namespace, ["uninstall", deployed.name]))
+    console.say(f"{deployed.name} is removed from {deployed.namespace}; its claims and {run} stay")

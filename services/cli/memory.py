@@ -1,0 +1,159 @@
+"""``penstock memory``: what each process of a run held on its device, by phase and component, beside the plan."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.plan import preferences
+from services.coordinator.records.jsonl import read
+from services.coordinator.records.memory import MEMORY_FILE
+from services.plan.hardware import GIB
+from services.plan.memory import Component, EngineOptions, engine_memory, trainer_table
+from services.plan.workload import Workload, workload_of
+from services.up.display import console
+from shared.errors import PenstockError
+from shared.settings import Settings, load_run
+from shared.text.terminal import escaped_line
+
+_FOLDED = {"logits": "activations"}
+"""The plan's components that are measured as another."""
+_UNCOMPARED = ("context", "other")
+"""What torch does not allocate, and what has no name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """A phase of one process on one device."""
+
+    replica: str
+    device: str
+    phase: str
+    capacity_bytes: float
+    latest_bytes: float
+    peak_bytes: float
+    components: Mapping[str, float]
+    """At the peak."""
+
+
+def phases(lines: Iterable[Mapping[str, Any]]) -> list[PhaseMemory]:
+    """Return every phase in ``lines`` of memory.jsonl, oldest first, by process and device."""
+    latest: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    largest: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for line in lines:
+        for sample in line.get("samples", ()):
+            key = (line["replica"], sample["device"], sample["phase"])
+            latest[key] = sample
+            if key not in largest or sample["total_bytes"] > largest[key]["total_bytes"]:
+                largest[key] = sample
+    return [
+        PhaseMemory(*key, top["capacity_bytes"], latest[key]["total_bytes"], top["total_bytes"], top["components"])
+        for key, top in sorted(largest.items(), key=lambda item: item[0][:2])
+    ]
+
+
+def predicted(settings: Settings, measured: PhaseMemory) -> dict[str, float]:
+    """Return the plan's components of a measured phase; empty if it plans none."""
+    work = workload_of(settings)
+    if measured.replica.startswith("rollout") and measured.phase == "generate":
+        return _folded(_engine(settings, work, measured.capacity_bytes))
+    if not measured.replica.startswith("trainer"):
+        return {}
+    if measured.device.endswith(" cpu"):
+        work = dataclasses.replace(work, weight_bytes=4)  # the trainer computes in float32 there
+    options = preferences(settings).trainer
+    if "." in measured.replica:  # rank 0 alone has snapshots
+        options = dataclasses.replace(options, snapshots=False)
+    table, _ = trainer_table(work, options, measured.capacity_bytes)
+    return _folded({str(phase): parts for phase, parts in table.items()}.get(measured.phase, ()))
+
+
+def _engine(settings: Settings, work: Workload, capacity_bytes: float) -> Sequence[Component]:
+    rollout = settings.rollout
+    engines = rollout.engines_per_gpu if isinstance(rollout.engines_per_gpu, int) else 1
+    options = EngineOptions(
+        rollout.vllm.tensor_parallel_size,
+        engines,
+        rollout.vllm.gpu_memory_utilization,
+        rollout.max_groups * settings.sampling.group_size,
+    )
+    return engine_memory(work, options, capacity_bytes, capacity_bytes).components
+
+
+def _folded(parts: Iterable[Component]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for part in parts:
+        name = _FOLDED.get(part.name, part.name)
+        sums[name] = sums.get(name, 0.0) + part.nbytes
+    return sums
+
+
+def show(run: Path, *, plan: bool, as_json: bool) -> None:
+    """Print the memory of the run in folder ``run``.
+
+    Raises:
+        PenstockError: it has no records of memory.
+    """
+    measured = phases(read(run / MEMORY_FILE))
+    if not measured:
+        raise PenstockError(
+            f"no records of memory in {run / MEMORY_FILE}: they are written from a run's first step on; "
+            "give the folder of another run"
+        )
+    settings = load_run(run) if plan else None
+    if as_json:
+        console.say_json([_entry(phase, settings) for phase in measured])
+        return
+    for place in dict.fromkeys((phase.replica, phase.device) for phase in measured):
+        own = [phase for phase in measured if (phase.replica, phase.device) == place]
+        console.say(f"{escaped_line(' on '.join(place))}: {own[0].capacity_bytes / GIB:.1f} GiB")
+        console.show(_phases(own) if settings is None else _compared(own, settings))
+        console.say("")
+
+
+def _entry(measured: PhaseMemory, settings: Settings | None) -> dict[str, Any]:
+    return dataclasses.asdict(measured) | ({} if settings is None else {"predicted": predicted(settings, measured)})
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, name in enumerate(names):
+        table.add_column(name, justify="right" if place else "left")
+    return table
+
+
+def _phases(own: Sequence[PhaseMemory]) -> Table:
+    table = _table("GiB", "latest", "peak")
+    table.add_column("at the peak")
+    for phase in own:
+        largest = sorted(phase.components.items(), key=lambda part: -part[1])
+        parts = escaped_line(", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in largest))
+        table.add_row(Text(escaped_line(phase.phase)), _gib(phase.latest_bytes), _gib(phase.peak_bytes), Text(parts))
+    return table
+
+
+def _compared(own: Sequence[PhaseMemory], settings: Settings) -> Table:
+    table = _table("GiB", "predicted", "measured", "difference")
+    for phase in own:
+        expected = predicted(settings, phase)
+        if not expected:
+            continue
+        known = phase.components if phase.device.endswith(" cpu") else [*expected, *phase.components]
+        names = [name for name in dict.fromkeys(known) if name not in _UNCOMPARED]
+        both = [(expected.get(name, 0.0), phase.components.get(name, 0.0)) for name in names]
+        table.add_row(Text(escaped_line(phase.phase), "bold"), *_difference(*map(sum, zip(*both, strict=True))))
+        for name, pair in zip(names, both, strict=True):
+            if max(pair) > 0:
+                table.add_row(f"  {escaped_line(name)}", *_difference(*pair))
+    return table
+
+
+def _difference(expected: float, seen: float) -> tuple[str, str, str]:
+    return _gib(expected), _gib(seen), f"{expected / seen - 1:+.0%}" if seen else "–"
+
+
+def _gib(nbytes: float | None) -> str:
+    return "–" if nbytes is None else f"{nbytes / GIB:.3g}"

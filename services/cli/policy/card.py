@@ -1,0 +1,117 @@
+"""The model card of a pushed policy: settings, curves, evaluations and ledger, from the run's files."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from services.coordinator.records.jsonl import read
+from services.coordinator.records.summary import one_line_a_step
+from shared.settings import Settings
+from shared.text.redaction import redacted
+
+_CURVES = ("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "lag_mean")
+_ROWS = 20
+_SECTIONS = ("policy", "data", "sampling", "reward", "algorithm", "trainer")
+_PRIVATE = ("store", "signing_key_file", "gpus")
+
+
+def card(settings: Settings, version: int, step: int) -> str:
+    """Return README.md for a version of the run's policy."""
+    folder = settings.run_folder
+    parts = [
+        _front(settings),
+        f"# {settings.run.id}, version {version}\n\nTrained from `{_model(settings)}` for {step} steps with Penstock "
+        f"({settings.algorithm.preset}).",
+        _table("Curves", _curves(folder, step)),
+        _table("Held-out accuracy", _evaluations(folder, step)),
+        _table("Ledger: how every group ended", _ledger(folder)),
+        f"## Settings\n\n```toml\n{_settings(settings)}```",
+        "`penstock/metrics.jsonl`, `penstock/evaluations.jsonl` and `penstock/summary.json` are the run's records.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def records(folder: Path) -> list[Path]:
+    """Return the records that accompany a policy."""
+    return [
+        path for name in ("metrics.jsonl", "evaluations.jsonl", "summary.json") if (path := folder / name).is_file()
+    ]
+
+
+def _front(settings: Settings) -> str:
+    lines = ["---", "library_name: transformers", "tags: [penstock, reinforcement-learning]"]
+    model = settings.policy.model
+    if not Path(model).exists():
+        lines.append(f"base_model: {json.dumps(model)}")
+    return "\n".join([*lines, "---"])
+
+
+def _model(settings: Settings) -> str:
+    """Return the model's name, without this machine's folders."""
+    model = settings.policy.model
+    return Path(model).name if Path(model).exists() else model
+
+
+def _settings(settings: Settings) -> str:
+    values = settings.model_dump(mode="json", exclude_none=True, include=set(_SECTIONS), exclude_defaults=True)
+    for name in _PRIVATE:
+        values.get("trainer", {}).pop(name, None)
+    return redacted(tomli_w.dumps(_without_folders(values)))
+
+
+def _without_folders(value: Any) -> Any:
+    """Return ``value`` with absolute paths cut to their last part."""
+    if isinstance(value, dict):
+        return {_without_folders(name): _without_folders(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def _curves(folder: Path, step: int) -> list[dict[str, Any]]:
+    lines = [
+        line
+        for line in one_line_a_step(read(folder / "metrics.jsonl"))
+        if isinstance(at := line.get("step"), int) and at <= step
+    ]
+    every = max(1, math.ceil(len(lines) / _ROWS))
+    chosen = [line for place, line in enumerate(lines) if place % every == 0 or place == len(lines) - 1]
+    return [{name: line.get(name) for name in ("step", *_CURVES)} for line in chosen]
+
+
+def _evaluations(folder: Path, step: int) -> list[dict[str, Any]]:
+    names = ("step", "version", "set", "accuracy", "accuracy_low", "accuracy_high", "problems")
+    lines = [
+        line for line in read(folder / "evaluations.jsonl") if isinstance(at := line.get("step"), int) and at <= step
+    ]
+    return [{name: line.get(name) for name in names} for line in lines]
+
+
+def _ledger(folder: Path) -> list[dict[str, Any]]:
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        counts = {"admitted": summary["groups_admitted"], **summary["counts"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [{"ending": name, "groups": count} for name, count in counts.items()]
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    names = list(rows[0])
+    lines = [_line(names), _line(["---"] * len(names)), *(_line(map(_cell, row.values())) for row in rows)]
+    return "\n".join([f"## {title}", "", *lines])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,50 @@
+"""``penstock eval``: evaluate a stored policy without a run."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.cli import export
+from services.cli.audit_rewards import fresh_executor
+from services.coordinator.evaluation.results import sentence
+from services.offline.stored import Stored, stored_version
+from services.up.display import console
+from shared.errors import SettingsError
+from shared.settings import SETTINGS_FILE, Settings, load, load_run
+
+
+def run(source: Path, flags: Sequence[str], version: str, problems: int | None, *, as_json: bool) -> None:
+    """Evaluate and print. Raises PenstockError."""
+    from services.offline.evaluation import evaluate
+
+    number = export.number(version)
+    with contextlib.ExitStack() as opened:
+        stored = _stored(source, flags, number, opened)
+        settings = _with_executor(stored.settings, opened.enter_context(fresh_executor(stored.settings)))
+        results = evaluate(settings, stored.version, stored.step, problems)
+    if as_json:
+        console.say_json([dataclasses.asdict(result) for result in results])
+        return
+    for result in results:
+        console.say(f"{sentence(result)} · {result.answered} of {result.problems} problems, {result.seconds:.1f} s")
+
+
+def _stored(source: Path, flags: Sequence[str], version: int | None, opened: contextlib.ExitStack) -> Stored:
+    if source.is_dir():
+        place = load_run(source).run
+        settings = load(source / SETTINGS_FILE, flags, environment={})
+        settings = settings.model_copy(update={"run": place})
+        if settings.policy.model == load_run(source).policy.model:
+            return opened.enter_context(stored_version(settings, version))
+        return Stored(settings, 0, 0)
+    if version is not None:
+        raise SettingsError("--version is for a run's folder: leave it out, or give the folder instead of a TOML file")
+    return Stored(load(source, flags), 0, 0)
+
+
+def _with_executor(settings: Settings, address: str) -> Settings:
+    if not address:
+        return settings
+    executor = settings.reward.executor.model_copy(update={"address": address})
+    return settings.model_copy(update={"reward": settings.reward.model_copy(update={"executor": executor})})

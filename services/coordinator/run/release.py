@@ -1,0 +1,138 @@
+"""Scale the run's workloads to zero once it is over, so that it holds no GPU (``run.onFinish`` of the Helm chart).
+
+::
+
+    records complete ──▶ the trainer's copies are stored ──▶ PATCH …/scale {"spec": {"replicas": 0}}, each until it succeeds
+
+KEDA would restore its minimum, so that becomes zero first. The pod's ServiceAccount may change nothing else. Parts of a
+JobSet end with the trainer and are not named here.
+"""
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from services.coordinator.run.notices import notice
+from services.coordinator.schemas.run import NoticeView
+from shared.bus.bus import Bus
+from shared.bus.stores.heartbeats import Heartbeat
+from shared.bus.stores.ledger import Ledger
+from shared.errors import PenstockError
+from shared.process.telemetry import tell
+
+log = logging.getLogger(__name__)
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Token, namespace and certificate authority, which Kubernetes mounts."""
+_LOOK_S = 1.0
+_TIMEOUT_S = 10.0
+_MERGE = "application/merge-patch+json"
+
+
+class ReleaseFailed(PenstockError):
+    """The Kubernetes API did not scale an object."""
+
+
+class KubernetesScale:
+    """Client of the API server of this pod's cluster; one connection per request, with the current token."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ, account: Path = ACCOUNT) -> None:
+        self._environment = environment
+        self._account = account
+
+    async def to_zero(self, target: str) -> None:
+        """Scale ``target``, group/version/resource/name, to zero; one that does not exist is at zero.
+
+        Raises:
+            ReleaseFailed: with the reason.
+        """
+        group, version, resource, name = target.split("/")
+        is_keda = resource == "scaledobjects"
+        body = {"spec": {"minReplicaCount" if is_keda else "replicas": 0}}
+        try:
+            path = f"/apis/{group}/{version}/namespaces/{self._read('namespace')}/{resource}/{name}"
+            answer = await self._patch(path if is_keda else f"{path}/scale", body)
+        except (OSError, KeyError, httpx.HTTPError) as error:
+            raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {error!r}") from error
+        if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
+            said = " ".join(answer.text.split())[:300]
+            raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {answer.status_code} {said}")
+
+    async def _patch(self, path: str, body: Mapping[str, Mapping[str, int]]) -> httpx.Response:
+        host, port = self._environment["KUBERNETES_SERVICE_HOST"], self._environment["KUBERNETES_SERVICE_PORT"]
+        address = f"[{host}]" if ":" in host else host
+        trust = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+        headers = {"Authorization": f"Bearer {self._read('token')}", "Content-Type": _MERGE}
+        async with httpx.AsyncClient(verify=trust, timeout=_TIMEOUT_S, trust_env=False) as client:
+            return await client.patch(f"https://{address}:{port}{path}", json=body, headers=headers)
+
+    def _read(self, name: str) -> str:
+        return (self._account / name).read_text(encoding="utf-8").strip()
+
+
+class Release:
+    """The leader's loop.
+
+    Args:
+        targets: what to scale to zero (``internal.release``), in this order.
+        beats: newest heartbeats.
+        steps: ``run.steps``.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        ledger: Ledger,
+        targets: Sequence[str],
+        beats: Callable[[], Sequence[Heartbeat]],
+        steps: int,
+        cluster: KubernetesScale | None = None,
+    ) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._targets = targets
+        self._beats = beats
+        self._steps = steps
+        self._cluster = cluster or KubernetesScale()
+        self._released: set[str] = set()
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Release until cancelled."""
+        while self._targets:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Scale down whatever is due, once."""
+        if not (await self._ledger.status()).is_over(self._steps):
+            self._released.clear()
+            return
+        storing = any(beat.service == "trainer" and not beat.values.get("stored") for beat in self._beats())
+        due = [] if storing else [target for target in self._targets if target not in self._released]
+        troubles = [trouble for target in due if (trouble := await self._scale(target))]
+        if troubles and troubles[0] != self._trouble:
+            log.warning("GPUs are not released", extra={"error": troubles[0]})
+        self._trouble = next(iter(troubles), "")
+        if due and not troubles:
+            await tell(self._bus, "coordinator", "workloads released", f"scaled to zero: {', '.join(due)}")
+
+    def notices(self) -> list[NoticeView]:
+        """Return why GPUs are still held, if they are."""
+        if not self._trouble:
+            return []
+        text = f"{self._trouble}: the coordinator tries again; `helm uninstall` frees the GPUs too"
+        return [notice("release", "error", text)]
+
+    async def _scale(self, target: str) -> str:
+        try:
+            await self._cluster.to_zero(target)
+        except ReleaseFailed as error:
+            return str(error)
+        self._released.add(target)
+        return ""

@@ -1,0 +1,109 @@
+"""Evaluate a policy on the held-out sets of ``evaluation``, with the run's scorers and without a run."""
+
+import asyncio
+import time
+
+from services.coordinator.admission import dataset
+from services.coordinator.admission.admission import drawn_by
+from services.coordinator.evaluation.results import Evaluation, summarize
+from services.offline.generation import LocalPolicy
+from services.reward.scoring import Scoring
+from services.reward.service import make_scoring
+from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup
+from shared.bus.stores.evaluations import Description, EvaluationRequest
+from shared.errors import PermanentError, SettingsError, TemporaryError
+from shared.process.telemetry import Status
+from shared.settings import Settings
+from shared.settings.evaluation import HeldOutSet
+from shared.settings.rewards.scorers import AnswerScorer
+
+_TRIES, _AGAIN_S = 5, 1.0
+
+
+def evaluate(settings: Settings, version: int, step: int, most: int | None = None) -> list[Evaluation]:
+    """Return the results of each held-out set.
+
+    Args:
+        most: problems of a set; None: all.
+
+    Raises:
+        SettingsError: no held-out set, or a model, a scorer or data that cannot be used.
+        TemporaryError: a scorer does not work.
+    """
+    if not settings.evaluation.held_out:
+        raise SettingsError("there is no held-out set: set evaluation.path, such as --evaluation.path heldout.jsonl")
+    sets = [(held_set, _problems(settings, held_set, most)) for held_set in settings.evaluation.held_out]
+    policy = LocalPolicy(settings, version)
+    return asyncio.run(_evaluate(settings, policy, sets, version, step))
+
+
+async def _evaluate(
+    settings: Settings,
+    policy: LocalPolicy,
+    sets: list[tuple[HeldOutSet, list[dataset.Problem]]],
+    version: int,
+    step: int,
+) -> list[Evaluation]:
+    scoring = make_scoring(settings, Status())
+    started_at_s, answers, refusals, first = time.time(), dict[int, int](), list[str](), 0
+    await scoring.start()
+    try:
+        for held_set, problems in sets:
+            prompts = _accepted(policy, _prompts(settings, held_set, problems, first), refusals)
+            for group in policy.complete(prompts):
+                try:
+                    rewards = await _rewards(scoring, group)
+                except PermanentError as error:
+                    refusals.append(str(error))
+                    continue
+                answers[int(group.prompt.group_id)] = sum(reward > held_set.correct_above for reward in rewards)
+            first += len(problems)
+    finally:
+        await scoring.close()
+    asked = tuple(
+        EvaluationRequest(each.name, len(problems), each.samples, each.correct_above, each.pass_at)
+        for each, problems in sets
+    )
+    description = Description(
+        PolicyVersion(version), step, asked, initial=False, final=False, started_at_s=started_at_s
+    )
+    return summarize(description, answers, f"({refusals[0]})" if refusals else "", time.time())
+
+
+def _prompts(settings: Settings, held_set: HeldOutSet, problems: list[dataset.Problem], first: int) -> list[Prompt]:
+    sampling = drawn_by(settings.sampling, held_set.samples, held_set.temperature)
+    return [problem.prompt(first + place, sampling) for place, problem in enumerate(problems)]
+
+
+def _accepted(policy: LocalPolicy, prompts: list[Prompt], refusals: list[str]) -> list[Prompt]:
+    """Return the prompts that can be generated; add the others' reasons to ``refusals``."""
+    accepted = []
+    for prompt in prompts:
+        try:
+            policy.check(prompt)
+        except PermanentError as error:
+            refusals.append(str(error))
+        else:
+            accepted.append(prompt)
+    return accepted
+
+
+async def _rewards(scoring: Scoring, group: RolloutGroup) -> list[float]:
+    """Score a group; a scorer that fails for a moment is asked again."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return [float(reward) for reward in (await scoring(group)).rewards]
+        except TemporaryError:
+            if not left:
+                raise
+            await asyncio.sleep(_AGAIN_S)
+    raise AssertionError("unreachable")
+
+
+def _problems(settings: Settings, held_set: HeldOutSet, most: int | None) -> list[dataset.Problem]:
+    names = [scorer.name for scorer in settings.reward.scorers]
+    comparing = [scorer.name for scorer in settings.reward.scorers if isinstance(scorer, AnswerScorer)]
+    setting = settings.evaluation.setting_of(held_set)
+    loaded = dataset.load(held_set.path, settings.data, setting, names, comparing)
+    chosen = dataset.subset(len(loaded), len(loaded) if most is None else most, settings.run.seed)
+    return [loaded.problems[index] for index in chosen]

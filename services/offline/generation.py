@@ -1,0 +1,94 @@
+"""Generate with a policy on this thread, by the decoding of the transformers engine."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from services.rollout.engines.engine import GeneratedSample, GenerationRequest
+from services.rollout.engines.prompts import TokenizerCodec
+from services.rollout.engines.stop_texts import StopTexts
+from services.rollout.service import seed_of
+from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sample, Sampling
+from shared.errors import PenstockError
+from shared.settings import Settings
+
+_ROWS = 256
+"""Completions decoded at a time."""
+
+
+class LocalPolicy:
+    """A model and its tokenizer.
+
+    Raises:
+        SettingsError: the model cannot be loaded.
+        PenstockError: a dependency is not installed.
+    """
+
+    def __init__(self, settings: Settings, version: int = 0) -> None:
+        try:
+            from services.rollout.engines.transformers.loading import open_model, open_tokenizer
+        except ImportError as error:
+            raise PenstockError(f"generation needs penstock[rollout]: {error}: install it") from error
+        self._settings, self._version = settings, PolicyVersion(version)
+        tokenizer = open_tokenizer(settings.policy)
+        self._opened = open_model(settings.policy, tokenizer, settings.run.device, settings.rollout.vllm.max_model_len)
+        self._codec = TokenizerCodec(tokenizer, self._opened, settings.data.chat_template)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise PermanentError if ``prompt`` cannot be generated."""
+        self._codec.encode(prompt)
+
+    def complete(self, prompts: Sequence[Prompt]) -> Iterator[RolloutGroup]:
+        """Yield the prompts' groups, in their order.
+
+        Raises:
+            PermanentError: a prompt cannot be generated.
+        """
+        batch: list[Prompt] = []
+        for prompt in prompts:
+            if batch and sum(each.sampling.samples for each in (*batch, prompt)) > _ROWS:
+                yield from self._decode(batch)
+                batch = []
+            batch.append(prompt)
+        if batch:
+            yield from self._decode(batch)
+
+    def _decode(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        import torch
+
+        from services.rollout.engines.transformers.decoding import Batch, Tokens
+
+        started_at_s, seed = time.time(), self._settings.run.seed
+        requests = [
+            GenerationRequest(
+                self._codec.encode(prompt), prompt.sampling, seed_of(seed, prompt), self._stop(prompt.sampling)
+            )
+            for prompt in prompts
+        ]
+        samples: dict[int, tuple[GeneratedSample, ...]] = {}
+        with torch.inference_mode():
+            batch = Batch(self._opened.model, requests, Tokens(self._opened.stop), self._opened.device)
+            while not batch.finished:
+                samples |= batch.step(self._version)
+        return [
+            self._group(prompt, request, samples[place], started_at_s)
+            for place, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+        ]
+
+    def _stop(self, sampling: Sampling) -> StopTexts | None:
+        return StopTexts(self._codec.decode, sampling.stop) if sampling.stop else None
+
+    def _group(
+        self, prompt: Prompt, request: GenerationRequest, generated: Sequence[GeneratedSample], started_at_s: float
+    ) -> RolloutGroup:
+        texts = self._codec.decode([sample.token_ids for sample in generated])
+        samples = tuple(
+            Sample(
+                token_ids=sample.token_ids,
+                behavior_logprobs=sample.behavior_logprobs,
+                version_spans=sample.version_spans,
+                finish_reason=sample.finish_reason,
+                text=text,
+            )
+            for sample, text in zip(generated, texts, strict=True)
+        )
+        return RolloutGroup(prompt, request.prompt_token_ids, samples, "local", started_at_s, time.time())

@@ -1,0 +1,78 @@
+"""Free a vLLM worker's memory for training, rung by rung, and take it back; on a GPU, with vLLM's sleep mode.
+
+::
+
+    rung 0   decoding is paused
+    rung 1   + the KV cache's memory is returned to the driver
+    rung 2   + the weights', whose contents the next swap brings back
+
+Sleep mode keeps the addresses, so CUDA graphs and copy plans stay valid.
+"""
+
+from typing import Any
+
+import psutil
+import torch
+
+from shared.errors import WeightsError
+
+KV_CACHE = "kv_cache"
+"""vLLM's tag of its allocations."""
+
+
+class Ladder:
+    """What one worker holds; in the thread that steps the model."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._rung = 0
+
+    def free(self, rung: int, *, keep_weights: bool) -> None:
+        """Free memory down to ``rung``; decoding is paused, and no request uses the KV cache from rung 1 on.
+
+        Args:
+            keep_weights: at rung 2, copy the weights to the host instead of discarding them.
+
+        Raises:
+            WeightsError: this device has no sleep mode.
+        """
+        if rung and self._worker.device.type != "cuda":
+            raise WeightsError(f"expected rung 0 for vLLM on a CPU, found {rung}: set placement.rung = 0")
+        if rung >= 2:
+            self._worker.sleep(level=1 if keep_weights else 2)
+        elif rung == 1:
+            self._discard_kv_cache()
+        self._rung = rung
+
+    def take_back(self) -> None:
+        """Allocate what was freed."""
+        rung, self._rung = self._rung, 0
+        if rung:
+            self._worker.wake_up(None if rung >= 2 else [KV_CACHE])
+
+    def measure(self) -> dict[str, int]:
+        """Return the bytes of each component when resident, and the device's."""
+        device = self._worker.device
+        model = self._worker.model_runner.get_model()
+        caches = getattr(self._worker.model_runner, "kv_caches", ())
+        return {
+            "weights": sum(parameter.nbytes for parameter in model.parameters()),
+            "kv_cache": sum(cache.nbytes for cache in caches if isinstance(cache, torch.Tensor)),
+            "capacity": _capacity(device),
+        }
+
+    def _discard_kv_cache(self) -> None:
+        if hasattr(self._worker, "discard"):
+            self._worker.discard((KV_CACHE,))
+        else:  # before vLLM 0.32
+            from vllm.device_allocator import cumem
+
+            torch.cuda.synchronize(self._worker.device)
+            for allocation in cumem.CuMemAllocator.get_instance().pointer_to_data.values():
+                if allocation.tag == KV_CACHE:
+                    cumem.unmap_and_release(allocation.handle)
+        torch.cuda.empty_cache()
+
+
+def _capacity(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total)

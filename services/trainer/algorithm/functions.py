@@ -1,0 +1,90 @@
+"""Loss and advantage functions of the user's own, by import path (``algorithm.loss = "my_package.losses:mine"``).
+
+::
+
+    def mine(*, policy_logprobs, anchor_logprobs, advantages, **others) -> Tensor:  # the loss of each token (N)
+    def mine(rewards) -> array:                                                     # the advantage of each sample (S)
+
+A loss gets float32 tensors of ``N`` tokens: ``policy_logprobs`` (with a gradient), ``anchor_logprobs`` (behavior's, or
+the proximal ones), ``behavior_logprobs``, ``advantages``, ``entropy``, ``lags`` (steps), and ``lengths`` (int64, S): the
+tokens of each sample, in order. An advantage gets a group's float32 numpy array. Both run in every forward pass or step
+on every rank, and again in a replay: the same inputs must give the same outputs.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.bus.messages import Float32Array
+from shared.errors import SettingsError
+from shared.settings.algorithm import AlgorithmSettings
+
+_TRIAL_LENGTHS = (3, 1, 2)
+
+
+@functools.cache
+def load(name: str) -> Callable[..., Any]:
+    """Return the function ``package.module:function``; raises its import's error."""
+    module, _, path = name.partition(":")
+    target: Any = importlib.import_module(module)
+    for part in path.split("."):
+        target = getattr(target, part)
+    if not callable(target):
+        raise TypeError(f"it is no function but {type(target).__name__}")
+    function: Callable[..., Any] = target
+    return function
+
+
+def loss(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the function's loss of each token (N). Raises TypeError for another result."""
+    loss_N = load(name)(**tensors)
+    expected = tensors["policy_logprobs"].shape
+    if not isinstance(loss_N, Tensor) or loss_N.shape != expected or not loss_N.is_floating_point():
+        found = f"{loss_N.dtype} of {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
+        raise TypeError(f"expected the loss of each of {expected[0]} tokens from {name}, found {found}")
+    return loss_N
+
+
+def advantages(name: str, rewards_S: Float32Array) -> Float32Array:
+    """Return the function's advantage of each sample (S). Raises TypeError for another result."""
+    found_S = np.asarray(load(name)(rewards_S.copy()), dtype=np.float32)
+    if found_S.shape != rewards_S.shape or not np.isfinite(found_S).all():
+        raise TypeError(
+            f"expected a finite advantage of each of {len(rewards_S)} samples from {name}, found {found_S.tolist()}"
+        )
+    return found_S
+
+
+def check(algorithm: AlgorithmSettings) -> None:
+    """Call the user's functions once; raise SettingsError if that fails."""
+    for setting, name, trial in (
+        ("loss", algorithm.loss, _try_loss), ("advantage", algorithm.advantage, _try_advantages),
+    ):  # fmt: skip
+        try:
+            if ":" in name:
+                trial(name)
+        except Exception as error:
+            raise SettingsError(
+                f"algorithm.{setting}: {name} failed in a trial ({type(error).__name__}: {error}): it must be importable where the "
+                "trainer runs and take what docs/algorithms.md lists; correct it, or change the setting"
+            ) from error
+
+
+def _try_loss(name: str) -> None:
+    tokens = sum(_TRIAL_LENGTHS)
+    names = ("anchor_logprobs", "behavior_logprobs", "advantages", "entropy", "lags")
+    tensors = {each: torch.linspace(-1.0, -0.5, tokens) for each in names}
+    policy_N = torch.linspace(-1.1, -0.4, tokens, requires_grad=True)
+    found_N = loss(name, {"policy_logprobs": policy_N, **tensors, "lengths": torch.tensor(_TRIAL_LENGTHS)})
+    if not found_N.requires_grad:
+        raise TypeError("its loss has no gradient to policy_logprobs")
+
+
+def _try_advantages(name: str) -> None:
+    for rewards in ((1.0, 0.0, 0.5, 1.0), (1.0, 1.0, 1.0, 1.0)):
+        advantages(name, np.array(rewards, dtype=np.float32))

@@ -1,0 +1,115 @@
+"""Laws of a run on a cluster: one command starts it, and the others find it. No real cluster was available."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.cli.cluster.commands import without_secrets
+from tests.cli.test_cli import ROOT, Coordinator, coordinator, penstock
+from tests.support import cluster_programs
+
+__all__ = ["coordinator"]
+CLUSTER = """
+namespace = "research"
+context = "gpus"
+[values]
+image.registry = "registry.test/team"
+"""
+
+
+@pytest.fixture
+def place(helm: None, tmp_path: Path) -> Mapping[str, str]:
+    """The environment of a machine with ``helm`` and ``kubectl``, whose cluster's state is in ``tmp_path``."""
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "demo.toml").write_text((ROOT / "config/arithmetic.toml").read_text())
+    programs = cluster_programs.install(tmp_path / "programs")
+    return {"PATH": f"{programs}:{os.environ['PATH']}", "CLUSTER_STATE": str(tmp_path)}
+
+
+def test_a_dry_run_prints_the_manifests_without_secrets_and_changes_nothing(
+    place: Mapping[str, str], tmp_path: Path
+) -> None:
+    shown = penstock("deploy", "demo.toml", "--on", "cluster.toml", "--dry-run", folder=tmp_path, **place)
+    assert shown.returncode == 0, shown.stderr
+    objects = [one for one in yaml.safe_load_all(shown.stdout.partition("MANIFEST:\n")[2]) if one]
+    kinds = {one["kind"] for one in objects}
+    assert {"JobSet", "Deployment", "StatefulSet", "ConfigMap"} <= kinds
+    assert "Secret" not in kinds
+    assert "# 2 Secrets are not shown" in shown.stdout
+    (run,) = [one for one in objects if one["kind"] == "ConfigMap" and "run.toml" in one["data"]]
+    assert run["data"]["run.toml"].strip() == (tmp_path / "demo.toml").read_text().strip()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_command_deploys_and_one_each_shows_stops_and_deletes(
+    place: Mapping[str, str], tmp_path: Path, coordinator: Coordinator
+) -> None:
+    own = {**place, "COORDINATOR_PORT": coordinator.url.rpartition(":")[2]}
+    deployed = penstock("deploy", "demo.toml", "--on", "cluster.toml", folder=tmp_path, **own)
+    assert deployed.stdout == ("demo is deployed: `penstock status` shows it, `penstock stop` ends it (runs/demo)\n"), (
+        deployed.stderr
+    )
+    waiting = penstock("status", folder=tmp_path, **place)
+    assert waiting.returncode == 1
+    assert "no coordinator of demo runs in namespace research (error: unable to forward port" in waiting.stderr
+    assert "kubectl -n research get pods,jobs -l app.kubernetes.io/instance=demo" in waiting.stderr
+    shown = penstock("status", "--json", folder=tmp_path, **own)
+    assert json.loads(shown.stdout)["step"] == 100, shown.stderr
+    assert "the run is finished already" in penstock("stop", folder=tmp_path, **own).stderr
+    assert coordinator.asked == ["/v1/run/stop"]
+    assert "a line of the log" in penstock("logs", "--service", "trainer", folder=tmp_path, **own).stdout
+    deleted = penstock("delete", "--run", "runs/demo", folder=tmp_path, **own)
+    assert deleted.stdout == "demo is removed from research; its claims and runs/demo stay\n"
+    chart = ROOT / "deploy/k8s/penstock"
+    at_place = "--namespace research --context gpus"
+    assert [line for line in cluster_programs.calls(tmp_path) if "get" not in line.split()] == [
+        f"helm upgrade demo {chart} --install --values - --namespace research --kube-context gpus",
+        *[f"kubectl port-forward service/demo-penstock-coordinator --address 127.0.0.1 :8000 {at_place}"] * 3,
+        "kubectl logs -l app.kubernetes.io/instance=demo,app.kubernetes.io/component=trainer --prefix --tail 20 "
+        f"--max-log-requests 100 {at_place}",
+        "helm uninstall demo --namespace research --kube-context gpus",
+    ]
+
+
+def test_what_the_chart_refuses_is_told_in_its_words(place: Mapping[str, str], tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER + 'trainer.nodse = 2\nrun.kind = "jobset"\n')
+    shown = penstock("deploy", "demo.toml", "--on", "cluster.toml", folder=tmp_path, **place)
+    assert shown.returncode == 1
+    assert "additional properties 'nodse' not allowed" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words", "sentence"),
+    [
+        (CLUSTER, (), "expected the program helm in PATH: install it (https://helm.sh)"),
+        ("[values]", (), "cluster.toml: namespace: Field required; a cluster's file has namespace, context, chart"),
+        ('namespace = "a"\nnodes = 2', (), "nodes: Extra inputs are not permitted"),
+        (
+            CLUSTER,
+            ("--name", "My Run"),
+            "expected a name of 1 to 40 lower-case letters, digits and '-', found 'My Run'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(tmp_path: Path, cluster: str, words: tuple[str, ...], sentence: str) -> None:
+    (tmp_path / "cluster.toml").write_text(cluster)
+    config = str(ROOT / "config/arithmetic.toml")
+    shown = penstock("deploy", config, "--on", "cluster.toml", *words, folder=tmp_path, PATH=str(tmp_path))
+    assert sentence in shown.stderr
+
+
+def test_a_local_run_is_not_deleted_and_its_logs_are_files(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer-0.log").write_text("first\nsecond\n")
+    assert "second" in penstock("logs", "--run", str(tmp_path), "--lines", "1").stdout
+    assert "was not started by `penstock deploy`" in penstock("delete", "--run", str(tmp_path)).stderr
+    assert "no run's folder at" in penstock("delete", "--run", str(tmp_path / "missing")).stderr
+
+
+def test_secrets_are_left_out_wherever_they_are() -> None:
+    text = "kind: Secret\na: 1\n---\nkind: ConfigMap\ndata: |\n  kind: Secret\n---\nb: 2\nkind: Secret\n"
+    assert without_secrets(text) == "kind: ConfigMap\ndata: |\n  kind: Secret\n---\n# 2 Secrets are not shown"

@@ -1,0 +1,77 @@
+"""Laws of the curriculum."""
+
+from collections import Counter
+
+import pytest
+
+from services.coordinator.admission.admission import Admission, Terms
+from services.coordinator.admission.bus_full import Shortage
+from services.coordinator.admission.curriculum import Curriculum
+from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
+from services.coordinator.admission.mixing import MixedOrder
+from shared.bus.bus import Bus
+from shared.bus.messages import Sampling
+from shared.bus.stores.signals import SignalChange
+from shared.errors import SettingsError
+from tests.coordinator.admission.test_admission import start
+from tests.support.coordinator_players import generating, record
+
+
+def data(problems: int, sizes: tuple[int, ...] = ()) -> Dataset:
+    rows = (Problem(f"train.jsonl:{i + 1}", f"q{i}", None, str(i), {}) for i in range(problems))
+    return Dataset(tuple(rows), 0, sizes=sizes)
+
+
+def test_problems_are_drawn_by_signal_and_none_is_given_up() -> None:
+    drawing = Curriculum(data(4), EpochOrder(4, seed=0, shuffle=True), seed=0)
+    drawing.follow({"train.jsonl:1": 0.25, "train.jsonl:2": 0.0, "train.jsonl:3": 0.11875, "another.jsonl:9": 0.25})
+    drawn = Counter(drawing.index(position) for position in range(6900))
+    # weights 0.2625, 0.0125, 0.13125 and 0.2625 (without a group) of 0.66875
+    expected = [2708, 129, 1354, 2708]
+    assert all(abs(drawn[index] - count) < 5 * count**0.5 for index, count in enumerate(expected))
+
+
+def test_a_draw_is_a_function_of_seed_position_and_signals() -> None:
+    first, again = (Curriculum(data(50), EpochOrder(50, seed=0, shuffle=True), seed=3) for _ in range(2))
+    signals = {f"train.jsonl:{i}": 0.25 / i for i in range(1, 40)}
+    before = [first.index(position) for position in range(100)]
+    first.follow(signals)
+    after = [first.index(position) for position in range(100)]
+    again.follow(signals)
+    assert [again.index(position) for position in range(100)] == after
+    assert after != before
+    again.follow({})
+    assert [again.index(position) for position in range(100)] == before
+
+
+def test_several_datasets_keep_their_weights() -> None:
+    mixed = data(50, sizes=(40, 10))
+    drawing = Curriculum(mixed, MixedOrder((40, 10), (1, 3), 0, shuffle=True), seed=0)
+    drawing.follow({f"train.jsonl:{i}": 0.0 for i in range(41, 51)})
+    drawn = Counter(mixed.source_of(drawing.index(position)) for position in range(2000))
+    assert drawn == {0: 500, 1: 1500}
+
+
+async def test_admission_draws_by_the_signals_of_the_version_that_it_admits_under(bus: Bus) -> None:
+    ledger = await start(bus)
+    rows = data(20)
+    order = EpochOrder(20, seed=0, shuffle=True)
+    terms = Terms(Sampling(2, 4, 1.0), 8, 2, 100)
+    admission = Admission(
+        bus, ledger, rows, Curriculum(rows, order, 0), lambda: terms, lambda: True, Shortage(bus, ledger), 0.001
+    )
+    signals = {f"train.jsonl:{i}": "0.25" if i == 7 else "0" for i in range(1, 21)}
+    epoch = (await ledger.status()).trainer_epoch
+    await ledger.commit(epoch, record(1, 0, 0), [], None, change=SignalChange(whole=signals))
+    assert await admission.admit() == 8
+    expected = Curriculum(rows, order, 0)
+    expected.follow({problem: float(value) for problem, value in signals.items()})
+    found = [prompt.problem for prompt in await generating(bus)]
+    assert found == [rows.problems[expected.index(place)].source for place in range(8)]
+    assert found.count("train.jsonl:7") >= 3, "21 times as likely as another"
+
+
+def test_signals_that_no_checkpoint_could_hold_are_refused() -> None:
+    long = Dataset((Problem("x" * (9 << 20), "q", None, "", {}),), 0)
+    with pytest.raises(SettingsError, match=r"expected at most 8,388,608 bytes of signals with data\.curriculum"):
+        Curriculum(long, EpochOrder(1, seed=0, shuffle=True), seed=0)

@@ -1,0 +1,112 @@
+"""Laws of built images (`make images`): as user 10001, with a read-only root, as the chart's pods run them."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PATIENCE_S
+from tests.support.chart import Json, render, template_of, values
+
+STORE = Path(os.environ.get("PENSTOCK_IMAGES", "/var/tmp/penstock-images"))
+IMAGES = ("coordinator", "executor", "reward")
+pytestmark = [
+    pytest.mark.usefixtures("helm"),
+    pytest.mark.skipif(not (STORE / "layers").is_dir(), reason="no built images: call make images"),
+]
+
+
+def buildah(*words: str) -> str:
+    flags = [
+        "--root",
+        str(STORE / "layers"),
+        "--runroot",
+        str(STORE / "run"),
+        "--storage-driver",
+        os.environ.get("DRIVER", "overlay"),
+    ]
+    return str(subprocess.check_output(["buildah", *flags, *words], text=True)).strip()
+
+
+@pytest.fixture(params=IMAGES)
+def root(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
+    container = buildah("from", "--pull-never", f"localhost/penstock-{request.param}")
+    try:
+        yield request.param, Path(buildah("mount", container))
+    finally:
+        buildah("umount", container)
+        buildah("rm", container)
+
+
+def runtime_config(role: str, root: Path, words: list[str]) -> Json:
+    """Return the container that kubelet would make of the role's rendered pod, for crun."""
+    pod = template_of(render(values(executor={"enabled": True})).workload(role))["spec"]
+    (container,) = pod["containers"]
+    security = pod["securityContext"] | container["securityContext"]
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    mounts = [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"]},
+        *(
+            {"destination": one["mountPath"], "type": "tmpfs", "source": "tmpfs"}
+            for one in container["volumeMounts"]
+            if one["name"] == "tmp"
+        ),
+    ]
+    return {
+        "ociVersion": "1.0.2",
+        "root": {"path": str(root), "readonly": security["readOnlyRootFilesystem"]},
+        "process": {
+            "user": {"uid": security["runAsUser"], "gid": security["runAsGroup"]},
+            "args": words,
+            "cwd": "/tmp",
+            "env": ["PATH=/opt/penstock/bin:/usr/bin:/bin", "HOME=/tmp"],
+            "noNewPrivileges": not security["allowPrivilegeEscalation"],
+            "capabilities": {},
+        },
+        "mounts": mounts,
+        "linux": {"namespaces": [{"type": kind} for kind in ("pid", "mount", "ipc", "uts")]},
+    }
+
+
+def contained(role: str, root: Path, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    assert shutil.which("crun"), "expected Debian's crun, found none: apt-get install crun"
+    (folder / "config.json").write_text(json.dumps(runtime_config(role, root, words)))
+    crun = ["crun", "--cgroup-manager=disabled", "--root", str(folder / "state"), "run", "--bundle", str(folder)]
+    command = ["unshare", "--mount", "sh", "-ec", UNIFIED, "sh", *crun, f"penstock-{role}-{os.getpid()}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+UNIFIED = 'umount -R /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; exec "$@"'
+"""crun refuses a machine that has both versions of cgroups."""
+LOOK = """
+import os, pathlib
+print(os.getuid(), os.getgid(), int(pathlib.Path('/proc/self/status').read_text().split('CapEff:')[1].split()[0], 16))
+for place in ('/', '/opt/code', '/opt/penstock'):
+    try:
+        pathlib.Path(place, 'x').touch()
+        print('wrote', place)
+    except OSError as error:
+        print(error.strerror)
+pathlib.Path('/tmp/x').touch()
+"""
+
+
+def test_a_built_image_runs_without_root_rights_or_a_writable_root(root: tuple[str, Path], tmp_path: Path) -> None:
+    role, place = root
+    done = contained(role, place, ["python", "-c", LOOK], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "10001 10001 0"
+    assert done.stdout.split("\n")[1:4] == ["Read-only file system"] * 3
+
+
+def test_a_built_image_starts_its_service(root: tuple[str, Path], tmp_path: Path) -> None:
+    role, place = root
+    module = "services.reward.executor" if role == "executor" else f"services.{role}"
+    done = contained(role, place, ["python", "-m", module, "--config", "missing.toml"], tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().endswith("no settings file at missing.toml: check the path after the command")

@@ -1,0 +1,186 @@
+"""Laws of pools of replicas, of claims, of models that the release brings itself, and of the checks before a model is loaded."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.chart import ALL_CRDS, GPU, Json, environment, labels, play, refusal, render, template_of, values
+
+pytestmark = pytest.mark.usefixtures("helm")
+POOLS: list[Json] = [
+    {"name": "reserved", "replicas": 2, "gpu": {"count": 2, "product": "NVIDIA-H100"}},
+    {
+        "name": "spot",
+        "gpu": {"product": "NVIDIA-L40S"},
+        "nodeSelector": {"pool": "spot"},
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "engine": {"gpu_memory_utilization": 0.8, "quantization": "fp8"},
+        "autoscaling": {"enabled": True, "maxReplicas": 8, "entriesPerReplica": 64},
+    },
+]
+MODELS = ["hf://Qwen/Qwen3-8B@main", "s3://team/models/judge", "pvc://weights/reward"]
+
+
+def pooled() -> Json:
+    run = {"config": values()["run"]["config"], "kind": "workloads"}
+    return values(run=run, rollout={"pools": POOLS, "autoscaling": {"entriesPerReplica": 256}})
+
+
+def test_each_pool_has_its_own_nodes_engine_and_size() -> None:
+    release = render(pooled(), crds=ALL_CRDS)
+    reserved, spot = release.of("Deployment", "rollout")
+    assert [one["metadata"]["name"] for one in (reserved, spot)] == [
+        "demo-penstock-rollout-reserved",
+        "demo-penstock-rollout-spot",
+    ]
+    assert [one["spec"].get("replicas") for one in (reserved, spot)] == [2, None]
+    pods = [template_of(one)["spec"] for one in (reserved, spot)]
+    assert [pod["nodeSelector"] for pod in pods] == [
+        {"nvidia.com/gpu.product": "NVIDIA-H100"},
+        {"nvidia.com/gpu.product": "NVIDIA-L40S", "pool": "spot"},
+    ]
+    containers = [pod["containers"][0] for pod in pods]
+    assert [one["resources"]["limits"][GPU] for one in containers] == [2, 1]
+    assert {pod["serviceAccountName"] for pod in pods} == {"demo-penstock-rollout"}
+    engine = {
+        name: value
+        for name, value in environment(containers[1]).items()
+        if name.startswith("PENSTOCK__ROLLOUT__VLLM__")
+    }
+    assert engine == {
+        "PENSTOCK__ROLLOUT__VLLM__GPU_MEMORY_UTILIZATION": "0.8",
+        "PENSTOCK__ROLLOUT__VLLM__QUANTIZATION": "fp8",
+    }
+
+
+def test_no_workload_or_budget_of_a_pool_selects_pods_of_another_and_policies_select_all() -> None:
+    release = render(pooled(), crds=ALL_CRDS)
+    pods = [labels(template_of(one)) for one in release.of("Deployment", "rollout")]
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        for number, one in enumerate(release.of(kind, "rollout")):
+            wanted = one["spec"]["selector"]["matchLabels"].items()
+            assert [wanted <= pod.items() for pod in pods] == [number == 0, number == 1]
+    wanted = release.one("NetworkPolicy", "rollout")["spec"]["podSelector"]["matchLabels"].items()
+    assert all(wanted <= pod.items() for pod in pods)
+
+
+@given(entries=st.integers(0, 3000))
+@settings(max_examples=200, deadline=None)
+def test_pools_are_filled_in_their_order(scaled: Json, entries: int) -> None:
+    """The reserved pool holds 2 × 256 entries; the others need spot replicas of 64 each."""
+    advanced = scaled["advanced"]["scalingModifiers"]
+    match = re.fullmatch(r"max\(prompts \+ eval_prompts - (\d+), 0\)", advanced["formula"])
+    assert match is not None
+    assert advanced["metricType"] == "AverageValue"
+    rest = max(entries - int(match[1]), 0)
+    replicas = min(math.ceil(rest / int(advanced["target"])), scaled["maxReplicaCount"])
+    assert replicas == min(8, max(0, math.ceil((entries - 512) / 64)))
+
+
+@pytest.fixture(scope="module")
+def scaled(helm: None) -> Json:
+    (found,) = render(pooled(), crds=ALL_CRDS).of("ScaledObject", "rollout")
+    spec: Json = found["spec"]
+    assert spec["scaleTargetRef"]["name"] == "demo-penstock-rollout-spot"
+    return spec
+
+
+def test_a_pool_that_follows_the_backlog_needs_keda() -> None:
+    assert (
+        "expected KEDA for rollout.pools with autoscaling, found no keda.sh/v1alpha1 in this cluster: install KEDA, or set "
+        "autoscaling.enabled of pool spot to false"
+    ) in refusal(
+        values(rollout={"pools": [{**POOLS[1], "autoscaling": {"enabled": True, "minReplicas": 1}}]}),
+        crds={"external.metrics.k8s.io/v1beta1": {}},
+    )
+
+
+def test_models_are_downloaded_by_one_job_and_awaited_by_those_who_read_them() -> None:
+    release = render(values(models=MODELS, modelCache={"tokenSecret": "hub"}))
+    (job,) = release.of("Job")
+    (downloading,) = template_of(job)["spec"]["containers"]
+    fetch = ["python", "-m", "shared.model.fetch"]
+    assert downloading["command"] == [*fetch, "--into", "/var/penstock/models", *MODELS[:2]]
+    assert environment(downloading)["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    for role, pod in release.pods():
+        waiting = [one["command"] for one in pod["spec"].get("initContainers", ()) if one["name"] == "models"]
+        reads = role in ("rollout", "trainer")
+        assert waiting == ([[*fetch, "--wait", "--into", "/var/penstock/models", *MODELS[:2]]] if reads else [])
+        (container,) = pod["spec"]["containers"]
+        mounts = {one["mountPath"]: one for one in container.get("volumeMounts", ())}
+        found = environment(container) if "env" in container else {}
+        assert (found.get("HF_HUB_OFFLINE") == "1") is reads
+        assert ("/var/penstock/claims/weights" in mounts) is reads
+        if reads:
+            assert mounts["/var/penstock/models"]["readOnly"]
+            assert mounts["/var/penstock/cache"]["subPath"] == f"compiled/{role}"
+        assert "HF_TOKEN" not in found or role == "models"
+
+
+def test_only_the_job_reaches_the_hub() -> None:
+    release = render(values(models=MODELS, modelCache={"s3": {"endpoint": "https://store.example.org:9000"}}))
+    open_to_all = {
+        labels(one)["app.kubernetes.io/component"]: rule["ports"]
+        for one in release.of("NetworkPolicy")
+        for rule in one["spec"].get("egress", ())
+        if "to" not in rule
+    }
+    assert open_to_all == {"models": [{"port": 443}, {"port": 9000}]}
+
+
+@pytest.mark.parametrize("source", ["oci://registry.example.org/model", "Qwen/Qwen3-8B", "hf://Qwen", "hf://a/b;rm"])
+def test_another_kind_of_model_source_is_refused(source: str) -> None:
+    assert (
+        "expected models as hf://owner/name@revision, s3://bucket/prefix or pvc://claim/path, found "
+        f'"{source}": change `models`; an image of a registry (oci://) can be mounted with extraVolumes'
+    ) in refusal(values(models=[source])).replace("\\", "")
+
+
+def test_models_on_a_volume_of_one_node_need_a_run_on_one_node() -> None:
+    cache = {"accessMode": "ReadWriteOnce"}
+    assert "expected modelCache.accessMode = ReadWriteMany, found ReadWriteOnce" in refusal(
+        values(models=MODELS, modelCache=cache)
+    )
+    release = render(values(models=MODELS, modelCache=cache, storage={"runs": {"accessMode": "ReadWriteOnce"}}))
+    (job,) = release.of("Job")
+    (term,) = template_of(job)["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["labelSelector"]["matchExpressions"][0]["values"] == ["trainer"]
+
+
+def test_a_pod_with_gpus_checks_its_node_first_as_the_service_would_find_it() -> None:
+    release = render(values(trainer={"rdma": {"resource": "rdma/hca"}}, fabric={"require": "rdma"}))
+    for role, pod in release.pods():
+        checks = [one for one in pod["spec"].get("initContainers", ()) if one["name"] == "preflight"]
+        (container,) = pod["spec"]["containers"]
+        gpus = GPU in container["resources"]["limits"]
+        assert len(checks) == int(gpus)
+        for one in checks:
+            rdma = ["--rdma"] if role == "trainer" else []
+            assert one["command"] == ["python", "-m", "shared.preflight", "--gpu", *rdma]
+            for key in ("image", "resources", "securityContext"):
+                assert one[key] == container[key]
+    trainer = environment(template_of(release.workload("trainer"))["spec"]["containers"][0])
+    assert trainer["PENSTOCK__FABRIC__REQUIRE"] == "rdma"
+
+
+def test_every_service_says_which_release_it_belongs_to() -> None:
+    for role, pod in render(values()).pods():
+        if role in ("coordinator", "rollout", "reward", "trainer"):
+            assert environment(pod["spec"]["containers"][0])["PENSTOCK__INTERNAL__OWNER"] == "research/demo"
+
+
+def test_an_existing_claim_that_one_node_mounts_is_refused_for_a_run_on_several() -> None:
+    claim = {"existingClaim": "demo-penstock-runs"}
+    _, refused = play(
+        [
+            values(storage={"runs": {"accessMode": "ReadWriteOnce"}}),
+            values(storage={"runs": {**claim, "accessMode": "ReadWriteMany"}}),
+        ]
+    )
+    assert (
+        "expected the claim demo-penstock-runs to be ReadWriteMany, found ReadWriteOnce: pods on several nodes cannot mount it; name "
+        "another claim, or set storage.runs.accessMode to ReadWriteOnce to keep the run on one node"
+    ) in refused.error

@@ -1,0 +1,53 @@
+"""Laws of what is published, and of the SkyPilot task. No registry and no cloud was available."""
+
+import re
+import shlex
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from shared.settings import given, loads
+from tests.support.chart import ALL_CRDS, NEWEST, ROOT, play_all, values
+
+REGISTRY = "registry.test/team"
+PUBLISHED = subprocess.run(
+    [ROOT / "deploy/publish", REGISTRY, "--dry-run"], capture_output=True, text=True, check=True, cwd="/"
+).stdout.splitlines()
+
+
+@pytest.mark.usefixtures("helm")
+def test_every_image_that_the_chart_names_is_published_and_no_other() -> None:
+    config = values()["run"]["config"]
+    cases = [values(executor={"enabled": True}), values(run={"config": config, "kind": "pod"})]
+    played = play_all([[case] for case in cases], version=NEWEST, crds=ALL_CRDS)
+    pods = [pod for (release,) in played for _, pod in release.pods()]
+    named = {box["image"] for pod in pods for box in pod["spec"]["containers"]}
+    assert {line.split()[-1] for line in PUBLISHED if line.startswith("docker push")} == named
+
+
+def test_both_charts_are_pushed_in_the_form_of_oci() -> None:
+    assert [line for line in PUBLISHED if line.startswith("helm")] == [
+        "helm package deploy/k8s/penstock --destination /tmp/charts",
+        f"helm push /tmp/charts/penstock-0.1.0.tgz oci://{REGISTRY}/charts",
+        "helm package deploy/k8s/penstock-monitoring --destination /tmp/charts",
+        f"helm push /tmp/charts/penstock-monitoring-0.1.0.tgz oci://{REGISTRY}/charts",
+    ]
+
+
+def test_the_skypilot_task_has_fields_of_skypilot_and_settings_and_extras_of_ours() -> None:
+    task = yaml.safe_load((ROOT / "deploy/skypilot.yaml").read_text())
+    fields = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "file_mounts", "setup", "run"}
+    assert task.keys() <= fields  # of docs.skypilot.co, "SkyPilot YAML"
+    assert task["resources"].keys() <= {"infra", "accelerators", "cpus", "memory", "use_spot", "disk_size", "image_id"}
+    assert re.fullmatch(r"\w+:8", task["resources"]["accelerators"])
+    extras = re.findall(r"\.\[([\w,-]+)\]", task["setup"])[0].split(",")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras) <= project["optional-dependencies"].keys()
+    program, command, config, *flags = shlex.split(task["run"])
+    assert (program, command, config) == ("penstock", "up", "$RUN.toml")
+    flags = [flag if flag.startswith("--") else {"$RUN": "my-run"}.get(flag, "s3://bucket/prefix") for flag in flags]
+    settings = loads("", "run.toml", flags)
+    assert (settings.run.id, settings.trainer.store.uri) == ("my-run", "s3://bucket/prefix")
+    assert given(flags).keys() == {"run.id", "trainer.store.uri"}

@@ -1,0 +1,84 @@
+"""The wheel has one importable name, and the example notebook runs with it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from penstock import Run
+from tests.conftest import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+_BARE = re.compile(r"^\s*(from|import) (services|shared)\b|[\"'](services|shared)\.[a-z{]", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's content, as `pip install` puts it into site-packages."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("penstock", "services", "shared"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    words = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", str(folder), str(source)]
+    built = subprocess.run([sys.executable, "-m", "pip", "wheel", *words], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-3000:]
+    (file,) = folder.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def test_a_wheel_has_one_importable_name_and_every_module_imports_by_it(wheel: Path) -> None:
+    assert sorted(path.name.split("-")[0] for path in wheel.iterdir()) == ["penstock", "penstock"]
+    (top,) = wheel.glob("*.dist-info/top_level.txt")
+    assert top.read_text().split() == ["penstock"]
+    modules = list(wheel.rglob("*.py"))
+    assert len(modules) == sum(len(list((ROOT / name).rglob("*.py"))) for name in ("penstock", "services", "shared"))
+    assert [path for path in modules if _BARE.search(path.read_text(encoding="utf-8"))] == []
+    for name in ("services/coordinator/api/page/index.html", "shared/bus/scripts/admit.lua", "shared/py.typed"):
+        assert (wheel / "penstock" / name).is_file()
+
+
+@pytest.fixture
+def project(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the example and without the code, where any bare import fails; its run ends with the test."""
+    folder, traps = tmp_path / "project", tmp_path / "traps"
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "config").mkdir()
+    shutil.copy(ROOT / "config/arithmetic.toml", folder / "config")
+    traps.mkdir()
+    for name in ("services", "shared"):
+        (traps / f"{name}.py").write_text("raise ImportError('a wheel has no such name')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (wheel, traps))))
+    yield folder
+    for run in (folder / "runs").glob("arithmetic-*"):
+        if (run / "coordinator.json").exists():
+            Run.open(run).stop("the test has ended")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_notebook_trains_asks_and_rolls_back(project: Path) -> None:
+    notebook = nbformat.read(project / "examples/python-api.ipynb", as_version=4)
+    place = {"metadata": {"path": str(project / "examples")}}
+    NotebookClient(notebook, timeout=int(4 * PATIENCE_S), resources=place).execute()
+    shown = [_text(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    assert re.fullmatch(r"(\d \d\.\d+\n){5}", shown[2])
+    assert len(re.findall(r"\('\d*', \(\d+(?:, \d+)*,?\)\)", shown[3])) == 4
+    assert shown[4].split() == ["1", "2", "3"], "the steps after the version that was rolled back to"
+    assert "'report.html'" in shown[5]
+
+
+def _text(cell: nbformat.NotebookNode) -> str:
+    outputs = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+    return "".join(text for text in outputs if isinstance(text, str))

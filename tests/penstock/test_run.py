@@ -1,0 +1,121 @@
+"""A run from Python, without its processes."""
+
+import http.server
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from shared.settings import dump, load
+from tests.support.http_server import served
+
+ROOT = Path(__file__).parents[2]
+METRICS = {"samples": 4, "finished_at_s": 1.5, "lag_counts": {"0": 4}}
+
+
+def recorded(folder: Path, *steps: int, first: int = 1) -> None:
+    lines = [
+        {"entry": f"{place}-0", "step": step, "version": place, **METRICS, "reward_mean": None if step == 2 else 0.5}
+        for place, step in enumerate(steps, first)
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in lines)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    settings = load(ROOT / "config/arithmetic.toml", ["--run.id=mine", f"--run.folder={tmp_path}"], environment={})
+    (tmp_path / "mine").mkdir()
+    dump(settings, tmp_path / "mine" / "settings.toml")
+    return tmp_path / "mine"
+
+
+def test_the_steps_of_a_run_that_has_ended_come_from_its_files_once_each(folder: Path) -> None:
+    recorded(folder, 1, 2, 3, 2, 3)
+    steps = list(penstock.Run.open(folder).steps())
+    assert [(step.step, step.version) for step in steps] == [(1, 1), (2, 2), (3, 3), (2, 4), (3, 5)]
+    assert steps[0] == penstock.Step(1, 1, 4, 1.5, {"reward_mean": 0.5})
+    assert str(steps[1].metrics["reward_mean"]) == "nan"
+
+
+def test_settings_are_a_file_or_a_dict_with_changes_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tables = {"run": {"id": "x", "steps": 9}, "data.path": {"a.jsonl": 1.0, "b.jsonl": 2.0}}
+    run = penstock.Run(tables, {"run.steps": 5, "policy.model": Path("model"), "run.folder": tmp_path})
+    assert run.folder == tmp_path / "x"
+    path = tmp_path / "run.toml"
+    path.write_text('run.steps = 9\nevaluation.path = "x.jsonl"\n')
+    named = penstock.Run(path, {"evaluation.path": None, "run.folder": "elsewhere"})
+    assert named.folder.parent == tmp_path / "elsewhere"
+    assert named.folder.name.startswith("run-")
+    assert not (tmp_path / "elsewhere").exists(), "nothing is written before the start"
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: penstock.Run("none.toml"), "no settings file at none.toml: check the path, or give the settings as a"),
+        (lambda: penstock.Run({"run.stepz": 3}), "did you mean 'steps'?"),
+        (lambda: penstock.Run({}, {"run.steps": 0}), "change run.steps"),
+        (lambda: penstock.Run.open("nowhere"), "no run's folder or settings file at nowhere"),
+    ],
+)
+def test_wrong_settings_are_a_sentence(make: Callable[[], penstock.Run], sentence: str) -> None:
+    with pytest.raises(penstock.SettingsError) as refused:
+        make()
+    assert sentence in str(refused.value)
+
+
+def test_a_run_that_up_refuses_is_the_sentence_of_up(tmp_path: Path) -> None:
+    run = penstock.Run({"run": {"folder": tmp_path, "id": "x"}, "policy.model": "no/folder", "data.path": "none.jsonl"})
+    with pytest.raises(penstock.SettingsError, match=r"change policy\.model"):
+        run.start()
+    run.close()
+
+
+def test_a_run_that_is_not_running_says_so(folder: Path) -> None:
+    with pytest.raises(penstock.PenstockError, match="has no coordinator: it is starting or has ended"):
+        penstock.Run.open(folder).pause()
+
+
+def test_steps_and_answers_are_those_of_the_api(folder: Path) -> None:
+    asked: list[Any] = []
+    rows = [{"id": f"{n}-0", "step": n, "version": n, **METRICS, "metrics": {"reward_mean": n / 2}} for n in (1, 2, 3)]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/v1/run/steps"):
+                self.answer({"items": rows[:0:-1], "next": "2-0"} if "cursor" not in self.path else page_2)
+            else:
+                self.answer({"run_id": "mine", "state": "finished", "step": 3, "steps": 3, "closed": True, "head": 3})
+
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            of = {"tokens": 2, "finish_reason": "stop", "versions": [3]}
+            self.answer({"replica": "rollout-0", "prompt_tokens": 6, "completions": [{"text": "46", **of}]})
+
+        def answer(self, body: object) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    page_2 = {"items": rows[:1], "next": None}
+    with served(Handler) as url:
+        run = penstock.Run.connect(url)
+        assert [step.step for step in run.steps()] == [1, 2, 3]
+        assert run.policy.generate("12+34=") == [penstock.Completion("46", 2, "stop", (3,))]
+        run.policy.generate([{"role": "user", "content": "hi"}], samples=2, temperature=0.0)
+        assert (run.policy.version, run.wait().state) == (3, "finished")
+    unset = {"max_new_tokens": None}
+    assert asked == [
+        {"prompt": "12+34=", "samples": 1, "temperature": None, **unset},
+        {"messages": [{"role": "user", "content": "hi"}], "samples": 2, "temperature": 0.0, **unset},
+    ]

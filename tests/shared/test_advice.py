@@ -1,0 +1,19 @@
+"""Laws of the advice on what bounds a run."""
+
+import pytest
+
+from shared.advice import advice
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        ({"step_s": 4.0, "phase_wait_s": 1.0, "lag_max": 1}, "rollout-bound: the trainer waits 25%; 2 more replicas would be 1.3 times as fast"),
+        ({"step_s": 4.0, "phase_wait_s": 0.2, "lag_max": 1}, "trainer-bound: it waits 5%; more replicas would not help, more trainer.ranks would"),
+        ({"step_s": 4.0, "phase_wait_s": 2.0, "lag_max": 0}, "synchronous: the trainer waits 50%; algorithm.max_lag = 1 would generate meanwhile"),
+        ({}, ""),
+        ({"step_s": None, "phase_wait_s": 1.0}, ""),
+    ],
+)  # fmt: skip
+def test_measured_rates_say_what_bounds_a_run(metrics: dict[str, float], sentence: str) -> None:
+    assert advice(metrics, 6) == sentence
