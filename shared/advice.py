@@ -8,12 +8,17 @@ _BOUND = 0.2
 """Share of a step that the trainer waits, from which the replicas are what bounds it."""
 
 
-def advice(metrics: Mapping[str, Any], replicas: int) -> str:
-    """Return what bounds a run by a step's metrics (as in metrics.jsonl), and what would help; "" if unknown."""
+def advice(metrics: Mapping[str, Any], replicas: int, on_gpus: bool) -> str:
+    """Return what bounds a run by a step's metrics (as in metrics.jsonl), and what would help; "" if unknown.
+
+    Without GPUs services share a machine's cores: no figure says what more of them would bring.
+    """
     step_s, wait_s = (float(metrics.get(name) or 0.0) for name in ("step_s", "phase_wait_s"))
     if step_s <= 0 or wait_s <= 0 or replicas < 1:
         return ""
     share = min(1.0, wait_s / step_s)
+    if not on_gpus:
+        return f"{'trainer' if share < _BOUND else 'rollout'}-bound: the trainer waits {share:.0%} of a step"
     if share < _BOUND:
         return f"trainer-bound: it waits {share:.0%}; more replicas would not help, more trainer.ranks would"
     if not metrics.get("lag_max"):

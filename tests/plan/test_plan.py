@@ -142,6 +142,7 @@ def test_the_closing_message_says_what_bounded_the_run(tmp_path: Path) -> None:
     line = {"step_s": 4.0, "phase_wait_s": 2.0, "lag_max": 1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "step": step}) + "\n" for step in range(1, 7)))
     (tmp_path / "settings.toml").write_text("[rollout]\nreplicas = 2\n")
+    (tmp_path / "summary.json").write_text('{"gpu_hours": 0.1}')
     assert "rollout-bound: the trainer waits 50%; 2 more replicas would be 2.0 times as fast" in closing(
         tmp_path, False
     )

@@ -16,4 +16,9 @@ from shared.advice import advice
     ],
 )  # fmt: skip
 def test_measured_rates_say_what_bounds_a_run(metrics: dict[str, float], sentence: str) -> None:
-    assert advice(metrics, 6) == sentence
+    assert advice(metrics, 6, on_gpus=True) == sentence
+
+
+@pytest.mark.parametrize(("wait_s", "sentence"), [(1.0, "rollout-bound: the trainer waits 25% of a step"), (0.2, "trainer-bound: the trainer waits 5% of a step")])  # fmt: skip
+def test_without_gpus_nothing_is_promised(wait_s: float, sentence: str) -> None:
+    assert advice({"step_s": 4.0, "phase_wait_s": wait_s, "lag_max": 1}, 6, on_gpus=False) == sentence

@@ -175,7 +175,11 @@ class Monitor:
             bus_full=status.bus_full,
             guards=look.guards,
             notices=compose(status, look.guards, look.evaluations, self._beats, self._standing()),
-            bound=advice(metrics, sum(beat.service == "rollout" for beat in self._beats)),
+            bound=advice(
+                metrics,
+                sum(beat.service == "rollout" for beat in self._beats),
+                any(beat.gpus for beat in self._beats),
+            ),
             self_tests=status.self_tests,
             step=status.step,
             steps=steps,

@@ -13,7 +13,8 @@ from shared.settings import SETTINGS_FILE
 def text(run_folder: Path, resumable: bool) -> str:
     """Return the closing message; ``resumable`` if the run was interrupted."""
     folder = _short(run_folder)
-    parts = [_figures(_read(run_folder / "summary.json")), _bound(run_folder)] if not resumable else []
+    summary = _read(run_folder / "summary.json")
+    parts = [_figures(summary), _bound(run_folder, bool(summary.get("gpu_hours")))] if not resumable else []
     parts.append(_places(run_folder, folder))
     parts.append(_next(run_folder, folder, resumable))
     return "\n\n".join(part for part in parts if part)
@@ -33,13 +34,13 @@ def _figures(summary: dict[str, object]) -> str:
     return "\n".join(lines)
 
 
-def _bound(run_folder: Path) -> str:
+def _bound(run_folder: Path, on_gpus: bool) -> str:
     try:
         values = tomllib.loads((run_folder / SETTINGS_FILE).read_text(encoding="utf-8"))
         replicas = int(values["rollout"]["replicas"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    return advice(mean_metrics(run_folder), replicas)
+    return advice(mean_metrics(run_folder), replicas, on_gpus)
 
 
 def _places(run_folder: Path, folder: str) -> str:
