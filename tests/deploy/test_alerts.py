@@ -345,8 +345,8 @@ def test_shorter_minutes_leave_the_shipped_rules_as_they_are_but_for_durations()
     shipped = yaml.safe_load(RULES.read_text())
     assert _in_milliseconds(hurried.hurried(shipped, 60.0, {})) == _in_milliseconds(shipped)
     times = {"PenstockTrainerStarving": 2.0, "PenstockCheckpointNotStored": 0.5}
-    found = hurried.hurried(shipped, 1.0, times)["groups"]
-    by_name = {rule["alert"]: rule for group in found for rule in group["rules"] if "alert" in rule}
+    groups = hurried.hurried(shipped, 1.0, times)["groups"]
+    by_name = {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
     assert by_name["PenstockTrainerStarving"]["for"] == "15000ms"
     assert by_name["PenstockTrainerStarving"]["expr"].count("[20000ms]") == 2
     assert by_name["PenstockCheckpointNotStored"]["expr"] == "penstock_trainer_checkpoint_unstored_seconds > 15"
@@ -356,4 +356,4 @@ def test_shorter_minutes_leave_the_shipped_rules_as_they_are_but_for_durations()
 def _in_milliseconds(rules: dict[str, Any]) -> str:
     units = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000}
     text = json.dumps(rules, sort_keys=True)
-    return re.sub(r"\b(\d+)(ms|s|m|h)\b", lambda found: f"{int(found[1]) * units[found[2]]}ms", text)
+    return re.sub(r"\b(\d+)(ms|s|m|h)\b", lambda duration: f"{int(duration[1]) * units[duration[2]]}ms", text)

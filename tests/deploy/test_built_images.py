@@ -52,9 +52,9 @@ def runtime_config(role: str, root: Path, words: list[str]) -> Json:
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"]},
         *(
-            {"destination": one["mountPath"], "type": "tmpfs", "source": "tmpfs"}
-            for one in container["volumeMounts"]
-            if one["name"] == "tmp"
+            {"destination": mount["mountPath"], "type": "tmpfs", "source": "tmpfs"}
+            for mount in container["volumeMounts"]
+            if mount["name"] == "tmp"
         ),
     ]
     return {

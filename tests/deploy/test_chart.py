@@ -43,13 +43,13 @@ NEEDS_CRDS = ("two-pools", "everything", "two-nodes-per-engine")
 @pytest.fixture(scope="module")
 def matrix(helm: None) -> Mapping[tuple[str, int, bool], Release]:
     """Every case on the oldest and newest cluster, with and without CRDs."""
-    found: dict[tuple[str, int, bool], Release] = {}
+    releases_of_cases: dict[tuple[str, int, bool], Release] = {}
     for version, crds in itertools.product((OLDEST, NEWEST), (True, False)):
         names = [name for name in CASES if crds or name not in NEEDS_CRDS]
         played = play_all([[CASES[name]] for name in names], version=version, crds=ALL_CRDS if crds else None)
-        found |= {(name, version, crds): release for name, (release,) in zip(names, played, strict=True)}
-    assert not [release.error for release in found.values() if release.error]
-    return found
+        releases_of_cases |= {(name, version, crds): release for name, (release,) in zip(names, played, strict=True)}
+    assert not [release.error for release in releases_of_cases.values() if release.error]
+    return releases_of_cases
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def releases(matrix: Mapping[tuple[str, int, bool], Release]) -> list[Release]:
     return list(matrix.values())
 
 
-def everything(found: Release) -> list[Json]:
-    return [*found.objects, *found.hooks]
+def objects_and_hooks(release: Release) -> list[Json]:
+    return [*release.objects, *release.hooks]
 
 
 def test_every_object_is_valid_for_the_cluster_it_was_rendered_for(
@@ -71,10 +71,10 @@ def test_every_object_is_valid_for_the_cluster_it_was_rendered_for(
         utils, "schema_contents", functools.cache(utils.schema_contents)
     )  # it would read a file per object
     different = {
-        (version, json.dumps(one, sort_keys=True))  # most objects are the same in every case
+        (version, json.dumps(manifest, sort_keys=True))  # most objects are the same in every case
         for (_, version, _), release in matrix.items()
-        for one in everything(release)
-        if one["apiVersion"] not in ALL_CRDS and one["kind"] != "Secret"
+        for manifest in objects_and_hooks(release)
+        if manifest["apiVersion"] not in ALL_CRDS and manifest["kind"] != "Secret"
     }
     assert len(different) > 100
     for version, text in different:
@@ -94,11 +94,15 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
     models |= {"PodMonitor": operator.PodMonitor, "PrometheusRule": operator.PrometheusRule}
     monitoring = render({}, crds=ALL_CRDS, chart=MONITORING)
     seen = set()
-    for one in itertools.chain.from_iterable(release.objects for release in [*releases, monitoring]):
-        if one["kind"] in models:
-            found = models[one["kind"]].model_validate(one).model_dump(mode="json", by_alias=True, exclude_unset=True)
-            assert found["spec"] == one["spec"]  # an unknown field would be gone
-            seen.add(one["kind"])
+    for manifest in itertools.chain.from_iterable(release.objects for release in [*releases, monitoring]):
+        if manifest["kind"] in models:
+            modelled = (
+                models[manifest["kind"]]
+                .model_validate(manifest)
+                .model_dump(mode="json", by_alias=True, exclude_unset=True)
+            )
+            assert modelled["spec"] == manifest["spec"]  # an unknown field would be gone
+            seen.add(manifest["kind"])
     assert seen == models.keys()
 
 
@@ -115,15 +119,15 @@ def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
 ) -> None:
     import kubernetes_validate
 
-    found = [(version, one) for (_, version, _), release in matrix.items() for one in release.of("JobSet")]
-    assert len(found) == 2 * (len(CASES) - 1)  # a LeaderWorkerSet cannot be part of one
-    for version, one in found:
-        spec = one["spec"]
+    job_sets = [(version, manifest) for (_, version, _), release in matrix.items() for manifest in release.of("JobSet")]
+    assert len(job_sets) == 2 * (len(CASES) - 1)  # a LeaderWorkerSet cannot be part of one
+    for version, job_set in job_sets:
+        spec = job_set["spec"]
         assert spec.keys() == JOB_SET_FIELDS.keys()
         assert spec["network"].keys() <= JOB_SET_FIELDS["network"]
         assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
         assert all(replicated.keys() <= JOB_SET_FIELDS["replicatedJobs"] for replicated in spec["replicatedJobs"])
-        for job in jobs_of(one):
+        for job in jobs_of(job_set):
             kubernetes_validate.validate(job, f"1.{version}", strict=True)
 
 
@@ -140,16 +144,22 @@ def test_every_leader_worker_set_has_fields_of_its_crd_and_holds_a_pod(
 ) -> None:
     import kubernetes_validate
 
-    found = [(version, one) for (_, version, _), release in matrix.items() for one in release.of("LeaderWorkerSet")]
-    assert len(found) == 2
-    for version, one in found:
-        spec = one["spec"]
+    worker_sets = [
+        (version, manifest) for (_, version, _), release in matrix.items() for manifest in release.of("LeaderWorkerSet")
+    ]
+    assert len(worker_sets) == 2
+    for version, worker_set in worker_sets:
+        spec = worker_set["spec"]
         for name, fields in LEADER_WORKER_SET_FIELDS.items():
             assert (spec[name] if name else spec).keys() <= fields
         rolling = spec["rolloutStrategy"]["rollingUpdateConfiguration"]
         assert (spec["rolloutStrategy"]["type"], rolling) == ("RollingUpdate", {"maxSurge": 0, "maxUnavailable": 1})
-        pods = {"selector": {"matchLabels": labels(template_of(one))}, "template": template_of(one)}
-        as_one_that_kubernetes_knows = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": one["metadata"]}
+        pods = {"selector": {"matchLabels": labels(template_of(worker_set))}, "template": template_of(worker_set)}
+        as_one_that_kubernetes_knows = {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": worker_set["metadata"],
+        }
         kubernetes_validate.validate({**as_one_that_kubernetes_knows, "spec": pods}, f"1.{version}", strict=True)
 
 
@@ -157,7 +167,7 @@ def test_custom_resources_are_made_only_where_their_crds_are(
     matrix: Mapping[tuple[str, int, bool], Release],
 ) -> None:
     bare, full = matrix["defaults", NEWEST, False], matrix["defaults", NEWEST, True]
-    assert not [one for one in bare.objects if one["apiVersion"] in ALL_CRDS]
+    assert not [manifest for manifest in bare.objects if manifest["apiVersion"] in ALL_CRDS]
     assert len(full.of("PodMonitor")) == 1
     assert "This cluster has no Prometheus operator" in bare.notes
     assert "This cluster has no Prometheus operator" not in full.notes
@@ -166,7 +176,9 @@ def test_custom_resources_are_made_only_where_their_crds_are(
 def test_one_release_has_the_alerts_and_dashboards_of_all_runs(matrix: Mapping[tuple[str, int, bool], Release]) -> None:
     labelled = {"rules": {"labels": {"release": "prometheus"}}}
     release = render(labelled, crds=ALL_CRDS, chart=MONITORING)
-    shown = {name: json.loads(text) for one in release.of("ConfigMap") for name, text in one["data"].items()}
+    shown = {
+        name: json.loads(text) for config_map in release.of("ConfigMap") for name, text in config_map["data"].items()
+    }
     files = (MONITORING / "dashboards").iterdir()
     assert shown == {f"penstock-{file.name}": json.loads(file.read_text()) for file in files}
     (rules,) = release.of("PrometheusRule")
@@ -202,12 +214,12 @@ def test_every_rule_keeps_runs_of_several_namespaces_apart() -> None:
 def test_every_selector_selects_the_pods_that_it_means_and_no_others(releases: list[Release]) -> None:
     for release in releases:
         pods = dict(release.pods())
-        for one in release.objects:
-            if one["kind"] in ("Service", "Deployment", "StatefulSet", "PodDisruptionBudget"):
-                selector = one["spec"]["selector"]
-                wanted = selector.get("matchLabels", selector)
-                found = [role for role, pod in pods.items() if wanted.items() <= labels(pod).items()]
-                assert found == [labels(one)["app.kubernetes.io/component"]]
+        for manifest in release.objects:
+            if manifest["kind"] in ("Service", "Deployment", "StatefulSet", "PodDisruptionBudget"):
+                selector = manifest["spec"]["selector"]
+                selected_labels = selector.get("matchLabels", selector)
+                selected_roles = [role for role, pod in pods.items() if selected_labels.items() <= labels(pod).items()]
+                assert selected_roles == [labels(manifest)["app.kubernetes.io/component"]]
 
 
 def test_every_port_that_is_named_exists(releases: list[Release]) -> None:
@@ -235,14 +247,14 @@ def test_every_key_and_claim_that_is_mounted_exists(releases: list[Release]) -> 
     given = {"bus-ca": {"ca.crt"}, "penstock-bus": {"url"}, "penstock-bus-ca": {"ca.crt"}}  # secrets that users make
     given["checkpoint-store"] = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
     for release in releases:
-        maps = {one["metadata"]["name"]: set(one["data"]) for one in release.of("ConfigMap")}
-        secrets = given | {one["metadata"]["name"]: set(one["stringData"]) for one in release.of("Secret")}
-        claims = {one["metadata"]["name"] for one in release.of("PersistentVolumeClaim")}
+        maps = {config_map["metadata"]["name"]: set(config_map["data"]) for config_map in release.of("ConfigMap")}
+        secrets = given | {secret["metadata"]["name"]: set(secret["stringData"]) for secret in release.of("Secret")}
+        claims = {claim["metadata"]["name"] for claim in release.of("PersistentVolumeClaim")}
         claims |= {"models", "models-and-data"}
-        accounts = {one["metadata"]["name"] for one in release.of("ServiceAccount")}
+        accounts = {account["metadata"]["name"] for account in release.of("ServiceAccount")}
         for _, pod in release.pods():
             assert pod["spec"]["serviceAccountName"] in accounts
-            volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+            volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
             templates = {claim["metadata"]["name"] for claim in templates_of(release, pod)}
             for container in pod["spec"]["containers"]:
                 assert len({mount["mountPath"] for mount in container["volumeMounts"]}) == len(
@@ -265,24 +277,26 @@ def test_every_key_and_claim_that_is_mounted_exists(releases: list[Release]) -> 
 
 
 def templates_of(release: Release, pod: Json) -> list[Json]:
-    owners = [one for one in release.of("StatefulSet") if template_of(one) is pod]
-    return [claim for one in owners for claim in one["spec"].get("volumeClaimTemplates", ())]
+    owners = [stateful_set for stateful_set in release.of("StatefulSet") if template_of(stateful_set) is pod]
+    return [claim for stateful_set in owners for claim in stateful_set["spec"].get("volumeClaimTemplates", ())]
 
 
 def test_network_policies_deny_everything_and_open_only_ports_that_exist(releases: list[Release]) -> None:
     for release in releases:
         pods = list(release.pods())
         ports = {port["containerPort"] for _, pod in pods for port in ports_of(pod)} | {53, 5353, 6379, 443, 6443}
-        deny, *rest = sorted(release.of("NetworkPolicy"), key=lambda one: "default-deny" not in one["metadata"]["name"])
+        deny, *rest = sorted(
+            release.of("NetworkPolicy"), key=lambda policy: "default-deny" not in policy["metadata"]["name"]
+        )
         assert deny["spec"]["policyTypes"] == ["Ingress", "Egress"]
         assert "ingress" not in deny["spec"]
         assert "egress" not in deny["spec"]
-        wanted = deny["spec"]["podSelector"]["matchLabels"]
-        assert all(wanted.items() <= labels(pod).items() for _, pod in pods)
+        denied_labels = deny["spec"]["podSelector"]["matchLabels"]
+        assert all(denied_labels.items() <= labels(pod).items() for _, pod in pods)
         for policy in rest:
             for rule in [*(policy["spec"]["ingress"] or ()), *policy["spec"]["egress"]]:
                 assert {port["port"] for port in rule.get("ports", ())} <= ports
-        assert {labels(one)["app.kubernetes.io/component"] for one in rest} == {role for role, _ in pods}
+        assert {labels(policy)["app.kubernetes.io/component"] for policy in rest} == {role for role, _ in pods}
 
 
 @pytest.mark.parametrize("role", ["rollout", "trainer"])
@@ -292,8 +306,8 @@ def test_only_trainer_and_rollout_pods_of_the_release_reach_the_ports_that_authe
     (peers,) = [rule["from"] for rule in rules if "ports" not in rule]
     assert [set(peer) for peer in peers] == [{"podSelector"}, {"podSelector"}]
     chosen = [peer["podSelector"]["matchLabels"] for peer in peers]
-    assert [one["app.kubernetes.io/component"] for one in chosen] == ["rollout", "trainer"]
-    assert {one["app.kubernetes.io/instance"] for one in chosen} == {"demo"}
+    assert [peer["app.kubernetes.io/component"] for peer in chosen] == ["rollout", "trainer"]
+    assert {peer["app.kubernetes.io/instance"] for peer in chosen} == {"demo"}
     assert {port["port"] for rule in rules for port in rule.get("ports", ())} <= {9400}
 
 
@@ -304,15 +318,15 @@ def test_the_executor_has_no_way_out_and_holds_no_secret_but_the_one_of_its_clie
     assert release.one("NetworkPolicy", "executor")["spec"]["egress"] == []
     assert pod["runtimeClassName"] == "gvisor"
     assert not [source for source in environment(container).values() if "secretKeyRef" in str(source)]
-    assert not [one for one in pod["volumes"] if "persistentVolumeClaim" in one]
+    assert not [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
     own = {"secretName": "demo-penstock-executor", "defaultMode": 0o440}
-    assert [one["secret"] for one in pod["volumes"] if "secret" in one] == [own]
+    assert [volume["secret"] for volume in pod["volumes"] if "secret" in volume] == [own]
     assert set(release.one("Secret", "executor")["stringData"]) == {"secret"}
     assert "PENSTOCK__BUS__URL" not in environment(container)
     client = release.one("Deployment", "reward")["spec"]["template"]["spec"]
     reward = environment(client["containers"][0])
     assert reward["PENSTOCK__REWARD__EXECUTOR__ADDRESS"] == "demo-penstock-executor:9500"
-    assert [one["secret"] for one in client["volumes"] if one["name"] == "executor"] == [own]
+    assert [volume["secret"] for volume in client["volumes"] if volume["name"] == "executor"] == [own]
     for settings in (reward, environment(container)):
         assert settings["PENSTOCK__REWARD__EXECUTOR__SECRET_FILE"] == "/etc/penstock/executor/secret"
 
@@ -353,14 +367,14 @@ def test_values_change_the_security_context_and_the_network_of_one_role_alone() 
         "hostNetwork": True,
     }
     release = render(values(trainer=own))
-    found = {role: set(breaches(pod["spec"])) for role, pod in release.pods()}
-    assert found.pop("trainer") == {
+    breaches_of_roles = {role: set(breaches(pod["spec"])) for role, pod in release.pods()}
+    assert breaches_of_roles.pop("trainer") == {
         "hostNetwork",
         "may run as root",
         "runs as root",
         "capabilities added: ['IPC_LOCK']",
     }
-    assert not any(found.values())
+    assert not any(breaches_of_roles.values())
     spec = template_of(release.workload("trainer"))["spec"]
     assert spec["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert spec["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
@@ -412,11 +426,13 @@ def test_the_files_of_a_pod_are_read_only_and_only_a_coordinator_that_may_scale_
     releases: list[Release],
 ) -> None:
     for release in releases:
-        assert all(one["automountServiceAccountToken"] is False for one in release.of("ServiceAccount"))
+        assert all(account["automountServiceAccountToken"] is False for account in release.of("ServiceAccount"))
         for role, pod in release.pods():
             may_scale = role == "coordinator" and bool(release.of("Role"))
             assert pod["spec"]["automountServiceAccountToken"] is may_scale
-            assert all(one["securityContext"]["readOnlyRootFilesystem"] for one in pod["spec"]["containers"])
+            assert all(
+                container["securityContext"]["readOnlyRootFilesystem"] for container in pod["spec"]["containers"]
+            )
 
 
 def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
@@ -498,13 +514,17 @@ def test_checkov_finds_nothing_but_what_is_accepted_with_a_reason(tmp_path: Path
         "--soft-fail",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found["summary"]["passed"] > 500
-    assert found["summary"]["parsing_errors"] == 0
-    wrong = {(one["check_id"], one["check_name"], one["resource"]) for one in found["results"]["failed_checks"]}
-    assert {one for one in wrong if one[0] not in ACCEPTED} == set()
-    assert ACCEPTED.keys() == {one[0] for one in wrong}  # unused exceptions must go
-    assert [one[2] for one in wrong if one[0] == "CKV_K8S_38"] == ["Deployment.default.demo-penstock-coordinator"]
+    report = json.loads(done.stdout)
+    assert report["summary"]["passed"] > 500
+    assert report["summary"]["parsing_errors"] == 0
+    failed_checks = {
+        (check["check_id"], check["check_name"], check["resource"]) for check in report["results"]["failed_checks"]
+    }
+    assert {check for check in failed_checks if check[0] not in ACCEPTED} == set()
+    assert ACCEPTED.keys() == {check[0] for check in failed_checks}  # unused exceptions must go
+    assert [check[2] for check in failed_checks if check[0] == "CKV_K8S_38"] == [
+        "Deployment.default.demo-penstock-coordinator"
+    ]
 
 
 def need_checkov() -> tuple[str, ...]:

@@ -44,15 +44,15 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 @pytest.fixture(scope="module")
 def runs(helm: None) -> Mapping[tuple[str, str], Rendered]:
     """Every example, as a JobSet, as workloads and as one pod; each in a namespace of its own."""
-    found: dict[tuple[str, str], Rendered] = {}
+    releases: dict[tuple[str, str], Rendered] = {}
     for kind, crds in (("jobset", ALL_CRDS), ("workloads", WITHOUT_JOB_SET), ("pod", WITHOUT_JOB_SET)):
         names = names_of(kind)
         queue = {} if kind != "workloads" else {"kueue": {"queue": ""}}
         steps = [[merged(CASES[name], {"run": {"kind": kind}, **queue})] for name in names]
         played = play_all(steps, version=NEWEST, crds=crds)
-        found |= {(name, kind): release for name, (release,) in zip(names, played, strict=True)}
-    assert not [release.error for release in found.values() if release.error]
-    return found
+        releases |= {(name, kind): release for name, (release,) in zip(names, played, strict=True)}
+    assert not [release.error for release in releases.values() if release.error]
+    return releases
 
 
 def names_of(kind: str) -> list[str]:
@@ -69,13 +69,13 @@ def namespace_of(name: str, kind: str) -> str:
 
 def gpu_pods(release: Rendered) -> dict[str, int]:
     """Return the number of pods that request GPUs, by workload, after controllers acted on the objects."""
-    found: dict[str, int] = {}
-    for one in release.workloads():
-        gpus = [box["resources"]["requests"].get(GPU, 0) for box in template_of(one)["spec"]["containers"]]
-        replicas = pods_of(release, one)
+    replicas_with_gpus: dict[str, int] = {}
+    for workload in release.workloads():
+        gpus = [box["resources"]["requests"].get(GPU, 0) for box in template_of(workload)["spec"]["containers"]]
+        replicas = pods_of(release, workload)
         if any(gpus) and replicas:
-            found[f"{one['kind']}/{one['metadata']['name']}"] = replicas
-    return found
+            replicas_with_gpus[f"{workload['kind']}/{workload['metadata']['name']}"] = replicas
+    return replicas_with_gpus
 
 
 def pods_of(release: Rendered, workload: Json) -> int:
@@ -85,25 +85,27 @@ def pods_of(release: Rendered, workload: Json) -> int:
         return int(spec.get("completions", 1))
     if "replicas" in spec:
         return int(spec["replicas"])
-    (one,) = [one for one in release.of("ScaledObject") if one["spec"]["scaleTargetRef"]["name"] == name]
-    return max(1, int(one["spec"]["minReplicaCount"]))
+    (scaled,) = [
+        manifest for manifest in release.of("ScaledObject") if manifest["spec"]["scaleTargetRef"]["name"] == name
+    ]
+    return max(1, int(scaled["spec"]["minReplicaCount"]))
 
 
 def keda_acts(release: Rendered) -> None:
-    for one in release.of("ScaledObject"):
+    for scaled in release.of("ScaledObject"):
         for workload in release.workloads():
-            if workload["metadata"]["name"] == one["spec"]["scaleTargetRef"]["name"] and workload["kind"] != "Job":
+            if workload["metadata"]["name"] == scaled["spec"]["scaleTargetRef"]["name"] and workload["kind"] != "Job":
                 spec = workload["spec"]
-                spec["replicas"] = max(spec.get("replicas", 1), one["spec"]["minReplicaCount"])
+                spec["replicas"] = max(spec.get("replicas", 1), scaled["spec"]["minReplicaCount"])
 
 
 def job_sets_act(release: Rendered, ended: str) -> None:
     """Remove the Jobs of every JobSet that is complete, now that the Job of the role ``ended`` is; and that of a pod."""
     objects = list(release.objects)
-    for one in objects:
-        policy = one["spec"]["successPolicy"] if one["kind"] == "JobSet" else {}
-        if policy.get("targetReplicatedJobs") == [ended] or (one["kind"] == "Job" and ended == "pod"):
-            objects.remove(one)
+    for manifest in objects:
+        policy = manifest["spec"]["successPolicy"] if manifest["kind"] == "JobSet" else {}
+        if policy.get("targetReplicatedJobs") == [ended] or (manifest["kind"] == "Job" and ended == "pod"):
+            objects.remove(manifest)
     object.__setattr__(release, "objects", objects)
 
 
@@ -130,8 +132,10 @@ async def test_no_example_has_a_gpu_pod_60_seconds_after_its_end(
     for name in names_of(kind):
         release = copy.deepcopy(runs[name, kind])
         before[name] = sum(gpu_pods(release).values())
-        ending = [one for one in release.workloads() if labels(one)["app.kubernetes.io/component"] != "bus"]
-        graces = [template_of(one)["spec"]["terminationGracePeriodSeconds"] for one in ending]
+        ending = [
+            workload for workload in release.workloads() if labels(workload)["app.kubernetes.io/component"] != "bus"
+        ]
+        graces = [template_of(workload)["spec"]["terminationGracePeriodSeconds"] for workload in ending]
         if kind != "pod":
             targets = json.loads(coordinator_of(release).get("PENSTOCK__INTERNAL__RELEASE", "[]"))
             (folder := tmp_path / f"{name}-{kind}").mkdir()
@@ -238,12 +242,12 @@ class Workload:
 
 
 def workloads_of(release: Rendered, run: int) -> Iterator[Workload]:
-    for one in release.objects:
-        if QUEUE not in labels(one):
+    for manifest in release.objects:
+        if QUEUE not in labels(manifest):
             continue
-        jobs = list(jobs_of(one)) if one["kind"] == "JobSet" else [one]
-        grouped = one["kind"] in ("JobSet", "Job")
-        count = 1 if grouped else pods_of(release, one)
+        jobs = list(jobs_of(manifest)) if manifest["kind"] == "JobSet" else [manifest]
+        grouped = manifest["kind"] in ("JobSet", "Job")
+        count = 1 if grouped else pods_of(release, manifest)
         for _ in range(count):
             gpus: collections.Counter[str] = collections.Counter()
             roles: collections.Counter[str] = collections.Counter()
@@ -259,13 +263,13 @@ def workloads_of(release: Rendered, run: int) -> Iterator[Workload]:
 def admit(workloads: Sequence[Workload], quota: Mapping[str, int], chance: random.Random) -> Iterator[None]:
     """Admit, preempt and finish in any order; yield after each change. All pod sets of a workload at once, or none."""
     for _ in range(40):
-        one = chance.choice(workloads)
+        candidate = chance.choice(workloads)
         used: collections.Counter[str] = collections.Counter()
         for other in workloads:
-            if other.admitted and other is not one:
+            if other.admitted and other is not candidate:
                 used.update(other.gpus)
-        one.admitted = not one.admitted and all(
-            used[flavor] + need <= quota[flavor] for flavor, need in one.gpus.items()
+        candidate.admitted = not candidate.admitted and all(
+            used[flavor] + need <= quota[flavor] for flavor, need in candidate.gpus.items()
         )
         yield
 
@@ -273,9 +277,9 @@ def admit(workloads: Sequence[Workload], quota: Mapping[str, int], chance: rando
 def half_admitted(workloads: Sequence[Workload]) -> bool:
     """Whether a run's trainer is admitted and none of its rollout replicas."""
     roles: collections.defaultdict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for one in workloads:
-        if one.admitted:
-            roles[one.run].update(one.roles)
+    for workload in workloads:
+        if workload.admitted:
+            roles[workload.run].update(workload.roles)
     return any(own["trainer"] and not own["rollout"] for own in roles.values())
 
 
@@ -295,12 +299,12 @@ def test_no_queue_admits_a_trainer_without_rollout(runs: Mapping[tuple[str, str]
     for (release,) in queued["auto"]:
         for seed in range(0 if release.error else 40):
             chance = random.Random(seed)
-            workloads = [one for run in range(3) for one in workloads_of(release, run)]
-            total = sum(sum(one.gpus.values()) for one in workloads)
-            quota = {flavor: chance.randint(0, total) for one in workloads for flavor in one.gpus}
+            workloads = [workload for run in range(3) for workload in workloads_of(release, run)]
+            total = sum(sum(workload.gpus.values()) for workload in workloads)
+            quota = {flavor: chance.randint(0, total) for workload in workloads for flavor in workload.gpus}
             for _ in admit(workloads, quota, chance):
                 states, bad = states + 1, bad + half_admitted(workloads)
-                admitted += any(one.admitted and one.roles.get("trainer") for one in workloads)
+                admitted += any(workload.admitted and workload.roles.get("trainer") for workload in workloads)
     assert (states, bad) == (5 * 40 * 40, 0)
     assert admitted > 1000
 

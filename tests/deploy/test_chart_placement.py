@@ -51,12 +51,12 @@ class Pod:
 
     @property
     def gpus(self) -> int:
-        return sum(int(one["resources"]["requests"].get(GPU, 0)) for one in self.spec["containers"])
+        return sum(int(container["resources"]["requests"].get(GPU, 0)) for container in self.spec["containers"])
 
     @property
     def claims(self) -> set[str]:
         volumes = self.spec.get("volumes", ())
-        return {one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one}
+        return {volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume}
 
 
 def nodes_of(count: int) -> list[Node]:
@@ -111,10 +111,10 @@ def fits(pod: Pod, node: Node, nodes: Sequence[Node], one_node_claims: set[str])
     if pod.gpus > node.free_gpus or not pod.spec.get("nodeSelector", {}).items() <= node.labels.items():
         return False
     tolerated = pod.spec.get("tolerations", ())
-    if any(not any(one["key"] == taint["key"] for one in tolerated) for taint in node.taints):
+    if any(not any(toleration["key"] == taint["key"] for toleration in tolerated) for taint in node.taints):
         return False
     for claim in pod.claims & one_node_claims:
-        if any(claim in other.claims for one in nodes if one is not node for other in one.pods):
+        if any(claim in other.claims for another in nodes if another is not node for other in another.pods):
             return False  # Multi-Attach: the pod would be scheduled and wait for ever
     terms = (
         pod.spec.get("affinity", {}).get("podAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", ())
@@ -124,17 +124,17 @@ def fits(pod: Pod, node: Node, nodes: Sequence[Node], one_node_claims: set[str])
 
 def beside(term: Json, pod: Pod, node: Node, nodes: Sequence[Node]) -> bool:
     """Whether a required term of pod affinity holds; the first pod that matches its own term may go anywhere."""
-    others = [(one, other) for one in nodes for other in one.pods if selects(term["labelSelector"], other)]
+    others = [(holder, other) for holder in nodes for other in holder.pods if selects(term["labelSelector"], other)]
     if not others:
         return selects(term["labelSelector"], pod)
     key = term["topologyKey"]
-    return any(one.labels.get(key) == node.labels.get(key) for one, _ in others)
+    return any(holder.labels.get(key) == node.labels.get(key) for holder, _ in others)
 
 
 def selects(selector: Json, pod: Pod) -> bool:
     own = pod.template["metadata"]["labels"]
     return selector["matchLabels"].items() <= own.items() and all(
-        own[one["key"]] in one["values"] for one in selector["matchExpressions"]
+        own[expression["key"]] in expression["values"] for expression in selector["matchExpressions"]
     )
 
 
@@ -150,7 +150,7 @@ def rendered(name: str, access: str) -> Release:
 @pytest.mark.parametrize("name", ["one-gpu-node", "cpu-smoke"])
 def test_the_examples_for_one_node_start_on_clusters_of_any_size(name: str, count: int, access: str) -> None:
     release, nodes = rendered(name, access), nodes_of(count)
-    claims = {one["metadata"]["name"] for one in release.of("PersistentVolumeClaim")}
+    claims = {claim["metadata"]["name"] for claim in release.of("PersistentVolumeClaim")}
     one_node_claims = claims if access == "ReadWriteOnce" else set()
     assert len(claims) == 1
     assert not [pod.role for pod in place(list(pods_of(release)), nodes, one_node_claims)]
@@ -176,7 +176,7 @@ def test_the_other_examples_start_on_as_many_nodes_as_they_have_gpus_for(name: s
 
 def test_a_trainer_that_starts_again_returns_to_the_node_of_its_volume() -> None:
     release, nodes = rendered("one-gpu-node", "ReadWriteOnce"), nodes_of(9)
-    claims = {one["metadata"]["name"] for one in release.of("PersistentVolumeClaim")}
+    claims = {claim["metadata"]["name"] for claim in release.of("PersistentVolumeClaim")}
     place(list(pods_of(release)), nodes, claims)
     (home,) = [node for node in nodes if any(pod.role == "trainer" for pod in node.pods)]
     (trainer,) = [pod for pod in home.pods if pod.role == "trainer"]
@@ -201,7 +201,7 @@ def test_affinity_of_the_users_stays_beside_that_of_the_fabric() -> None:
     release = render(values(trainer={"affinity": own}, fabric={"topologyKey": "fabric"}))
     affinity = template_of(release.workload("trainer"))["spec"]["affinity"]["podAffinity"]
     required = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert [one["topologyKey"] for one in required] == [ZONE, "fabric"]
+    assert [rule["topologyKey"] for rule in required] == [ZONE, "fabric"]
 
 
 def test_every_example_is_placed_here() -> None:

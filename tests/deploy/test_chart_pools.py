@@ -32,18 +32,18 @@ def pooled() -> Json:
 def test_each_pool_has_its_own_nodes_engine_and_size() -> None:
     release = render(pooled(), crds=ALL_CRDS)
     reserved, spot = release.of("Deployment", "rollout")
-    assert [one["metadata"]["name"] for one in (reserved, spot)] == [
+    assert [pool["metadata"]["name"] for pool in (reserved, spot)] == [
         "demo-penstock-rollout-reserved",
         "demo-penstock-rollout-spot",
     ]
-    assert [one["spec"].get("replicas") for one in (reserved, spot)] == [2, None]
-    pods = [template_of(one)["spec"] for one in (reserved, spot)]
+    assert [pool["spec"].get("replicas") for pool in (reserved, spot)] == [2, None]
+    pods = [template_of(pool)["spec"] for pool in (reserved, spot)]
     assert [pod["nodeSelector"] for pod in pods] == [
         {"nvidia.com/gpu.product": "NVIDIA-H100"},
         {"nvidia.com/gpu.product": "NVIDIA-L40S", "pool": "spot"},
     ]
     containers = [pod["containers"][0] for pod in pods]
-    assert [one["resources"]["limits"][GPU] for one in containers] == [2, 1]
+    assert [container["resources"]["limits"][GPU] for container in containers] == [2, 1]
     assert {pod["serviceAccountName"] for pod in pods} == {"demo-penstock-rollout"}
     engine = {
         name: value
@@ -58,13 +58,13 @@ def test_each_pool_has_its_own_nodes_engine_and_size() -> None:
 
 def test_no_workload_or_budget_of_a_pool_selects_pods_of_another_and_policies_select_all() -> None:
     release = render(pooled(), crds=ALL_CRDS)
-    pods = [labels(template_of(one)) for one in release.of("Deployment", "rollout")]
+    pods = [labels(template_of(deployment)) for deployment in release.of("Deployment", "rollout")]
     for kind in ("Deployment", "PodDisruptionBudget"):
-        for number, one in enumerate(release.of(kind, "rollout")):
-            wanted = one["spec"]["selector"]["matchLabels"].items()
-            assert [wanted <= pod.items() for pod in pods] == [number == 0, number == 1]
-    wanted = release.one("NetworkPolicy", "rollout")["spec"]["podSelector"]["matchLabels"].items()
-    assert all(wanted <= pod.items() for pod in pods)
+        for number, manifest in enumerate(release.of(kind, "rollout")):
+            selected_labels = manifest["spec"]["selector"]["matchLabels"].items()
+            assert [selected_labels <= pod.items() for pod in pods] == [number == 0, number == 1]
+    selected_labels = release.one("NetworkPolicy", "rollout")["spec"]["podSelector"]["matchLabels"].items()
+    assert all(selected_labels <= pod.items() for pod in pods)
 
 
 @given(entries=st.integers(0, 3000))
@@ -82,8 +82,8 @@ def test_pools_are_filled_in_their_order(scaled: Json, entries: int) -> None:
 
 @pytest.fixture(scope="module")
 def scaled(helm: None) -> Json:
-    (found,) = render(pooled(), crds=ALL_CRDS).of("ScaledObject", "rollout")
-    spec: Json = found["spec"]
+    (scaled_object,) = render(pooled(), crds=ALL_CRDS).of("ScaledObject", "rollout")
+    spec: Json = scaled_object["spec"]
     assert spec["scaleTargetRef"]["name"] == "demo-penstock-rollout-spot"
     return spec
 
@@ -106,26 +106,28 @@ def test_models_are_downloaded_by_one_job_and_awaited_by_those_who_read_them() -
     assert downloading["command"] == [*fetch, "--into", "/var/penstock/models", *MODELS[:2]]
     assert environment(downloading)["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
     for role, pod in release.pods():
-        waiting = [one["command"] for one in pod["spec"].get("initContainers", ()) if one["name"] == "models"]
+        waiting = [
+            container["command"] for container in pod["spec"].get("initContainers", ()) if container["name"] == "models"
+        ]
         reads = role in ("rollout", "trainer")
         assert waiting == ([[*fetch, "--wait", "--into", "/var/penstock/models", *MODELS[:2]]] if reads else [])
         (container,) = pod["spec"]["containers"]
-        mounts = {one["mountPath"]: one for one in container.get("volumeMounts", ())}
-        found = environment(container) if "env" in container else {}
-        assert (found.get("HF_HUB_OFFLINE") == "1") is reads
+        mounts = {mount["mountPath"]: mount for mount in container.get("volumeMounts", ())}
+        variables = environment(container) if "env" in container else {}
+        assert (variables.get("HF_HUB_OFFLINE") == "1") is reads
         assert ("/var/penstock/claims/weights" in mounts) is reads
         if reads:
             assert mounts["/var/penstock/models"]["readOnly"]
             assert mounts["/var/penstock/cache"]["subPath"] == f"compiled/{role}"
-        assert "HF_TOKEN" not in found or role == "models"
+        assert "HF_TOKEN" not in variables or role == "models"
 
 
 def test_only_the_job_reaches_the_hub() -> None:
     release = render(values(models=MODELS, modelCache={"s3": {"endpoint": "https://store.example.org:9000"}}))
     open_to_all = {
-        labels(one)["app.kubernetes.io/component"]: rule["ports"]
-        for one in release.of("NetworkPolicy")
-        for rule in one["spec"].get("egress", ())
+        labels(policy)["app.kubernetes.io/component"]: rule["ports"]
+        for policy in release.of("NetworkPolicy")
+        for rule in policy["spec"].get("egress", ())
         if "to" not in rule
     }
     assert open_to_all == {"models": [{"port": 443}, {"port": 9000}]}
@@ -153,15 +155,15 @@ def test_models_on_a_volume_of_one_node_need_a_run_on_one_node() -> None:
 def test_a_pod_with_gpus_checks_its_node_first_as_the_service_would_find_it() -> None:
     release = render(values(trainer={"rdma": {"resource": "rdma/hca"}}, fabric={"require": "rdma"}))
     for role, pod in release.pods():
-        checks = [one for one in pod["spec"].get("initContainers", ()) if one["name"] == "preflight"]
+        checks = [container for container in pod["spec"].get("initContainers", ()) if container["name"] == "preflight"]
         (container,) = pod["spec"]["containers"]
         gpus = GPU in container["resources"]["limits"]
         assert len(checks) == int(gpus)
-        for one in checks:
+        for check in checks:
             rdma = ["--rdma"] if role == "trainer" else []
-            assert one["command"] == ["python", "-m", "shared.preflight", "--gpu", *rdma]
+            assert check["command"] == ["python", "-m", "shared.preflight", "--gpu", *rdma]
             for key in ("image", "resources", "securityContext"):
-                assert one[key] == container[key]
+                assert check[key] == container[key]
     trainer = environment(template_of(release.workload("trainer"))["spec"]["containers"][0])
     assert trainer["PENSTOCK__FABRIC__REQUIRE"] == "rdma"
 

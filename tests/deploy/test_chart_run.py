@@ -27,13 +27,15 @@ PATIENCE_S = 200.0
 
 def revisions() -> list[Json]:
     """Return values of an install, a full upgrade, and one to a JobSet."""
-    found = values("cpu-smoke")
-    config = re.sub(r"(?m)^(every_steps|problems) = .*$", r"\1 = 4", found["run"]["config"])  # short evaluations
+    smoke_values = values("cpu-smoke")
+    config = re.sub(r"(?m)^(every_steps|problems) = .*$", r"\1 = 4", smoke_values["run"]["config"])  # short evaluations
     config = config.replace("groups_per_step = 32", "groups_per_step = 4").replace("steps = 200", "steps = 100000")
-    executor = {"enabled": True, "image": found["coordinator"]["image"]}
-    first = merged(found, {"run": {"config": config, "kind": "workloads"}, "executor": executor})
+    executor = {"enabled": True, "image": smoke_values["coordinator"]["image"]}
+    first = merged(smoke_values, {"run": {"config": config, "kind": "workloads"}, "executor": executor})
     first["networkPolicy"] = {"enabled": False}  # nothing enforces them between these processes
-    images: Json = {role: {"image": found["coordinator"]["image"].replace("0.1.0", "0.1.1")} for role in SERVICES}
+    images: Json = {
+        role: {"image": smoke_values["coordinator"]["image"].replace("0.1.0", "0.1.1")} for role in SERVICES
+    }
     more_checkpoints = {"config": config.replace("checkpoint_every_steps = 50", "checkpoint_every_steps = 2")}
     second = merged(first, {**images, "run": more_checkpoints})
     return [first, second, merged(second, {"run": {"kind": "auto"}})]
@@ -85,7 +87,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[tuple[Cluster, Sequence[Relea
     need_module("helm_sdkpy", "helm-sdkpy")
     need("bwrap", "bubblewrap")  # without it the executor refuses to run beside root's Python
     first, *later = play(revisions(), crds=JOB_SET)
-    assert not [found.error for found in (first, *later) if found.error]
+    assert not [release.error for release in (first, *later) if release.error]
     made = Cluster(first, tmp_path)
     await made.open()
     yield made, later
@@ -167,15 +169,15 @@ async def _passes_its_check(made: Cluster) -> None:
     check.start()
     assert check.process is not None
     assert await asyncio.to_thread(check.process.wait, PATIENCE_S) == 0, check.log.read_text()
-    *found, said = [json.loads(line) for line in check.log.read_text().splitlines()]
+    *findings, said = [json.loads(line) for line in check.log.read_text().splitlines()]
     assert said["run"] == "running"
-    assert [(one["check"], one["ok"]) for one in found] == [
+    assert [(finding["check"], finding["ok"]) for finding in findings] == [
         ("dns", True),
         ("bus", True),
         ("maxmemory", True),
         ("clock", True),
     ]
-    assert found[1]["sentence"].startswith("valkey 9")
+    assert findings[1]["sentence"].startswith("valkey 9")
 
 
 async def _backlogs_are_numbers(bus: Bus) -> None:

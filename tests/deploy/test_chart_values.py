@@ -30,13 +30,13 @@ pytestmark = pytest.mark.usefixtures("helm")
 def test_an_upgrade_keeps_password_and_token_and_restarts_only_for_another_run() -> None:
     first, same, other = play([values(), values(), values(run={"config": values()["run"]["config"] + "\n# new\n"})])
     for role, key in (("bus", "password"), ("api", "token")):
-        secrets = [found.one("Secret", role)["stringData"][key] for found in (first, same, other)]
+        secrets = [release.one("Secret", role)["stringData"][key] for release in (first, same, other)]
         assert secrets[0] == secrets[1] == secrets[2]
         assert len(secrets[0]) == 40
-    pods = [template_of(found.workload("trainer")) for found in (first, same, other)]
+    pods = [template_of(release.workload("trainer")) for release in (first, same, other)]
     assert pods[0] == pods[1]
     assert pods[0] != pods[2]
-    bus = [found.one("StatefulSet", "bus")["spec"]["template"] for found in (first, same, other)]
+    bus = [release.one("StatefulSet", "bus")["spec"]["template"] for release in (first, same, other)]
     assert bus[0] == bus[1] == bus[2]
 
 
@@ -50,10 +50,14 @@ def test_with_object_storage_every_pod_has_a_folder_of_its_own_and_the_trainer_a
     assert release.of("PersistentVolumeClaim") == []
     for role, pod in release.pods():
         (container,) = pod["spec"]["containers"]
-        folders = [one for one in pod["spec"]["volumes"] if one["name"] == "runs"]
+        folders = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "runs"]
         assert folders == ([{"name": "runs", "emptyDir": {}}] if role in ("coordinator", "rollout", "trainer") else [])
-        found = environment(container) if role != "bus" else {}
-        assert ("AWS_SECRET_ACCESS_KEY" in found) == ("PENSTOCK__TRAINER__STORE__URI" in found) == (role == "trainer")
+        variables = environment(container) if role != "bus" else {}
+        assert (
+            ("AWS_SECRET_ACCESS_KEY" in variables)
+            == ("PENSTOCK__TRAINER__STORE__URI" in variables)
+            == (role == "trainer")
+        )
     (container,) = release.one("StatefulSet", "trainer")["spec"]["template"]["spec"]["containers"]
     plain = {name: value for name, value in environment(container).items() if isinstance(value, str)}
     store = load(None, environment=plain).trainer.store
@@ -67,9 +71,9 @@ def test_with_object_storage_every_pod_has_a_folder_of_its_own_and_the_trainer_a
 def test_the_trainer_alone_may_reach_the_store_at_its_port(endpoint: str, port: int) -> None:
     release = render(values("object-storage", checkpoints={"s3": {"endpoint": endpoint}}))
     anywhere = {
-        labels(one)["app.kubernetes.io/component"]: rule
-        for one in release.of("NetworkPolicy")
-        for rule in one["spec"].get("egress", ())
+        labels(policy)["app.kubernetes.io/component"]: rule
+        for policy in release.of("NetworkPolicy")
+        for rule in policy["spec"].get("egress", ())
         if "to" not in rule
     }
     assert anywhere == {"trainer": {"ports": [{"port": port}]}}
@@ -169,27 +173,31 @@ def test_an_older_cluster_is_refused() -> None:
 
 def test_the_schema_says_every_value_in_a_sentence_and_the_values_file_holds_no_other() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    found = dict(described(schema, schema, ""))
-    assert len(found) > 100
-    assert not [path for path, text in found.items() if not text.endswith(".")]
+    descriptions = dict(described(schema, schema, ""))
+    assert len(descriptions) > 100
+    assert not [path for path, text in descriptions.items() if not text.endswith(".")]
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert set(paths(defaults, "", found)) <= found.keys()
+    assert set(paths(defaults, "", descriptions)) <= descriptions.keys()
 
 
 def described(schema: Json, root: Json, path: str) -> Iterator[tuple[str, str]]:
-    for name, one in schema.get("properties", {}).items():
-        here = root["definitions"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one
+    for name, property_schema in schema.get("properties", {}).items():
+        here = (
+            root["definitions"][property_schema["$ref"].rpartition("/")[2]]
+            if "$ref" in property_schema
+            else property_schema
+        )
         yield f"{path}.{name}", here.get("description", "")
         assert here.get("additionalProperties") is not None or "properties" not in here
         yield from described(here, root, f"{path}.{name}")
 
 
-def paths(found: Json, path: str, known: Mapping[str, str]) -> Iterator[str]:
-    for name, one in found.items():
+def paths(branch: Json, path: str, known: Mapping[str, str]) -> Iterator[str]:
+    for name, value in branch.items():
         here = f"{path}.{name}"
         yield here
-        if isinstance(one, dict) and any(other.startswith(here + ".") for other in known):
-            yield from paths(one, here, known)
+        if isinstance(value, dict) and any(other.startswith(here + ".") for other in known):
+            yield from paths(value, here, known)
 
 
 def test_the_chart_is_of_this_release() -> None:
@@ -212,7 +220,9 @@ def test_the_bus_stops_taking_entries_before_the_kernel_ends_it() -> None:
 def test_the_bus_takes_its_password_from_a_secret_that_tools_without_a_cluster_can_name() -> None:
     release = render(values(valkey={"existingSecret": "bus-login"}))
     assert not [
-        one for one in release.of("Secret") if one["metadata"]["labels"]["app.kubernetes.io/component"] == "bus"
+        secret
+        for secret in release.of("Secret")
+        if secret["metadata"]["labels"]["app.kubernetes.io/component"] == "bus"
     ]
     bus = template_of(release.workload("bus"))["spec"]
     assert {volume["secret"]["secretName"] for volume in bus["volumes"] if "secret" in volume} == {"bus-login"}

@@ -63,7 +63,7 @@ def job_sets(helm: None) -> Mapping[str, Sequence[Release]]:
         "limited": [of(run={"activeDeadlineSeconds": 3600})],
     }
     played = dict(zip(cases, play_all(list(cases.values()), version=NEWEST, crds=ALL_CRDS), strict=True))
-    assert not [found.error for release in played.values() for found in release if found.error]
+    assert not [rendered.error for release in played.values() for rendered in release if rendered.error]
     return played
 
 
@@ -73,7 +73,9 @@ def test_trainer_rollout_and_rewards_are_one_job_set_or_where_a_cluster_has_none
     for name in ("auto", "asked for"):
         (release,) = job_sets[name]
         assert [release.workload(role)["kind"] for role in ("trainer", "rollout", "reward")] == ["Job", "Job", "Job"]
-        assert [labels(one)["app.kubernetes.io/component"] for one in release.of("Deployment")] == ["coordinator"]
+        assert [labels(deployment)["app.kubernetes.io/component"] for deployment in release.of("Deployment")] == [
+            "coordinator"
+        ]
         budget = release.one("PodDisruptionBudget", "trainer")["spec"]
         assert (budget["minAvailable"], "maxUnavailable" in budget) == (3, False)  # a Job's pods know nothing else
         assert not release.of("Service", "trainer")  # the controller makes it
@@ -102,7 +104,9 @@ def test_the_trainer_s_pods_meet_at_its_first_and_each_job_restarts_its_own(
     assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-trainer-0-0.{name}:29500"
     assert variables["JOB_INDEX"] == index
     (monitor,) = release.of("PodMonitor")  # pods change names, replicas do not
-    (kept,) = [one for one in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] if "regex" in one]
+    (kept,) = [
+        relabeling for relabeling in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] if "regex" in relabeling
+    ]
     role, number = "jobset_sigs_k8s_io_replicatedjob_name", "batch_kubernetes_io_job_completion_index"
     assert kept["sourceLabels"][0] == f"__meta_kubernetes_pod_label_{role}"
     assert kept["sourceLabels"][1] == f"__meta_kubernetes_pod_annotation_{number}"
@@ -111,9 +115,9 @@ def test_the_trainer_s_pods_meet_at_its_first_and_each_job_restarts_its_own(
 
 
 def test_a_job_set_which_cannot_be_changed_is_followed_by_another(job_sets: Mapping[str, Sequence[Release]]) -> None:
-    first, same, other, patient = (found.one("JobSet", "jobset") for found in job_sets["upgraded"])
+    first, same, other, patient = (release.one("JobSet", "jobset") for release in job_sets["upgraded"])
     assert first == same
-    assert len({one["metadata"]["name"] for one in (first, other, patient)}) == 3
+    assert len({job_set["metadata"]["name"] for job_set in (first, other, patient)}) == 3
 
 
 def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Mapping[str, Sequence[Release]]) -> None:
@@ -123,8 +127,8 @@ def test_the_longest_name_leaves_room_for_those_of_a_job_set_s_pods(job_sets: Ma
 
 def test_one_queue_and_one_priority_class_admit_the_run(job_sets: Mapping[str, Sequence[Release]]) -> None:
     (release,) = job_sets["queued"]
-    queued = [one for one in release.objects if "kueue.x-k8s.io/queue-name" in labels(one)]
-    assert [one["kind"] for one in queued] == ["JobSet"]
+    queued = [manifest for manifest in release.objects if "kueue.x-k8s.io/queue-name" in labels(manifest)]
+    assert [manifest["kind"] for manifest in queued] == ["JobSet"]
     assert labels(queued[0])["kueue.x-k8s.io/priority-class"] == "high"
 
 
@@ -204,9 +208,9 @@ def test_the_pods_of_one_replica_have_the_engine_s_gpus_between_them_and_meet_at
 
 
 def test_a_pod_of_several_gets_settings_and_a_secret_that_upgrades_keep(tmp_path: Path) -> None:
-    found = CASES["two-nodes-per-engine"]
-    given = merged(found, {"rollout": {"existingSecret": "ours"}})
-    (first, again), (other,) = play_all([[found, found], [given]], version=NEWEST, crds=ALL_CRDS)
+    case = CASES["two-nodes-per-engine"]
+    given = merged(case, {"rollout": {"existingSecret": "ours"}})
+    (first, again), (other,) = play_all([[case, case], [given]], version=NEWEST, crds=ALL_CRDS)
     config = tmp_path / "run.toml"
     config.write_text(first.one("ConfigMap", "run")["data"]["run.toml"])
     (container,) = template_of(first.workload("rollout"))["spec"]["containers"]
@@ -225,7 +229,9 @@ def test_a_pod_of_several_gets_settings_and_a_secret_that_upgrades_keep(tmp_path
     assert secrets[0] == secrets[1]
     assert len(secrets[0]) == 40
     assert other.of("Secret", "rollout") == []
-    (volume,) = [one for one in template_of(other.workload("rollout"))["spec"]["volumes"] if one["name"] == "engine"]
+    (volume,) = [
+        volume for volume in template_of(other.workload("rollout"))["spec"]["volumes"] if volume["name"] == "engine"
+    ]
     assert volume["secret"] == {"secretName": "ours", "defaultMode": 0o440}
 
 
@@ -312,13 +318,13 @@ def test_keda_reaches_as_many_replicas_as_entries_need_from_any_number(
     spec = json.loads(json.dumps(scaled_object).replace("512", str(target)))
     lengths = dict(zip((trigger["name"] for trigger in spec["triggers"]), entries, strict=True))
     least = 1  # the JobSet's
-    wanted = max(least, math.ceil(sum(entries) / target))
+    needed = max(least, math.ceil(sum(entries) / target))
     for _ in range(50):
         before, replicas = replicas, autoscaled(spec, lengths, replicas, tolerance)
         if before == replicas:
             break
     rest = sum(entries) - least * target
-    assert least + replicas == wanted or abs(rest / (target * replicas) - 1) <= tolerance
+    assert least + replicas == needed or abs(rest / (target * replicas) - 1) <= tolerance
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +344,7 @@ def autoscaled(spec: Json, lengths: Mapping[str, int], replicas: int, tolerance:
         value = eval(modifiers["formula"], {"max": max}, dict(lengths))
         metrics = [(value, int(modifiers["target"]))]
     else:
-        metrics = [(lengths[one["name"]], int(one["metadata"]["streamLength"])) for one in spec["triggers"]]
+        metrics = [(lengths[trigger["name"]], int(trigger["metadata"]["streamLength"])) for trigger in spec["triggers"]]
     proposals = []
     for value, target in metrics:
         if not replicas:  # KEDA, not the HPA, starts the first
@@ -363,5 +369,8 @@ def test_keda_is_told_which_servers_and_as_whom(topology: str, kind: str, addres
     triggers = release.one("ScaledObject", "reward")["spec"]["triggers"]
     assert {trigger["type"] for trigger in triggers} == {kind}
     (authentication,) = release.of("TriggerAuthentication")
-    asked = {(one["parameter"], one["name"], one["key"]) for one in authentication["spec"]["secretTargetRef"]}
+    asked = {
+        (reference["parameter"], reference["name"], reference["key"])
+        for reference in authentication["spec"]["secretTargetRef"]
+    }
     assert asked == {(key, "redis", key) for key in (address, "password", "username")}

@@ -34,7 +34,7 @@ each_board = pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.na
 @cache
 def exported() -> frozenset[str]:
     """Return all exported metric names, by importing the declaring files."""
-    names = {name for found in HEAVY.values() for name in found}
+    names = {name for heavy in HEAVY.values() for name in heavy}
     for file in sorted([*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]):
         path = str(file.relative_to(ROOT))
         if "from prometheus_client import" in file.read_text() and path not in HEAVY:
@@ -66,7 +66,7 @@ def queries(board: Board) -> list[tuple[Panel, Query]]:
 
 
 def annotations(board: Board) -> list[str]:
-    return [found["expr"] for found in json.loads(grafana.text(board))["annotations"]["list"]]
+    return [annotation["expr"] for annotation in json.loads(grafana.text(board))["annotations"]["list"]]
 
 
 @each_board
@@ -139,13 +139,13 @@ def test_every_panel_has_a_title_a_description_and_a_unit(board: Board) -> None:
 def test_data_source_namespace_run_and_replica_are_variables(board: Board) -> None:
     made = json.loads(grafana.text(board))
     variables = made["templating"]["list"]
-    assert [(found["name"], found["type"]) for found in variables] == [
+    assert [(variable["name"], variable["type"]) for variable in variables] == [
         ("datasource", "datasource"),
         ("namespace", "query"),
         ("run", "query"),
         ("replica", "query"),
     ]
-    assert [found["refresh"] for found in variables[1:]] == [2, 2, 2], "when the time range changes"
+    assert [variable["refresh"] for variable in variables[1:]] == [2, 2, 2], "when the time range changes"
     assert made["editable"] is False
     assert made["uid"] == f"penstock-{board.name}"
     assert len(grafana.text(board)) < 1_000_000, "a ConfigMap holds 1 MiB"
@@ -153,7 +153,7 @@ def test_data_source_namespace_run_and_replica_are_variables(board: Board) -> No
 
 @each_board
 def test_versions_rollbacks_and_pauses_are_marked(board: Board) -> None:
-    names = [found["name"] for found in json.loads(grafana.text(board))["annotations"]["list"]]
+    names = [annotation["name"] for annotation in json.loads(grafana.text(board))["annotations"]["list"]]
     assert names == ["Versions", "Rollbacks", "Pauses"]
 
 
@@ -161,13 +161,13 @@ def test_what_compose_mounts_is_there_and_prometheus_reads_it() -> None:
     folder = ROOT / "deploy"
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
     mounts = [
-        mount.split(":")[0] for found in services.values() for mount in found["volumes"] if mount.startswith("./")
+        mount.split(":")[0] for service in services.values() for mount in service["volumes"] if mount.startswith("./")
     ]
     assert len(mounts) == 5
     for mount in mounts:
         assert (folder / mount).exists(), mount
-    for found in services.values():
-        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", found["image"]), (
+    for service in services.values():
+        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"]), (
             "a name without a registry, and a version"
         )
     done = subprocess.run(

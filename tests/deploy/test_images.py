@@ -53,14 +53,14 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 
 def copied(name: str) -> list[tuple[Path, str]]:
-    found = []
+    pairs = []
     for word, rest in instructions(name):
         if word == "COPY" and not rest.startswith(("--from", "deploy/docker/locks")):
             *sources, target = rest.split()
             for source in sources:
                 place = f"{target}{Path(source).name}" if target.endswith("/") else target
-                found.append((ROOT / source, place))
-    return found
+                pairs.append((ROOT / source, place))
+    return pairs
 
 
 def locked(name: str) -> dict[str, str]:
@@ -83,16 +83,16 @@ def context(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_image_is_pinned_has_no_root_and_starts_its_service(name: str) -> None:
-    found = instructions(name)
-    bases = [rest for word, rest in found if word == "FROM"]
-    base, *lock = [rest for word, rest in found if word == "ARG"]
+    lines = instructions(name)
+    bases = [rest for word, rest in lines if word == "FROM"]
+    base, *lock = [rest for word, rest in lines if word == "ARG"]
     assert lock in ([], [f"LOCK={name}"])
     assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-\w+", base)
     assert bases == ["${BASE} AS packages", "packages AS code", "${BASE}"]
-    last = found[len(found) - [word for word, _ in found][::-1].index("FROM") :]
+    last = lines[len(lines) - [word for word, _ in lines][::-1].index("FROM") :]
     assert ("USER", "10001:10001") in last
     assert last[-1] == ("ENTRYPOINT", f'["python", "-m", "{MODULES[name]}"]')
-    assert not [rest for word, rest in found if word == "ADD"]
+    assert not [rest for word, rest in lines if word == "ADD"]
 
 
 @pytest.mark.parametrize("name", [*SERVICES, "dev"])
@@ -128,11 +128,11 @@ def wrong_versions(lines: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_change_of_the_code_leaves_the_layer_of_packages_as_it_is(name: str) -> None:
     """Layers are in this order, and only the last but one has files of this repository; it is small."""
-    found = instructions(name)
-    stages = [number for number, (word, _) in enumerate(found) if word == "FROM"]
-    packages = [rest for word, rest in found[stages[0] : stages[1]] if word == "COPY"]
-    assert packages == [f"deploy/docker/locks/{'${LOCK}' if ('ARG', f'LOCK={name}') in found else name}.txt lock.txt"]
-    last = [rest for word, rest in found[stages[2] :] if word == "COPY"]
+    lines = instructions(name)
+    stages = [number for number, (word, _) in enumerate(lines) if word == "FROM"]
+    packages = [rest for word, rest in lines[stages[0] : stages[1]] if word == "COPY"]
+    assert packages == [f"deploy/docker/locks/{'${LOCK}' if ('ARG', f'LOCK={name}') in lines else name}.txt lock.txt"]
+    last = [rest for word, rest in lines[stages[2] :] if word == "COPY"]
     assert last == ["--from=packages /opt/penstock /opt/penstock", "--from=code /opt/code /opt/code"]
 
 
@@ -163,23 +163,25 @@ def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, conte
                 path = context / module.replace(".", "/")
                 assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), f"{file} imports {module}"
             elif top not in sys.stdlib_module_names and file.is_relative_to(context / "services"):
-                found = {owner.lower().replace("_", "-") for owner in (*owners.get(top, ()), top)}
-                assert found & packages or top in OPTIONAL.get(name, ()), f"{file} imports {module}"
+                distributions = {owner.lower().replace("_", "-") for owner in (*owners.get(top, ()), top)}
+                assert distributions & packages or top in OPTIONAL.get(name, ()), f"{file} imports {module}"
 
 
-def brought(wanted: str) -> set[str]:
-    todo = [Requirement(wanted)]
-    found: set[tuple[str, frozenset[str]]] = set()
+def brought(requirement: str) -> set[str]:
+    todo = [Requirement(requirement)]
+    visited: set[tuple[str, frozenset[str]]] = set()
     while todo:
-        one = todo.pop()
-        name = one.name.lower().replace("_", "-")
-        if (name, frozenset(one.extras)) in found:
+        needed = todo.pop()
+        name = needed.name.lower().replace("_", "-")
+        if (name, frozenset(needed.extras)) in visited:
             continue
-        found.add((name, frozenset(one.extras)))
+        visited.add((name, frozenset(needed.extras)))
         todo += (
-            of_project(one.extras) if name == "penstock" else of_package(NAMED_ELSEWHERE.get(name, name), one.extras)
+            of_project(needed.extras)
+            if name == "penstock"
+            else of_package(NAMED_ELSEWHERE.get(name, name), needed.extras)
         )
-    return {name for name, _ in found}
+    return {name for name, _ in visited}
 
 
 def of_project(extras: set[str]) -> list[Requirement]:
@@ -194,7 +196,9 @@ def of_package(name: str, extras: set[str]) -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError:
         return []
     asked = ["", *extras]
-    return [line for line in lines if line.marker is None or any(line.marker.evaluate({"extra": one}) for one in asked)]
+    return [
+        line for line in lines if line.marker is None or any(line.marker.evaluate({"extra": extra}) for extra in asked)
+    ]
 
 
 def imports(file: Path) -> Iterator[str]:

@@ -37,7 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results
 
 
-def one(longer: int = 0, **tables: Any) -> dict[str, Any]:
+def on_one_rank(longer: int = 0, **tables: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with smooth_adam():
@@ -56,7 +56,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any], make: Callable
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_two_ranks_make_the_steps_of_one(two: dict[str, Any], zero_stage: int) -> None:
-    assert_same(two[f"zero-{zero_stage}"], one())
+    assert_same(two[f"zero-{zero_stage}"], on_one_rank())
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -67,12 +67,12 @@ def test_trials_between_two_steps_of_two_ranks_change_nothing(two: dict[str, Any
 
 
 def test_ranks_with_parts_of_the_weights_may_need_different_numbers_of_chunks_of_logits(two: dict[str, Any]) -> None:
-    assert_same(two["chunks"], one(trainer_ranks.LONGER))
+    assert_same(two["chunks"], on_one_rank(trainer_ranks.LONGER))
 
 
 @pytest.mark.parametrize("algorithm", list(trainer_ranks.ALGORITHMS))
 def test_two_ranks_learn_what_one_rank_learns(two: dict[str, Any], algorithm: str) -> None:
-    expected = one(algorithm=trainer_ranks.ALGORITHMS[algorithm])
+    expected = on_one_rank(algorithm=trainer_ranks.ALGORITHMS[algorithm])
     for zero_stage in (1, 3):
         assert_same(two[f"{algorithm}-{zero_stage}"], expected)
 
@@ -82,14 +82,14 @@ def test_two_ranks_make_the_steps_of_one_with_adapters_and_a_kl_to_the_policy_wi
     two: dict[str, Any], zero_stage: int
 ) -> None:
     actual = two[f"lora-{zero_stage}"]
-    assert_same(actual, one(lora=trainer_ranks.LORA, algorithm={"kl": trainer_ranks.KL}))
+    assert_same(actual, on_one_rank(lora=trainer_ranks.LORA, algorithm={"kl": trainer_ranks.KL}))
     first, second = actual["measured"]
     assert first["reference_kl"] == 0.0, "an adapter starts as nothing"
     assert second["reference_kl"] > 0.0
 
 
 def test_ranks_that_call_recurrent_layers_unequally_often_make_the_steps_of_one(two: dict[str, Any]) -> None:
-    expected = one(trainer_ranks.LONGER, **trainer_ranks.HYBRID)
+    expected = on_one_rank(trainer_ranks.LONGER, **trainer_ranks.HYBRID)
     assert_same(two["hybrid"], expected, tiny_hybrids.HYBRIDS[trainer_ranks.HYBRID["model"]])
 
 
@@ -97,7 +97,7 @@ def test_ranks_that_call_recurrent_layers_unequally_often_make_the_steps_of_one(
 def test_ranks_that_run_sequences_one_by_one_make_the_packed_steps_of_one(
     two: dict[str, Any], name: str, algorithm: dict[str, Any]
 ) -> None:
-    assert_same(two[name], one(trainer_ranks.LONGER, algorithm=algorithm))
+    assert_same(two[name], on_one_rank(trainer_ranks.LONGER, algorithm=algorithm))
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

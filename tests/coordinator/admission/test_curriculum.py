@@ -66,9 +66,9 @@ async def test_admission_draws_by_the_signals_of_the_version_that_it_admits_unde
     assert await admission.admit() == 8
     expected = Curriculum(rows, order, 0)
     expected.follow({problem: float(value) for problem, value in signals.items()})
-    found = [prompt.problem for prompt in await generating(bus)]
-    assert found == [rows.problems[expected.index(place)].source for place in range(8)]
-    assert found.count("train.jsonl:7") >= 3, "21 times as likely as another"
+    generated = [prompt.problem for prompt in await generating(bus)]
+    assert generated == [rows.problems[expected.index(place)].source for place in range(8)]
+    assert generated.count("train.jsonl:7") >= 3, "21 times as likely as another"
 
 
 def test_signals_that_no_checkpoint_could_hold_are_refused() -> None:

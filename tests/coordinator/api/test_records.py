@@ -80,18 +80,18 @@ async def test_groups_are_found_by_a_text_or_by_their_problem_over_all_steps(
         experience = dataclasses.replace(made, group=dataclasses.replace(made.group, prompt=prompt))
         await bus.append(streams.JOURNAL, {"step": str(step), "data": wire.encode(experience)})
 
-    async def found(query: str) -> tuple[list[int], bool]:
+    async def search(query: str) -> tuple[list[int], bool]:
         page = (await http.get(f"/v1/run/rollouts?{query}")).json()
-        return [one["step"] for one in page["items"]], page["next"] is None
+        return [item["step"] for item in page["items"]], page["next"] is None
 
-    assert await found("search=SUM") == ([4, 3, 1], True)
-    assert await found("search=47&problem=train.jsonl:8") == ([3, 1], True)
-    assert await found("problem=train.jsonl:7") == ([], True)
+    assert await search("search=SUM") == ([4, 3, 1], True)
+    assert await search("search=47&problem=train.jsonl:8") == ([3, 1], True)
+    assert await search("problem=train.jsonl:7") == ([], True)
     first = (await http.get("/v1/run/rollouts?search=sum&limit=2")).json()
-    assert await found(f"search=sum&cursor={first['next']}") == ([1], True)
+    assert await search(f"search=sum&cursor={first['next']}") == ([1], True)
     monkeypatch.setattr(routes, "_SEARCHED", 2)
     monkeypatch.setattr(routes, "_AT_ONCE", 2)
-    assert await found("problem=train.jsonl:7") == ([], False), "a request examines a part; `next` continues"
+    assert await search("problem=train.jsonl:7") == ([], False), "a request examines a part; `next` continues"
 
 
 async def test_a_run_that_trained_nothing_has_no_groups(http: httpx.AsyncClient) -> None:

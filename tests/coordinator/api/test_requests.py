@@ -28,8 +28,8 @@ OPERATE, READ = "operate-operate-operate", "read-read-read-read"
 @pytest.fixture
 async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
     await Ledger(bus).create()
-    async with running(make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))) as found:
-        yield found
+    async with running(make(bus, settings(tmp_path, steps=50, coordinator={"autostart": False}))) as coordinator:
+        yield coordinator
 
 
 def client(parts: Coordinator, access: Access | None = None, token: str = "") -> httpx.AsyncClient:
@@ -321,8 +321,8 @@ async def test_a_list_is_given_page_by_page(parts: Coordinator, bus: Bus) -> Non
             await http.post(f"/v1/run/{name}", json={"reason": f"for {name}"})
         first = (await http.get("/v1/run/history", params={"limit": 3})).json()
         second = (await http.get("/v1/run/history", params={"limit": 3, "cursor": first["next"]})).json()
-    found = [(state["before"], state["state"], state["reason"]) for state in first["items"] + second["items"]]
-    assert found == [
+    changes = [(state["before"], state["state"], state["reason"]) for state in first["items"] + second["items"]]
+    assert changes == [
         ("running", "stopped", "for stop"),
         ("paused", "running", "for resume"),
         ("running", "paused", "for pause"),

@@ -204,7 +204,7 @@ SETS = [HeldOutSet(path="heldout.jsonl", every_steps=20)]
     ],
 )  # fmt: skip
 def test_when_an_evaluation_is_due(
-    changed: dict[str, object], head_step: int, found: list[Evaluation], expected: Due | None
+    changed: dict[str, object], head_step: int, evaluations: list[Evaluation], expected: Due | None
 ) -> None:
     status = dataclasses.replace(RUNNING, **changed)  # type: ignore[arg-type]
-    assert due(status, head_step, found, steps=100, sets=SETS) == expected
+    assert due(status, head_step, evaluations, steps=100, sets=SETS) == expected

@@ -26,7 +26,7 @@ GATE = GateSettings(
 )
 
 
-def found(version: int, correct: int, problems: int = 100, gate: str = "") -> Evaluation:
+def evaluated(version: int, correct: int, problems: int = 100, gate: str = "") -> Evaluation:
     description = Description(
         V(version), version, (EvaluationRequest("heldout", problems, 1, 0.5, ()),), False, False, 0.0
     )
@@ -46,18 +46,18 @@ def found(version: int, correct: int, problems: int = 100, gate: str = "") -> Ev
     ],
 )
 def test_only_a_fall_that_is_large_and_real_fails(correct: int, problems: int, expected: str) -> None:
-    assert judge(found(2, correct, problems), [found(1, 80, gate=PASSED)], GATE).gate == expected
+    assert judge(evaluated(2, correct, problems), [evaluated(1, 80, gate=PASSED)], GATE).gate == expected
 
 
 def test_the_reference_is_the_best_that_passed() -> None:
-    before = [found(1, 90, gate=PASSED), found(2, 60, gate=PASSED), found(3, 99, gate=FELL)]
-    assert judge(found(4, 62), before, GATE).gate == FELL
-    assert judge(found(4, 1), [], GATE).gate == PASSED, "the first has nothing to be compared with"
+    before = [evaluated(1, 90, gate=PASSED), evaluated(2, 60, gate=PASSED), evaluated(3, 99, gate=FELL)]
+    assert judge(evaluated(4, 62), before, GATE).gate == FELL
+    assert judge(evaluated(4, 1), [], GATE).gate == PASSED, "the first has nothing to be compared with"
 
 
 def test_the_run_goes_back_to_the_newest_checkpoint_that_is_known_to_be_good() -> None:
     records = {V(v): record(v, v - 1 if v else None, v) for v in range(9)}
-    history = [found(2, 80, gate=PASSED), found(6, 81, gate=PASSED), found(8, 20, gate=FELL)]
+    history = [evaluated(2, 80, gate=PASSED), evaluated(6, 81, gate=PASSED), evaluated(8, 20, gate=FELL)]
     assert target(history, records, {V(1), V(4), V(7)}) == 4, "7 was trained after 6 and never evaluated"
     assert target(history, records, {V(6), V(4)}) == 6
     assert target(history, records, {V(7)}) is None

@@ -51,9 +51,9 @@ NOT_A_FUNCTION = 3
 def test_a_users_loss_and_advantage_move_the_weights_as_the_same_ones_of_penstock() -> None:
     own = One(settings(loss=f"{HERE}:clipped", advantage=f"{HERE}:standardised"))
     plain = One(settings(clip=(0.2, 0.2)))
-    found, expected = (each.learn(batch()) for each in (own, plain))
+    actual, expected = (each.learn(batch()) for each in (own, plain))
     for name in ("loss", "grad_norm", "logprob_gap", "kl_mean"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
+        assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
     before = One(settings()).whole()
     moved = {name: tensor - before[name] for name, tensor in own.whole().items()}
     for name, tensor in plain.whole().items():

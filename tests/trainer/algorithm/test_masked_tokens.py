@@ -98,10 +98,10 @@ def test_a_step_with_masked_tokens_is_that_of_a_reference_that_goes_token_by_tok
 
 @pytest.mark.parametrize("preset", [*PRESETS, "ppo", "tis", "a3po"])
 def test_what_a_masked_token_was_drawn_with_changes_no_bit_of_a_step(preset: str) -> None:
-    one, other = One(settings(preset=preset)), One(settings(preset=preset))
-    masked, changed = one.learn(batch(), contexts=FLAT), other.learn(spoiled(batch()), contexts=FLAT)
+    original, other = One(settings(preset=preset)), One(settings(preset=preset))
+    masked, changed = original.learn(batch(), contexts=FLAT), other.learn(spoiled(batch()), contexts=FLAT)
     assert timeless(masked) == timeless(changed)
-    assert all(torch.equal(tensor, other.weights()[name]) for name, tensor in one.weights().items())
+    assert all(torch.equal(tensor, other.weights()[name]) for name, tensor in original.weights().items())
     assert timeless(One(settings(preset=preset)).learn(batch())) != timeless(masked)
 
 
@@ -122,9 +122,9 @@ def spoiled(groups: list[Experience]) -> list[Experience]:
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo"])
 def test_masked_tokens_do_not_depend_on_the_forward_passes_and_replays_mask_the_same(preset: str) -> None:
     whole, cut = One(settings(preset=preset)), One(settings(micro_batch_tokens=18, preset=preset))
-    one, other = whole.learn(batch(), contexts=FLAT), cut.learn(batch(), contexts=FLAT)
-    assert one["loss"] == pytest.approx(other["loss"], abs=FORWARD)
-    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * GRADIENT)
+    in_one_pass, other = whole.learn(batch(), contexts=FLAT), cut.learn(batch(), contexts=FLAT)
+    assert in_one_pass["loss"] == pytest.approx(other["loss"], abs=FORWARD)
+    assert in_one_pass["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * GRADIENT)
     assert cut.learner.plan is not None
     plan = wire.decode(wire.encode(cut.learner.plan), StepPlan)
     assert plan.contexts == FLAT
@@ -174,9 +174,9 @@ def test_contexts_supports_and_unscored_samples_hold_together_in_any_forward_pas
     whole, cut, again = (
         One(settings(micro_batch_tokens=tokens, preset=preset, entropy_bonus=0.01)) for tokens in (4096, 18, 18)
     )
-    one, other = (each.learn(truncated(batch()), contexts=contexts) for each in (whole, cut))
-    assert one["loss"] == pytest.approx(other["loss"], rel=FORWARD)
-    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * GRADIENT)
+    in_one_pass, other = (each.learn(truncated(batch()), contexts=contexts) for each in (whole, cut))
+    assert in_one_pass["loss"] == pytest.approx(other["loss"], rel=FORWARD)
+    assert in_one_pass["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * GRADIENT)
     assert timeless(again.learn(truncated(batch()), plan=cut.learner.plan)) == timeless(other)
     groups, rewards = truncated(batch()), [experience.rewards for experience in truncated(batch())]
     policy = whole.learner._policy
@@ -188,13 +188,13 @@ def test_contexts_supports_and_unscored_samples_hold_together_in_any_forward_pas
 
 
 def test_the_critic_learns_from_trained_tokens_alone_and_sees_the_whole_samples_return() -> None:
-    one = One(settings(preset="ppo", critic={"decay": 1.0, "clip": 0.0}))
-    assert one.learner._critic is not None
-    before = one.weights()
-    value_loss = one.learn(batch(), contexts=FLAT)["value_loss"]
+    with_critic = One(settings(preset="ppo", critic={"decay": 1.0, "clip": 0.0}))
+    assert with_critic.learner._critic is not None
+    before = with_critic.weights()
+    value_loss = with_critic.learn(batch(), contexts=FLAT)["value_loss"]
     # values begin at 0, so each trained token's loss is half the square of its sample's reward
     rewards = [float(reward) for experience in batch() for reward in experience.rewards]
     trained = [length - context for length, context in zip(LENGTHS * 4, FLAT, strict=True)]
     expected = sum(0.5 * reward**2 * n for reward, n in zip(rewards, trained, strict=True)) / sum(trained)
     assert value_loss == pytest.approx(expected, abs=FORWARD)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in one.weights().items())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in with_critic.weights().items())

@@ -33,8 +33,8 @@ def rewards(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 def test_grpo_advantages_are_centred_and_divided_by_the_groups_deviation() -> None:
     # mean 0.25, deviation sqrt(3)/4 = 0.4330127
-    found = group_advantages(rewards(1, 0, 0, 0), "grpo")
-    assert found.tolist() == pytest.approx([0.75 / 0.4331127, *[-0.25 / 0.4331127] * 3], abs=ULPS)
+    advantages = group_advantages(rewards(1, 0, 0, 0), "grpo")
+    assert advantages.tolist() == pytest.approx([0.75 / 0.4331127, *[-0.25 / 0.4331127] * 3], abs=ULPS)
 
 
 def test_dr_grpo_advantages_are_only_centred() -> None:
@@ -203,14 +203,14 @@ def real_row(generator: np.random.Generator, prompt: int, lengths: Sequence[int]
 
 
 def separate_logprobs(model: Any, rows: Sequence[PackedRow]) -> torch.Tensor:
-    found = []
+    completions = []
     for packed in rows:
         for sample in packed.samples:
             ids = torch.from_numpy(np.concatenate([packed.prompt_token_ids, sample.token_ids]).astype(np.int64))
             logits = model(input_ids=ids[None]).logits[0, :-1] / packed.temperature
             logprobs = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
-            found.append(logprobs[len(packed.prompt_token_ids) - 1 :])
-    return torch.cat(found)
+            completions.append(logprobs[len(packed.prompt_token_ids) - 1 :])
+    return torch.cat(completions)
 
 
 def test_packed_logprobs_and_gradients_equal_those_of_separate_sequences() -> None:
@@ -221,9 +221,9 @@ def test_packed_logprobs_and_gradients_equal_those_of_separate_sequences() -> No
     plain = separate_logprobs(model, rows)
     assert torch.allclose(packed, plain, atol=FORWARD)
     weights = list(model.parameters())
-    one = torch.autograd.grad(packed.sum(), weights, retain_graph=True)
+    of_packed = torch.autograd.grad(packed.sum(), weights, retain_graph=True)
     other = torch.autograd.grad(plain.sum(), weights)
-    assert gap(one, other) < GRADIENT
+    assert gap(of_packed, other) < GRADIENT
 
 
 def test_entropy_is_that_of_the_tempered_distribution() -> None:

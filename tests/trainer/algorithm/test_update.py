@@ -52,9 +52,9 @@ class One:
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             algorithm = of.algorithm
-            found = policy(algorithm.entropy_bonus > 0)
-            found.model = adapter.add(found.model, of.policy)
-            self.engine = TrainingEngine(found, of, "cpu")
+            trained_policy = policy(algorithm.entropy_bonus > 0)
+            trained_policy.model = adapter.add(trained_policy.model, of.policy)
+            self.engine = TrainingEngine(trained_policy, of, "cpu")
             self.critic: TrainingEngine | None = None
             if algorithm.needs_critic:
                 trunk = tiny.model(0).requires_grad_(True).get_decoder()
@@ -95,7 +95,7 @@ def batch(gap: float = 0.3, equal: tuple[int, ...] = (), longer: int = 0) -> lis
     """Groups with behavior logprobs ``gap`` from the policy's; those in ``equal`` have equal rewards. The last
     group's first sample is ``longer`` tokens longer.
     """
-    found = []
+    groups = []
     for group in range(GROUPS):
         generator = np.random.default_rng(group)
         prompt = generator.integers(2, 40, 3 + group).astype(np.int32)
@@ -105,8 +105,8 @@ def batch(gap: float = 0.3, equal: tuple[int, ...] = (), longer: int = 0) -> lis
         made = builders.experience(group, tuple(rewards.tolist()))
         samples = tuple(_sample(prompt, ids, gap, generator) for ids in tokens)
         rollout = RolloutGroup(made.group.prompt, prompt, samples, "rollout-0", 1.0, 2.0)
-        found.append(Experience(rollout, rewards, made.scores, 4.0, 0.1))
-    return found
+        groups.append(Experience(rollout, rewards, made.scores, 4.0, 0.1))
+    return groups
 
 
 def _sample(prompt: Any, ids: Any, gap: float, generator: np.random.Generator) -> Sample:
@@ -138,9 +138,9 @@ def test_every_variant_moves_the_weights_and_a_replay_repeats_it_to_the_bit(vari
     first, second = One(settings(**variant)), One(settings(**variant))
     before, data = first.weights(), batch()
     for step in (1, 2):
-        one, other = first.learn(data, step), second.learn(data, step)
-        assert timeless(one) == timeless(other)
-        assert all(np.isfinite(value) for value in one.values())
+        original, other = first.learn(data, step), second.learn(data, step)
+        assert timeless(original) == timeless(other)
+        assert all(np.isfinite(value) for value in original.values())
     after, again = first.weights(), second.weights()
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(moved) == len(before)
@@ -157,70 +157,70 @@ def test_every_variant_moves_the_weights_and_a_replay_repeats_it_to_the_bit(vari
 def test_many_small_forward_passes_make_the_same_step_as_one(variant: dict[str, Any]) -> None:
     data = batch()
     whole, cut = One(settings(**variant)), One(settings(micro_batch_tokens=18, **variant))
-    one, other = whole.learn(data), cut.learn(data)
-    assert one["loss"] == pytest.approx(other["loss"], abs=FORWARD)
-    assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=GRADIENT)
-    assert one["ess"] == pytest.approx(other["ess"], abs=FORWARD)
+    in_one_pass, other = whole.learn(data), cut.learn(data)
+    assert in_one_pass["loss"] == pytest.approx(other["loss"], abs=FORWARD)
+    assert in_one_pass["grad_norm"] == pytest.approx(other["grad_norm"], rel=GRADIENT)
+    assert in_one_pass["ess"] == pytest.approx(other["ess"], abs=FORWARD)
 
 
 def test_where_behavior_is_the_policy_the_ratio_is_one_and_the_kl_zero() -> None:
-    found = One(settings(preset="tis", kl={"coefficient": 0.1})).learn(batch(gap=0.0))
-    assert found["ratio_max"] == pytest.approx(1.0, abs=FORWARD)
-    assert found["kl_mean"] == pytest.approx(0.0, abs=FORWARD**2)  # of second order in the log-ratio
-    assert found["reference_kl"] == 0.0
-    assert found["ess"] == pytest.approx(1.0, abs=FORWARD**2)
-    assert (found["clip_fraction"], found["masked_fraction"]) == (0.0, 0.0)
+    metrics = One(settings(preset="tis", kl={"coefficient": 0.1})).learn(batch(gap=0.0))
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=FORWARD)
+    assert metrics["kl_mean"] == pytest.approx(0.0, abs=FORWARD**2)  # of second order in the log-ratio
+    assert metrics["reference_kl"] == 0.0
+    assert metrics["ess"] == pytest.approx(1.0, abs=FORWARD**2)
+    assert (metrics["clip_fraction"], metrics["masked_fraction"]) == (0.0, 0.0)
 
 
 def test_two_minibatches_and_two_epochs_are_four_updates() -> None:
-    found = One(settings(preset="tis", minibatches=2, epochs=2)).learn(batch())
-    assert found["updates"] == 4.0
+    metrics = One(settings(preset="tis", minibatches=2, epochs=2)).learn(batch())
+    assert metrics["updates"] == 4.0
 
 
 def test_while_the_critic_warms_up_the_policy_stays_and_the_critic_learns() -> None:
-    one = One(settings(preset="ppo", critic={"warmup_steps": 1, "learning_rate": 1e-3}))
-    before = one.weights()
-    found = one.learn(batch(), step=1)
-    after = one.weights()
+    trained = One(settings(preset="ppo", critic={"warmup_steps": 1, "learning_rate": 1e-3}))
+    before = trained.weights()
+    metrics = trained.learn(batch(), step=1)
+    after = trained.weights()
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("0."))
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("1."))
-    assert found["learning_rate"] == 0.0
-    one.learn(batch(), step=2)
-    assert any(not torch.equal(before[name], t) for name, t in one.weights().items() if name.startswith("0."))
+    assert metrics["learning_rate"] == 0.0
+    trained.learn(batch(), step=2)
+    assert any(not torch.equal(before[name], t) for name, t in trained.weights().items() if name.startswith("0."))
 
 
 def test_the_critic_comes_to_explain_the_returns() -> None:
-    one = One(settings(preset="ppo", critic={"learning_rate": 3e-3, "decay": 1.0, "clip": 0.0}))
-    found = [one.learn(batch(), step)["explained_variance"] for step in range(1, 31)]
-    assert found[0] == pytest.approx(0.0, abs=ULPS)
-    assert found[-1] > 0.5
+    trained = One(settings(preset="ppo", critic={"learning_rate": 3e-3, "decay": 1.0, "clip": 0.0}))
+    explained = [trained.learn(batch(), step)["explained_variance"] for step in range(1, 31)]
+    assert explained[0] == pytest.approx(0.0, abs=ULPS)
+    assert explained[-1] > 0.5
 
 
 def test_a_group_without_a_preference_trains_nothing() -> None:
-    one = One(settings(preset="dpo"))
-    before = one.weights()
-    found = one.learn(batch(equal=(0, 1, 2, 3)))
-    assert (found["loss"], found["grad_norm"]) == (0.0, 0.0)
-    assert all(torch.equal(before[name], tensor) for name, tensor in one.weights().items())
+    trained = One(settings(preset="dpo"))
+    before = trained.weights()
+    metrics = trained.learn(batch(equal=(0, 1, 2, 3)))
+    assert (metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained.weights().items())
 
 
 def test_preferences_are_learned() -> None:
-    one = One(settings(preset="dpo"))
-    found = [one.learn(batch(), step)["preference_accuracy"] for step in range(1, 16)]
-    assert found[-1] == 1.0
+    trained = One(settings(preset="dpo"))
+    accuracies = [trained.learn(batch(), step)["preference_accuracy"] for step in range(1, 16)]
+    assert accuracies[-1] == 1.0
 
 
 def test_tokens_outside_the_band_are_masked_and_counted() -> None:
-    found = One(settings(preset="icepop", correction_band=(0.9, 1.1))).learn(batch(gap=0.5))
-    assert 0.3 < found["masked_fraction"] < 1.0
+    metrics = One(settings(preset="icepop", correction_band=(0.9, 1.1))).learn(batch(gap=0.5))
+    assert 0.3 < metrics["masked_fraction"] < 1.0
 
 
 def test_a_steered_coefficient_rises_while_the_policy_is_too_far() -> None:
-    one = One(settings(kl={"coefficient": 0.1, "target": 1e-9}))
+    trained = One(settings(kl={"coefficient": 0.1, "target": 1e-9}))
     for step in (1, 2, 3):
-        one.learn(batch(), step)
+        trained.learn(batch(), step)
     # 16 of 10,000 samples: 0.2 · 16 / 10,000 per step up once it moved; at first as much down
-    assert one.learner.kl_coefficient == pytest.approx(0.1 * 0.99968 * 1.00032 * 1.00032)
+    assert trained.learner.kl_coefficient == pytest.approx(0.1 * 0.99968 * 1.00032 * 1.00032)
 
 
 def test_the_moments_are_those_of_all_values() -> None:
@@ -246,9 +246,9 @@ def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algor
         ]
     groups = [dataclasses.replace(e, reference_logprobs=logprobs) for e, logprobs in zip(batch(), came, strict=True)]
     for step in (1, 2):
-        one, other = timeless(own.learn(batch(), step)), timeless(travelled.learn(groups, step))
+        from_own, other = timeless(own.learn(batch(), step)), timeless(travelled.learn(groups, step))
         if step == 1:  # policy and reference are still equal
-            one["preference_accuracy"] = other["preference_accuracy"] = 0.0
-        assert one == pytest.approx(other, abs=FORWARD)
+            from_own["preference_accuracy"] = other["preference_accuracy"] = 0.0
+        assert from_own == pytest.approx(other, abs=FORWARD)
     with pytest.raises(SettingsError, match="expected reference logprobs with group 0 in the journal, found none"):
         travelled.learn(batch(), 3)

@@ -73,8 +73,8 @@ async def has(driven: Driven, event: str) -> None:
 
 
 async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(bus: Bus, tmp_path: Path) -> None:
-    driven, one = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(one.engine)):
+    driven, trained = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(trained.engine)):
         await driven.feed(batch(0))
         await is_at(driven, 1)
         await driven.feed(poison(batch(1)))
@@ -90,8 +90,8 @@ async def test_stale_tokens_are_masked_reported_and_masked_again_in_a_replay(bus
     driven = Driven(bus, Settings.model_validate(tables))
     await driven.ledger.create()
     await driven.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
-    one = One(driven.of)
-    async with driven.running(lambda: driven.train(one.engine)) as both:
+    trained = One(driven.of)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
         for number in (0, 1):
             await driven.feed(batch(number))
             await is_at(driven, number + 1)
@@ -99,7 +99,7 @@ async def test_stale_tokens_are_masked_reported_and_masked_again_in_a_replay(bus
         await is_at(driven, 3)
         driven.mailbox.send(RuntimeError("the training thread dies after its commit"))
         await both
-    weights = one.weights()
+    weights = trained.weights()
     ((_, report), *_) = await bus.newest(STEPS, StepReport)
     assert (report.samples, report.lag_counts) == (12, {"0": 12})
     assert (report.metrics["stale_samples"], report.metrics["masked_tokens"]) == (4.0, 24.0)
@@ -124,8 +124,8 @@ def newer(experience: Experience) -> Experience:
 
 
 async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(bus: Bus, tmp_path: Path) -> None:
-    driven, one = await created(bus, tmp_path, max_skipped_steps=1)
-    async with driven.running(lambda: driven.train(one.engine)):
+    driven, trained = await created(bus, tmp_path, max_skipped_steps=1)
+    async with driven.running(lambda: driven.train(trained.engine)):
         await driven.feed(poison(batch(0)))
         await has(driven, "batch skipped")
         await driven.feed(batch(1))
@@ -147,7 +147,7 @@ async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(bus: Bus
 async def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_run_goes_on(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    driven, one = await created(bus, tmp_path, checkpoint_every_steps=1)
+    driven, trained = await created(bus, tmp_path, checkpoint_every_steps=1)
     save, write_text = torch.save, Path.write_text
 
     def half(state: Any, path: Any, *words: Any, **named: Any) -> None:
@@ -165,7 +165,7 @@ async def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_r
         monkeypatch.setattr(torch, "save", half)
     else:
         monkeypatch.setattr(Path, "write_text", refuse)
-    async with driven.running(lambda: driven.train(one.engine)):
+    async with driven.running(lambda: driven.train(trained.engine)):
         await driven.feed(batch(0))
         await driven.feed(batch(1))
         await has(driven, "checkpoint failed")
@@ -180,8 +180,8 @@ async def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_r
 async def test_on_a_full_bus_what_no_checkpoint_has_is_saved_once_and_the_journal_is_let_go(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, one = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(one.engine)):
+    driven, trained = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(trained.engine)):
         await driven.feed(batch(0))
         await is_at(driven, 1)
         assert not driven.root.exists()
@@ -201,8 +201,8 @@ async def test_on_a_full_bus_what_no_checkpoint_has_is_saved_once_and_the_journa
 async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpoint_has(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, one = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(one.engine)) as both:
+    driven, trained = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
         await driven.feed(batch(0))
         await is_at(driven, 1)
         driven.stop.set()
@@ -213,7 +213,7 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
 async def test_weights_of_a_step_that_a_rollback_refused_are_not_saved_by_a_stop(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driven, one = await created(bus, tmp_path)
+    driven, trained = await created(bus, tmp_path)
     commit, refused = Branch.commit, []
 
     async def late(branch: Branch, record: PolicyRecord, *rest: Any) -> bool:
@@ -226,7 +226,7 @@ async def test_weights_of_a_step_that_a_rollback_refused_are_not_saved_by_a_stop
         return committed
 
     monkeypatch.setattr(Branch, "commit", late)
-    async with driven.running(lambda: driven.train(one.engine)) as both:
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
         await driven.feed(batch(0))
         await is_at(driven, 1)
         await driven.feed(batch(1))
@@ -260,8 +260,8 @@ class Scripted:
 async def test_weights_of_a_replay_that_could_not_follow_its_plan_are_published_again_and_told(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, one = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(one.engine)) as both:
+    driven, trained = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
         await driven.feed(batch(0))
         await is_at(driven, 1)
         driven.mailbox.send(RuntimeError("the training thread dies after its commit"))
@@ -331,8 +331,8 @@ async def test_ranks_get_a_command_while_the_driver_looks_for_where_to_continue_
 async def test_a_rollback_makes_every_rank_load_the_checkpoint_that_the_ledger_went_back_to(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, one = await created(bus, tmp_path, checkpoint_every_steps=1)
-    async with driven.running(lambda: driven.train(one.engine)):
+    driven, trained = await created(bus, tmp_path, checkpoint_every_steps=1)
+    async with driven.running(lambda: driven.train(trained.engine)):
         await driven.feed(batch(0))
         await until(lambda: [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1])
     again = Driven(bus, driven.of)
@@ -347,8 +347,8 @@ async def test_a_rollback_makes_every_rank_load_the_checkpoint_that_the_ledger_w
 
 
 async def test_a_driver_that_fails_ends_the_training_with_its_error(bus: Bus, tmp_path: Path) -> None:
-    driven, one = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(one.engine)) as both:
+    driven, trained = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
         await driven.feed(batch(0))
         await is_at(driven, 1)
         await driven.ledger.take_epoch()  # another trainer starts
@@ -365,9 +365,9 @@ async def test_training_that_fails_ends_the_driver_in_order_and_the_batch_stays_
     def broken(*_: Any) -> Any:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    driven, one = await created(bus, tmp_path)
+    driven, trained = await created(bus, tmp_path)
     monkeypatch.setattr(Policy, "forward", broken)
-    async with driven.running(lambda: driven.train(one.engine)) as both:
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
         await driven.feed(batch(0))
         of_driver, of_training = await both
     assert of_driver is of_training

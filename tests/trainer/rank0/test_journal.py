@@ -59,7 +59,7 @@ async def test_signals_change_with_their_step_or_not_at_all(bus: Bus) -> None:
 
 def test_a_groups_signal_is_the_variance_of_its_rewards_up_to_a_quarter() -> None:
     rewards = ((1, 0, 0, 0), (1, 1, 1, 1), (3, -3), (0.5, 0.25))
-    assert [signal(np.array(one, dtype=np.float32)) for one in rewards] == [0.1875, 0.0, 0.25, 0.015625]
+    assert [signal(np.array(group, dtype=np.float32)) for group in rewards] == [0.1875, 0.0, 0.25, 0.015625]
 
 
 async def test_a_journal_of_an_older_version_is_read_without_plans(bus: Bus) -> None:
@@ -75,7 +75,7 @@ def test_every_rank_gets_the_plan_with_the_order_to_replay(plan: StepPlan | None
     order = Command(
         CommandKind.REPLAY, "", (wire.encode(experience),), (experience,), (1,), 1e-3, plan, contexts=(2, 0)
     )
-    found = _read(_write(order))
-    assert (found.kind, found.lags, found.learning_rate, found.plan) == (CommandKind.REPLAY, (1,), 1e-3, plan)
-    assert found.contexts == (2, 0)
-    assert found.groups[0].group.prompt.group_id == 3
+    read = _read(_write(order))
+    assert (read.kind, read.lags, read.learning_rate, read.plan) == (CommandKind.REPLAY, (1,), 1e-3, plan)
+    assert read.contexts == (2, 0)
+    assert read.groups[0].group.prompt.group_id == 3

@@ -58,14 +58,14 @@ def engine() -> Any:
 
 @pytest.fixture
 def publication(tmp_path: Path) -> Iterator[Publication]:
-    found = Publication(settings(tmp_path), "127.0.0.1", weights.secret)
-    yield found
-    found.close()
+    opened = Publication(settings(tmp_path), "127.0.0.1", weights.secret)
+    yield opened
+    opened.close()
 
 
 def publish(publication: Publication, engine: Any, version: int) -> PolicyRecord:
-    found = publication.publish(engine, PolicyVersion(version), version)
-    return weights.record(version, found.digest, found.location, found.source)
+    published = publication.publish(engine, PolicyVersion(version), version)
+    return weights.record(version, published.digest, published.location, published.source)
 
 
 async def pull(record: PolicyRecord) -> dict[str, torch.Tensor]:
@@ -81,8 +81,8 @@ async def pull(record: PolicyRecord) -> dict[str, torch.Tensor]:
         receiver.close()
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 async def test_what_is_pulled_is_what_was_trained_at_that_step(publication: Publication, engine: Any) -> None:
@@ -139,10 +139,10 @@ def test_bfloat16_is_published_where_the_policy_says_so(tmp_path: Path, engine: 
     publication = Publication(settings(tmp_path, dtype="bfloat16"), "127.0.0.1", weights.secret)
     publish(publication, engine, 0)
     assert publication._offered is not None
-    found = publication._offered.tensors()
+    tensors = publication._offered.tensors()
     publication.close()
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
-    assert same(found, {name: tensor.to(torch.bfloat16) for name, tensor in engine.tensors()})
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert same(tensors, {name: tensor.to(torch.bfloat16) for name, tensor in engine.tensors()})
 
 
 def test_by_file_a_record_says_where_and_no_process_serves(tmp_path: Path, engine: Any) -> None:

@@ -62,11 +62,11 @@ class Calls:
 
 @pytest.fixture
 def calls() -> Iterator[Calls]:
-    found = Calls()
+    recorded = Calls()
     before = sys.getprofile()
-    threading.setprofile(found.note)
-    sys.setprofile(found.note)
-    yield found
+    threading.setprofile(recorded.note)
+    sys.setprofile(recorded.note)
+    yield recorded
     sys.setprofile(before)
     threading.setprofile(None)
 
@@ -126,9 +126,9 @@ async def test_a_version_that_is_made_while_its_checkpoint_is_stored_is_known_to
             await asyncio.sleep(0.2)
         return known
 
-    async def note_stored(found: StoredCheckpoint) -> None:
+    async def note_stored(stored: StoredCheckpoint) -> None:
         await seen.wait()
-        await retention._note_stored(store, made, found)
+        await retention._note_stored(store, made, stored)
 
     monkeypatch.setattr(Ledger, "checkpoints", checkpoints)
     naming = asyncio.create_task(retention.note_version(V(2), made))
