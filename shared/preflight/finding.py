@@ -22,10 +22,10 @@ def passed(check: str, sentence: str) -> Finding:
     return Finding(check, True, sentence)
 
 
-def failed(check: str, expected: str, found: str, fix: str) -> Finding:
+def failed(check: str, expected: str, actual: str, fix: str) -> Finding:
     """Return a check that failed, in one sentence.
 
     >>> failed("shm", "1 GiB", "64 MiB", "set trainer.shm").sentence
     'expected 1 GiB, found 64 MiB: set trainer.shm'
     """
-    return Finding(check, False, f"expected {expected}, found {found}: {fix}")
+    return Finding(check, False, f"expected {expected}, found {actual}: {fix}")

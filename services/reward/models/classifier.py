@@ -75,7 +75,7 @@ class Classifier:
             return [np.array([value], dtype=np.float32) for value in self._values(batch)]
 
         half = next(self._placed.module.parameters()).dtype != torch.float32
-        return choose_alone(texts, compute, reference, half=half, what=f"model {self._where}")
+        return choose_alone(texts, compute, reference, half=half, setting=f"model {self._where}")
 
     def read(self, prompt: Prompt, completions: Sequence[str]) -> list[Text]:
         """Tokenize each completion; texts that are too long lose their beginning.
@@ -173,7 +173,7 @@ class Classifier:
             return logits_BL[:, 0].sigmoid()
         return logits_BL.softmax(-1)[:, self._label]
 
-    def _load(self, opened: Callable[[], Any], what: str, source: str) -> Any:
+    def _load(self, opened: Callable[[], Any], kind: str, source: str) -> Any:
         """Call ``opened``; errors about the folder become SettingsError."""
         from safetensors import SafetensorError
         from transformers.utils import logging
@@ -184,7 +184,7 @@ class Classifier:
             return opened()
         except unusable as error:
             raise SettingsError(
-                f"could not load a {what} from {source!r} ({first_line(error)}): change {what} {self._where}"
+                f"could not load a {kind} from {source!r} ({first_line(error)}): change {kind} {self._where}"
             ) from error
 
     def _open_tokenizer(self) -> Any:

@@ -100,7 +100,7 @@ class FrozenPolicy:
             self._logprobs,
             reference,
             half=module.dtype != torch.float32,
-            what="policy.model",
+            setting="policy.model",
         )
 
     def _plainly(self, sequence: TokenSequence) -> Float32Array:

@@ -68,7 +68,7 @@ def outcome(read: Callable[[Any], Any], value: object) -> str:
 )
 def test_many_values_at_once_are_read_as_one_by_one(name: str, values: list[object]) -> None:
     reader = READERS[name]
-    assert outcome(reader.every, values) == outcome(lambda each: [reader.one(value) for value in each], values)
+    assert outcome(reader.read_all, values) == outcome(lambda each: [reader.read(value) for value in each], values)
 
 
 @pytest.mark.parametrize("name", [name for name, reader in READERS.items() if reader.test])
@@ -76,7 +76,7 @@ def test_many_values_at_once_are_read_as_one_by_one(name: str, values: list[obje
 def test_a_value_that_passes_a_readers_test_is_one_that_it_returns_as_it_is(name: str, value: object) -> None:
     reader = READERS[name]
     if eval(reader.test.format(v="value"), {"value": value}):
-        assert reader.one(value) is value
+        assert reader.read(value) is value
 
 
 @pytest.mark.parametrize("name", ["int within limits", "float within limits", "text"])
