@@ -67,7 +67,6 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """GPUs in use."""
         return self.trainer.ranks + self.replicas * self.tensor_parallel
 
     @property

@@ -64,7 +64,6 @@ def report(results: Iterable[Finding], *, as_json: bool) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command line."""
     asked = parser().parse_args(words)
     return report(findings(asked), as_json=asked.json)
 

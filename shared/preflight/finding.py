@@ -6,19 +6,15 @@ import json
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: its name, whether it passed, and what was found or how to repair it."""
-
     check: str
     ok: bool
     sentence: str
 
     def line(self) -> str:
-        """Return it as a line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def passed(check: str, sentence: str) -> Finding:
-    """Return a check that passed."""
     return Finding(check, True, sentence)
 
 

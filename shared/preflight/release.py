@@ -68,7 +68,6 @@ class Kubectl:
         return done.stdout
 
     def objects(self, kind: str, *words: str) -> list[Object]:
-        """Return objects of a kind."""
         return list(json.loads(self("get", kind, *words, "--output", "json"))["items"])
 
 

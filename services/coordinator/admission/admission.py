@@ -37,8 +37,6 @@ _NOT_RUNNING, _MOVED = -1, -2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terms:
-    """Prompt and admission parameters."""
-
     sampling: Sampling
     slots: int
     groups_per_step: int
@@ -50,7 +48,6 @@ class Terms:
 
 
 def terms_of(settings: Settings) -> Terms:
-    """Return the admission terms in ``settings``."""
     sampling = settings.sampling
     of_source = [sampling.of(source) for source in settings.data.sources] if sampling.by_dataset else []
     drawn, *by_source = (drawn_by(own, own.group_size, own.temperature) for own in (sampling, *of_source))

@@ -37,7 +37,6 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Length in tokens."""
         return len(self.token_ids)
 
 
@@ -134,15 +133,12 @@ class Classifier:
 
     @property
     def held(self) -> Held:
-        """What the model holds on its device."""
         return self._placed.held("weights")
 
     def offload(self) -> None:
-        """Move the weights to host memory."""
         self._placed.offload()
 
     def restore(self) -> None:
-        """Move them back. Raises NoRoom."""
         self._placed.restore()
 
     def _values(self, batch: Sequence[Text]) -> list[float]:
