@@ -49,8 +49,8 @@ Maker = Callable[[int, int, bool], tuple[str, str]]
 
 
 def _number(a: int, b: int, equal: bool) -> tuple[str, str]:
-    found = a if equal else a + b
-    return f"{a}", (rf"So \boxed{{{found}}}.", f"#### {found:,}", f"{found}.0")[b % 3]
+    result = a if equal else a + b
+    return f"{a}", (rf"So \boxed{{{result}}}.", f"#### {result:,}", f"{result}.0")[b % 3]
 
 
 def _fraction(a: int, b: int, equal: bool) -> tuple[str, str]:
@@ -177,8 +177,8 @@ async def measure(todo: list[Case], processes: int, at_once: int) -> dict[str, f
 
 
 def _cpu_s() -> float:
-    this = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children(recursive=True)))
+    own = psutil.Process()
+    return sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True)))
 
 
 def library(todo: list[Case]) -> dict[str, float]:
@@ -207,14 +207,14 @@ def library(todo: list[Case]) -> dict[str, float]:
 def before(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the result of another checkout."""
     options = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("answers", "processes", "at-once")]
-    found = subprocess.run(
+    measured = subprocess.run(
         [sys.executable, Path(__file__).resolve(), *options],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(folder.resolve())},
         stdout=subprocess.PIPE,
         check=False,
     )
-    figures = json.loads(found.stdout)
+    figures = json.loads(measured.stdout)
     return {
         f"before_{name}": figures[name]
         for name in ("per_s", "cpu_ms", "wrong", "algebra_per_s", "algebra_cpu_ms", "algebra_wrong")
@@ -231,17 +231,17 @@ def main() -> None:
     arguments = parser.parse_args()
     todo = list(cases(arguments.answers))
     algebra = list(cases(max(1, arguments.answers // 10), ALGEBRA))
-    found = asyncio.run(measure(todo, arguments.processes, arguments.at_once))
+    figures = asyncio.run(measure(todo, arguments.processes, arguments.at_once))
     slow = asyncio.run(measure(algebra, arguments.processes, arguments.at_once))
-    found |= {f"algebra_{name}": value for name, value in slow.items()}
-    found |= library(todo[: max(1, arguments.answers // 10)])
+    figures |= {f"algebra_{name}": value for name, value in slow.items()}
+    figures |= library(todo[: max(1, arguments.answers // 10)])
     if arguments.before is not None:
-        found |= before(arguments.before, arguments)
-    print(json.dumps(found | {"answers": len(todo), "processes": arguments.processes, "at_once": arguments.at_once}))
+        figures |= before(arguments.before, arguments)
+    print(json.dumps(figures | {"answers": len(todo), "processes": arguments.processes, "at_once": arguments.at_once}))
     if (
-        found["per_s"] < LEAST_PER_S
-        or found["share_under_50ms"] < LEAST_SHARE_UNDER_50_MS
-        or found["wrong"] + found["algebra_wrong"]
+        figures["per_s"] < LEAST_PER_S
+        or figures["share_under_50ms"] < LEAST_SHARE_UNDER_50_MS
+        or figures["wrong"] + figures["algebra_wrong"]
     ):
         sys.exit("expected at least 300 answers/s, 99 % of them under 50 ms, and no wrong verdict")
 

@@ -98,7 +98,7 @@ def main() -> None:
                 f"{name}: {whole:.3f} with signal, {late:.3f} in the last half; accuracy {learned.accuracy_after:.3f}",
                 flush=True,
             )
-    ratios = [found / base for found, base in zip(shares["curriculum"], shares["uniform"], strict=True)]
+    ratios = [share / base for share, base in zip(shares["curriculum"], shares["uniform"], strict=True)]
     print(f"ratio: {ratios[0]:.2f}, {ratios[1]:.2f} in the last half")
 
 

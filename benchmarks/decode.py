@@ -155,12 +155,12 @@ async def measure(folder: Path, rounds: int) -> dict[str, Any]:
         difference = await work.difference()
     finally:
         await engine.close()
-    measured = {name: found[1:] for name, found in rates.items()}
+    measured = {name: rounds[1:] for name, rounds in rates.items()}
     return {
         "ratio": _ratio(measured["captured"], measured["none"]),
         "native_ratio": _ratio(measured["native"], measured["none"]),
         "max_abs_difference": difference,
-        "tokens_per_s": {name: [round(rate) for rate in found] for name, found in measured.items()},
+        "tokens_per_s": {name: [round(rate) for rate in of_way] for name, of_way in measured.items()},
         "swap": {"path": report.path, "seconds": round(report.seconds, 4), "copied_bytes": report.copied_bytes},
         "work": f"{groups} groups of {samples}, {new_tokens} new tokens",
         "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",

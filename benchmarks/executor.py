@@ -135,13 +135,13 @@ def _figures(
     totals: dict[str, list[float]], each: dict[str, list[float]], programs: int
 ) -> dict[str, float | int | str]:
     ratios = [bare / ours for ours, bare in zip(totals["isolated"], totals["cold"], strict=True)]
-    found: dict[str, float | int | str] = {"ratio": round(statistics.median(ratios), 2)}
+    figures: dict[str, float | int | str] = {"ratio": round(statistics.median(ratios), 2)}
     for name, prefix in (("isolated", ""), ("cold", "bare_")):
         centiles = statistics.quantiles(each[name], n=100)
-        found[f"{prefix}per_s"] = round(programs / statistics.median(totals[name]), 1)
-        found[f"{prefix}p50_ms"] = round(centiles[49] * 1e3, 2)
-        found[f"{prefix}p95_ms"] = round(centiles[94] * 1e3, 2)
-    return found
+        figures[f"{prefix}per_s"] = round(programs / statistics.median(totals[name]), 1)
+        figures[f"{prefix}p50_ms"] = round(centiles[49] * 1e3, 2)
+        figures[f"{prefix}p95_ms"] = round(centiles[94] * 1e3, 2)
+    return figures
 
 
 def main() -> None:

@@ -89,8 +89,8 @@ async def measure(scorer: Scorer, groups: list[RolloutGroup]) -> dict[str, float
 
 def _cpu_s() -> float:
     """Return the processor time of this process and its descendants, reaped ones included."""
-    this = psutil.Process()
-    return sum(sum(process.cpu_times()[:4]) for process in (this, *this.children(recursive=True)))
+    own = psutil.Process()
+    return sum(sum(process.cpu_times()[:4]) for process in (own, *own.children(recursive=True)))
 
 
 async def _scorers(groups: int) -> AsyncIterator[tuple[str, Scorer, list[RolloutGroup]]]:

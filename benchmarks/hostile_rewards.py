@@ -142,8 +142,8 @@ def _group(number: int, batch: tuple[str, ...], *, programs: bool) -> RolloutGro
     texts = (*batch, right)
     sampling = Sampling(len(texts), 64, 1.0)
     prompt = Prompt(GroupId(number), f"hostile:{number}", sampling, text="?", answer=reference, extra={"tests": tests})
-    spans, one = np.array([[0, 0]], dtype=np.int32), np.zeros(1, dtype=np.float32)
-    made = tuple(Sample(np.zeros(1, np.int32), one, spans, FinishReason.STOP, text) for text in texts)
+    spans, logprobs = np.array([[0, 0]], dtype=np.int32), np.zeros(1, dtype=np.float32)
+    made = tuple(Sample(np.zeros(1, np.int32), logprobs, spans, FinishReason.STOP, text) for text in texts)
     return RolloutGroup(prompt, np.zeros(1, np.int32), made, "hostile", 0.0, 0.0)
 
 
@@ -288,15 +288,17 @@ def _free_port() -> int:
 
 async def run(arguments: argparse.Namespace) -> dict[str, object]:
     """Measure both parts."""
-    found: dict[str, Figures] = {}
+    figures_of_parts: dict[str, Figures] = {}
     if arguments.answers:
-        found["answers"] = await run_part("answers", [{"kind": "answer"}, hostile_texts.FORMAT], "", arguments)
+        figures_of_parts["answers"] = await run_part(
+            "answers", [{"kind": "answer"}, hostile_texts.FORMAT], "", arguments
+        )
     if arguments.programs:
         with tempfile.TemporaryDirectory(prefix="penstock-hostile-") as place:
             async with executor(Path(place)) as address:
-                found["programs"] = await run_part("programs", [{"kind": "code"}], address, arguments)
-    parts = {name: dataclasses.asdict(figures) for name, figures in found.items()}
-    return {"benchmark": "hostile_rewards", "kept": all(each.kept for each in found.values()), **parts}
+                figures_of_parts["programs"] = await run_part("programs", [{"kind": "code"}], address, arguments)
+    parts = {name: dataclasses.asdict(figures) for name, figures in figures_of_parts.items()}
+    return {"benchmark": "hostile_rewards", "kept": all(each.kept for each in figures_of_parts.values()), **parts}
 
 
 def main() -> int:
@@ -309,9 +311,9 @@ def main() -> int:
     parser.add_argument("--stacks", action="store_true", help="print the service's stacks at stalls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--families", nargs="*", default=[], help="only these")
-    found = asyncio.run(run(parser.parse_args()))
-    print(json.dumps(found))
-    return 0 if found["kept"] else 1
+    result = asyncio.run(run(parser.parse_args()))
+    print(json.dumps(result))
+    return 0 if result["kept"] else 1
 
 
 if __name__ == "__main__":

@@ -47,12 +47,12 @@ def configure(arguments: argparse.Namespace) -> Any:
         "num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4), "max_position_embeddings": 65_536,
     }  # fmt: skip
     if arguments.kind == "short_convolution":
-        return Lfm2Config(**sizes, layer_types=["full_attention" if one else "conv" for one in attends])
+        return Lfm2Config(**sizes, layer_types=["full_attention" if attention else "conv" for attention in attends])
     if arguments.kind == "mamba2":
-        places = [number for number, one in enumerate(attends) if one]
+        places = [number for number, attention in enumerate(attends) if attention]
         return BambaConfig(**sizes, attn_layer_indices=places, mamba_n_heads=2 * hidden // 64, mamba_d_head=64)
     linear = {"linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads}
-    kinds = ["full_attention" if one else "linear_attention" for one in attends]
+    kinds = ["full_attention" if attention else "linear_attention" for attention in attends]
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [11, 11, 10]}
     return Qwen3_5TextConfig(**sizes, head_dim=128, layer_types=kinds, rope_parameters=rope, **linear)
 
@@ -77,7 +77,8 @@ def group(arguments: argparse.Namespace) -> PackedRow:
         random.integers(3, arguments.vocabulary, n).astype(np.int32) for n in [arguments.completion] * arguments.samples
     ]
     samples = tuple(
-        Sample(one, np.zeros(len(one), np.float32), np.zeros((1, 2), np.int32), FinishReason.LENGTH, "") for one in ids
+        Sample(completion, np.zeros(len(completion), np.float32), np.zeros((1, 2), np.int32), FinishReason.LENGTH, "")
+        for completion in ids
     )
     prompt = random.integers(3, arguments.vocabulary, arguments.prompt).astype(np.int32)
     return PackedRow(prompt, samples, tuple(range(arguments.samples)))
@@ -86,7 +87,7 @@ def group(arguments: argparse.Namespace) -> PackedRow:
 def ways(row: PackedRow) -> dict[str, list[MicroBatch]]:
     """Return each way's micro-batches."""
     alone = [PackedRow(row.prompt_token_ids, (sample,), (place,)) for place, sample in enumerate(row.samples)]
-    each = [micro_batch([one]) for one in alone]
+    each = [micro_batch([sample]) for sample in alone]
     return {"shared": [micro_batch([row])], "unshared": each, "sequences": each}
 
 
@@ -124,23 +125,25 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
     for number in range(arguments.rounds + 1):  # the first compiles kernels and is not counted
         for way, batches in passes.items():
-            one = measure(policy, way, batches, tokens)
-            seen[way] += [one] if number else []
-            print(f"round {number} of {arguments.rounds}, {way}: {one['seconds']:.2f} s", file=sys.stderr, flush=True)
+            measured = measure(policy, way, batches, tokens)
+            seen[way] += [measured] if number else []
+            print(
+                f"round {number} of {arguments.rounds}, {way}: {measured['seconds']:.2f} s", file=sys.stderr, flush=True
+            )
     gap = _gap(seen, arguments.device)
-    found = {
+    medians = {
         way: {
-            "seconds": statistics.median(one["seconds"] for one in of),
-            "peak_memory_bytes": max(one["peak_memory_bytes"] for one in of),
+            "seconds": statistics.median(measured["seconds"] for measured in of),
+            "peak_memory_bytes": max(measured["peak_memory_bytes"] for measured in of),
             "computed_tokens": sum(batch.tokens for batch in passes[way]),
         }
         for way, of in seen.items()
     }
-    speedup = min(found["unshared"]["seconds"], found["sequences"]["seconds"]) / found["shared"]["seconds"]
+    speedup = min(medians["unshared"]["seconds"], medians["sequences"]["seconds"]) / medians["shared"]["seconds"]
     return {
         "speedup": speedup,
         "bar_met": speedup >= LEAST_SPEEDUP,
-        "ways": found,
+        "ways": medians,
         **gap,
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
         "kernels": [name for name in _KERNELS if importlib.util.find_spec(name)],
@@ -151,7 +154,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _gap(seen: dict[str, list[dict[str, float]]], device: str) -> dict[str, float]:
-    logprobs, norms = ([one[what] for found in seen.values() for one in found] for what in ("logprob", "grad_norm"))
+    logprobs, norms = (
+        [measured[figure] for rounds in seen.values() for measured in rounds] for figure in ("logprob", "grad_norm")
+    )
     gaps = max(logprobs) - min(logprobs), (max(norms) - min(norms)) / min(norms)
     if not all(gap <= most for gap, most in zip(gaps, _AGREE[device], strict=True)):  # also catches NaN
         raise SystemExit(f"the ways do not agree: {seen}")

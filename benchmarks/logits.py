@@ -60,8 +60,8 @@ def _compute(
 ) -> None:
     ones = torch.ones(len(targets), device=targets.device)
     out = token_logprobs(hidden, output, targets, ones, chunk_tokens, entropy_gradient=entropy_gradient, fused=fused)
-    wanted = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if entropy_gradient else 0.0)
-    torch.autograd.backward(wanted)
+    outputs = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if entropy_gradient else 0.0)
+    torch.autograd.backward(outputs)
 
 
 def main() -> None:
@@ -82,17 +82,17 @@ def main() -> None:
     ways = {way: _apart(way) for way in ("plain", "chunked", *(("chunked_unfused",) if on_gpu else ()))}
     plain, chunked = ways["plain"], ways["chunked"]
     ratio = plain["bytes"] / chunked["bytes"]
-    found = {"memory_ratio": ratio, "time_ratio": plain["seconds"] / chunked["seconds"], "ways": ways}
+    result = {"memory_ratio": ratio, "time_ratio": plain["seconds"] / chunked["seconds"], "ways": ways}
     settings = ("vocabulary", "tokens", "hidden", "chunk", "device", "entropy_gradient")
-    print(json.dumps(found | {name: vars(arguments)[name] for name in settings}))
+    print(json.dumps(result | {name: vars(arguments)[name] for name in settings}))
     sys.exit(ratio < LEAST_RATIO)
 
 
 def _apart(way: str) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.logits", *sys.argv[1:], "--one", way]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     engines = {noise: _logprobs(_moved(few, noise), output, targets, "model") for noise in NOISES}
     results: dict[str, Any] = {}
     for kind in KINDS:
-        found = _logprobs(few, output, targets, kind)
-        results[kind] = {"error": _distances(found, exact)}
-        results[kind] |= {f"gap_{noise:g}": _distances(found, engine) for noise, engine in engines.items()}
+        computed = _logprobs(few, output, targets, kind)
+        results[kind] = {"error": _distances(computed, exact)}
+        results[kind] |= {f"gap_{noise:g}": _distances(computed, engine) for noise, engine in engines.items()}
         results[kind] |= _cost(arguments, output, hidden, kind)
     return results
 
@@ -64,8 +64,8 @@ def _logprobs(hidden: Tensor, output: nn.Module, targets: Tensor, kind: LogitsTy
     return token_logprobs(hidden, output, targets, ones, kind=kind).policy_logprobs_N.double()
 
 
-def _distances(found: Tensor, expected: Tensor) -> dict[str, float]:
-    distance = (found - expected).abs()
+def _distances(computed: Tensor, expected: Tensor) -> dict[str, float]:
+    distance = (computed - expected).abs()
     return {"mean": float(distance.mean()), "max": float(distance.max())}
 
 

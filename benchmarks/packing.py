@@ -29,13 +29,13 @@ def mix(
 ) -> list[PackedRow]:
     """Return random rows of sequences up to ``cap`` tokens."""
     lot = np.random.default_rng(seed)
-    found = []
+    rows = []
     for _ in range(groups):
         prompt = int(np.clip(lot.lognormal(np.log(median / 4), 0.6), 8, cap // 4))
         lengths = np.clip(lot.lognormal(np.log(median), 1.0, samples), 4, cap - prompt).astype(int)
         ids = [_tokens(lot, int(n), vocabulary) for n in (prompt, *lengths)]
-        found.append(PackedRow(ids[0], tuple(_sample(one) for one in ids[1:]), tuple(range(samples))))
-    return found
+        rows.append(PackedRow(ids[0], tuple(_sample(completion) for completion in ids[1:]), tuple(range(samples))))
+    return rows
 
 
 def _tokens(lot: np.random.Generator, count: int, vocabulary: int) -> Int32Array:
@@ -85,8 +85,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = mix(arguments.groups, arguments.samples, arguments.cap)
     by_ranks = {ranks: measure(rows, arguments.cap, ranks) for ranks in (1, 2, 4, 8)}
-    fill = min(found["fill"] for found in by_ranks.values())
-    imbalance = max(found["imbalance"] for found in by_ranks.values())
+    fill = min(figures["fill"] for figures in by_ranks.values())
+    imbalance = max(figures["imbalance"] for figures in by_ranks.values())
     separate = sum(len(row.prompt_token_ids) + len(s.token_ids) for row in rows for s in row.samples)
     print(
         json.dumps(

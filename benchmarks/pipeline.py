@@ -167,24 +167,24 @@ def _run(
 ) -> str:
     """Return the output of ``command``; end it if ``wrong`` returns a message."""
     with tempfile.TemporaryFile("w+") as printed:
-        until_s, found, late = time.monotonic() + limit_s, "", False
+        until_s, failure, late = time.monotonic() + limit_s, "", False
         process = subprocess.Popen(
             command, cwd=_work(folder), env=_environment(environment or {}), stdout=printed, stderr=subprocess.STDOUT
         )
         try:
-            while process.poll() is None and not found:
+            while process.poll() is None and not failure:
                 time.sleep(0.5)
                 late = time.monotonic() > until_s
-                found = wrong() or (f"not done in {limit_s:.0f} s: raise --limit-s" if late else "")
+                failure = wrong() or (f"not done in {limit_s:.0f} s: raise --limit-s" if late else "")
         except KeyboardInterrupt:
-            found = "interrupted"
-        if found:
+            failure = "interrupted"
+        if failure:
             process.terminate()
         code = process.wait(60)
         printed.seek(0)
         output = printed.read()
-    if code != 0 or found:
-        sentence = f"{' '.join(command)} ended with {code}: {found}\n{output[-4000:]}"
+    if code != 0 or failure:
+        sentence = f"{' '.join(command)} ended with {code}: {failure}\n{output[-4000:]}"
         if not late:
             raise SystemExit(sentence)
         error = NotDone(sentence)
@@ -232,7 +232,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             print(f"round {number + 1}: ", end="", flush=True)
             with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-                for mode, found in rates.items():
+                for mode, of_mode in rates.items():
                     if mode == "trl":
                         rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s)
                     else:
@@ -240,13 +240,13 @@ def main() -> None:
                         rate, phases[mode], gpus[mode] = run_penstock(
                             Path(name), work, arguments.steps, lag, flags, arguments.limit_s
                         )
-                    found.append(rate)
+                    of_mode.append(rate)
                     kept.add(work.name, mode, rate)
                     print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
             print()
     print(f"\n{'seconds a step':40s}" + "".join(f"{mode:>10s}" for mode in phases))
     for phase in next(iter(phases.values()), {}):
-        print(f"{phase:40s}" + "".join(f"{found[phase]:10.4f}" for found in phases.values()))
+        print(f"{phase:40s}" + "".join(f"{seconds[phase]:10.4f}" for seconds in phases.values()))
     print(
         json.dumps(
             {
@@ -290,13 +290,13 @@ class Results:
 
 def _figures(rates: dict[str, list[float]]) -> dict[str, object]:
     ratios = {
-        f"async_over_{over}": round(statistics.median(a / b for a, b in zip(rates["async"], found, strict=False)), 3)
-        for over, found in rates.items()
+        f"async_over_{over}": round(statistics.median(a / b for a, b in zip(rates["async"], of_mode, strict=False)), 3)
+        for over, of_mode in rates.items()
         if over != "async" and "async" in rates
     }
     return {
         **ratios,
-        "samples_per_s": {mode: round(statistics.median(found), 1) for mode, found in rates.items()},
+        "samples_per_s": {mode: round(statistics.median(of_mode), 1) for mode, of_mode in rates.items()},
         "rounds": len(next(iter(rates.values()))),
         "cores": os.cpu_count(),
     }

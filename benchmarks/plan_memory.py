@@ -191,8 +191,8 @@ class _Trainer:
             self._publication.close()
         dist.destroy_process_group()
 
-    def _tell(self, what: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+    def _tell(self, message: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
 
 
 def _settings(of: Configuration, device: str, folder: Path) -> Any:
@@ -234,11 +234,11 @@ def _rows(of: Configuration, vocabulary: int) -> list[Any]:
 # ---------------------------------------------------------------- all of them
 
 
-def compare(of: Configuration, found: Mapping[str, Any], *, tensors_alone: bool) -> dict[str, Any]:
+def compare(of: Configuration, measured: Mapping[str, Any], *, tensors_alone: bool) -> dict[str, Any]:
     """Return predicted beside measured; of tensors alone where the allocator is not measured."""
-    table = predicted(of, found["capacity_bytes"] - _CONTEXT)
-    phase = max(found["phases"], key=lambda name: float(found["phases"][name]["bytes"]))
-    seen = {name: nbytes for name, nbytes in found["phases"][phase].items() if name != "bytes"}
+    table = predicted(of, measured["capacity_bytes"] - _CONTEXT)
+    phase = max(measured["phases"], key=lambda name: float(measured["phases"][name]["bytes"]))
+    seen = {name: nbytes for name, nbytes in measured["phases"][phase].items() if name != "bytes"}
     expected = _components(max(table.values(), key=total))
     if tensors_alone:
         seen, expected = ({name: each[name] for name in _TENSORS if each.get(name)} for each in (seen, expected))
@@ -254,7 +254,7 @@ def compare(of: Configuration, found: Mapping[str, Any], *, tensors_alone: bool)
             name: [round(expected.get(name, 0.0)), round(seen.get(name, 0.0))]
             for name in dict.fromkeys([*expected, *seen])
         },
-        "phases": {name: round(parts["bytes"]) for name, parts in found["phases"].items()},
+        "phases": {name: round(parts["bytes"]) for name, parts in measured["phases"].items()},
     }
 
 
@@ -328,9 +328,9 @@ def _child(arguments: argparse.Namespace) -> None:
     if of.ranks > 1 and "RANK" not in os.environ:
         command = [sys.executable, "-m", "benchmarks.plan_memory", *sys.argv[1:]]
         sys.exit(launch(command, TrainerSettings(ranks=of.ranks), drain_s=0.0))
-    found = measured(of, "cpu" if arguments.toy else "cuda")
-    if found["rank"] == 0:
-        print(_PREFIX + json.dumps(found), flush=True)
+    result = measured(of, "cpu" if arguments.toy else "cuda")
+    if result["rank"] == 0:
+        print(_PREFIX + json.dumps(result), flush=True)
 
 
 def _toy(of: Configuration) -> Configuration:

@@ -37,11 +37,11 @@ def run(folder: Path, preset: str, steps: int) -> Learned:
     return learn(folder, preset, algorithm, changes, steps)
 
 
-def row(preset: str, found: Learned) -> str:
+def row(preset: str, learned: Learned) -> str:
     """Return the preset's row of the table."""
     return (
-        f"| `{preset}` | {found.accuracy_before:.3f} | {found.accuracy_after:.3f} | {found.steps} | {found.seconds:.0f} | "
-        f"{found.figures['kl_mean']:.4f} | {found.figures['clip_fraction']:.3f} | {found.figures['ess']:.3f} |"
+        f"| `{preset}` | {learned.accuracy_before:.3f} | {learned.accuracy_after:.3f} | {learned.steps} | {learned.seconds:.0f} | "
+        f"{learned.figures['kl_mean']:.4f} | {learned.figures['clip_fraction']:.3f} | {learned.figures['ess']:.3f} |"
     )
 
 
@@ -51,14 +51,14 @@ def main() -> None:
     parser.add_argument("--presets", default=",".join([*get_args(Preset), LORA]))
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    found: dict[str, Learned] = {}
+    results: dict[str, Learned] = {}
     print("| preset | accuracy before | after | steps | seconds | KL | clipped | ESS |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory(prefix="penstock-presets-") as name:
         for preset in arguments.presets.split(","):
-            found[preset] = run(Path(name), preset, arguments.steps)
-            print(row(preset, found[preset]), flush=True)
-    print(json.dumps({preset: dataclasses.asdict(learned) for preset, learned in found.items()}))
+            results[preset] = run(Path(name), preset, arguments.steps)
+            print(row(preset, results[preset]), flush=True)
+    print(json.dumps({preset: dataclasses.asdict(learned) for preset, learned in results.items()}))
 
 
 if __name__ == "__main__":

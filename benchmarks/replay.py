@@ -116,18 +116,18 @@ def repeat(arguments: argparse.Namespace) -> dict[str, Any]:
 def _fail_second_pass(policy: Any) -> None:
     forward, calls = policy.forward, iter(range(1 << 30))
 
-    def short(found: Any) -> Any:
+    def short(batch: Any) -> Any:
         if next(calls) == 1:
             raise torch.OutOfMemoryError("as a device says it")
-        return forward(found)
+        return forward(batch)
 
     policy.forward = short
 
 
 def _compare(weights: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     first, *others = weights
-    differences = [float((first[name] - one[name]).abs().max()) for one in others for name in first]
-    equal = all(torch.equal(first[name], one[name]) for one in others for name in first)
+    differences = [float((first[name] - weights[name]).abs().max()) for weights in others for name in first]
+    equal = all(torch.equal(first[name], weights[name]) for weights in others for name in first)
     return {"equal": equal, "largest_difference": max(differences)}
 
 
@@ -138,8 +138,8 @@ def _apart(*, deterministic: bool) -> dict[str, Any]:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "benchmarks.replay", *sys.argv[1:], *flags, "--answer", str(answer)]
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=_RUN_S)
-        found: dict[str, Any] = json.loads(answer.read_text())
-    return found
+        result: dict[str, Any] = json.loads(answer.read_text())
+    return result
 
 
 def main() -> None:

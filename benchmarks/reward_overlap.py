@@ -94,12 +94,12 @@ async def seconds(of: Scoring, group: RolloutGroup) -> float:
 
 async def loop_lags_ms(stop: asyncio.Event) -> list[float]:
     """Return the delays of 1 ms timers until ``stop``."""
-    found = []
+    lags_ms = []
     while not stop.is_set():
         started_s = time.perf_counter()
         await asyncio.sleep(0.001)
-        found.append(1000 * (time.perf_counter() - started_s) - 1.0)
-    return found
+        lags_ms.append(1000 * (time.perf_counter() - started_s) - 1.0)
+    return lags_ms
 
 
 async def measure(arguments: argparse.Namespace, model: Scorer) -> dict[str, object]:
@@ -111,8 +111,8 @@ async def measure(arguments: argparse.Namespace, model: Scorer) -> dict[str, obj
     async with contextlib.AsyncExitStack() as stack:
         made = {name: await stack.enter_async_context(scoring(scorers)) for name, scorers in by_name.items()}
         for place in range(arguments.groups + 1):
-            for name, one in made.items():
-                spent_s = await seconds(one, make_group(next(fresh), arguments.samples))
+            for name, scorer in made.items():
+                spent_s = await seconds(scorer, make_group(next(fresh), arguments.samples))
                 if place:  # the first warms up
                     times_s[name].append(spent_s)
         many = [make_group(next(fresh), arguments.samples) for _ in range(arguments.groups)]

@@ -40,26 +40,26 @@ def main() -> None:
     parser.add_argument("--preset", default="tis")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     arguments = parser.parse_args()
-    found: dict[str, Learned] = {}
+    results: dict[str, Learned] = {}
     print("| max_lag | corrected | mean lag | accuracy before | after | KL | ESS |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory(prefix="penstock-staleness-") as folder:
         for lag in (int(word) for word in arguments.lags.split(",")):
             for corrected in (True, False):
                 learned = run(Path(folder), arguments.preset, lag, corrected, arguments.steps, arguments.learning_rate)
-                found[name(lag, corrected)] = learned
+                results[name(lag, corrected)] = learned
                 print(_row(lag, corrected, learned), flush=True)
-    best = found[name(min(int(word) for word in arguments.lags.split(",")), True)].accuracy_after
-    losses = {run_name: round(best - learned.accuracy_after, 4) for run_name, learned in found.items()}
-    runs = {run_name: dataclasses.asdict(learned) for run_name, learned in found.items()}
+    best = results[name(min(int(word) for word in arguments.lags.split(",")), True)].accuracy_after
+    losses = {run_name: round(best - learned.accuracy_after, 4) for run_name, learned in results.items()}
+    runs = {run_name: dataclasses.asdict(learned) for run_name, learned in results.items()}
     print(json.dumps({"preset": arguments.preset, "points_behind": losses, "runs": runs}))
 
 
-def _row(lag: int, corrected: bool, found: Learned) -> str:
-    figures = found.figures
+def _row(lag: int, corrected: bool, learned: Learned) -> str:
+    figures = learned.figures
     return (
-        f"| {lag} | {'yes' if corrected else 'no'} | {figures['lag_mean']:.2f} | {found.accuracy_before:.3f} | "
-        f"{found.accuracy_after:.3f} | {figures['kl_mean']:.4f} | {figures['ess']:.3f} |"
+        f"| {lag} | {'yes' if corrected else 'no'} | {figures['lag_mean']:.2f} | {learned.accuracy_before:.3f} | "
+        f"{learned.accuracy_after:.3f} | {figures['kl_mean']:.4f} | {figures['ess']:.3f} |"
     )
 
 

@@ -98,18 +98,18 @@ async def rounds(bus: Bus, api: str, arguments: argparse.Namespace) -> dict[str,
     answered: list[float] = []
     refills: dict[str, list[float]] = {"quiet": [], "loaded": []}
     for _ in range(arguments.rounds):
-        rate, found = await empty_slots(bus, arguments.seconds)
+        rate, refilled = await empty_slots(bus, arguments.seconds)
         quiet.append(rate)
-        refills["quiet"] += found
+        refills["quiet"] += refilled
         command = [sys.executable, "-m", "benchmarks.status", "--load", api, "--seconds", str(arguments.seconds)]
         asking = await asyncio.create_subprocess_exec(
             *command, "--requests-per-s", str(arguments.requests_per_s), stdout=subprocess.PIPE
         )
         assert asking.stdout is not None
         await asking.stdout.readline()
-        rate, found = await empty_slots(bus, arguments.seconds)
+        rate, refilled = await empty_slots(bus, arguments.seconds)
         loaded.append(rate)
-        refills["loaded"] += found
+        refills["loaded"] += refilled
         output, _ = await asking.communicate()
         answered.append(int(output) / arguments.seconds)
     return {

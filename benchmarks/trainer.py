@@ -71,23 +71,23 @@ def settings(arguments: argparse.Namespace) -> Settings:
 def ways(rows: Sequence[PackedRow], arguments: argparse.Namespace, sizes: ModelSizes) -> dict[str, Batches]:
     """Return this rank's batches by each way."""
     rank, ranks, cap = dist.get_rank(), arguments.ranks, arguments.cap
-    found: dict[str, Callable[[], Batches]] = {
+    makers: dict[str, Callable[[], Batches]] = {
         "packed": lambda: plan(rows, cap, ranks, sizes=sizes)[rank],
         "padded": lambda: by_arrival(rows, cap, rank, ranks),
         "sorted": lambda: by_length(rows, cap, rank, ranks),
     }
-    return {way: make() for way, make in found.items() if way in arguments.ways}
+    return {way: make() for way, make in makers.items() if way in arguments.ways}
 
 
 def step(engine: TrainingEngine, batches: Batches, tokens: int) -> tuple[float, float]:
     """Make one step; return this rank's part of the mean logprob, and the gradient norm."""
-    found = torch.zeros((), device=engine.device)
+    total = torch.zeros((), device=engine.device)
     for number, batch in enumerate(batches, start=1):
         mean = engine.forward(batch).policy_logprobs_N.sum() / tokens
         engine.backward(-mean * engine.ranks, last=number == len(batches))
-        found += mean.detach()
+        total += mean.detach()
     norm = engine.step(0.0)
-    return float(found), norm
+    return float(total), norm
 
 
 def measure(engine: TrainingEngine, phases: Phases, make: Callable[[], tuple[float, float]]) -> dict[str, float]:
@@ -119,24 +119,26 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = mix(arguments.groups, arguments.samples, longest, median=longest // 7, vocabulary=engine.vocabulary)
     passes = ways(rows, arguments, sizes)
     tokens = sum(len(sample.token_ids) for row in rows for sample in row.samples)
-    tell(f"{tokens} trained tokens; forward passes a rank: { ({way: len(found) for way, found in passes.items()}) }")
+    tell(
+        f"{tokens} trained tokens; forward passes a rank: { ({way: len(batches) for way, batches in passes.items()}) }"
+    )
     phases = Phases(engine.device)
     seen: dict[str, list[dict[str, float]]] = {way: [] for way in passes}
     for number in range(arguments.warm_ups + arguments.rounds):  # warm-up: shapes and memory planning
-        for way, found in passes.items():
-            one = measure(engine, phases, lambda found=found: step(engine, found, tokens))  # type: ignore[misc]
+        for way, batches in passes.items():
+            measured = measure(engine, phases, lambda batches=batches: step(engine, batches, tokens))  # type: ignore[misc]
             if number >= arguments.warm_ups:
-                seen[way].append(one)
-            tell(f"round {number}, {way}: {one['seconds']:.2f} s, {one['bytes'] / 1e9:.1f} GB; {engine.kept}")
+                seen[way].append(measured)
+            tell(f"round {number}, {way}: {measured['seconds']:.2f} s, {measured['bytes'] / 1e9:.1f} GB; {engine.kept}")
     _check(seen, of)
     return _figures(seen, passes, tokens, sum(row.flops(sizes) for row in rows), engine, arguments)
 
 
 def _check(seen: dict[str, list[dict[str, float]]], of: Settings) -> None:
-    for what, tolerance in _AGREE.items():
-        values = [one[what] for found in seen.values() for one in found]
+    for figure, tolerance in _AGREE.items():
+        values = [measured[figure] for rounds in seen.values() for measured in rounds]
         if not max(values) - min(values) <= tolerance[of.policy.dtype] * abs(min(values)):  # also catches NaN
-            raise SystemExit(f"expected the same {what} by every way, found {seen}")
+            raise SystemExit(f"expected the same {figure} by every way, found {seen}")
 
 
 def _figures(
@@ -147,18 +149,20 @@ def _figures(
     engine: TrainingEngine,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    computed = torch.tensor([sum(one.tokens for one in found) for found in passes.values()], device=engine.device)
+    computed = torch.tensor(
+        [sum(batch.tokens for batch in batches) for batches in passes.values()], device=engine.device
+    )
     dist.all_reduce(computed)
-    found: dict[str, dict[str, float]] = {}
+    medians: dict[str, dict[str, float]] = {}
     for way, positions in zip(passes, computed.tolist(), strict=True):
-        seconds = statistics.median(one["seconds"] for one in seen[way])
+        seconds = statistics.median(measured["seconds"] for measured in seen[way])
         reached = utilisation(flops * (1 + BACKWARD) / engine.ranks, seconds, arguments.peak_tflops, engine.device)
-        found[way] = {
+        medians[way] = {
             "seconds": seconds, "tokens_per_s": tokens / seconds, "computed_tokens": positions,
-            "peak_memory_bytes": max(one["bytes"] for one in seen[way]), **reached,
+            "peak_memory_bytes": max(measured["bytes"] for measured in seen[way]), **reached,
         }  # fmt: skip
-    packed, mfu = found["packed"], found["packed"].get("mfu")
-    ratios = {way: one["seconds"] / packed["seconds"] for way, one in found.items()}
+    packed, mfu = medians["packed"], medians["packed"].get("mfu")
+    ratios = {way: median["seconds"] / packed["seconds"] for way, median in medians.items()}
     return {
         "mfu": mfu,
         "tokens_per_s": packed["tokens_per_s"],
@@ -168,17 +172,17 @@ def _figures(
         "bars_met": ratios.get("padded", LEAST_RATIO) >= LEAST_RATIO and (mfu or 1.0) >= LEAST_MFU[arguments.shape],
         "kept": dataclasses.asdict(engine.kept),
         "trained_tokens": tokens,
-        "ways": found,
+        "ways": medians,
         **{name: value for name, value in vars(arguments).items() if name not in ("peak_tflops", "ways")},
         "device_name": torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
     }
 
 
-def tell(what: str) -> None:
+def tell(message: str) -> None:
     """Log to stderr on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"{time.perf_counter() - _STARTED_S:6.1f} s  {what}", file=sys.stderr, flush=True)
+        print(f"{time.perf_counter() - _STARTED_S:6.1f} s  {message}", file=sys.stderr, flush=True)
 
 
 def _parse() -> argparse.Namespace:
@@ -200,15 +204,20 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of one device; 0: by a GPU's name")
-    found = parser.parse_args()
-    toy = found.shape == "tiny"
-    found.cap, found.groups = found.cap or (1024 if toy else 16_384), found.groups or (16 if toy else 16 * found.ranks)
-    found.longest = found.longest or found.cap // 4
-    if found.device == "cuda" and torch.cuda.device_count() < found.ranks:
-        raise SystemExit(f"expected {found.ranks} GPUs, found {torch.cuda.device_count()}: change --ranks or --device")
-    if found.groups * found.samples % found.ranks:
+    arguments = parser.parse_args()
+    toy = arguments.shape == "tiny"
+    arguments.cap, arguments.groups = (
+        arguments.cap or (1024 if toy else 16_384),
+        arguments.groups or (16 if toy else 16 * arguments.ranks),
+    )
+    arguments.longest = arguments.longest or arguments.cap // 4
+    if arguments.device == "cuda" and torch.cuda.device_count() < arguments.ranks:
+        raise SystemExit(
+            f"expected {arguments.ranks} GPUs, found {torch.cuda.device_count()}: change --ranks or --device"
+        )
+    if arguments.groups * arguments.samples % arguments.ranks:
         raise SystemExit("expected groups × samples to be a multiple of --ranks: change --groups")
-    return found
+    return arguments
 
 
 def main() -> None:
@@ -219,9 +228,9 @@ def main() -> None:
         sys.exit(launch(command, TrainerSettings(ranks=arguments.ranks), drain_s=0.0))
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    found = run(arguments)
+    result = run(arguments)
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 

@@ -61,8 +61,8 @@ class EitherPolicy(Policy):
         output = self.model.get_output_embeddings()
         device = next(self.parameters()).device
         input_ids, rows, columns, targets = (
-            torch.from_numpy(found).to(device)
-            for found in (batch.input_ids_BT, batch.rows_N, batch.columns_N, batch.targets_N)
+            torch.from_numpy(places).to(device)
+            for places in (batch.input_ids_BT, batch.rows_N, batch.columns_N, batch.targets_N)
         )
         hidden_BTD = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
         places = rows * hidden_BTD.shape[1] + columns
@@ -82,17 +82,17 @@ class _Sequence:
 
 def by_arrival(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> list[Padded]:
     """Return ``rank``'s sequences in order, sized for the longest under ``cap``."""
-    found = _sequences(rows)
-    count = max(1, cap // max(len(one.token_ids) for one in found))
-    mine = found[rank::ranks]
+    sequences = _sequences(rows)
+    count = max(1, cap // max(len(sequence.token_ids) for sequence in sequences))
+    mine = sequences[rank::ranks]
     return [_padded(mine[start : start + count]) for start in range(0, len(mine), count)]
 
 
 def by_length(rows: Sequence[PackedRow], cap: int, rank: int, ranks: int) -> list[Padded]:
     """Return ``rank``'s sequences, longest first; equal counts on all ranks."""
-    found = sorted(_sequences(rows), key=lambda one: -len(one.token_ids))
-    mine = found[rank::ranks]
-    return [_padded(mine[start:end]) for start, end in _cuts(found[::ranks], cap)]
+    sequences = sorted(_sequences(rows), key=lambda sequence: -len(sequence.token_ids))
+    mine = sequences[rank::ranks]
+    return [_padded(mine[start:end]) for start, end in _cuts(sequences[::ranks], cap)]
 
 
 def _cuts(longest: Sequence[_Sequence], cap: int) -> Iterator[tuple[int, int]]:
@@ -112,15 +112,15 @@ def _sequences(rows: Sequence[PackedRow]) -> list[_Sequence]:
     ]
 
 
-def _padded(found: Sequence[_Sequence]) -> Padded:
-    width = max(len(one.token_ids) for one in found) - 1
-    input_ids_BT = np.zeros((len(found), width), dtype=np.int64)
-    for row, one in enumerate(found):
-        input_ids_BT[row, : len(one.token_ids) - 1] = one.token_ids[:-1]
-    trained = [np.arange(one.prompt - 1, len(one.token_ids) - 1) for one in found]
+def _padded(sequences: Sequence[_Sequence]) -> Padded:
+    width = max(len(sequence.token_ids) for sequence in sequences) - 1
+    input_ids_BT = np.zeros((len(sequences), width), dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        input_ids_BT[row, : len(sequence.token_ids) - 1] = sequence.token_ids[:-1]
+    trained = [np.arange(sequence.prompt - 1, len(sequence.token_ids) - 1) for sequence in sequences]
     return Padded(
         input_ids_BT,
-        rows_N=np.repeat(np.arange(len(found)), [len(places) for places in trained]),
+        rows_N=np.repeat(np.arange(len(sequences)), [len(places) for places in trained]),
         columns_N=np.concatenate(trained),
-        targets_N=np.concatenate([one.token_ids[one.prompt :] for one in found]),
+        targets_N=np.concatenate([sequence.token_ids[sequence.prompt :] for sequence in sequences]),
     )

@@ -73,8 +73,8 @@ async def _by_vllm(model: Any, rows: list[list[GenerationRequest]]) -> list[list
 def _gap(model: Any, row: list[GenerationRequest], made: list[tuple[GeneratedSample, ...]]) -> tuple[float, float]:
     gaps = []
     for request, samples in zip(row, made, strict=True):
-        found = trainer_logprobs(model, request.prompt_token_ids, samples, request.sampling.temperature)
-        gaps += [np.abs(own - s.behavior_logprobs) for own, s in zip(found, samples, strict=True)]
+        own_logprobs = trainer_logprobs(model, request.prompt_token_ids, samples, request.sampling.temperature)
+        gaps += [np.abs(own - s.behavior_logprobs) for own, s in zip(own_logprobs, samples, strict=True)]
     joined = np.concatenate(gaps)
     return float(joined.mean()), float(joined.max())
 

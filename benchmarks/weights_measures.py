@@ -252,13 +252,13 @@ def _gaps(times_s: list[float], began_s: float, ended_s: float) -> list[float]:
 
 
 def _every(every_s: float, until_s: float, update: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    found = []
+    times_s = []
     due_s = time.monotonic()
     while due_s < until_s - every_s / 2:
-        found.append(update()[0])
+        times_s.append(update()[0])
         due_s += every_s
         _sleep_until(due_s)
-    return found
+    return times_s
 
 
 def _sleep_until(at_s: float) -> None:

@@ -152,8 +152,8 @@ class _Replica:
 
     async def compare(self) -> list[int | None]:
         """Return each rank's count of differing copies; None: no plan."""
-        found: list[int | None] = await self._engine._llm.collective_rpc("penstock_compare")
-        return found
+        differences: list[int | None] = await self._engine._llm.collective_rpc("penstock_compare")
+        return differences
 
     async def join(self, port: int, world: int) -> None:
         """Join the trainer in vLLM's own weight transfer."""
@@ -212,5 +212,5 @@ def _packs_by_update() -> bool:
 def _generated_tokens() -> float:
     from prometheus_client import REGISTRY
 
-    found = (metric.samples for metric in REGISTRY.collect() if metric.name == "vllm:generation_tokens")
-    return sum(sample.value for samples in found for sample in samples if sample.name.endswith("_total"))
+    samples_of_metrics = (metric.samples for metric in REGISTRY.collect() if metric.name == "vllm:generation_tokens")
+    return sum(sample.value for samples in samples_of_metrics for sample in samples if sample.name.endswith("_total"))

@@ -1,4 +1,4 @@
-"""Laws of the documents."""
+"""Laws of the documents and of names."""
 
 import ast
 import re
@@ -36,6 +36,9 @@ IDIOMS = {
     r"÷": "'Penstock vs. TRL: 3.9× (101 vs. 26 samples/s)'",
 }
 """Idioms, with what to write instead."""
+CODE = ("services", "shared", "penstock", "deploy", "benchmarks", "examples", "tests", ".ci")
+EMPTY_NAMES = {"found", "one", "everything", "wanted", "what", "them", "it", "this", "that"}
+"""Names of variables and parameters that do not say what they hold."""
 
 
 @cache
@@ -108,6 +111,42 @@ def test_an_idiom_is_noticed(idiom: str, tmp_path: Path, monkeypatch: pytest.Mon
     module = tmp_path / "module.py"
     module.write_text(f'X = 1\n"""Idioms are {idiom}, `{idiom}`."""\n', encoding="utf-8")
     assert {said.split(": ")[0] for said in idioms_of_docstrings(module)} == {"module.py:2"}
+
+
+@pytest.mark.parametrize("top", CODE)
+def test_variables_and_parameters_say_what_they_hold(top: str) -> None:
+    assert [
+        hit for path in sorted((ROOT / top).rglob("*.py")) for hit in empty_names(path.read_text(), name_of(path))
+    ] == []
+
+
+def empty_names(source: str, name: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    methods = {id(node) for kind in ast.walk(tree) if isinstance(kind, ast.ClassDef) for node in kind.body}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=bound, ctx=ast.Store()) | ast.arg(arg=bound) | ast.alias(asname=str(bound)):
+                pass
+            case ast.ExceptHandler(name=str(bound)) | ast.MatchAs(name=str(bound)) | ast.MatchStar(name=str(bound)):
+                pass
+            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) if id(node) not in methods:
+                pass
+            case _:
+                continue
+        if bound in EMPTY_NAMES:
+            yield f"{name}:{node.lineno}: {bound}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "one = 1", "def f(*, one): ...", "def one(): ...", "[1 for one, n in x]", "lambda one: 1", "import a as one",
+        "with x as one: ...", "try: ...\nexcept X as one: ...", "(one := 1)",
+    ],
+)  # fmt: skip
+def test_a_name_that_says_nothing_is_noticed(source: str) -> None:
+    assert [hit.rpartition(" ")[2] for hit in empty_names(source, "module.py")] == ["one"]
+    assert list(empty_names("class C:\n    def one(self): ...\nprint(one, x.one, f(one=1))", "module.py")) == []
 
 
 @pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, ROOT / "docs/models.md"], ids=name_of)

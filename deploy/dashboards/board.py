@@ -25,7 +25,7 @@ class Query:
         >>> Query('up<service="trainer">').expression
         'up{namespace=~"$namespace",run=~"$run",instance=~"$replica",service="trainer"}'
         """
-        return _MARK.sub(lambda found: "{" + ",".join(filter(None, (CHOICE, found.group(1)))) + "}", self.text)
+        return _MARK.sub(lambda mark: "{" + ",".join(filter(None, (CHOICE, mark.group(1)))) + "}", self.text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -55,8 +55,8 @@ class Problem:
     @property
     def prompt(self) -> str:
         """What the policy is asked."""
-        wanted = "f" if self.function else "program"
-        return f"{wanted}: a {self.first} b, {self.second} {self.c}\n"
+        asked = "f" if self.function else "program"
+        return f"{asked}: a {self.first} b, {self.second} {self.c}\n"
 
     def row(self) -> dict[str, object]:
         """Return the line of the data files."""

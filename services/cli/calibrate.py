@@ -182,15 +182,15 @@ def _copies(source: str, target: str, seconds: float) -> float:
     """Return the bytes per second copied from one device to another."""
     count = (1 << 30) if "cuda" in target else (128 << 20)
     pinned = source == "cpu" and target != "cpu"
-    one = torch.zeros(count, dtype=torch.uint8, device=source, pin_memory=pinned)
+    original = torch.zeros(count, dtype=torch.uint8, device=source, pin_memory=pinned)
     other = torch.empty(count, dtype=torch.uint8, device=target)
-    return count / min(_repeated(lambda: _copy_seconds(one, other), seconds / 4))
+    return count / min(_repeated(lambda: _copy_seconds(original, other), seconds / 4))
 
 
-def _copy_seconds(one: Tensor, other: Tensor) -> float:
+def _copy_seconds(original: Tensor, other: Tensor) -> float:
     _wait(other.device.type)
     started_s = time.perf_counter()
-    other.copy_(one)
+    other.copy_(original)
     _wait(other.device.type)
     return time.perf_counter() - started_s
 

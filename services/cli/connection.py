@@ -42,7 +42,6 @@ class Connection:
     as_json: AsJson = False
 
     def coordinator(self) -> "CoordinatorClient":
-        """Return a client of the coordinator."""
         from services.client.coordinator import CoordinatorClient
 
         return CoordinatorClient(*self._address_and_token())
@@ -63,7 +62,6 @@ class Connection:
         return address, read_token(self.token_file, address, self.run)
 
     def print_item(self, item: dict[str, Any]) -> None:
-        """Print one item."""
         from services.cli import tables
 
         tables.show_one(item, as_json=self.as_json)

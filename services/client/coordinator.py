@@ -108,7 +108,6 @@ class CoordinatorClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def run(self) -> RunView:
-        """Return the run."""
         return _read(self._answer("GET", "/v1/run"), RunView)
 
     def run_json(self) -> str:
@@ -121,11 +120,9 @@ class CoordinatorClient:
         return _read(self._answer("GET", "/v1/events", query={"limit": most}), EventsPage).items[::-1]
 
     def replicas(self) -> list[ReplicaView]:
-        """Return every live replica."""
         return _read(self._answer("GET", "/v1/services", query={"limit": 500}), ServicesPage).services
 
     def get(self, path: str, **query: str | int) -> JsonObject:
-        """Return the answer to ``GET path``."""
         answer: JsonObject = self._answer("GET", path, query=query).json()
         return answer
 
@@ -238,11 +235,9 @@ class AsyncCoordinator:
         self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
 
     async def run(self) -> RunView:
-        """Return the run."""
         return _read(await self._get("/v1/run"), RunView)
 
     async def replicas(self) -> list[ReplicaView]:
-        """Return every live replica."""
         return _read(await self._get("/v1/services?limit=500"), ServicesPage).services
 
     async def events(self) -> list[EventView]:
@@ -250,7 +245,6 @@ class AsyncCoordinator:
         return _read(await self._get("/v1/events?limit=50"), EventsPage).items[::-1]
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def _get(self, path: str) -> httpx.Response:

@@ -12,8 +12,6 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion."""
-
     text: str
     tokens: int
     finish_reason: str
@@ -62,7 +60,6 @@ class LivePolicy:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
     ) -> list[Completion]:
-        """Return completions (:meth:`Policy.generate`)."""
         question: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"messages": turns(prompt)}
         question |= {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature}
         answer = self.client.generate(question)

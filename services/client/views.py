@@ -28,8 +28,6 @@ class View(BaseModel):
 
 
 class StreamDepth(View):
-    """State of one stream."""
-
     entries: int = 0
     pending: int = 0
     oldest_age_s: float = 0.0
@@ -129,13 +127,10 @@ class ReplicaView(View):
 
     @property
     def ready(self) -> bool:
-        """Whether it does its work."""
         return self.state in READY_STATES
 
 
 class ServicesPage(View):
-    """A page of replicas."""
-
     services: list[ReplicaView] = Field(default=[])
 
     @model_validator(mode="before")

@@ -68,8 +68,6 @@ _ANNOUNCE_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Data:
-    """The problems of a run."""
-
     train: dataset.Dataset
     held_out: tuple[tuple[HeldOutSet, dataset.Dataset], ...]
     notices: tuple[NoticeView, ...] = ()
@@ -77,8 +75,6 @@ class Data:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Coordinator:
-    """The parts of one coordinator."""
-
     promotion: Promotion
     admission: Admission
     lifecycle: Lifecycle
@@ -108,7 +104,6 @@ class Coordinator:
 
     @property
     def leading(self) -> tuple[Callable[[], Coroutine[None, None, None]], ...]:
-        """Return the leader's loops."""
         return (
             self.promotion.run,
             self.admission.run,
@@ -188,7 +183,6 @@ async def _announce(lease: Lease, server: Server, path: Path, run_id: str) -> No
 def assemble(
     bus: Bus, live: Live, data: Data, folder: Path, status: Status, access: Access | None = None, replica: str = ""
 ) -> Coordinator:
-    """Return the coordinator's parts."""
     ledger, settings = Ledger(bus), live.settings
     recorder = Recorder(bus, folder, settings.coordinator.sample_every_steps)
 

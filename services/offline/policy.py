@@ -30,7 +30,6 @@ class StoredPolicy:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
     ) -> list[Completion]:
-        """Return completions (:meth:`Policy.generate`)."""
         if samples < 1 or (max_new_tokens or 1) < 1 or not 0.0 <= (temperature or 0.0) < math.inf:
             raise SettingsError(
                 "samples and max_new_tokens must be at least 1, and temperature a number of at least 0, not "

@@ -59,7 +59,6 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
         return self.nodes * self.per_node
 
     @property

@@ -67,7 +67,6 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """GPUs in use."""
         return self.trainer.ranks + self.replicas * self.tensor_parallel
 
     @property
@@ -143,8 +142,8 @@ class Planner:
         candidates: list[Candidate] = []
         problems: list[Problem] = []
         for placement in self.own.placements:
-            for found in self._of(placement):
-                (candidates if isinstance(found, Candidate) else problems).append(found)  # type: ignore[arg-type]
+            for outcome in self._of(placement):
+                (candidates if isinstance(outcome, Candidate) else problems).append(outcome)  # type: ignore[arg-type]
         candidates.sort(key=lambda candidate: (candidate.estimate_s, candidate.layout.gpus))
         chosen = candidates if self.exhaustive else _varied(candidates)
         return sorted(map(self.simulated, chosen), key=_pace), _distinct(problems)
@@ -223,16 +222,16 @@ class Planner:
 
     def _engine(self, replicas: int, parallel: int, engines: int, room: float) -> tuple[EngineMemory, int, bool]:
         """Return memory, groups at a time (0: not even one fits), and whether there is a shadow."""
-        wanted = self._wanted(replicas)
+        most_groups = self._wanted(replicas)
         group_tokens = self.work.prompt_tokens + self.work.group_size * self.work.lengths.mean
-        needed = max(float(self.work.longest), min(1, wanted) * group_tokens)
+        needed = max(float(self.work.longest), min(1, most_groups) * group_tokens)
         for shadow in (True, False) if engines == 1 else (True,):
             options = EngineOptions(
-                parallel, engines, self.own.utilization, wanted * self.work.group_size, shadow=shadow
+                parallel, engines, self.own.utilization, most_groups * self.work.group_size, shadow=shadow
             )
             memory = engine_memory(self.work, options, room, self.cluster.gpu.memory_bytes)
             if memory.cached_tokens >= needed:
-                return memory, min(wanted, int(memory.cached_tokens // group_tokens)), shadow
+                return memory, min(most_groups, int(memory.cached_tokens // group_tokens)), shadow
         return memory, 0, False
 
     # ---------------------------------------------------------------- placements

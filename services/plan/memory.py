@@ -56,12 +56,10 @@ Table = Mapping[Phase, Components]
 
 
 def total(components: Components) -> float:
-    """Return the bytes of all components."""
     return sum(component.nbytes for component in components)
 
 
 def peak(table: Table) -> float:
-    """Return the bytes of the largest phase."""
     return max(map(total, table.values()), default=0.0)
 
 

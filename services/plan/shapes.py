@@ -75,7 +75,6 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """All weights."""
         return self.decoder + self.embeddings
 
     @property

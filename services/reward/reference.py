@@ -41,11 +41,9 @@ class Reference:
 
     @property
     def held(self) -> Held | None:
-        """What the policy holds on its device, once it is loaded."""
         return None if self._policy is None else self._policy.held
 
     async def close(self) -> None:
-        """Stop."""
         if self._batcher is not None:
             await self._batcher.close()
 

@@ -111,7 +111,6 @@ class Scoring:
         self._expression = Expression(settings.reward.expression, [scorer.name for scorer in self._scorers])
 
     async def start(self) -> None:
-        """Start every scorer. Raises SettingsError."""
         for scorer in self._parts():
             await scorer.start()
             AVAILABLE.labels(scorer.name).set(1)
@@ -121,7 +120,6 @@ class Scoring:
         await rehearse(list(zip(settings.reward.scorers, self._scorers, strict=True)), prompts, self._failures)
 
     async def close(self) -> None:
-        """Close every scorer."""
         for scorer in self._parts():
             await scorer.close()
 

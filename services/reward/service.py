@@ -122,7 +122,6 @@ async def work(context: Context, scoring: Scoring) -> None:
 
 
 async def run(settings: Settings, replica: str) -> None:
-    """Run one reward replica until stopped."""
     make_scoring(settings, Status())  # report wrong settings before waiting for anything
     async with serve(settings, "reward", replica) as context:
         scoring = make_scoring(await context.live.refresh(), context.status, context.bus)

@@ -71,7 +71,6 @@ class Rate:
     finished: deque[tuple[float, int, int]] = dataclasses.field(default_factory=deque)
 
     def add(self, now_s: float, samples: int, tokens: int) -> None:
-        """Count a finished group."""
         self.finished.append((now_s, samples, tokens))
 
     def per_second(self, now_s: float) -> tuple[float, float]:

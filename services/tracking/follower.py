@@ -59,7 +59,6 @@ class Follower:
         return self._offset.segments.points - len(self._offset.pending)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Follow until ``stop``."""
         while not stop.is_set():
             if await self.deliver():
                 await _wait(stop, self._every_s)

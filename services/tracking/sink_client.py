@@ -32,7 +32,6 @@ class SinkClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the sink's process."""
         return None if self._process is None else self._process.pid
 
     async def write(self, points: Sequence[Point], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,11 +53,6 @@ _WITHOUT_MODEL = (CommandKind.IDLE, CommandKind.WAIT, CommandKind.STOP, CommandK
 
 
 class Trainer:
-    """One rank, on the training thread.
-
-    ``stop_requested``: whether this rank's host received a stop signal (not used by rank 0).
-    """
-
     def __init__(
         self,
         engine: TrainingEngine,
@@ -99,7 +94,6 @@ class Trainer:
             self._mailbox.send(result)
 
     def execute(self, command: Command) -> Result:
-        """Execute one command; collective."""
         if self._is_away and command.kind not in _WITHOUT_MODEL:
             self._reload()
         match command.kind:

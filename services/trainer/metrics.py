@@ -94,8 +94,6 @@ GRAD_NORM_LIMIT = Gauge("penstock_trainer_grad_norm_limit", "Norm that gradients
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """Figures of a batch that need no model."""
-
     metrics: dict[str, float]
     lag_counts: Counter[int]
     samples: int

@@ -59,7 +59,6 @@ def check_steps_left(folder: Path, steps: int) -> None:
 
 
 def value_of(settings: Settings, key: str) -> object:
-    """Return the setting or table ``key``."""
     value: object = settings
     for name in key.split("."):
         value = getattr(value, name)

@@ -56,7 +56,6 @@ class Delivery(Generic[M]):
     """Index of its sample in the group; "all": all samples; "": not assembled."""
 
     def message(self) -> M:
-        """Decode it. Raises :class:`MessageError`."""
         message = wire.decode(self.data, self.kind)
         written = getattr(message, "group_id", None)
         if written is not None and str(written) != self.group_id:
@@ -68,8 +67,6 @@ class Delivery(Generic[M]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Depth:
-    """A stream's entries, held entries, and oldest entry's age in seconds."""
-
     entries: int
     pending: int
     oldest_age_s: float
@@ -115,7 +112,6 @@ class Bus(Commands):
         return bus
 
     def of_run(self, run_id: str) -> "Bus":
-        """Return another run's bus, on these connections."""
         return Bus(self._client, run_id, wait_s=self._wait_s, audit_entries=self.audit_entries)
 
     async def make_groups(self) -> None:
@@ -131,7 +127,6 @@ class Bus(Commands):
         return await self.append(stream, fields)
 
     async def append(self, stream: Stream, fields: Mapping[Any, Any]) -> EntryId:
-        """Append raw fields."""
         trim = () if stream.max_entries is None else ("MAXLEN", "~", stream.max_entries)
         pairs = [word for pair in fields.items() for word in pair]
         return EntryId(await self.xadd(stream, *trim, "*", *pairs))
@@ -364,7 +359,6 @@ class Bus(Commands):
     # ---------------------------------------------------------------- look
 
     async def length(self, stream: Stream) -> int:
-        """Return a stream's number of entries."""
         return int(await self.ask("XLEN", stream))
 
     async def depths(self, *of: Stream) -> list[Depth]:
@@ -373,7 +367,6 @@ class Bus(Commands):
         return [_depth(int(entries), int(pending), text(oldest)) for entries, pending, oldest in answer]
 
     async def depth(self, stream: Stream) -> Depth:
-        """Return a stream's depth."""
         return (await self.depths(stream))[0]
 
     async def counts(self) -> dict[str, int]:
@@ -381,7 +374,6 @@ class Bus(Commands):
         return read_counts(await self.hgetall(COUNTS))
 
     async def remove(self, stream: Stream) -> None:
-        """Delete a stream."""
         await self.write(stream, "DEL")
 
     async def memory_bytes(self) -> tuple[int, int]:

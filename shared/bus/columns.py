@@ -91,7 +91,7 @@ def _one_each(name: str, cells: Sequence[Any]) -> list[Any]:
 def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck | None, length: int) -> Reader:
     most = min(length, _MOST_ROWS)
 
-    def one(written: Any) -> tuple[Any, ...]:
+    def read(written: Any) -> tuple[Any, ...]:
         rows = written["rows"]
         if type(rows) is not int or not 0 <= rows <= most:
             raise ValueError(f"expected 0 to {most} rows, found {shown(rows)}")
@@ -112,7 +112,7 @@ def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck 
             return _rows(row, cells, {"rows": rows, **columns})
         return tuple([row(**dict(zip(columns, values, strict=True))) for values in zip(*cells, strict=True)])
 
-    return Reader(one)
+    return Reader(read)
 
 
 def _rows(row: type, cells: Sequence[list[Any]], columns: Mapping[str, Any]) -> Rows:
@@ -127,13 +127,13 @@ def _read_column(name: str, reader: Reader, column: Any) -> Joined | list[Any]:
             return _read_joined(reader, column)
         if type(column) is not list:
             raise TypeError(f"expected a column, found {shown(column)}")
-        return reader.every(column)
+        return reader.read_all(column)
     except INVALID as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 def _read_joined(reader: Reader, column: Mapping[str, Any]) -> Joined:
-    joined, lengths = reader.one(column["joined"]), column["lengths"]
+    joined, lengths = reader.read(column["joined"]), column["lengths"]
     if not isinstance(joined, np.ndarray) or type(lengths) is not list:
         raise TypeError("expected an array and the lengths of its parts")
     if not {int}.issuperset(map(type, lengths)) or min(lengths, default=0) < 0 or sum(lengths) != len(joined):

@@ -117,5 +117,4 @@ def _count(count: int | None) -> tuple[Argument, ...]:
 
 
 def text(value: bytes | str) -> str:
-    """Decode an answer."""
     return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value

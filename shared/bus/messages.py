@@ -74,8 +74,6 @@ class ScoreStatus(StrEnum):
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation."""
-
     role: Annotated[str, _NAME]
     content: str
 
@@ -211,17 +209,14 @@ class Sample:
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest version of a token."""
         return PolicyVersion(int(self.version_spans[:, 1].min()))
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest version of a token."""
         return PolicyVersion(int(self.version_spans[:, 1].max()))
 
     @property
     def versions(self) -> frozenset[PolicyVersion]:
-        """All versions of tokens."""
         return frozenset(PolicyVersion(int(version)) for version in self.version_spans[:, 1])
 
 
@@ -246,22 +241,18 @@ class RolloutGroup:
 
     @property
     def group_id(self) -> GroupId:
-        """The prompt's."""
         return self.prompt.group_id
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest version of any sample."""
         return max(sample.newest_version for sample in self.samples)
 
     @property
     def oldest_version(self) -> PolicyVersion:
-        """The oldest version of any sample."""
         return min(sample.oldest_version for sample in self.samples)
 
     @property
     def versions(self) -> frozenset[PolicyVersion]:
-        """All versions of samples."""
         return frozenset().union(*(sample.versions for sample in self.samples))
 
 
@@ -323,7 +314,6 @@ class Experience:
 
     @property
     def group_id(self) -> GroupId:
-        """The prompt's."""
         return self.group.group_id
 
 

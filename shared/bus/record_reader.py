@@ -30,7 +30,7 @@ from shared.bus.validation import INVALID, Reader, shown
 def record_reader(cls: type, readers: Mapping[str, Reader]) -> Reader:
     """Compile a dataclass's reader."""
     check = getattr(cls, "check", None)
-    known: dict[str, Any] = {f"read_{name}": reader.one for name, reader in readers.items()}
+    known: dict[str, Any] = {f"read_{name}": reader.read for name, reader in readers.items()}
     known |= {"cls": cls, "check": check, "INVALID": INVALID, "slow": lambda fields: read_fields(cls, readers, fields)}
     exec(_source(readers, checked=check is not None), known)  # noqa: S102 (names and limits of declarations, no data)
     return Reader(known["read"])
@@ -70,7 +70,7 @@ def read_fields(cls: type, readers: Mapping[str, Reader], fields: Any) -> Any:
     try:
         for name, reader in readers.items():
             if name in fields:
-                values[name] = reader.one(fields[name])
+                values[name] = reader.read(fields[name])
     except INVALID as error:
         raise ValueError(f"{name}: {error}") from error
     record = cls(**values)

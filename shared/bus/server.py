@@ -58,7 +58,6 @@ class Server:
         self._wait_s = None
 
     async def close(self) -> None:
-        """Close the connections."""
         await connection.close_client(self._client)
 
     async def call(self, command: Callable[[], Awaitable[R]]) -> R:

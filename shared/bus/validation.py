@@ -48,16 +48,16 @@ class Reader:
     """Checks a decoded value and returns what its field holds.
 
     Args:
-        one: reads a value.
-        every: reads many values; default: one by one.
-        test: expression of ``{v}``, true only of values that ``one`` returns unchanged; "": none.
+        read: reads a value.
+        read_all: reads many values; default: one by one.
+        test: expression of ``{v}``, true only of values that ``read`` returns unchanged; "": none.
     """
 
-    __slots__ = ("every", "one", "test")
+    __slots__ = ("read", "read_all", "test")
 
-    def __init__(self, one: Read, every: ReadAll | None = None, test: str = "") -> None:
-        self.one = one
-        self.every: ReadAll = every or (lambda values: list(map(one, values)))
+    def __init__(self, read: Read, read_all: ReadAll | None = None, test: str = "") -> None:
+        self.read = read
+        self.read_all: ReadAll = read_all or (lambda values: list(map(read, values)))
         self.test = test
 
 
@@ -69,7 +69,7 @@ def shown(value: object) -> str:
 
 
 def optional(inner: Reader) -> Reader:
-    read = inner.one
+    read = inner.read
     test = f"({{v}} is None or {inner.test})" if inner.test else ""
     return Reader(lambda value: None if value is None else read(value), test=test)
 
@@ -77,38 +77,38 @@ def optional(inner: Reader) -> Reader:
 def int_reader(limits: FieldLimits) -> Reader:
     least, most = limits.least, limits.most
 
-    def one(value: Any) -> int:
+    def read(value: Any) -> int:
         if type(value) is not int or not least <= value <= most:
             raise ValueError(f"expected a whole number from {least:g} to {most:g}, found {shown(value)}")
         return value
 
-    def every(values: list[Any]) -> list[Any]:
+    def read_all(values: list[Any]) -> list[Any]:
         if values and set(map(type, values)) == {int} and least <= min(values) and max(values) <= most:
             return values
-        return list(map(one, values))
+        return list(map(read, values))
 
-    return Reader(one, every, f"(type({{v}}) is int{_bounds(limits.least, limits.most)})")
+    return Reader(read, read_all, f"(type({{v}}) is int{_bounds(limits.least, limits.most)})")
 
 
 def float_reader(limits: FieldLimits) -> Reader:
     """Return the reader of a float; ints are accepted."""
     least, most, finite, isfinite = limits.least, limits.most, limits.finite, math.isfinite
 
-    def one(value: Any) -> float:
+    def read(value: Any) -> float:
         if type(value) not in (float, int) or (finite and not (least <= value <= most and isfinite(value))):
             raise ValueError(f"expected a finite number from {least:g} to {most:g}, found {shown(value)}")
         return float(value)
 
-    def every(values: list[Any]) -> list[Any]:
+    def read_all(values: list[Any]) -> list[Any]:
         if set(map(type, values)) == {float} and (
             not finite or (all(map(isfinite, values)) and least <= min(values) and max(values) <= most)
         ):
             return values
-        return list(map(one, values))
+        return list(map(read, values))
 
     largest = sys.float_info.max
     bounds = _bounds(max(least, -largest), min(most, largest)) if finite else ""
-    return Reader(one, every, f"(type({{v}}) is float{bounds})")
+    return Reader(read, read_all, f"(type({{v}}) is float{bounds})")
 
 
 def _bounds(least: float, most: float) -> str:
@@ -119,35 +119,35 @@ def _bounds(least: float, most: float) -> str:
 def text_reader(limits: FieldLimits) -> Reader:
     most = limits.length
 
-    def one(value: Any) -> str:
+    def read(value: Any) -> str:
         if type(value) is not str or len(value) > most:
             length = f"a text of {len(value)}" if isinstance(value, str) else shown(value)
             raise ValueError(f"expected a text of at most {most} characters, found {length}")
         return value
 
-    def every(values: list[Any]) -> list[Any]:
+    def read_all(values: list[Any]) -> list[Any]:
         if values and set(map(type, values)) == {str} and max(map(len, values)) <= most:
             return values
-        return list(map(one, values))
+        return list(map(read, values))
 
-    return Reader(one, every, f"(type({{v}}) is str and len({{v}}) <= {most})")
+    return Reader(read, read_all, f"(type({{v}}) is str and len({{v}}) <= {most})")
 
 
 def enum_reader(hint: type[enum.Enum]) -> Reader:
     members = {member.value: member for member in hint}
 
-    def one(value: Any) -> enum.Enum:
+    def read(value: Any) -> enum.Enum:
         if type(value) is not str or (member := members.get(value)) is None:
             raise ValueError(f"expected one of {', '.join(members)}, found {shown(value)}")
         return member
 
-    def every(values: list[Any]) -> list[Any]:
+    def read_all(values: list[Any]) -> list[Any]:
         try:
             return list(map(members.__getitem__, values))
         except (KeyError, TypeError):
-            return list(map(one, values))
+            return list(map(read, values))
 
-    return Reader(one, every)
+    return Reader(read, read_all)
 
 
 def array_reader(dtype: np.dtype[Any], limits: FieldLimits) -> Reader:
@@ -155,7 +155,7 @@ def array_reader(dtype: np.dtype[Any], limits: FieldLimits) -> Reader:
     lengths = [(axis, length) for axis, length in enumerate(shape) if length is not None]
     within = _within(dtype, least, most)
 
-    def one(value: Any) -> npt.NDArray[Any]:
+    def read(value: Any) -> npt.NDArray[Any]:
         if type(value) is not np.ndarray or value.dtype != dtype or value.ndim != len(shape):
             sent = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else shown(value)
             raise TypeError(f"expected an array of {dtype} with {len(shape)} dimensions, found {sent}")
@@ -166,7 +166,7 @@ def array_reader(dtype: np.dtype[Any], limits: FieldLimits) -> Reader:
             raise ValueError(f"expected numbers from {least:g} to {most:g}, found {value.min():g} to {value.max():g}")
         return value
 
-    return Reader(one)
+    return Reader(read)
 
 
 def _within(dtype: np.dtype[Any], least: float, most: float) -> Callable[[npt.NDArray[Any]], bool]:
@@ -180,26 +180,26 @@ def _within(dtype: np.dtype[Any], least: float, most: float) -> Callable[[npt.ND
 
 
 def tuple_reader(inner: Reader, limits: FieldLimits) -> Reader:
-    most, every = limits.length, inner.every
+    most, read_all = limits.length, inner.read_all
 
-    def one(values: Any) -> tuple[Any, ...]:
+    def read(values: Any) -> tuple[Any, ...]:
         _require_size(values, list, most)
-        return tuple(every(values)) if values else ()
+        return tuple(read_all(values)) if values else ()
 
-    return Reader(one)
+    return Reader(read)
 
 
 def dict_reader(inner: Reader, limits: FieldLimits) -> Reader:
-    names, held, most = text_reader(NO_LIMITS).every, inner.every, limits.length
+    names, held, most = text_reader(NO_LIMITS).read_all, inner.read_all, limits.length
 
-    def one(values: Any) -> dict[str, Any]:
+    def read(values: Any) -> dict[str, Any]:
         _require_size(values, dict, most)
         names(list(values))
         written = list(values.values())
-        read = held(written)
-        return dict(values) if read is written else dict(zip(values, read, strict=True))
+        checked = held(written)
+        return dict(values) if checked is written else dict(zip(values, checked, strict=True))
 
-    return Reader(one)
+    return Reader(read)
 
 
 def _require_size(values: Any, kind: type[Sized], most: int) -> None:
@@ -212,10 +212,10 @@ def _require_size(values: Any, kind: type[Sized], most: int) -> None:
 def json_reader() -> Reader:
     """Return the reader of any JSON value nested at most 32 deep."""
 
-    def every(values: list[Any]) -> list[Any]:
+    def read_all(values: list[Any]) -> list[Any]:
         return values if _JSON_SCALARS.issuperset(map(type, values)) else [_read_json(value) for value in values]
 
-    return Reader(_read_json, every)
+    return Reader(_read_json, read_all)
 
 
 def _read_json(value: Any, depth: int = 0) -> Any:

@@ -126,7 +126,7 @@ def decode(data: bytes, expected: type[T]) -> T:
             fields = _joins[expected](fields)
         else:
             _check_kind(fields, expected)
-        return typing.cast(T, _record(expected).one(fields))
+        return typing.cast(T, _record(expected).read(fields))
     except INVALID as error:
         kind, schema = _kinds[expected]
         raise MessageError(f"expected the fields of {kind!r} schema {schema}, found other ones: {error}") from error

@@ -116,7 +116,6 @@ def wait(sources: Sequence[str], folder: Path) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m shared.model.fetch", description="Download models to a volume.")
     parser.add_argument("--wait", action="store_true", help="wait for another process that downloads them")
     parser.add_argument("--into", type=Path, required=True, metavar="FOLDER")

@@ -60,7 +60,6 @@ def restrict(logits_NV: Tensor, support_NK: Tensor, sizes_N: Tensor) -> Tensor:
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Tensor:
-    """Return logprobs only."""
     if logits_NV.is_cuda and _has_triton():
         return logprobs_and_entropies(logits_NV, targets_N, temperatures_N)[0]
     return _chosen(_all_logprobs(logits_NV, temperatures_N), targets_N)

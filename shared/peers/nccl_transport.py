@@ -52,13 +52,13 @@ def chosen(lines: Iterable[str]) -> set[str]:
     >>> sorted(chosen(["a:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0"]))
     ['socket']
     """
-    found = set()
+    transports = set()
     for line in lines:
         if match := _CONNECTION.search(line):
             way, network = match["way"], match["network"] or ""
             within = {"P2P": "nvlink or pcie", "SHM": "shared memory"}
-            found.add(within.get(way) or _NETWORKS.get(network, network or "unknown"))
-    return found
+            transports.add(within.get(way) or _NETWORKS.get(network, network or "unknown"))
+    return transports
 
 
 def require_rdma(transports: set[str]) -> None:

@@ -51,10 +51,10 @@ def findings(asked: argparse.Namespace) -> Iterator[Finding]:
         yield cluster.seen(asked.seen)
 
 
-def report(found: Iterable[Finding], *, as_json: bool) -> int:
+def report(results: Iterable[Finding], *, as_json: bool) -> int:
     """Print findings as they come; return the exit status."""
     status = 0
-    for finding in found:
+    for finding in results:
         if as_json:
             print(finding.line(), flush=True)  # noqa: T201
         if not finding.ok:
@@ -64,7 +64,6 @@ def report(found: Iterable[Finding], *, as_json: bool) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command line."""
     asked = parser().parse_args(words)
     return report(findings(asked), as_json=asked.json)
 

@@ -38,9 +38,9 @@ def names(host: str, wait_s: float = 10.0) -> Finding:
         return _unknown(host, f"no answer in {wait_s:g} s")
 
 
-def _unknown(host: str, found: str) -> Finding:
+def _unknown(host: str, answer: str) -> Finding:
     fix = "allow the cluster's name servers in networkPolicy.dns, and check that the Service exists"
-    return failed("dns", f"DNS to know {host}", found, fix)
+    return failed("dns", f"DNS to know {host}", answer, fix)
 
 
 def closed(host: str, port: int) -> Finding:

@@ -6,26 +6,22 @@ import json
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: its name, whether it passed, and what was found or how to repair it."""
-
     check: str
     ok: bool
     sentence: str
 
     def line(self) -> str:
-        """Return it as a line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def passed(check: str, sentence: str) -> Finding:
-    """Return a check that passed."""
     return Finding(check, True, sentence)
 
 
-def failed(check: str, expected: str, found: str, fix: str) -> Finding:
+def failed(check: str, expected: str, actual: str, fix: str) -> Finding:
     """Return a check that failed, in one sentence.
 
     >>> failed("shm", "1 GiB", "64 MiB", "set trainer.shm").sentence
     'expected 1 GiB, found 64 MiB: set trainer.shm'
     """
-    return Finding(check, False, f"expected {expected}, found {found}: {fix}")
+    return Finding(check, False, f"expected {expected}, found {actual}: {fix}")

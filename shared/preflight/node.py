@@ -29,8 +29,8 @@ def driver(library: str = _LIBRARY, needed: int | None = None) -> Finding:
     cuda.cuDriverGetVersion(ctypes.byref(version))
     major, minor = version.value // 1000, version.value % 1000 // 10
     if major < needed:
-        wanted = f"a driver for CUDA {needed} (version {_OLDEST_DRIVER[needed]} or newer)"
-        return failed("driver", wanted, f"one for CUDA {major}.{minor}", "update the node's NVIDIA driver")
+        required = f"a driver for CUDA {needed} (version {_OLDEST_DRIVER[needed]} or newer)"
+        return failed("driver", required, f"one for CUDA {major}.{minor}", "update the node's NVIDIA driver")
     return passed("driver", f"the driver supports CUDA {major}.{minor}")
 
 
@@ -74,8 +74,8 @@ def shared_memory(least_bytes: int, folder: str = "/dev/shm") -> Finding:  # noq
     size = room.f_blocks * room.f_frsize
     if size >= least_bytes:
         return passed("shm", f"{folder} holds {size / 2**20:.0f} MiB")
-    found, fix = f"{size / 2**20:.0f} MiB", "raise the role's shm"
-    return failed("shm", f"{folder} of at least {least_bytes / 2**20:.0f} MiB", found, fix)
+    size_found, fix = f"{size / 2**20:.0f} MiB", "raise the role's shm"
+    return failed("shm", f"{folder} of at least {least_bytes / 2**20:.0f} MiB", size_found, fix)
 
 
 def rdma(devices: str = "/sys/class/infiniband", library: str = "libibverbs.so.1") -> Finding:

@@ -68,7 +68,6 @@ class Kubectl:
         return done.stdout
 
     def objects(self, kind: str, *words: str) -> list[Object]:
-        """Return objects of a kind."""
         return list(json.loads(self("get", kind, *words, "--output", "json"))["items"])
 
 
@@ -121,8 +120,8 @@ def _asked(kubectl: Kubectl, name: str, words: Sequence[str]) -> list[Finding]:
     lines = kubectl(
         "exec", name, "--", "python", "-m", "shared.preflight", "--json", *words, accepted=(0, 1)
     ).splitlines()
-    found = [Finding(**json.loads(line)) for line in lines if line.startswith("{")]
-    return [Finding(f"{one.check} in {name}", one.ok, one.sentence) for one in found]
+    of_pod = [Finding(**json.loads(line)) for line in lines if line.startswith("{")]
+    return [Finding(f"{finding.check} in {name}", finding.ok, finding.sentence) for finding in of_pod]
 
 
 def _shared_volume(kubectl: Kubectl, running: Mapping[str, str]) -> Iterator[Finding]:
@@ -150,4 +149,4 @@ def _has_claim(pod: Object) -> bool:
 
 def _is_ready(pod: Object) -> bool:
     conditions = pod["status"].get("conditions", ())
-    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

@@ -70,7 +70,6 @@ class Context:
 
     @property
     def patience(self) -> Patience:
-        """Timeouts and attempts of workers."""
         internal = self.settings.internal
         return Patience(internal.claim_after_s, internal.max_attempts, drain_s=self.settings.bus.drain_s)
 

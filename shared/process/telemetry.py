@@ -51,7 +51,6 @@ class Status:
 
     @property
     def ready(self) -> bool:
-        """Whether the service works."""
         return self.state in ("working", "waiting", "degraded")
 
 

@@ -243,7 +243,9 @@ def _check_sampling(settings: Settings) -> None:
             f"{', '.join(sources)}: change one of them"
         )
     drawn = [sampling, *map(sampling.of, sources)]
-    if settings.algorithm.reference_travels and any(one.kept_tokens or one.min_new_tokens for one in drawn):
+    if settings.algorithm.reference_travels and any(
+        sampling.kept_tokens or sampling.min_new_tokens for sampling in drawn
+    ):
         raise ValueError(
             'expected algorithm.reference = "trainer" with top_p, top_k, min_p or min_new_tokens in [sampling], found '
             '"reward", whose logprobs are over all tokens and not over those that could be drawn: change one of them'

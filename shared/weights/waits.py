@@ -25,7 +25,7 @@ def uninterrupted() -> None:
     """Interrupt nothing."""
 
 
-def poll(done: Callable[[], bool], deadline_s: float, what: str, interrupt: Interrupt = uninterrupted) -> None:
+def poll(done: Callable[[], bool], deadline_s: float, purpose: str, interrupt: Interrupt = uninterrupted) -> None:
     """Wait until ``done()``, which must not block.
 
     Raises WeightsError after ``deadline_s``, or if ``interrupt`` does.
@@ -35,7 +35,7 @@ def poll(done: Callable[[], bool], deadline_s: float, what: str, interrupt: Inte
     while not done():
         interrupt()
         if time.monotonic() >= ends_at_s:
-            raise WeightsError(f"timeout of {deadline_s:g} s while waiting for {what}: see weights.deadline_s")
+            raise WeightsError(f"timeout of {deadline_s:g} s while waiting for {purpose}: see weights.deadline_s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -43,7 +43,7 @@ def poll(done: Callable[[], bool], deadline_s: float, what: str, interrupt: Inte
 def bounded(
     call: Callable[[], T],
     deadline_s: float,
-    what: str,
+    purpose: str,
     interrupt: Interrupt = uninterrupted,
     discard: Callable[[T], None] = lambda late: None,
 ) -> T:
@@ -52,13 +52,13 @@ def bounded(
     Raises WeightsError on timeout, interruption, or failure (from its own error).
     """
     attempt = _Attempt(call, discard)
-    threading.Thread(target=attempt.run, name=f"bounded: {what}"[:60], daemon=True).start()
+    threading.Thread(target=attempt.run, name=f"bounded: {purpose}"[:60], daemon=True).start()
     try:
-        poll(attempt.ended.is_set, deadline_s, what, interrupt)
+        poll(attempt.ended.is_set, deadline_s, purpose, interrupt)
     finally:
         attempt.leave()
     if attempt.error is not None:
-        raise _told(attempt.error, what) from attempt.error
+        raise _told(attempt.error, purpose) from attempt.error
     return attempt.results[0]
 
 
@@ -92,10 +92,10 @@ class _Attempt(Generic[T]):
             self._left = True
 
 
-def _told(error: Exception, what: str) -> WeightsError:
+def _told(error: Exception, purpose: str) -> WeightsError:
     if isinstance(error, WeightsError):
         return WeightsError(str(error))
-    return WeightsError(f"expected {what}, found {type(error).__name__}: {first_line(error)}")
+    return WeightsError(f"expected {purpose}, found {type(error).__name__}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:

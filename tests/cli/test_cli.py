@@ -122,9 +122,9 @@ class Coordinator:
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    found = Coordinator()
-    yield found
-    found.close()
+    started = Coordinator()
+    yield started
+    started.close()
 
 
 def penstock(*words: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -199,12 +199,12 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
 def test_every_setting_is_explained() -> None:
     entries = settings_help.entries()
     assert [entry.key for entry in entries if not entry.text] == []
-    found = {entry.key: (entry.kind, entry.default) for entry in entries}
-    assert found["trainer.learning_rate"] == ("number", "1e-06")
-    assert found["sampling.group_size"] == ("integer", "16")
-    assert found["algorithm.on_stale"] == ("'drop' | 'requeue' | 'mask' | 'wait'", '"drop"')
-    assert found["reward.scorers[answer].needs_stop"] == ("true | false", "false")
-    assert found["evaluation.path"] == ("text | table", "none")
+    explained = {entry.key: (entry.kind, entry.default) for entry in entries}
+    assert explained["trainer.learning_rate"] == ("number", "1e-06")
+    assert explained["sampling.group_size"] == ("integer", "16")
+    assert explained["algorithm.on_stale"] == ("'drop' | 'requeue' | 'mask' | 'wait'", '"drop"')
+    assert explained["reward.scorers[answer].needs_stop"] == ("true | false", "false")
+    assert explained["evaluation.path"] == ("text | table", "none")
 
 
 def test_the_common_settings_are_a_line_each_and_fit_a_screen() -> None:
@@ -412,8 +412,8 @@ def test_a_resume_that_would_be_another_run_is_refused_in_a_sentence_and_changes
     before = sorted((path.name, path.read_bytes()) for path in (run / "runs" / "mine").iterdir() if path.is_file())
     assert main(["up", "--resume", "runs/mine", flag]) == 2
     assert sentence in capsys.readouterr().err
-    found = sorted((path.name, path.read_bytes()) for path in (run / "runs" / "mine").iterdir() if path.is_file())
-    assert found == before
+    files = sorted((path.name, path.read_bytes()) for path in (run / "runs" / "mine").iterdir() if path.is_file())
+    assert files == before
 
 
 @pytest.mark.parametrize(

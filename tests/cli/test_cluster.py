@@ -35,12 +35,12 @@ def test_a_dry_run_prints_the_manifests_without_secrets_and_changes_nothing(
 ) -> None:
     shown = penstock("deploy", "demo.toml", "--on", "cluster.toml", "--dry-run", folder=tmp_path, **place)
     assert shown.returncode == 0, shown.stderr
-    objects = [one for one in yaml.safe_load_all(shown.stdout.partition("MANIFEST:\n")[2]) if one]
-    kinds = {one["kind"] for one in objects}
+    objects = [manifest for manifest in yaml.safe_load_all(shown.stdout.partition("MANIFEST:\n")[2]) if manifest]
+    kinds = {manifest["kind"] for manifest in objects}
     assert {"JobSet", "Deployment", "StatefulSet", "ConfigMap"} <= kinds
     assert "Secret" not in kinds
     assert "# 2 Secrets are not shown" in shown.stdout
-    (run,) = [one for one in objects if one["kind"] == "ConfigMap" and "run.toml" in one["data"]]
+    (run,) = [manifest for manifest in objects if manifest["kind"] == "ConfigMap" and "run.toml" in manifest["data"]]
     assert run["data"]["run.toml"].strip() == (tmp_path / "demo.toml").read_text().strip()
     assert not (tmp_path / "runs").exists()
 

@@ -20,7 +20,7 @@ def chosen(*, padded: float = 0.0, single: float = 0.0, half: bool = False) -> b
     def compute(inputs: Sequence[float]) -> list[Float32Array]:
         return values([value + (padded if len(inputs) > 1 else single) for value in inputs])
 
-    return choose_alone([1.0, 2.0], compute, lambda first: values([first])[0], half=half, what="policy.model")
+    return choose_alone([1.0, 2.0], compute, lambda first: values([first])[0], half=half, setting="policy.model")
 
 
 def test_batches_that_agree_stay_padded() -> None:

@@ -75,11 +75,11 @@ async def put(bus: Bus, group: RolloutGroup, stream: Stream = ROLLOUTS) -> None:
 
 
 async def take(bus: Bus, stream: Stream, count: int) -> list[Delivery[Experience]]:
-    found: list[Delivery[Experience]] = []
+    deliveries: list[Delivery[Experience]] = []
     async with asyncio.timeout(PATIENCE_S):
-        while len(found) < count:
-            found += await bus.read(stream, Experience, "test", count, block_s=0.2)
-    return found
+        while len(deliveries) < count:
+            deliveries += await bus.read(stream, Experience, "test", count, block_s=0.2)
+    return deliveries
 
 
 @contextlib.asynccontextmanager

@@ -69,11 +69,11 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def replica(bus: Bus, engine: Any, name: str = "rollout-0") -> AsyncIterator[Replica]:
-    found = Replica(bus, engine, name)
+    started = Replica(bus, engine, name)
     try:
-        yield found
+        yield started
     finally:
-        await found.end()
+        await started.end()
 
 
 async def announce(bus: Bus, record: PolicyRecord, **told: tuple[str, ...]) -> None:
@@ -81,9 +81,9 @@ async def announce(bus: Bus, record: PolicyRecord, **told: tuple[str, ...]) -> N
     await bus.publish(streams.POLICY, update, str(record.version))
 
 
-async def writes(found: TransformersEngine, number: int) -> bool:
+async def writes(served: TransformersEngine, number: int) -> bool:
     ids = np.array([5, 6, 7], dtype=np.int32)
-    group = await found.generate(GenerationRequest(ids, Sampling(samples=1, max_new_tokens=5, temperature=0.0)))
+    group = await served.generate(GenerationRequest(ids, Sampling(samples=1, max_new_tokens=5, temperature=0.0)))
     expected = tiny.model(100 + number).generate(
         torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False, eos_token_id=None
     )
@@ -105,12 +105,12 @@ def pulls(source: str) -> float:
 async def test_versions_are_pulled_from_the_trainer_one_after_another(bus: Bus) -> None:
     before = pulls("trainer")
     with weights.serving() as trainer:
-        async with replica(bus, engine()) as one:
+        async with replica(bus, engine()) as member:
             for number in range(3):
                 await announce(bus, weights.offered(trainer, weights.fill(version(number), number)))
-                await one.holds(number)
-                assert await writes(one.engine, number)
-            assert one.status.source == one.engine.peer_address != ""
+                await member.holds(number)
+                assert await writes(member.engine, number)
+            assert member.status.source == member.engine.peer_address != ""
     assert pulls("trainer") - before == 3
 
 
@@ -133,12 +133,12 @@ async def test_a_parent_that_is_gone_is_passed_over_for_the_trainer(bus: Bus) ->
     with weights.serving() as gone:
         address = gone.address
     with weights.serving() as trainer:
-        async with replica(bus, engine()) as one:
+        async with replica(bus, engine()) as member:
             record = weights.offered(trainer, weights.fill(version(0), 0))
             await announce(bus, record, rollout_0=(address, trainer.address))
-            await one.holds(0)
-            assert await writes(one.engine, 0)
-            assert one.status.last_error == ""
+            await member.holds(0)
+            assert await writes(member.engine, 0)
+            assert member.status.last_error == ""
     assert failures("none", "ask") - before == 1
 
 
@@ -152,28 +152,28 @@ async def test_a_version_comes_by_file_where_nothing_else_works(bus: Bus, tmp_pa
     deaf = Deaf(tiny.opened(tiny.model(1), stop=(999,)), max_rows=8)
     before = failures("gloo", "receive"), pulls("file")
     with weights.serving(folder=tmp_path) as trainer:
-        async with replica(bus, deaf) as one:
+        async with replica(bus, deaf) as member:
             await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
-            await one.holds(0)
-            assert await writes(one.engine, 0)
+            await member.holds(0)
+            assert await writes(member.engine, 0)
     assert (failures("gloo", "receive") - before[0], pulls("file") - before[1]) == (1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["v000000"]
 
 
 async def test_all_sources_dead_leaves_the_old_version_serving_until_a_new_trainer_is_there(bus: Bus) -> None:
-    async with replica(bus, engine()) as one:
+    async with replica(bus, engine()) as member:
         with weights.serving() as trainer:
             await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
-            await one.holds(0)
+            await member.holds(0)
             record = weights.offered(trainer, weights.fill(version(1), 1))
         await announce(bus, record)
-        await until(lambda: one.follower.failing)
-        assert "trainer" in one.status.last_error
-        assert await writes(one.engine, 0)
+        await until(lambda: member.follower.failing)
+        assert "trainer" in member.status.last_error
+        assert await writes(member.engine, 0)
         with weights.serving() as restarted:
             await announce(bus, weights.offered(restarted, weights.fill(version(2), 2)))
-            await one.holds(2)
-            assert await writes(one.engine, 2)
+            await member.holds(2)
+            assert await writes(member.engine, 2)
     assert [event.name for _, event in await bus.newest(streams.EVENTS, Event)] == ["weights refused"]
 
 
@@ -207,12 +207,12 @@ async def test_a_version_that_was_overtaken_is_given_up_between_two_sources(bus:
     received = weights.receiving()
     with weights.serving() as trainer, weights.serving() as peer:
         record = weights.offered(trainer, weights.fill(version(0), 0))
-        async with replica(bus, ScriptedEngine(receive=receive)) as one:
+        async with replica(bus, ScriptedEngine(receive=receive)) as member:
             await announce(bus, record, rollout_0=(peer.address, trainer.address))  # the peer never has it
-            await until(lambda: one.puller._sessions)  # it waits there
+            await until(lambda: member.puller._sessions)  # it waits there
             await announce(bus, weights.offered(trainer, weights.fill(version(1), 1)))
-            await one.holds(1)
-            assert not one.follower.failing
+            await member.holds(1)
+            assert not member.follower.failing
     assert asked == [1]
     assert await bus.newest(streams.EVENTS, Event) == []
 
@@ -220,11 +220,11 @@ async def test_a_version_that_was_overtaken_is_given_up_between_two_sources(bus:
 async def test_other_weights_of_the_same_number_are_refused(bus: Bus) -> None:
     with weights.serving() as impostor, weights.serving() as trainer:
         impostor.offer(weights.fill(version(9), 0))
-        async with replica(bus, engine()) as one:
+        async with replica(bus, engine()) as member:
             record = weights.offered(trainer, weights.fill(version(0), 0))
             await announce(bus, record, rollout_0=(impostor.address, trainer.address))
-            await one.holds(0)
-            assert await writes(one.engine, 0)
+            await member.holds(0)
+            assert await writes(member.engine, 0)
 
 
 async def test_torn_weights_that_no_source_makes_whole_stop_the_process(bus: Bus) -> None:
@@ -234,12 +234,12 @@ async def test_torn_weights_that_no_source_makes_whole_stop_the_process(bus: Bus
             raise WeightsError("expected all buckets, found the source gone in the middle")
 
     with weights.serving() as trainer:
-        one = Replica(bus, Torn(receive=weights.receiving()))
+        member = Replica(bus, Torn(receive=weights.receiving()))
         await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
         with pytest.raises(ExceptionGroup) as caught:
-            await asyncio.wait_for(one.task, PATIENCE_S)
+            await asyncio.wait_for(member.task, PATIENCE_S)
         assert caught.group_contains(EngineDied, match="no source gave whole weights: trainer .* in the middle")
-        await one.end()
+        await member.end()
 
 
 def probe(number: int) -> Probe:
@@ -265,20 +265,20 @@ async def test_a_probe_that_does_not_fit_is_an_alarm_and_generation_goes_on(
     before = alarmed()
     caplog.set_level("INFO")
     with weights.serving() as trainer:
-        async with replica(bus, engine()) as one:
+        async with replica(bus, engine()) as member:
             record = weights.offered(trainer, weights.fill(version(0), 0))
             await announce(bus, dataclasses.replace(record, probe=probe(scored)))
-            await one.holds(0)
+            await member.holds(0)
             await until(lambda: "probe" in [entry.message for entry in caplog.records])
-            assert await writes(one.engine, 0)
+            assert await writes(member.engine, 0)
             await announce(bus, weights.offered(trainer, weights.fill(version(1), 1)))
-            await one.holds(1)
+            await member.holds(1)
     assert alarmed() - before == alarms
     gap = REGISTRY.get_sample_value("penstock_rollout_probe_gap_nats")
     assert gap is not None
     assert gap > 0.05 if alarms else gap < FORWARD
     events = [event for _, event in await bus.newest(streams.EVENTS, Event)]
     assert [event.name for event in events] == ["probe gap"] * alarms
-    assert [failure.problem for failure in one.status.failures.values()] == ["version 0"] * alarms
+    assert [failure.problem for failure in member.status.failures.values()] == ["version 0"] * alarms
     assert all("policy.dtype" in event.detail for event in events)
     assert [entry.levelname for entry in caplog.records if entry.message == "probe gap"].count("WARNING") == alarms

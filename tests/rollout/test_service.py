@@ -158,10 +158,10 @@ async def test_held_out_prompts_go_their_own_way(
     await evaluate(bus, 0)
     for problem in range(6):
         await put(bus, builders.prompt(problem, samples=1), streams.EVAL_PROMPTS)
-    found: set[str] = set()
-    while len(found) < 6:
-        found |= {delivery.group_id for delivery in await take(bus, streams.EVAL_ROLLOUTS)}
-    assert found == {"0", "1", "2", "3", "4", "5"}
+    group_ids: set[str] = set()
+    while len(group_ids) < 6:
+        group_ids |= {delivery.group_id for delivery in await take(bus, streams.EVAL_ROLLOUTS)}
+    assert group_ids == {"0", "1", "2", "3", "4", "5"}
     assert await bus.length(streams.ROLLOUTS) == 0
 
 
@@ -372,12 +372,12 @@ async def test_a_process_serves_a_real_policy_until_sigterm_and_ends_with_code_0
     written = write_snapshot(tmp_path, PolicyVersion(0), 0, tiny.model(2).named_parameters(), torch.float32)
     await announce_at(bus, written.location, 0, written.digest)
     await put(bus, builders.prompt(1, "1+2=", samples=3))
-    found: list[Delivery[RolloutGroup]] = []
-    while not found:
-        found = await take(bus)
+    deliveries: list[Delivery[RolloutGroup]] = []
+    while not deliveries:
+        deliveries = await take(bus)
         assert process.returncode is None
-    assert len(found[0].message().samples) == 3
-    assert found[0].message().versions == {0}
+    assert len(deliveries[0].message().samples) == 3
+    assert deliveries[0].message().versions == {0}
     (beat,) = await heartbeats(bus)
     assert (beat.service, beat.replica) == ("rollout", "rollout-0")
     process.send_signal(signal.SIGTERM)
@@ -401,10 +401,10 @@ async def test_a_replica_keeps_the_evaluated_version_until_its_evaluation_is_ove
         held_out = builders.prompt(problem, samples=1)
         held_out = dataclasses.replace(held_out, min_version=PolicyVersion(1), purpose=Purpose.EVALUATE)
         await put(bus, held_out, streams.EVAL_PROMPTS)
-    found: list[RolloutGroup] = []
-    while len(found) < 3:
-        found += [delivery.message() for delivery in await take(bus, streams.EVAL_ROLLOUTS)]
-    assert {group.versions for group in found} == {frozenset({1})}
+    groups: list[RolloutGroup] = []
+    while len(groups) < 3:
+        groups += [delivery.message() for delivery in await take(bus, streams.EVAL_ROLLOUTS)]
+    assert {group.versions for group in groups} == {frozenset({1})}
     assert (engine.version, await bus.length(streams.ROLLOUTS)) == (1, 0), "training waits for version 2"
     await raw(bus).delete(bus.keys.named("evaluation"))
     await until(lambda: status.version == 2)

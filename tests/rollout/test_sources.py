@@ -38,8 +38,8 @@ def update(location: str = "", source: str = TRAINER) -> PolicyUpdate:
 
 
 def test_a_tree_of_six_is_as_drawn() -> None:
-    found = sources({f"rollout-{n}": f"h:{n}" for n in range(6)}, 2, TRAINER)
-    assert found == {
+    tree = sources({f"rollout-{n}": f"h:{n}" for n in range(6)}, 2, TRAINER)
+    assert tree == {
         "rollout-0": (TRAINER,),
         "rollout-1": (TRAINER,),
         "rollout-2": ("h:0", TRAINER),
@@ -54,10 +54,10 @@ def test_every_replica_is_in_the_tree_once_below_a_parent_that_is_not_overloaded
     numbers: dict[str, int], fan_out: int
 ) -> None:
     replicas = {name: f"{place}:{number}" for place, (name, number) in enumerate(numbers.items())}
-    found = sources(replicas, fan_out, TRAINER)
-    assert found.keys() == replicas.keys()
-    assert all(addresses[-1] == TRAINER and len(set(addresses)) == len(addresses) for addresses in found.values())
-    parents = {replicas[name]: addresses[0] for name, addresses in found.items()}
+    tree = sources(replicas, fan_out, TRAINER)
+    assert tree.keys() == replicas.keys()
+    assert all(addresses[-1] == TRAINER and len(set(addresses)) == len(addresses) for addresses in tree.values())
+    parents = {replicas[name]: addresses[0] for name, addresses in tree.items()}
     children = list(parents.values())
     assert all(children.count(parent) <= fan_out for parent in children)
     assert all(depth(address, parents) <= bound(len(parents), fan_out) for address in parents)
@@ -125,7 +125,7 @@ def test_who_joins_later_asks_those_that_hold_the_head() -> None:
         beat("mute", source=""),
         *(beat(f"r{n}", source=f"r:{n}") for n in range(5)),
     ]
-    found = holders(beats, update(), "me", random.Random(1))
-    assert len(found) == len(set(found)) == 3
-    assert set(found) <= {f"r:{n}" for n in range(5)}
-    assert any(found != holders(beats, update(), "me", random.Random(seed)) for seed in range(5))
+    asked = holders(beats, update(), "me", random.Random(1))
+    assert len(asked) == len(set(asked)) == 3
+    assert set(asked) <= {f"r:{n}" for n in range(5)}
+    assert any(asked != holders(beats, update(), "me", random.Random(seed)) for seed in range(5))

@@ -62,8 +62,8 @@ def test_a_low_limit_of_locked_memory_is_refused_without_the_capability() -> Non
     need("setpriv", "util-linux")
     limited = ("prlimit", "--memlock=1048576:1048576")
     unprivileged = () if os.getuid() else ("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock")
-    found = sentence("--rdma", inside=(*limited, *unprivileged)).splitlines()
-    assert found[-1] == (
+    lines = sentence("--rdma", inside=(*limited, *unprivileged)).splitlines()
+    assert lines[-1] == (
         "memlock: expected an unlimited memlock limit, because RDMA locks memory, found 1 MiB: set LimitMEMLOCK=infinity for the node's "
         "containerd, or run the role as root with the capability IPC_LOCK"
     )
@@ -89,18 +89,18 @@ def test_a_pod_without_rdma_devices_or_with_little_shared_memory_is_refused(tmp_
 
 
 async def test_a_bus_without_a_memory_limit_is_refused(own_server: Server) -> None:
-    found = {one.check: one for one in await cluster.bus(own_server.url, "r")}
-    assert found["bus"].ok
-    assert found["clock"].ok
-    assert found["maxmemory"].sentence == (
+    findings = {finding.check: finding for finding in await cluster.bus(own_server.url, "r")}
+    assert findings["bus"].ok
+    assert findings["clock"].ok
+    assert findings["maxmemory"].sentence == (
         "expected a memory limit of the bus, found maxmemory 0: set maxmemory to about 60 % of the server's memory: without it a full bus "
         "is killed instead of pausing admission"
     )
 
 
 async def test_a_bus_that_is_away_is_reported(tmp_path: Path) -> None:
-    (found,) = await cluster.bus(f"unix://{tmp_path}/missing", "r", wait_s=0.1)
-    assert not found.ok
+    (finding,) = await cluster.bus(f"unix://{tmp_path}/missing", "r", wait_s=0.1)
+    assert not finding.ok
 
 
 def test_clocks_that_differ_are_refused() -> None:

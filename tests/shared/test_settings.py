@@ -20,8 +20,8 @@ def write(folder: Path, text: str) -> Path:
 def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "[trainer]\nranks = 1\nlearning_rate = 1e-3\nwarmup_steps = 3\n")
     environment = {"PENSTOCK__TRAINER__RANKS": "2", "PENSTOCK__TRAINER__LEARNING_RATE": "2e-3", "OTHER": "x"}
-    found = load(path, ["--trainer.ranks", "4"], environment).trainer
-    assert (found.ranks, found.learning_rate, found.warmup_steps) == (4, 2e-3, 3)
+    trainer = load(path, ["--trainer.ranks", "4"], environment).trainer
+    assert (trainer.ranks, trainer.learning_rate, trainer.warmup_steps) == (4, 2e-3, 3)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_table_within_a_table_is_set_by_file_environment_and_flag(tmp_path: Pa
         "PENSTOCK__ROLLOUT__VLLM__GPU_MEMORY_UTILIZATION": "0.5",
     }
     flags = ["--rollout.vllm.max_model_len", "8", "--rollout.vllm.arguments.swap_space", "0.5"]
-    found = load(path, flags, environment).rollout
-    assert (found.replicas, found.vllm.max_model_len, found.vllm.gpu_memory_utilization) == (3, 8, 0.5)
-    assert found.vllm.arguments == {"enforce_eager": True, "swap_space": 0.5}
+    rollout = load(path, flags, environment).rollout
+    assert (rollout.replicas, rollout.vllm.max_model_len, rollout.vllm.gpu_memory_utilization) == (3, 8, 0.5)
+    assert rollout.vllm.arguments == {"enforce_eager": True, "swap_space": 0.5}
 
 
 @pytest.mark.parametrize("engine", ["auto", "vllm"])
@@ -109,10 +109,10 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_field_says_what_it_is() -> None:
-    found = [entry.key for entry in settings_help.entries()]
+    keys = [entry.key for entry in settings_help.entries()]
     assert [entry.key for entry in settings_help.entries() if not entry.text] == []
-    assert len(found) == len(set(found))
-    assert {"run.id", "rollout.vllm.max_model_len", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(found)
+    assert len(keys) == len(set(keys))
+    assert {"run.id", "rollout.vllm.max_model_len", "reward.scorers[answer].mode", "weights.deadline_s"} <= set(keys)
 
 
 def test_each_held_out_set_has_its_own_settings_or_those_of_all(tmp_path: Path) -> None:

@@ -39,32 +39,34 @@ class Release:
 
     def of(self, kind: str, role: str = "") -> list[Json]:
         return [
-            one
-            for one in self.objects
-            if one["kind"] == kind and role in ("", labels(one)["app.kubernetes.io/component"])
+            manifest
+            for manifest in self.objects
+            if manifest["kind"] == kind and role in ("", labels(manifest)["app.kubernetes.io/component"])
         ]
 
     def one(self, kind: str, role: str) -> Json:
-        (found,) = self.of(kind, role)
-        return found
+        (manifest,) = self.of(kind, role)
+        return manifest
 
     def workload(self, role: str) -> Json:
-        found = [one for one in self.workloads() if labels(one)["app.kubernetes.io/component"] == role]
-        if len(found) == 2:  # the JobSet's replicas, and those that KEDA adds
-            found = [one for one in found if one["kind"] == "Job"]
-        (workload,) = found
+        workloads = [
+            workload for workload in self.workloads() if labels(workload)["app.kubernetes.io/component"] == role
+        ]
+        if len(workloads) == 2:  # the JobSet's replicas, and those that KEDA adds
+            workloads = [workload for workload in workloads if workload["kind"] == "Job"]
+        (workload,) = workloads
         return workload
 
     def workloads(self) -> Iterator[Json]:
-        for one in self.objects:
-            if one["kind"] == "JobSet":
-                yield from jobs_of(one)
-            elif one["kind"] in WORKLOADS:
-                yield one
+        for manifest in self.objects:
+            if manifest["kind"] == "JobSet":
+                yield from jobs_of(manifest)
+            elif manifest["kind"] in WORKLOADS:
+                yield manifest
 
     def pods(self) -> Iterator[tuple[str, Json]]:
-        for one in self.workloads():
-            yield labels(one)["app.kubernetes.io/component"], template_of(one)
+        for workload in self.workloads():
+            yield labels(workload)["app.kubernetes.io/component"], template_of(workload)
         for hook in self.hooks:
             yield labels(hook)["app.kubernetes.io/component"], hook
 
@@ -72,33 +74,33 @@ class Release:
 def jobs_of(job_set: Json) -> Iterator[Json]:
     """Yield a JobSet's Jobs as its controller makes them (one replica each), with the labels of their pods."""
     name = job_set["metadata"]["name"]
-    for one in job_set["spec"]["replicatedJobs"]:
-        assert one["replicas"] == 1
-        own = {**labels(job_set), **one["template"]["spec"]["template"]["metadata"]["labels"]}
-        metadata = {"name": f"{name}-{one['name']}-0", "labels": own}
-        yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": one["template"]["spec"]}
+    for job in job_set["spec"]["replicatedJobs"]:
+        assert job["replicas"] == 1
+        own = {**labels(job_set), **job["template"]["spec"]["template"]["metadata"]["labels"]}
+        metadata = {"name": f"{name}-{job['name']}-0", "labels": own}
+        yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job["template"]["spec"]}
 
 
 def template_of(workload: Json) -> Json:
     if workload["kind"] == "LeaderWorkerSet":
         worker: Json = workload["spec"]["leaderWorkerTemplate"]["workerTemplate"]  # the leader's too
         return worker
-    found: Json = workload["spec"]["template"]
-    return found
+    template: Json = workload["spec"]["template"]
+    return template
 
 
-def labels(one: Json) -> Mapping[str, str]:
-    found: Mapping[str, str] = one["metadata"]["labels"]
-    return found
+def labels(manifest: Json) -> Mapping[str, str]:
+    manifest_labels: Mapping[str, str] = manifest["metadata"]["labels"]
+    return manifest_labels
 
 
 def values(example: str = "", **more: Any) -> Json:
     """Return installable values: an example's or the defaults, updated by ``more``."""
-    found: Json = {"image": {"registry": "registry.test/team"}}
+    example_values: Json = {"image": {"registry": "registry.test/team"}}
     if example:
-        found = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
+        example_values = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
     config = (ROOT / "config/arithmetic.toml").read_text()
-    return merged({**found, "run": {"config": config}}, more)
+    return merged({**example_values, "run": {"config": config}}, more)
 
 
 def merged(old: Json, new: Json) -> Json:
@@ -110,8 +112,8 @@ def play(
     steps: Sequence[Json], *, version: int = NEWEST, crds: Kinds | None = None, chart: Path = CHART
 ) -> list[Release]:
     """Install ``steps[0]``, then upgrade to the others, on a cluster of that version with those CRDs."""
-    (found,) = play_all([steps], version=version, crds=crds, chart=chart)
-    return found
+    (releases,) = play_all([steps], version=version, crds=crds, chart=chart)
+    return releases
 
 
 def play_all(
@@ -143,28 +145,28 @@ def play_all(
     return [[_release(step) for step in release] for release in json.loads(done.stdout)]
 
 
-def render(found: Json, **cluster: Any) -> Release:
-    (release,) = play([found], **cluster)
+def render(chart_values: Json, **cluster: Any) -> Release:
+    (release,) = play([chart_values], **cluster)
     assert not release.error, release.error
     return release
 
 
-def refusal(found: Json, **cluster: Any) -> str:
-    (release,) = play([found], **cluster)
+def refusal(chart_values: Json, **cluster: Any) -> str:
+    (release,) = play([chart_values], **cluster)
     assert release.error
     return release.error
 
 
-def _release(found: Json) -> Release:
-    if "error" in found:
-        return Release((), (), "", found["error"])
-    objects = [one for one in yaml.safe_load_all(found["manifest"]) if one]
-    hooks = [yaml.safe_load(hook["manifest"]) for hook in found.get("hooks") or ()]
-    return Release(objects, hooks, found["info"].get("notes", ""), "")
+def _release(rendered: Json) -> Release:
+    if "error" in rendered:
+        return Release((), (), "", rendered["error"])
+    objects = [manifest for manifest in yaml.safe_load_all(rendered["manifest"]) if manifest]
+    hooks = [yaml.safe_load(hook["manifest"]) for hook in rendered.get("hooks") or ()]
+    return Release(objects, hooks, rendered["info"].get("notes", ""), "")
 
 
 def environment(container: Json) -> Mapping[str, Any]:
-    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+    return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]}
 
 
 EVERYTHING: Json = {

@@ -49,10 +49,12 @@ def helm(state: Path, words: list[str]) -> None:
 def kubectl(state: Path, words: list[str]) -> None:
     objects: list[Json] = list(yaml.safe_load_all((state / "manifest.yaml").read_text()))
     if words[:2] == ["get", "services"]:
-        print(json.dumps({"items": [one for one in objects if one["kind"] == "Service"]}))
+        print(json.dumps({"items": [manifest for manifest in objects if manifest["kind"] == "Service"]}))
     elif words[:2] == ["get", "secret"]:
         (secret,) = [
-            one for one in objects if one["kind"] == "Secret" and labels(one)["app.kubernetes.io/component"] == "api"
+            manifest
+            for manifest in objects
+            if manifest["kind"] == "Secret" and labels(manifest)["app.kubernetes.io/component"] == "api"
         ]
         print(base64.b64encode(secret["stringData"]["token"].encode()).decode(), end="")
     elif words[0] == "port-forward":

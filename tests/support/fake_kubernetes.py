@@ -114,13 +114,13 @@ class FakeKubernetes:
         return _status(404, "NotFound")
 
     def _groups(self) -> list[Json]:
-        found = []
+        groups = []
         for version in self.kinds:
             group, slash, number = version.partition("/")
             if slash:
-                one = {"groupVersion": version, "version": number}
-                found.append({"name": group, "versions": [one], "preferredVersion": one})
-        return found
+                listed = {"groupVersion": version, "version": number}
+                groups.append({"name": group, "versions": [listed], "preferredVersion": listed})
+        return groups
 
     def _resources(self, version: str) -> list[Json]:
         verbs = ["create", "delete", "get", "list", "patch", "update"]
@@ -140,8 +140,8 @@ class FakeKubernetes:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 body = None if self.command in ("DELETE", "GET") else body
-                status, found = fake.answer(self.command, self.path.partition("?")[0], body)
-                content = json.dumps(found).encode()
+                status, answer = fake.answer(self.command, self.path.partition("?")[0], body)
+                content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
@@ -169,14 +169,14 @@ def _with_data(body: Json) -> Json:
 
 def _merged(old: Json, new: Json) -> Json:
     """Merge ``new`` over ``old``, replacing lists: close enough to a strategic merge."""
-    found = dict(old)
+    merged = dict(old)
     for key, value in new.items():
         if key.startswith("$"):
             continue
         if value is None:
-            found.pop(key, None)
-        elif isinstance(value, dict) and isinstance(found.get(key), dict):
-            found[key] = _merged(found[key], value)
+            merged.pop(key, None)
+        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merged(merged[key], value)
         else:
-            found[key] = value
-    return found
+            merged[key] = value
+    return merged

@@ -45,10 +45,10 @@ def hub(
             elif path.startswith(f"{api}/tree/"):
                 self._json([entry(name) for name in files])
             elif path.startswith(f"{api}/paths-info/"):
-                wanted = (
+                paths = (
                     urllib.parse.parse_qs(body.decode()).get("paths", []) if b"=" in body else json.loads(body)["paths"]
                 )
-                self._json([entry(name) for name in wanted if name in files])
+                self._json([entry(name) for name in paths if name in files])
             elif path.startswith(f"{place}/{repository}/resolve/"):
                 self._file(path.removeprefix(f"{place}/{repository}/resolve/").split("/", 1)[1])
             else:

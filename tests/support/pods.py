@@ -46,12 +46,12 @@ class Cluster:
         self.ready: dict[str, list[Pod]] = defaultdict(list)
         """By role, the pods behind a service."""
         self.services = {
-            one["metadata"]["name"]: Service(self, one)
-            for one in release.of("Service")
-            if one["spec"].get("clusterIP") != "None"
+            service["metadata"]["name"]: Service(self, service)
+            for service in release.of("Service")
+            if service["spec"].get("clusterIP") != "None"
         }
         owners = [*release.workloads(), *release.hooks]
-        self.pods = {labels(one)["app.kubernetes.io/component"]: Pod(self, one) for one in owners}
+        self.pods = {labels(owner)["app.kubernetes.io/component"]: Pod(self, owner) for owner in owners}
 
     def group(self, role: str) -> "list[Pod]":
         """Return new pods of one group of a role's LeaderWorkerSet, leader first; it becomes the role's pod."""
@@ -61,15 +61,15 @@ class Cluster:
         return [leader, *(Pod(self, owner, index, leader.address) for index in range(1, size))]
 
     def resolve(self, text: str) -> str:
-        for one in self.release.of("Service"):
-            name, role = one["metadata"]["name"], labels(one)["app.kubernetes.io/component"]
+        for service in self.release.of("Service"):
+            name, role = service["metadata"]["name"], labels(service)["app.kubernetes.io/component"]
             address = self.services[name].address if name in self.services else self.pods[role].address
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", address, text)
         return text
 
     def content(self, kind: str, name: str) -> Mapping[str, str]:
-        (found,) = [one for one in self.release.of(kind) if one["metadata"]["name"] == name]
-        texts: Mapping[str, str] = found.get("data") or found["stringData"]
+        (manifest,) = [candidate for candidate in self.release.of(kind) if candidate["metadata"]["name"] == name]
+        texts: Mapping[str, str] = manifest.get("data") or manifest["stringData"]
         return texts
 
     async def open(self) -> None:
@@ -182,7 +182,7 @@ class Pod:
         program, *arguments = self.container["command"]
         variables = self._variables()
         expand = re.compile(r"\$\((\w+)\)")
-        arguments = [expand.sub(lambda found: variables[found[1]], self._localized(word)) for word in arguments]
+        arguments = [expand.sub(lambda reference: variables[reference[1]], self._localized(word)) for word in arguments]
         if program == "valkey-server":
             arguments += ["--bind", self.address]  # a pod has no other
         with self.log.open("ab") as log:
@@ -254,8 +254,8 @@ class Pod:
     # ---------------------------------------------------------------- volumes and variables
 
     def _volume(self, mount: Json) -> Json:
-        found = [one for one in self.spec["volumes"] if one["name"] == mount["name"]]
-        return found[0] if found else {"persistentVolumeClaim": {"claimName": f"{mount['name']}-of-{self.role}"}}
+        volumes = [volume for volume in self.spec["volumes"] if volume["name"] == mount["name"]]
+        return volumes[0] if volumes else {"persistentVolumeClaim": {"claimName": f"{mount['name']}-of-{self.role}"}}
 
     def _place(self, mount: Json) -> Path:
         volume = self._volume(mount)
@@ -279,16 +279,16 @@ class Pod:
     def _localized(self, text: str) -> str:
         paths = sorted(self._paths, key=len, reverse=True)
         pattern = "|".join(rf"(?<![\w/.]){re.escape(path)}(?![\w.-])" for path in paths)
-        return re.sub(pattern, lambda found: str(self._paths[found[0]]), text)
+        return re.sub(pattern, lambda place: str(self._paths[place[0]]), text)
 
     def _variables(self) -> dict[str, str]:
-        found = {
+        variables = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
         }  # where the image installs this checkout
         if self.owner["kind"] == "LeaderWorkerSet":  # its controller puts these first
             size = self.owner["spec"]["leaderWorkerTemplate"]["size"]
-            found |= {
+            variables |= {
                 "LWS_LEADER_ADDRESS": self.leader,
                 "LWS_GROUP_SIZE": str(size),
                 "LWS_WORKER_INDEX": str(self.index),
@@ -296,11 +296,11 @@ class Pod:
         for name, source in environment(self.container).items() if "env" in self.container else ():
             if isinstance(source, str):
                 text = source.replace("0.0.0.0", self.address)  # a pod has no other
-                text = re.sub(r"\$\((\w+)\)", lambda one: found[one[1]], text)
-                found[name] = self._localized(self.cluster.resolve(text))
+                text = re.sub(r"\$\((\w+)\)", lambda reference: variables[reference[1]], text)
+                variables[name] = self._localized(self.cluster.resolve(text))
             elif "secretKeyRef" in source:
                 secret = self.cluster.content("Secret", source["secretKeyRef"]["name"])
-                found[name] = self.cluster.resolve(secret[source["secretKeyRef"]["key"]])
+                variables[name] = self.cluster.resolve(secret[source["secretKeyRef"]["key"]])
             else:
                 fields = {
                     "metadata.name": self.name,
@@ -308,8 +308,8 @@ class Pod:
                     "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']": "0",
                     "status.podIP": self.address,
                 }
-                found[name] = fields[source["fieldRef"]["fieldPath"]]
-        return found
+                variables[name] = fields[source["fieldRef"]["fieldPath"]]
+        return variables
 
 
 def _name(owner: Json, number: int) -> str:

@@ -75,7 +75,11 @@ class ScaleServer:
     def _allows(self, method: str, match: re.Match[str]) -> bool:
         """Whether a Role that is bound to the coordinator's account allows the request."""
         (binding,) = self.release.of("RoleBinding")
-        (role,) = [one for one in self.release.of("Role") if one["metadata"]["name"] == binding["roleRef"]["name"]]
+        (role,) = [
+            role_manifest
+            for role_manifest in self.release.of("Role")
+            if role_manifest["metadata"]["name"] == binding["roleRef"]["name"]
+        ]
         account = {"kind": "ServiceAccount", "name": "demo-penstock-coordinator", "namespace": self.namespace}
         resource = match[3] + (match[5] or "")
         return (
@@ -93,20 +97,20 @@ class ScaleServer:
 
     def _patch(self, match: re.Match[str], body: Json) -> tuple[int, Json]:
         version, kind = KINDS[match[3]]
-        found = [
-            one
-            for one in self.release.objects
-            if (one["apiVersion"], one["kind"], one["metadata"]["name"]) == (version, kind, match[4])
+        scaled = [
+            manifest
+            for manifest in self.release.objects
+            if (manifest["apiVersion"], manifest["kind"], manifest["metadata"]["name"]) == (version, kind, match[4])
         ]
-        if not found:
+        if not scaled:
             return _status(404, "NotFound")
         field = "minReplicaCount" if kind == "ScaledObject" else "replicas"
         if list(body) != ["spec"] or list(body["spec"]) != [field] or not isinstance(body["spec"][field], int):
             return _status(422, "Invalid")
-        found[0]["spec"][field] = body["spec"][field]
+        scaled[0]["spec"][field] = body["spec"][field]
         self.patched.append(f"{match[3]}/{match[4]}")
         scale = {"apiVersion": "autoscaling/v1", "kind": "Scale", "spec": body["spec"], "status": {"replicas": 1}}
-        return 200, scale if match[5] else found[0]
+        return 200, scale if match[5] else scaled[0]
 
 
 def _handler(fake: ScaleServer) -> type[BaseHTTPRequestHandler]:

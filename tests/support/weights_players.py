@@ -195,8 +195,8 @@ class Replica:
         try:
             await asyncio.to_thread(self._stage, offer)
             error = None
-        except WeightsError as found:
-            error = str(found)
+        except WeightsError as failure:
+            error = str(failure)
             raise
         finally:
             await self.puller.finish(offer, error)

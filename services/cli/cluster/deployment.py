@@ -67,7 +67,10 @@ class Deployment:
         """
         token = self._token()
         services = json.loads(programs.output(self.kubectl("get", "services", "-l", self.selector, "-o", "json")))
-        ports = {one["metadata"]["name"]: {port["name"] for port in one["spec"]["ports"]} for one in services["items"]}
+        ports = {
+            service["metadata"]["name"]: {port["name"] for port in service["spec"]["ports"]}
+            for service in services["items"]
+        }
         name = next((name for name, own in ports.items() if "http" in own), "")
         if not name:
             raise PenstockError(f"no run {self.name} in namespace {self.namespace}: it was deleted, or never deployed")

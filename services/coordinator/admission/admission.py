@@ -37,8 +37,6 @@ _NOT_RUNNING, _MOVED = -1, -2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terms:
-    """Prompt and admission parameters."""
-
     sampling: Sampling
     slots: int
     groups_per_step: int
@@ -50,10 +48,9 @@ class Terms:
 
 
 def terms_of(settings: Settings) -> Terms:
-    """Return the admission terms in ``settings``."""
     sampling = settings.sampling
     of_source = [sampling.of(source) for source in settings.data.sources] if sampling.by_dataset else []
-    drawn, *by_source = (drawn_by(one, one.group_size, one.temperature) for one in (sampling, *of_source))
+    drawn, *by_source = (drawn_by(own, own.group_size, own.temperature) for own in (sampling, *of_source))
     steps, whole = settings.run.steps, settings.run.deterministic == "run"
     return Terms(drawn, settings.slots, settings.algorithm.groups_per_step, steps, whole, tuple(by_source))
 

@@ -47,7 +47,6 @@ _IDEMPOTENCY_KEY = {
 
 
 def make_app(parts: Parts) -> FastAPI:
-    """Return the API over ``parts``."""
     app = make_routes(parts)
     app.add_middleware(Conventions, access=parts.access, bus=parts.bus, routes=app.routes)
     handle_problems(app)

@@ -83,7 +83,6 @@ class Evaluator:
 
     @property
     def sets(self) -> list[HeldOutSet]:
-        """The held-out sets."""
         return [held_out for held_out, _ in self._sets]
 
     async def evaluate(self, version: PolicyVersion, step: int, due: Due) -> list[Evaluation] | None:

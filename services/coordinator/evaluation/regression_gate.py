@@ -37,7 +37,6 @@ MAX_ROLLBACKS = 2
 
 
 def judge(evaluation: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
-    """Return ``evaluation`` with the verdict."""
     own = _estimate(evaluation)
     if own is None or evaluation.answered < MIN_PROBLEMS:
         return evaluation

@@ -36,7 +36,6 @@ class MemoryLines(Lines):
 
 
 def memory_line(entry: str, report: MemoryReport) -> dict[str, Json]:
-    """Return one line."""
     return {
         "entry": entry,
         "replica": report.replica,

@@ -29,8 +29,6 @@ _PACKAGES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """Contents of summary.json."""
-
     run_id: str
     state: str
     reason: str
@@ -125,7 +123,6 @@ def summarize(
 
 
 def write(summary: Summary, folder: Path) -> Path:
-    """Write summary.json atomically."""
     path = folder / "summary.json"
     write_whole(path, json.dumps(finite(dataclasses.asdict(summary)), indent=2, ensure_ascii=False) + "\n")
     return path

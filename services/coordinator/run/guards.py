@@ -167,7 +167,6 @@ def _mean(reports: Reports, name: str, steps: int) -> float | None:
 
 
 def dump_guards(views: Iterable[GuardView]) -> str:
-    """Serialize the findings."""
     return _VIEWS.dump_json(list(views)).decode()
 
 
@@ -222,7 +221,6 @@ class Guards:
             TRIPS.labels(name, settings.action(name))
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         try:
             self.active = {guard.guard: guard for guard in (await self._view()).guards}
             self._judged_s = max((report.finished_at_s for report in self._reports()), default=0.0)

@@ -78,8 +78,6 @@ class Look:
 
 
 class Monitor:
-    """Observe one run."""
-
     def __init__(
         self, bus: Bus, live: Live, telling: Status, standing: Callable[[], Sequence[NoticeView]] = tuple
     ) -> None:

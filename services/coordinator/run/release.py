@@ -103,7 +103,6 @@ class Release:
         self._trouble = ""
 
     async def run(self) -> None:
-        """Release until cancelled."""
         while self._targets:
             await self.look()
             await asyncio.sleep(_LOOK_S)

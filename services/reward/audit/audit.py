@@ -116,7 +116,6 @@ async def audit(
 
 
 def needs_executor(settings: Settings) -> bool:
-    """Whether the audit runs programs."""
     return any(isinstance(scorer, CodeScorer) for scorer in settings.reward.scorers)
 
 

@@ -37,7 +37,6 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Length in tokens."""
         return len(self.token_ids)
 
 
@@ -75,7 +74,7 @@ class Classifier:
             return [np.array([value], dtype=np.float32) for value in self._values(batch)]
 
         half = next(self._placed.module.parameters()).dtype != torch.float32
-        return choose_alone(texts, compute, reference, half=half, what=f"model {self._where}")
+        return choose_alone(texts, compute, reference, half=half, setting=f"model {self._where}")
 
     def read(self, prompt: Prompt, completions: Sequence[str]) -> list[Text]:
         """Tokenize each completion; texts that are too long lose their beginning.
@@ -134,15 +133,12 @@ class Classifier:
 
     @property
     def held(self) -> Held:
-        """What the model holds on its device."""
         return self._placed.held("weights")
 
     def offload(self) -> None:
-        """Move the weights to host memory."""
         self._placed.offload()
 
     def restore(self) -> None:
-        """Move them back. Raises NoRoom."""
         self._placed.restore()
 
     def _values(self, batch: Sequence[Text]) -> list[float]:
@@ -173,7 +169,7 @@ class Classifier:
             return logits_BL[:, 0].sigmoid()
         return logits_BL.softmax(-1)[:, self._label]
 
-    def _load(self, opened: Callable[[], Any], what: str, source: str) -> Any:
+    def _load(self, opened: Callable[[], Any], kind: str, source: str) -> Any:
         """Call ``opened``; errors about the folder become SettingsError."""
         from safetensors import SafetensorError
         from transformers.utils import logging
@@ -184,7 +180,7 @@ class Classifier:
             return opened()
         except unusable as error:
             raise SettingsError(
-                f"could not load a {what} from {source!r} ({first_line(error)}): change {what} {self._where}"
+                f"could not load a {kind} from {source!r} ({first_line(error)}): change {kind} {self._where}"
             ) from error
 
     def _open_tokenizer(self) -> Any:

@@ -78,5 +78,4 @@ def pick_dtype(device: torch.device, on_gpu: str = "bfloat16") -> torch.dtype:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

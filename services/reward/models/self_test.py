@@ -26,7 +26,7 @@ def choose_alone(
     reference: Callable[[Input], Float32Array],
     *,
     half: bool,
-    what: str,
+    setting: str,
 ) -> bool:
     """Return whether inputs must be computed one by one, because padding changes the result."""
     try:
@@ -35,7 +35,7 @@ def choose_alone(
         alone = [compute([model_input])[0] for model_input in inputs]
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         first = next(iter(str(error).splitlines()), "")
-        raise SettingsError(f"the model raises {type(error).__name__}: {first}: change {what}") from error
+        raise SettingsError(f"the model raises {type(error).__name__}: {first}: change {setting}") from error
     apart, apart_alone = (_apart(outputs, expected, half=half) for outputs in (together, alone))
     limit = _HALF if half else _EXACT
     if apart <= limit:
@@ -43,12 +43,12 @@ def choose_alone(
     if not apart_alone <= limit:
         raise SettingsError(
             f"expected what the unmodified model gives, within {limit:g}, found {apart_alone:.2g} apart for single inputs and {apart:.2g} for a padded "
-            f"batch: change {what}"
+            f"batch: change {setting}"
         )
     log.warning(
         "batches are not padded",
         extra={
-            "detail": f"outputs of a padded batch are {apart:.2g} apart from those of single inputs; inputs of {what} are run one at a time, which is slower"
+            "detail": f"outputs of a padded batch are {apart:.2g} apart from those of single inputs; inputs of {setting} are run one at a time, which is slower"
         },
     )
     return True

@@ -66,11 +66,9 @@ class RewardModel:
 
     @property
     def held(self) -> Held | None:
-        """What the model holds on its device, once it is loaded."""
         return None if self._model is None else self._model.held
 
     async def close(self) -> None:
-        """Stop."""
         if self._batcher is not None:
             await self._batcher.close()
 

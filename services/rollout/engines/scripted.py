@@ -79,11 +79,9 @@ class ScriptedEngine:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The next token's version; None before the first swap."""
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        """Return scripted completions."""
         if self._closed or self._version is None:
             raise EngineDied("expected an open engine with weights: a bug")
         started_at_s, sampling = time.time(), request.sampling
@@ -99,17 +97,14 @@ class ScriptedEngine:
 
     @property
     def ranks(self) -> int:
-        """One process."""
         return 1
 
     @property
     def place(self) -> DeviceLocation:
-        """This machine's CPU."""
         return DeviceLocation("cpu", (), boot_id())
 
     @property
     def peer_address(self) -> str:
-        """The configured peer address."""
         return self._peer_address
 
     @property
@@ -118,23 +113,19 @@ class ScriptedEngine:
         return ()
 
     async def stage(self, offer: "Offer") -> None:
-        """Receive ``offer`` (see :class:`Engine`)."""
         if self._received is not None:
             await asyncio.to_thread(self._received, offer)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Serve ``version`` from the next step on."""
         if self._closed:
             raise EngineDied("expected an open engine: a bug")
         self._version = version
         return SwapReport(0.0, "copy", 0)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return the configured logprob per token."""
         return np.full(len(token_ids) - 1, self._logprob, dtype=np.float32)
 
     async def close(self) -> None:
-        """Stop answering."""
         self._closed = True
 
 

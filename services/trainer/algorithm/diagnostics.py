@@ -46,7 +46,6 @@ class StepSums:
         self._largest = torch.zeros(2, dtype=torch.float64, device=device)  # k3, ratio
 
     def add(self, figures: TokenFigures) -> None:
-        """Add a micro-batch."""
         if not figures.policy_logprobs_N.numel():
             return
         kl_N = estimate(figures.behavior_logprobs_N, figures.policy_logprobs_N, "k3")

@@ -45,8 +45,8 @@ def loss(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     loss_N = load(name)(**tensors)
     expected = tensors["policy_logprobs"].shape
     if not isinstance(loss_N, Tensor) or loss_N.shape != expected or not loss_N.is_floating_point():
-        found = f"{loss_N.dtype} of {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
-        raise TypeError(f"expected the loss of each of {expected[0]} tokens from {name}, found {found}")
+        given = f"{loss_N.dtype} of {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
+        raise TypeError(f"expected the loss of each of {expected[0]} tokens from {name}, found {given}")
     return loss_N
 
 

@@ -98,7 +98,7 @@ class ObjectStore:
                 self._client.abort_multipart_upload(Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     @contextlib.contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
+    def _asking(self, action: str) -> Iterator[None]:
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
@@ -108,7 +108,7 @@ class ObjectStore:
             cause = error.__context__ if isinstance(error, Boto3Error) and error.__context__ else error
             code = cause.response["Error"]["Code"] if isinstance(cause, ClientError) else ""
             denied = code in _DENIED or isinstance(cause, NoCredentialsError)
-            raise StoreError(f"could not {what} in {self.uri}: {cause}", denied=denied) from error
+            raise StoreError(f"could not {action} in {self.uri}: {cause}", denied=denied) from error
 
 
 class _TooLarge(Exception):

@@ -56,8 +56,6 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Upload:
-    """A folder to upload."""
-
     kind: str
     folder: Path
     copy: Callable[[], Awaitable[int]]

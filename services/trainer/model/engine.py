@@ -74,8 +74,6 @@ def place(policy: nn.Module, settings: Settings, device: str) -> nn.Module:
 
 
 class TrainingEngine:
-    """A policy and its optimizer, over all ranks."""
-
     def __init__(self, policy: nn.Module, settings: Settings, device: str) -> None:
         deepspeed = _import_deepspeed(device)
         self.ranks = dist.get_world_size()
@@ -105,7 +103,6 @@ class TrainingEngine:
         self._recomputation = Recomputation(self.policy, most, self.device, sharded=self._sharded, automatic=automatic)
 
     def forward(self, batch: Any) -> Any:
-        """Run the policy on a micro-batch."""
         with self._recomputation.watching(batch.tokens):
             return self._engine(batch)
 
@@ -202,12 +199,10 @@ class TrainingEngine:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids."""
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def sizes(self) -> ModelSizes:
-        """For the cost of a forward pass."""
         policy: Any = self.policy
         sizes: ModelSizes = policy.sizes
         return sizes

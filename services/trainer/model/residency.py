@@ -82,9 +82,9 @@ class Residency:
             ("optimizer", _tensors(states)),
             ("gradients", [*_gradients(self._model), *_tensors(buffers)]),
         ):
-            found = storages_of(tensors, self._device)
-            parts[name] = {key: storage for key, storage in found.items() if key not in seen}
-            seen |= found.keys()
+            storages = storages_of(tensors, self._device)
+            parts[name] = {key: storage for key, storage in storages.items() if key not in seen}
+            seen |= storages.keys()
         return parts
 
 

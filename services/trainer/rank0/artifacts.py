@@ -65,7 +65,6 @@ class Rank0Artifacts(Artifacts):
 
     @property
     def snapshots(self) -> Sequence[Tensor]:
-        """Memory of the snapshots that are served."""
         return self._publication.buckets
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
@@ -76,7 +75,6 @@ class Rank0Artifacts(Artifacts):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Device memory of published versions."""
         return self._publication.snapshot_bytes
 
     def complete(
@@ -95,7 +93,6 @@ class Rank0Artifacts(Artifacts):
         return Saved(None, refusal)
 
     def export(self, engine: TrainingEngine) -> PolicyWritten:
-        """Write the final policy to the run's folder."""
         policy, adapters = self._settings.run_folder / "policy", self._settings.run_folder / "adapter"
         export(engine.model, engine.tensors(), self._settings.policy, policy)
         if not self._settings.policy.lora.rank:

@@ -54,7 +54,6 @@ class Branch:
         return epoch != self._epoch and epoch == rollback_epoch
 
     def next_version(self) -> PolicyVersion:
-        """Return the next version's number."""
         return PolicyVersion(0 if self.newest is None else self.newest + 1)
 
     def record(self, step: int, published: Published, metrics: dict[str, float]) -> PolicyRecord:

@@ -105,5 +105,4 @@ def _read(data: bytes) -> Command:
 
 
 def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:
-    """Return the experience in ``payloads``."""
     return tuple(wire.decode(payload, Experience) for payload in payloads)

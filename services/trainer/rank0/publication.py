@@ -65,7 +65,6 @@ class Publication:
 
     @property
     def buckets(self) -> list[torch.Tensor]:
-        """Memory of the snapshots."""
         return [bucket for snapshot in (self._spare, self._offered) if snapshot for bucket in snapshot.buckets]
 
     def _offer(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
@@ -79,7 +78,6 @@ class Publication:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of the snapshots."""
         snapshots = {id(snapshot): snapshot for snapshot in (self._spare, self._offered) if snapshot is not None}
         return sum(bucket.nbytes for snapshot in snapshots.values() for bucket in snapshot.buckets)
 

@@ -199,9 +199,9 @@ class Retention:
             await in_thread(lambda: store.clear_remains(usable[-1].state.step))
 
     async def _tell_failure(self, job: Upload, error: StoreError) -> None:
-        what = "denied" if error.denied else "away"
+        cause = "denied" if error.denied else "away"
         detail = (
-            f"{job.folder.name} is not in object storage yet ({what}), training continues and the upload is retried: "
+            f"{job.folder.name} is not in object storage yet ({cause}), training continues and the upload is retried: "
             f"{error}"
         )
         await tell(self._bus, "trainer", "checkpoint not stored", detail, denied=error.denied)

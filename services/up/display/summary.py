@@ -50,9 +50,9 @@ def _places(run_folder: Path, folder: str) -> str:
         ("summary.json", "the figures above, and more"),
         ("logs", "logs of all processes"),
     )
-    present = [(f"{folder}/{name}", what) for name, what in known if (run_folder / name).exists()]
+    present = [(f"{folder}/{name}", purpose) for name, purpose in known if (run_folder / name).exists()]
     width = max((len(place) for place, _ in present), default=0)
-    return "\n".join(f"{place:<{width}}  {what}" for place, what in present)
+    return "\n".join(f"{place:<{width}}  {purpose}" for place, purpose in present)
 
 
 def _next(run_folder: Path, folder: str, resumable: bool) -> str:

@@ -35,8 +35,6 @@ _GOOD = frozenset({*READY_STATES, "ready"} - {"degraded"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ViewRow:
-    """One displayed process."""
-
     name: str
     state: str
     version: int | None = None
@@ -47,7 +45,6 @@ class ViewRow:
 
 
 def row_of(replica: ReplicaView) -> ViewRow:
-    """Return a replica's row from its heartbeat."""
     return ViewRow(
         replica.replica,
         replica.state,
@@ -79,7 +76,6 @@ def _notice(notice: Notice) -> Text:
 
 
 def notice_line(notice: Notice) -> str:
-    """Return a notice as one log line."""
     return f"{notice.level}: {notice.text}"
 
 
@@ -195,7 +191,6 @@ def _health(row: ViewRow) -> Text:
 
 
 def event_line(event: EventView) -> str:
-    """Return an event as one line."""
     return f"{time.strftime('%H:%M:%S', time.localtime(event.at_s))}  {event.name}: {event.detail}"
 
 
@@ -203,7 +198,6 @@ def event_line(event: EventView) -> str:
 
 
 def line(run: RunView) -> str:
-    """Return the run as one log line."""
     if run.state == "created":
         return f"{run.state:<8} {run.activity}".rstrip()
     parts = [f"{run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]

@@ -55,7 +55,6 @@ async def cordons(bus: Bus) -> dict[str, Word]:
 
 
 async def tell_replica(bus: Bus, replica: str, word: Word) -> None:
-    """Cordon or drain a replica."""
     await bus.write(CORDONS, "HSET", replica, word.value)
 
 

@@ -70,7 +70,6 @@ async def read_page(bus: Bus, after: str, limit: int, only: DeadLetterSource | N
 
 
 async def read_one(bus: Bus, source: DeadLetterSource, entry: str) -> DeadLetter | None:
-    """Return one letter."""
     letters = await _read(bus, source, entry, entry, 1)
     return letters[0] if letters else None
 

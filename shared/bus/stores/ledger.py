@@ -54,8 +54,6 @@ _SELF_TEST = "self_test:"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Status of the run."""
-
     state: RunState
     reason: str
     created_at_s: float
@@ -143,8 +141,6 @@ IN_FLIGHT = (("HLEN", GENERATING), ("XLEN", streams.ROLLOUTS), ("XLEN", streams.
 
 
 class Ledger(Policies):
-    """One run's state and history."""
-
     def __init__(self, bus: Bus) -> None:
         super().__init__(bus)
         self.term: int | None = None
@@ -161,7 +157,6 @@ class Ledger(Policies):
         await self._bus.write(RUN, "HSETNX", "state", RunState.CREATED.value)
 
     async def status(self) -> RunStatus:
-        """Return the run's status."""
         return read_status(await self._bus.hgetall(RUN))
 
     async def is_known(self) -> bool:
@@ -169,7 +164,6 @@ class Ledger(Policies):
         return await self._bus.hget(RUN, "step") is not None
 
     async def extent(self) -> Extent:
-        """Return the run's progress."""
         cursor, newest = await self._bus.hmget(RUN, "cursor", "newest_version")
         return Extent(None if cursor is None else int(cursor), _version(newest))
 
@@ -227,7 +221,6 @@ class Ledger(Policies):
         return int(admitted)
 
     async def admission_state(self) -> AdmissionState:
-        """Return the inputs of admission."""
         names = ("state", "cursor", "shift", "newest_version", "head", "step")
         fields, *in_flight = await self._bus.ask_all(("HMGET", RUN, *names), *IN_FLIGHT)
         state, cursor, shift, newest, head, step = fields
@@ -241,7 +234,6 @@ class Ledger(Policies):
         await self._bus.write(RUN, "HSET", "bus_full", sentence)
 
     async def in_flight(self) -> int:
-        """Return the number of groups in flight."""
         return sum(await self._bus.ask_all(*IN_FLIGHT))
 
     # ---------------------------------------------------------------- trainer
@@ -362,7 +354,6 @@ class Ledger(Policies):
 
 
 def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
-    """Parse the run's hash."""
     fields = {name.decode(): value.decode() for name, value in raw.items()}
     gpu_s, gpu_until_s = map(float, fields.get("gpu_time", "0 0").split())
     return RunStatus(

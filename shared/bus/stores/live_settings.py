@@ -102,7 +102,6 @@ class Live:
         return settings
 
     async def newest(self) -> int:
-        """Return the newest revision's number."""
         stored = await self._bus.hget(LIVE, "revision")
         number = int(stored or 0)
         if not 0 <= number < 1 << 53:
@@ -178,7 +177,6 @@ def check_growth(file: Settings, settings: Settings) -> None:
 
 
 def value_of(settings: Settings, key: str) -> Json:
-    """Return the value of a dotted key."""
     table, name = key.split(".")
     value: Json = getattr(getattr(settings, table), name)
     return value

@@ -42,17 +42,13 @@ class Operation:
 
 
 class OperationStore:
-    """The operations of a run."""
-
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def next_number(self) -> int:
-        """Return an unused id."""
         return int(await self._bus.write(OPERATIONS, "HINCRBY", _NEXT, 1))
 
     async def get(self, number: int) -> Operation | None:
-        """Return an operation."""
         text = await self._bus.hget(OPERATIONS, str(number))
         return None if text is None else _read(text)
 
@@ -63,11 +59,9 @@ class OperationStore:
         return sorted((each for each in read if each is not None), key=lambda operation: -operation.id)
 
     async def write(self, operation: Operation) -> None:
-        """Write an operation."""
         await self._bus.write(OPERATIONS, "HSET", str(operation.id), json.dumps(dataclasses.asdict(operation)))
 
     async def forget(self, numbers: Sequence[int]) -> None:
-        """Forget operations."""
         if numbers:
             await self._bus.write(OPERATIONS, "HDEL", *map(str, numbers))
 

@@ -26,13 +26,10 @@ class PolicyState(StrEnum):
 
 
 class Policies:
-    """The versions of one run's policy."""
-
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def policy(self, version: PolicyVersion) -> PolicyRecord | None:
-        """Return a version's record."""
         data = await self._bus.hget(POLICIES, str(version))
         return None if data is None else wire.decode(data, PolicyRecord)
 
@@ -42,7 +39,6 @@ class Policies:
         return sorted((wire.decode(data, PolicyRecord) for data in raw.values()), key=lambda record: record.version)
 
     async def policy_states(self) -> dict[PolicyVersion, PolicyState]:
-        """Return every version's state."""
         raw = await self._bus.hgetall(POLICY_STATES)
         return {PolicyVersion(int(version)): PolicyState(state.decode()) for version, state in raw.items()}
 

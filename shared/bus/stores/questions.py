@@ -28,7 +28,6 @@ _LONGEST_REASON = 2000
 
 
 def new_id() -> GroupId:
-    """Return a question's random id."""
     return GroupId(secrets.randbits(52))
 
 
@@ -91,7 +90,6 @@ class Questions:
         return bool(await self._bus.write(claim, "SET", self._replica, "NX", "EX", _CLAIM_S))
 
     async def answer(self, prompt: Prompt, group: RolloutGroup) -> None:
-        """Publish completions."""
         await self._bus.publish(ANSWERS, group, str(prompt.group_id))
 
     async def refuse(self, prompt: Prompt, reason: str) -> None:

@@ -40,7 +40,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 

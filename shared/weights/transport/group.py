@@ -129,8 +129,8 @@ def open_group(
             return _NcclGroup(store(), rank, ranks, deadline_s, device)
         return _GlooGroup(store(), rank, ranks, deadline_s, host)
 
-    what = f"a {transport} group of {ranks} ranks"
-    return bounded(opened, deadline_s, what, interrupt, discard=_discard)
+    purpose = f"a {transport} group of {ranks} ranks"
+    return bounded(opened, deadline_s, purpose, interrupt, discard=_discard)
 
 
 def _discard(late: TransferGroup) -> None:

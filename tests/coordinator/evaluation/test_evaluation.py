@@ -185,7 +185,7 @@ SETS = [HeldOutSet(path="heldout.jsonl", every_steps=20)]
 
 
 @pytest.mark.parametrize(
-    ("changed", "head_step", "found", "expected"),
+    ("changed", "head_step", "evaluations", "expected"),
     [
         ({"head": None}, 0, [], None),
         ({"state": RunState.CREATED}, 0, [], FIRST),

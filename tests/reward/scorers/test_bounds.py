@@ -13,7 +13,7 @@ def expression(text: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("formula", "other"),
     [
         ("(x+1)^2", "x^2+2x+1"),
         ("(X+1)^2", "x^2+2x+1"),
@@ -26,12 +26,12 @@ def expression(text: str) -> Any:
         (r"\sin^2(x)+\cos^2(x)", "1"),
     ],
 )
-def test_equal_formulas_never_differ(one: str, other: str) -> None:
-    assert not bounds.differ(expression(one), expression(other))
+def test_equal_formulas_never_differ(formula: str, other: str) -> None:
+    assert not bounds.differ(expression(formula), expression(other))
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("formula", "other"),
     [
         ("(x+1)^2", "x^2+2x+2"),
         ("(x+y+z)^{50}", "3x+1"),
@@ -40,8 +40,8 @@ def test_equal_formulas_never_differ(one: str, other: str) -> None:
         ("1e1/" * 40 + "7", "5"),
     ],
 )
-def test_formulas_with_different_residues_differ(one: str, other: str) -> None:
-    assert bounds.differ(expression(one), expression(other))
+def test_formulas_with_different_residues_differ(formula: str, other: str) -> None:
+    assert bounds.differ(expression(formula), expression(other))
 
 
 @pytest.mark.parametrize(

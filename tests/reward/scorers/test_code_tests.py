@@ -179,24 +179,24 @@ def test_a_method_of_solution_is_called_where_the_program_has_that_class() -> No
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("value", "other"),
     [
         (None, False), ("1", 1), ([1], (1,)), (2, True), (1, 1.5), ([1], [1, 2]), ({"a": 1}, {"a": 1, "b": 2}), ((1, 2), (2, 1)),
         (math.nan, math.nan), (10**400, math.inf), (b"a", "a"),
     ],
 )  # fmt: skip
-def test_what_python_calls_different_is_not_equal_with_a_tolerance_or_without(one: Any, other: Any) -> None:
+def test_what_python_calls_different_is_not_equal_with_a_tolerance_or_without(value: Any, other: Any) -> None:
     for tolerance in (0.0, 1e-6):
-        assert not comparison.equal(one, other, tolerance)
-        assert not comparison.equal(other, one, tolerance)
+        assert not comparison.equal(value, other, tolerance)
+        assert not comparison.equal(other, value, tolerance)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(2.0, 2), (True, 1), (0, -0.0), ({1}, {True}), ([1, (2,)], [1.0, (2.0,)]), ({1: 2}, {1.0: 2}), (10**50, 10**50)]
+    ("value", "other"), [(2.0, 2), (True, 1), (0, -0.0), ({1}, {True}), ([1, (2,)], [1.0, (2.0,)]), ({1: 2}, {1.0: 2}), (10**50, 10**50)]
 )  # fmt: skip
-def test_what_python_calls_equal_is_equal(one: Any, other: Any) -> None:
-    assert comparison.equal(one, other, 0.0)
-    assert comparison.equal(one, other, 1e-6)
+def test_what_python_calls_equal_is_equal(value: Any, other: Any) -> None:
+    assert comparison.equal(value, other, 0.0)
+    assert comparison.equal(value, other, 1e-6)
 
 
 def test_with_a_tolerance_numbers_are_equal_that_are_close_and_infinity_is_close_to_itself_alone() -> None:
@@ -218,7 +218,7 @@ def test_no_tolerance_makes_a_word_that_is_no_finite_number_an_integer(word: str
 
 
 @pytest.mark.parametrize(
-    ("expected", "found", "same"),
+    ("expected", "printed", "same"),
     [
         ("1 2\n3", "1 2  \r\n3\t\n\n", True),
         ("", "\n \n", True),
@@ -229,8 +229,8 @@ def test_no_tolerance_makes_a_word_that_is_no_finite_number_an_integer(word: str
         ("a\x0bb", "a\nb", False),
     ],
 )
-def test_outputs_are_the_same_but_for_white_space_at_the_ends(expected: str, found: str, same: bool) -> None:
-    assert program_results.same_text(expected, found) is same
+def test_outputs_are_the_same_but_for_white_space_at_the_ends(expected: str, printed: str, same: bool) -> None:
+    assert program_results.same_text(expected, printed) is same
 
 
 def test_with_a_tolerance_numbers_in_outputs_are_compared_as_numbers() -> None:
@@ -457,7 +457,7 @@ def test_evaluation_knows_no_other_names_than_those_of_calls() -> None:
             evaluate(ast.parse(name, mode="eval").body, {}, 0.0)
 
 
-@pytest.mark.parametrize(("expected", "found"), [([3], 3), ([3], [3]), (3, 3), ([[3]], [3])])
-def test_an_expected_list_of_one_stands_for_its_element_in_the_shape_of_apps(expected: Any, found: Any) -> None:
-    assert CallTest("f", (), expected, wrapped=True).problem(finished(found), 0.0) == ""
+@pytest.mark.parametrize(("expected", "returned"), [([3], 3), ([3], [3]), (3, 3), ([[3]], [3])])
+def test_an_expected_list_of_one_stands_for_its_element_in_the_shape_of_apps(expected: Any, returned: Any) -> None:
+    assert CallTest("f", (), expected, wrapped=True).problem(finished(returned), 0.0) == ""
     assert CallTest("f", (), [1, 2], wrapped=True).problem(finished(1), 0.0) == "expected [1, 2], found 1"

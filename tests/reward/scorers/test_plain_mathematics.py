@@ -64,7 +64,9 @@ TIGHT = _written(
     st.sampled_from(")]"),
 )
 MATRIX = st.tuples(st.sampled_from("pb"), st.tuples(NEGATIVE, NEGATIVE, NEGATIVE, NEGATIVE)).map(
-    lambda found: rf"\begin{{{found[0]}matrix}}" + r"{}&{}\\{} & {}".format(*found[1]) + rf"\end{{{found[0]}matrix}}"
+    lambda matrix: (
+        rf"\begin{{{matrix[0]}matrix}}" + r"{}&{}\\{} & {}".format(*matrix[1]) + rf"\end{{{matrix[0]}matrix}}"
+    )
 )
 EQUATION = _written(LETTERS, st.sampled_from(["=", " = "]), NEGATIVE)
 TEXT = st.one_of(NEGATIVE, POLYNOMIAL, BRACKETED, TIGHT, MATRIX, EQUATION)

@@ -47,9 +47,9 @@ def converted(folder: Path, of: Any) -> dict[str, torch.Tensor]:
     return dict(CheckpointForm(str(folder)).convert((name, tensor.detach()) for name, tensor in published(of)))
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "qwen3_moe", "tied"])

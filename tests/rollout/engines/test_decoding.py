@@ -41,10 +41,10 @@ def decode(
     model: Any, requests: list[GenerationRequest], stop: tuple[int, ...] = NEVER
 ) -> list[tuple[GeneratedSample, ...]]:
     decoding = batch(model, requests, stop)
-    found: dict[int, tuple[GeneratedSample, ...]] = {}
+    finished: dict[int, tuple[GeneratedSample, ...]] = {}
     while not decoding.finished:
-        found.update(decoding.step(PolicyVersion(0)))
-    return [found[place] for place in range(len(requests))]
+        finished.update(decoding.step(PolicyVersion(0)))
+    return [finished[place] for place in range(len(requests))]
 
 
 @torch.inference_mode()
@@ -66,11 +66,13 @@ def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_batch_and_its_p
     # rows end at all lengths, and the batch is compacted several times
     groups = decode(model, asked, stop=tuple(range(0, 48, 3)))
     lengths = set()
-    for one, samples in zip(asked, groups, strict=True):
-        assert len(samples) == one.sampling.samples
+    for generation, samples in zip(asked, groups, strict=True):
+        assert len(samples) == generation.sampling.samples
         for sample in samples:
             lengths.add(len(sample.token_ids))
-            expected = forward_logprobs(model, one.prompt_token_ids.tolist(), sample, one.sampling.temperature)
+            expected = forward_logprobs(
+                model, generation.prompt_token_ids.tolist(), sample, generation.sampling.temperature
+            )
             np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=FORWARD)
             assert sample.token_ids.dtype == np.int32
             assert sample.behavior_logprobs.dtype == np.float32
@@ -92,8 +94,8 @@ def test_truncated_samples_have_the_trainers_logprobs_over_what_could_be_drawn(s
     others = [request(9, samples=7, max_new_tokens=9), request(3, 4, 5, 6, 7, samples=1, temperature=0.0)]
     samples, whole, greedy = decode(model, [GenerationRequest(prompt, sampling), *others], stop=tuple(range(0, 48, 7)))
     for chunk_tokens in (0, 7):
-        found = truncated.trainer_logprobs(model, prompt, samples, sampling.temperature, chunk_tokens)
-        for sample, logprobs in zip(samples, found, strict=True):
+        of_trainer = truncated.trainer_logprobs(model, prompt, samples, sampling.temperature, chunk_tokens)
+        for sample, logprobs in zip(samples, of_trainer, strict=True):
             np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=FORWARD)
     for sample in samples:
         assert truncated.supports_of(sample) == truncated.expected_supports(model, prompt, sample, sampling)
@@ -106,8 +108,8 @@ def test_no_completion_stops_before_its_minimum_length_and_the_trainer_knows_tha
     model, prompt, stop = tiny.model(), np.array([3, 4, 5], dtype=np.int32), tuple(range(0, 48, 3))
     sampling = Sampling(6, 12, 1.0, min_new_tokens=5)
     (samples,) = decode(model, [GenerationRequest(prompt, sampling)], stop=stop)
-    found = truncated.trainer_logprobs(model, prompt, samples, 1.0)
-    for sample, logprobs in zip(samples, found, strict=True):
+    of_trainer = truncated.trainer_logprobs(model, prompt, samples, 1.0)
+    for sample, logprobs in zip(samples, of_trainer, strict=True):
         assert len(sample.token_ids) >= 6 or sample.token_ids[-1] in stop
         assert not set(sample.token_ids[:5].tolist()) & set(stop)
         assert sample.support_sizes.tolist() == ([-16] * 5 + [0] * 12)[: len(sample.token_ids)]
@@ -206,12 +208,15 @@ def test_finished_rows_leave_the_batch_when_half_of_it_is_finished() -> None:
 
 def test_the_same_seed_draws_the_same_tokens_whatever_else_is_in_the_batch() -> None:
     model, stop = tiny.model(), tuple(range(0, 48, 3))
-    one, other = request(5, 6, samples=8, max_new_tokens=8, seed=1), request(5, 6, samples=8, max_new_tokens=8, seed=2)
+    seeded, other = (
+        request(5, 6, samples=8, max_new_tokens=8, seed=1),
+        request(5, 6, samples=8, max_new_tokens=8, seed=2),
+    )
     longer, greedy = request(9, samples=3, max_new_tokens=12, seed=3), request(7, 8, 9, samples=2, temperature=0.0)
-    alone, second = (_tokens(decode(model, [asked], stop)[0]) for asked in (one, other))
+    alone, second = (_tokens(decode(model, [asked], stop)[0]) for asked in (seeded, other))
     assert alone != second
-    assert _tokens(decode(model, [longer, one, greedy], stop)[1]) == alone
-    assert _tokens(decode(model, [other, greedy, longer, one], stop)[3]) == alone
+    assert _tokens(decode(model, [longer, seeded, greedy], stop)[1]) == alone
+    assert _tokens(decode(model, [other, greedy, longer, seeded], stop)[3]) == alone
 
 
 def _tokens(samples: tuple[GeneratedSample, ...]) -> list[list[int]]:
@@ -222,7 +227,7 @@ async def test_a_group_alone_in_its_batch_is_the_same_to_the_bit_whoever_asks_be
     """Shared batches may round differently on some CPUs, so shapes are checked too."""
     rows: set[int] = set()
     asked = [request(*range(2, 4 + n), samples=4, max_new_tokens=9, seed=n) for n in range(8)]
-    found = []
+    answers = []
     for order in (list(range(8)), [3, 1, 7, 0, 2, 6, 5, 4]):
         model = tiny.model()
         model.register_forward_pre_hook(lambda *call: rows.add(len(call[2]["input_ids"])), with_kwargs=True)
@@ -232,11 +237,11 @@ async def test_a_group_alone_in_its_batch_is_the_same_to_the_bit_whoever_asks_be
             groups = await asyncio.gather(*(engine.generate(asked[n]) for n in order))
         finally:
             await engine.close()
-        found.append([groups[order.index(n)] for n in range(8)])
-    for first, second in zip(*found, strict=True):
-        for one, other in zip(first.samples, second.samples, strict=True):
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-            assert one.behavior_logprobs.tobytes() == other.behavior_logprobs.tobytes()
+        answers.append([groups[order.index(n)] for n in range(8)])
+    for first, second in zip(*answers, strict=True):
+        for sample, other in zip(first.samples, second.samples, strict=True):
+            assert sample.token_ids.tolist() == other.token_ids.tolist()
+            assert sample.behavior_logprobs.tobytes() == other.behavior_logprobs.tobytes()
     assert max(rows) == 4, "no more than one group's samples at a time"
 
 
@@ -283,9 +288,9 @@ def test_a_completion_that_ended_before_a_swap_does_not_name_the_new_version() -
 
 @pytest.fixture
 async def engine() -> AsyncIterator[TransformersEngine]:
-    found = TransformersEngine(tiny.opened(tiny.model(1), stop=NEVER), max_rows=64)
-    yield found
-    await found.close()
+    opened = TransformersEngine(tiny.opened(tiny.model(1), stop=NEVER), max_rows=64)
+    yield opened
+    await opened.close()
 
 
 async def test_a_swap_falls_between_two_steps_of_a_running_group() -> None:
@@ -360,13 +365,13 @@ async def test_logprobs_of_a_probe_are_those_of_the_live_weights_also_while_a_gr
     await weights.load(engine, new.named_parameters(), 0)
     running = asyncio.ensure_future(engine.generate(request(5, 6, max_new_tokens=200)))
     ids = np.array([7, 3, 3, 40, 12], dtype=np.int32)
-    found = await engine.logprobs(ids)
+    logprobs = await engine.logprobs(ids)
     assert not running.done()
     with torch.inference_mode():
         logits = new(input_ids=torch.from_numpy(ids).long()[None]).logits[0, :-1]
     expected = torch.log_softmax(logits, -1)[torch.arange(4), torch.from_numpy(ids).long()[1:]]
-    np.testing.assert_allclose(found, expected.numpy(), atol=FORWARD)
-    assert found.dtype == np.float32
+    np.testing.assert_allclose(logprobs, expected.numpy(), atol=FORWARD)
+    assert logprobs.dtype == np.float32
     await running
 
 
@@ -393,7 +398,7 @@ async def test_requests_that_wait_together_share_a_batch_up_to_the_cap() -> None
     await weights.load(engine, served.named_parameters(), 0)
     training = [request(5, 6, samples=8, max_new_tokens=2) for _ in range(2)]
     evaluation = [request(7, 8, max_new_tokens=2, temperature=0.0) for _ in range(8)]
-    groups = await asyncio.gather(*(engine.generate(one) for one in training + evaluation))
+    groups = await asyncio.gather(*(engine.generate(generation) for generation in training + evaluation))
     assert [len(group.samples) for group in groups] == [8, 8] + [1] * 8
     assert rows == [(2, 2), (20, 1), (1, 2), (4, 1)]  # 2 × 8 + 4 × 1 rows, then the last 4; equal prompts are read once
     await engine.close()

@@ -69,7 +69,7 @@ async def test_an_entry_that_is_tried_alone_has_counted_the_attempt_before_its_p
     (delivery,) = await take(bus, "a")
     assert await bus.try_alone(delivery, "a")
     assert not await bus.try_alone(delivery, "b")
-    (again,) = [found async for found in bus.own(PROMPTS, Prompt, "a", suspect=True)]
+    (again,) = [delivery async for delivery in bus.own(PROMPTS, Prompt, "a", suspect=True)]
     assert (again.attempts, again.crashes) == (2, 1)
 
 

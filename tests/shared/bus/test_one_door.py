@@ -22,21 +22,21 @@ LISTING = (ROOT / "docs/reference/bus.md").read_text(encoding="utf-8")
 
 
 def offences(source: str) -> list[str]:
-    found = []
+    names_used = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                found += [each.name for each in names if each.name.split(".")[0] == "redis"]
+                names_used += [each.name for each in names if each.name.split(".")[0] == "redis"]
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "redis":
-                found.append(module)
+                names_used.append(module)
             case ast.Attribute(attr=name, value=receiver) if name in INSIDE - OPEN:
                 if ast.unparse(receiver).rpartition(".")[2].endswith("bus"):
-                    found.append(ast.unparse(node))
-    return found
+                    names_used.append(ast.unparse(node))
+    return names_used
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "offending"),
     [
         ("import redis.asyncio as r", ["redis.asyncio"]),
         ("from redis import Redis", ["redis"]),
@@ -46,8 +46,8 @@ def offences(source: str) -> list[str]:
         ("await bus.close(); await bus.read(PROMPTS); self._client.put_object(); file.write('x')", []),
     ],
 )
-def test_the_search_finds_what_goes_past_the_door(source: str, found: list[str]) -> None:
-    assert sorted(offences(source)) == found
+def test_the_search_finds_what_goes_past_the_door(source: str, offending: list[str]) -> None:
+    assert sorted(offences(source)) == offending
 
 
 def test_nothing_outside_of_shared_bus_speaks_redis() -> None:

@@ -68,7 +68,7 @@ def outcome(read: Callable[[Any], Any], value: object) -> str:
 )
 def test_many_values_at_once_are_read_as_one_by_one(name: str, values: list[object]) -> None:
     reader = READERS[name]
-    assert outcome(reader.every, values) == outcome(lambda each: [reader.one(value) for value in each], values)
+    assert outcome(reader.read_all, values) == outcome(lambda each: [reader.read(value) for value in each], values)
 
 
 @pytest.mark.parametrize("name", [name for name, reader in READERS.items() if reader.test])
@@ -76,7 +76,7 @@ def test_many_values_at_once_are_read_as_one_by_one(name: str, values: list[obje
 def test_a_value_that_passes_a_readers_test_is_one_that_it_returns_as_it_is(name: str, value: object) -> None:
     reader = READERS[name]
     if eval(reader.test.format(v="value"), {"value": value}):
-        assert reader.one(value) is value
+        assert reader.read(value) is value
 
 
 @pytest.mark.parametrize("name", ["int within limits", "float within limits", "text"])
@@ -125,7 +125,7 @@ def test_a_compiled_record_reads_defaults_conversions_and_refusals_as_field_by_f
 ) -> None:
     fields = {"number": 1, "share": 0.5, "name": None, "counts": {"a": 2}, "word": "x", **change}
     fields = {name: value for name, value in fields.items() if value is not ...}
-    assert outcome(record_reader(Small, SMALL).one, fields) == result
+    assert outcome(record_reader(Small, SMALL).read, fields) == result
     assert outcome(lambda sent: read_fields(Small, SMALL, sent), fields) == result
 
 
@@ -142,7 +142,7 @@ def test_a_mutated_message_is_read_by_compiled_readers_as_field_by_field(kind: t
             continue
         compared += 1
         slowly = outcome(lambda sent: read_fields(kind, readers, sent), fields)
-        assert outcome(record_reader(kind, readers).one, fields) == slowly
+        assert outcome(record_reader(kind, readers).read, fields) == slowly
     assert compared > 50
 
 

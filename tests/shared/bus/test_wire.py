@@ -83,9 +83,9 @@ def restricted(sizes: list[list[int]], ids: list[list[int]]) -> RolloutGroup:
     [([[2, 1], [1, 3]], [[5, 6, 7], [5, 1, 7, 2]]), ([[-1, 0], []], [[3], []]), ([[0, -2], [2, 0]], [[1, 2], [9, 5]])],
 )
 def test_the_tokens_that_could_be_drawn_travel_with_their_sample(sizes: list[list[int]], ids: list[list[int]]) -> None:
-    found = wire.decode(wire.encode(restricted(sizes, ids)), RolloutGroup)
-    assert [sample.support_sizes.tolist() for sample in found.samples] == sizes
-    assert [sample.support_ids.tolist() for sample in found.samples] == ids
+    decoded = wire.decode(wire.encode(restricted(sizes, ids)), RolloutGroup)
+    assert [sample.support_sizes.tolist() for sample in decoded.samples] == sizes
+    assert [sample.support_ids.tolist() for sample in decoded.samples] == ids
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_an_array_type_that_numpy_names_by_an_alias_is_read() -> None:
     scalar = TypeVar("scalar", bound=np.generic)
     alias = TypeAliasType("alias", np.ndarray[Any, np.dtype[scalar]], type_params=(scalar,))
     reader = wire._reader(alias[np.int32], FieldLimits())
-    assert reader.one(np.array([1, 2], np.int32)).tolist() == [1, 2]
+    assert reader.read(np.array([1, 2], np.int32)).tolist() == [1, 2]
     with pytest.raises(TypeError, match="int32"):
-        reader.one(np.array([1.0, 2.0]))
+        reader.read(np.array([1.0, 2.0]))
 
 
 def test_a_required_field_that_is_missing_is_named() -> None:
@@ -234,9 +234,9 @@ def test_a_record_written_before_there_was_a_probe_stays_readable_and_one_with_i
     )
     sent = PolicyRecord(PolicyVersion(3), None, 3, 0.0, "ab", "", source="h:1", probe=probe)
     fields = msgpack.unpackb(wire.encode(sent), ext_hook=wire._read_array)
-    found = wire.decode(wire.encode(sent), PolicyRecord)
-    assert found.probe is not None
-    assert [(ids.tolist(), logprobs.tolist()) for ids, logprobs in found.probe.sequences()] == [
+    decoded = wire.decode(wire.encode(sent), PolicyRecord)
+    assert decoded.probe is not None
+    assert [(ids.tolist(), logprobs.tolist()) for ids, logprobs in decoded.probe.sequences()] == [
         ([4, 5, 6], [-1.0, -2.0]),
         ([7, 8], [-3.0]),
     ]

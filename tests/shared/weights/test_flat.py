@@ -51,12 +51,12 @@ def test_any_byte_that_changes_changes_the_checksum(size: int) -> None:
     assert text(checksum(bucket)) == before
 
 
-@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 1024), (5, 1024 * 3 + 9), (1024 * 4, 1024 * 4 + 1)])
-def test_words_that_change_places_change_the_checksum(one: int, other: int) -> None:
+@pytest.mark.parametrize(("place", "other"), [(0, 1), (0, 1024), (5, 1024 * 3 + 9), (1024 * 4, 1024 * 4 + 1)])
+def test_words_that_change_places_change_the_checksum(place: int, other: int) -> None:
     bucket = bytes_of(1024 * 8 * 4 + 256)
     before = text(checksum(bucket))
     words = bucket.view(torch.int64)
-    words[[one, other]] = words[[other, one]]
+    words[[place, other]] = words[[other, place]]
     assert text(checksum(bucket)) != before
 
 

@@ -35,23 +35,23 @@ def token() -> dict[str, str]:
     return {"Authorization": f"Bearer {Path(os.environ['CHECK_TOKEN_FILE']).read_text().strip()}"}
 
 
-def await_services(url: str, wanted: set[str], deadline_s: float) -> None:
+def await_services(url: str, expected: set[str], deadline_s: float) -> None:
     """Wait for every service; exit 1 at ``deadline_s``."""
     while True:
         rows = ask(url, "/v1/services", deadline_s)["items"]
-        found = {row["service"] for row in rows if row["state"] in WORKING}
-        if wanted <= found:
+        working = {row["service"] for row in rows if row["state"] in WORKING}
+        if expected <= working:
             return
         if time.monotonic() > deadline_s:
-            sys.exit(f"expected working replicas of {sorted(wanted)}, but only these answered: {sorted(found)}")
+            sys.exit(f"expected working replicas of {sorted(expected)}, but only these answered: {sorted(working)}")
         time.sleep(1.0)
 
 
 def main() -> None:
     """Check the release that this pod belongs to."""
     words = ["--config", sys.argv[1], "--name", urlsplit(os.environ["CHECK_URL"]).hostname or ""]
-    found = list(preflight.findings(preflight.parser().parse_args([*words, *os.environ["CHECK_PREFLIGHT"].split()])))
-    if preflight.report(found, as_json=True):
+    findings = list(preflight.findings(preflight.parser().parse_args([*words, *os.environ["CHECK_PREFLIGHT"].split()])))
+    if preflight.report(findings, as_json=True):
         sys.exit(1)
     deadline_s = time.monotonic() + float(os.environ["CHECK_WAIT_S"])
     url = os.environ["CHECK_URL"]

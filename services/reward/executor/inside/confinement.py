@@ -57,11 +57,11 @@ class Bounds:
     files: int
 
 
-def check(result: int, what: str) -> int:
+def check(result: int, call: str) -> int:
     """Raise OSError for a negative result."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {errno.errorcode.get(number, number)}")
+        raise OSError(number, f"{call}: {errno.errorcode.get(number, number)}")
     return result
 
 

@@ -78,11 +78,11 @@ def _program(given: Json, expected: Json) -> ProgramTest:
     return ProgramTest(_text(given, "input"), _text(expected, "output"))
 
 
-def _text(value: Json, what: str) -> str:
+def _text(value: Json, part: str) -> str:
     if isinstance(value, list):
-        return "".join(f"{_text(line, what)}\n" for line in value)
+        return "".join(f"{_text(line, part)}\n" for line in value)
     if not isinstance(value, str):
-        raise BadTests(f"expected a program's {what} as text, found {_shown(value)}; a function's test has fn_name")
+        raise BadTests(f"expected a program's {part} as text, found {_shown(value)}; a function's test has fn_name")
     return value
 
 

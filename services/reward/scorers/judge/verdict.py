@@ -44,10 +44,10 @@ def _text(prompt: Prompt) -> str:
     return "\n\n".join(f"{turn.role}: {turn.content}" for turn in prompt.messages)
 
 
-def _known(value: object, what: str, prompt: Prompt) -> str:
+def _known(value: object, field: str, prompt: Prompt) -> str:
     if value is None:
         raise PermanentError(
-            f"the judge's template needs {what} of {prompt.problem}, which is empty: "
+            f"the judge's template needs {field} of {prompt.problem}, which is empty: "
             "change the data, or template in [[reward.scorers]]"
         )
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -27,13 +27,11 @@ class Choice:
 
     @classmethod
     def of(cls, temperature_n: torch.Tensor) -> "Choice":
-        """Return the choice of rows at their temperatures."""
         greedy_n = temperature_n == 0
         temperature_n1 = torch.where(greedy_n, 1.0, temperature_n).unsqueeze(1)
         return cls(temperature_n1, greedy_n, bool(greedy_n.any()), bool(greedy_n.all()))
 
     def select(self, kept: torch.Tensor) -> "Choice":
-        """Return the rows ``kept``."""
         greedy_n = self.greedy_n[kept]
         return Choice(self.temperature_n1[kept], greedy_n, bool(greedy_n.any()), bool(greedy_n.all()))
 
@@ -82,7 +80,6 @@ class Truncation:
         return cls(*(torch.from_numpy(np.repeat(column, samples)).to(device)[:, None] for column in columns))
 
     def select(self, kept: torch.Tensor) -> "Truncation":
-        """Return the rows ``kept``."""
         return Truncation(self.top_k_n1[kept], self.top_p_n1[kept], self.min_p_n1[kept], self.on_n1[kept])
 
     def possible(self, scaled_nV: torch.Tensor) -> torch.Tensor:

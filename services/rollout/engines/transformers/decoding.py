@@ -33,15 +33,11 @@ class Cache(Protocol):
 
 
 class ModelOutput(Protocol):
-    """Output of a transformers model."""
-
     logits: torch.Tensor
     past_key_values: Cache
 
 
 class LanguageModel(Protocol):
-    """A transformers causal language model."""
-
     def __call__(
         self,
         *,

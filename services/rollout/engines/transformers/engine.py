@@ -122,7 +122,6 @@ class TransformersEngine:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The next token's version; None before the first swap."""
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GeneratedGroup:
@@ -137,12 +136,10 @@ class TransformersEngine:
 
     @property
     def ranks(self) -> int:
-        """One process."""
         return 1
 
     @property
     def place(self) -> DeviceLocation:
-        """The model's device."""
         device = self._opened.device
         if device.type != "cuda":
             return DeviceLocation("cpu", (), boot_id())
@@ -150,7 +147,6 @@ class TransformersEngine:
 
     @property
     def peer_address(self) -> str:
-        """``host:port`` at which replicas pull, or empty."""
         return self._shadow.address
 
     @property
@@ -159,7 +155,6 @@ class TransformersEngine:
         return False
 
     async def stage(self, offer: Offer) -> None:
-        """Receive weights beside the live ones."""
         receiving = self._loop.run_in_executor(self._receiving, self._shadow.receive, offer)
         try:
             await asyncio.shield(receiving)
@@ -169,37 +164,30 @@ class TransformersEngine:
             raise
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Put staged weights in place."""
         answer: asyncio.Future[SwapReport] = self._loop.create_future()
         return await self._ask(Swap(version, answer), answer)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return logprobs of ``token_ids[1:]``."""
         answer: asyncio.Future[Float32Array] = self._loop.create_future()
         return await self._ask(ScoreRequest(token_ids, answer), answer)
 
     async def suspend(self, rung: int) -> None:
-        """Pause between two decoding steps; free memory down to ``rung``."""
         answer: asyncio.Future[None] = self._loop.create_future()
         await self._ask(Suspend(rung, answer), answer)
 
     async def resume(self) -> None:
-        """Continue, after the next swap if the weights were freed."""
         answer: asyncio.Future[None] = self._loop.create_future()
         await self._ask(Resume(answer), answer)
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes held by component, as last measured."""
         return self._ladder.memory
 
     @property
     def held(self) -> Sequence[Held]:
-        """What the model holds on its device, as last measured."""
         return () if self._ladder.held is None else (self._ladder.held,)
 
     async def close(self) -> None:
-        """Stop between two decoding steps; cancel requests."""
         self._inbox.put(Close())
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._shadow.close)

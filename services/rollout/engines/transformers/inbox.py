@@ -52,13 +52,11 @@ Reply: TypeAlias = (
 
 
 def answer(future: "asyncio.Future[R]", result: R) -> None:
-    """Set the result."""
     if not future.done():
         future.set_result(result)
 
 
 def refuse(future: "asyncio.Future[R]", error: Exception) -> None:
-    """Set an error that leaves the engine unchanged."""
     if not future.done():
         future.set_exception(error)
 

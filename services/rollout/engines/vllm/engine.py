@@ -112,7 +112,6 @@ class VllmEngine:
         self._update = mode
 
     def share_secret(self, secret: bytes) -> None:
-        """Serve weights only to processes that know ``secret``."""
         self._reports.tell({"kind": "secret", "secret": secret})
 
     @property
@@ -122,7 +121,6 @@ class VllmEngine:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The next token's version; None before the first swap."""
         return self._version
 
     # ---------------------------------------------------------------- generating
@@ -140,7 +138,6 @@ class VllmEngine:
             return GeneratedGroup(samples, started_at_s, time.time())
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        """Return teacher-forced logprobs of ``token_ids[1:]`` at temperature 1."""
         return await self._living(self._requests.logprobs(token_ids))
 
     async def rehearse(self, request: GenerationRequest) -> None:
@@ -150,7 +147,6 @@ class VllmEngine:
     # ---------------------------------------------------------------- weights
 
     async def stage(self, offer: Offer) -> None:
-        """Receive ``offer``, or only remember it for streaming."""
         self._staged = None
         if _is_adapter(offer):
             await asyncio.to_thread(self._check_adapter, offer)
@@ -187,7 +183,6 @@ class VllmEngine:
             raise WeightsError(error)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Put staged weights in place between two steps."""
         offer = self._staged
         if offer is None or offer.header.version != version:
             raise WeightsError(f"policy version {version} is not staged")

@@ -45,7 +45,6 @@ class Ladder:
         self._rung = rung
 
     def take_back(self) -> None:
-        """Allocate what was freed."""
         rung, self._rung = self._rung, 0
         if rung:
             self._worker.wake_up(None if rung >= 2 else [KV_CACHE])

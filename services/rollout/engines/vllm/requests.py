@@ -87,7 +87,6 @@ class Requests:
         return np.array(logprobs, dtype=np.float32)
 
     async def rehearse(self, request: GenerationRequest) -> None:
-        """Generate and drop samples, without logprobs."""
         parameters = self.parameters(request, request.sampling.samples)
         name = f"rehearsal{next(self._numbers)}"
         await self.run(name, request.prompt_token_ids, name, parameters)

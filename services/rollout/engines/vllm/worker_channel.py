@@ -174,7 +174,6 @@ class Reports:
         self._closed = False
 
     async def open(self) -> None:
-        """Start listening."""
         if self._host:
             self._server = await asyncio.start_server(self._serve, self._host, 0)
             self.address = f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
@@ -292,7 +291,6 @@ class Reports:
 
 
 def held_of(message: Frame) -> Held:
-    """Return a worker's memory."""
     name, capacity_bytes = message["place"]
     return Held((name, capacity_bytes), message["components"], message["total_bytes"], "graphs and logits")
 

@@ -286,8 +286,8 @@ def _check_window(window: int | None, pattern: Pattern, longest: int) -> None:
         _refuse(f"a layer whose mask has its sliding window of {window}, found one of {own}")
 
 
-def _refuse(what: str) -> NoReturn:
-    raise CannotPack(f"expected {what}: packed rows cannot train it; change policy.model")
+def _refuse(expected: str) -> NoReturn:
+    raise CannotPack(f"expected {expected}: packed rows cannot train it; change policy.model")
 
 
 def install(model: Any) -> None:

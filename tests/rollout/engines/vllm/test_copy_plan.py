@@ -84,9 +84,9 @@ def loaded(like: Fused, tensors: dict[str, Tensor]) -> Fused:
     return fresh
 
 
-def same(one: Fused, other: Fused) -> bool:
+def same(layer: Fused, other: Fused) -> bool:
     others = other.parameters_by_name()
-    return all(torch.equal(tensor, others[name]) for name, tensor in one.parameters_by_name().items())
+    return all(torch.equal(tensor, others[name]) for name, tensor in layer.parameters_by_name().items())
 
 
 def plan_of(layer: Fused, tensors: dict[str, Tensor]) -> CopyPlan:

@@ -106,8 +106,8 @@ def reference(of: Any, prompt: Int32Array, token_ids: Int32Array, temperature: f
 
 def _logprobs(logits: Any, token_ids: Int32Array, temperature: float) -> Float32Array:
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
-    found: Float32Array = logprobs[torch.arange(len(token_ids)), torch.from_numpy(token_ids).long()].numpy()
-    return found
+    taken: Float32Array = logprobs[torch.arange(len(token_ids)), torch.from_numpy(token_ids).long()].numpy()
+    return taken
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -198,8 +198,8 @@ async def test_truncated_samples_have_the_trainers_logprobs_over_what_could_be_d
         engine.generate(request()), engine.generate(GenerationRequest(PROMPT, sampling))
     )
     of = MODELS[int(engine.version or 0)]
-    found = truncated.trainer_logprobs(of, PROMPT, group.samples, sampling.temperature)
-    for sample, logprobs in zip(group.samples, found, strict=True):
+    of_trainer = truncated.trainer_logprobs(of, PROMPT, group.samples, sampling.temperature)
+    for sample, logprobs in zip(group.samples, of_trainer, strict=True):
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=FORWARD)
         if not sampling.min_new_tokens:
             assert truncated.supports_of(sample) == truncated.expected_supports(of, PROMPT, sample, sampling)
@@ -243,8 +243,8 @@ async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
         engine._requests.parameters(request(samples=samples, temperature=temperature, new_tokens=40), samples)
         for samples, temperature in ((3, 1.0), (2, 0.6), (1, 0.0), (4, 1.3))
     ]
-    for one in parameters:
-        one.logprobs, one.flat_logprobs = 0, True
+    for sampling in parameters:
+        sampling.logprobs, sampling.flat_logprobs = 0, True
 
     async def compare(number: int, parameters: Any) -> None:
         name = f"g{1000 + number}"
@@ -257,7 +257,7 @@ async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
             native = np.array(output.logprobs.logprobs)
             np.testing.assert_allclose(row.logprobs[: len(native)], native, atol=FORWARD)
 
-    await asyncio.gather(*(compare(number, one) for number, one in enumerate(parameters)))
+    await asyncio.gather(*(compare(number, sampling) for number, sampling in enumerate(parameters)))
 
 
 async def test_preempted_requests_keep_their_logprobs(engine: VllmEngine) -> None:
@@ -281,9 +281,9 @@ def _metric(name: str) -> float:
 async def test_the_probe_is_teacher_forced_at_temperature_1(engine: VllmEngine) -> None:
     ids = np.concatenate([PROMPT, PROMPT[::-1]])
     for _ in range(2):
-        found = await engine.logprobs(ids)
+        probed = await engine.logprobs(ids)
         expected = reference(MODELS[int(engine.version or 0)], ids[:1], ids[1:])
-        np.testing.assert_allclose(found, expected, atol=FORWARD)
+        np.testing.assert_allclose(probed, expected, atol=FORWARD)
 
 
 async def test_a_prompt_that_vllm_refuses_is_no_death(engine: VllmEngine) -> None:

@@ -150,9 +150,9 @@ async def engine(node: Node) -> AsyncIterator[VllmEngine]:
 
 async def test_an_engine_on_two_hosts_listens_on_the_address_of_its_hosts_alone(engine: VllmEngine, node: Node) -> None:
     below = [process.pid for process in psutil.Process().children() if process.pid != node.process.pid]
-    found = listeners(*below, node.process.pid)
-    assert found, "expected the workers' rendezvous at least"
-    assert [listener for listener in found if not listener.is_loopback] == []
+    listening = listeners(*below, node.process.pid)
+    assert listening, "expected the workers' rendezvous at least"
+    assert [listener for listener in listening if not listener.is_loopback] == []
 
 
 async def test_an_engine_on_two_hosts_draws_what_one_process_would(engine: VllmEngine, node: Node) -> None:
@@ -173,8 +173,8 @@ async def test_an_engine_on_two_hosts_draws_what_one_process_would(engine: VllmE
 
 def _greedy(new_tokens: int) -> list[int]:
     ids = torch.tensor([PROMPT.tolist()])
-    found = MODELS[0].generate(ids, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
-    tokens: list[int] = found[0, len(PROMPT) :].tolist()
+    generated = MODELS[0].generate(ids, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
+    tokens: list[int] = generated[0, len(PROMPT) :].tolist()
     return tokens
 
 
@@ -261,7 +261,9 @@ async def test_a_host_that_holds_workers_hears_that_the_first_is_gone() -> None:
     outlasting = asyncio.ensure_future(asyncio.to_thread(outlast, rendezvous))
 
     def joined() -> bool:
-        return any(one.raddr and one.raddr.port == port for one in psutil.Process().net_connections("tcp"))
+        return any(
+            connection.raddr and connection.raddr.port == port for connection in psutil.Process().net_connections("tcp")
+        )
 
     await until(joined, timeout_s=30)
     assert not outlasting.done()

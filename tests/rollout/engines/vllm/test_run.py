@@ -49,7 +49,7 @@ async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
     ]
     await forge.up(["config/arithmetic.toml", *flags, *more], tmp_path / "up.txt", forked=bool(more))
     log = (tmp_path / "vllm" / "logs" / "rollout-0.log").read_text()
-    gaps = [float(found) for found in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)]
+    gaps = [float(gap) for gap in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)]
     assert gaps, "expected probes in the replica's log"
     assert max(gaps) < FORWARD
     assert (tmp_path / "vllm" / "adapter").is_dir() == ("--policy.lora.rank=8" in more)

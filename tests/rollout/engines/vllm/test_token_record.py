@@ -45,9 +45,9 @@ def let_go(record: TokenRecord, *names: str) -> dict[str, tuple[list[float], lis
 
 def test_a_logprob_is_that_of_the_softmax_of_the_logits() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [5.0, -1.0, 0.0]], dtype=torch.bfloat16)
-    found = token_logprobs(logits, torch.tensor([2, 1]))
-    torch.testing.assert_close(found, torch.tensor([-0.4076, -6.0092]), atol=1e-4, rtol=0)  # the literals' digits
-    assert found.dtype == torch.float32
+    logprobs = token_logprobs(logits, torch.tensor([2, 1]))
+    torch.testing.assert_close(logprobs, torch.tensor([-0.4076, -6.0092]), atol=1e-4, rtol=0)  # the literals' digits
+    assert logprobs.dtype == torch.float32
 
 
 def test_every_request_has_its_row_whatever_the_batch_order() -> None:
@@ -121,9 +121,9 @@ def test_more_requests_and_longer_ones_than_expected_find_room() -> None:
     for number in range(200):
         record.admit(f"r{number}", 1, 1, 3000)
     draw(record, {"first": 1, "r199": 2500}, {"first": 1, "r199": 1}, [-0.2, -0.7])
-    found = let_go(record, "first", "r199")
-    assert found["first"][0] == [-0.1, -0.2]
-    assert found["r199"][0][2500] == -0.7
+    taken = let_go(record, "first", "r199")
+    assert taken["first"][0] == [-0.1, -0.2]
+    assert taken["r199"][0][2500] == -0.7
 
 
 def test_without_logprobs_tokens_are_counted_all_the_same() -> None:
@@ -220,10 +220,10 @@ def test_the_newer_runner_is_heard_after_temperature() -> None:
     runner.execute_model(Scheduled({"b": 1}, [new("b", 2, 3)], {"a"}))
     run_new(runner, ["b"], [2], [1])
     runner.execute_model(Scheduled({}, finished_req_ids={"b"}))
-    found = {
-        name: np.frombuffer(values, np.float32).round(4).tolist() for one in rows for name, values, _, _ in one.rows()
+    recorded = {
+        name: np.frombuffer(values, np.float32).round(4).tolist() for row in rows for name, values, _, _ in row.rows()
     }
-    assert found == {"a": pytest.approx([HALVED[1]]), "b": pytest.approx([HALVED[0], HALVED[0]])}
+    assert recorded == {"a": pytest.approx([HALVED[1]]), "b": pytest.approx([HALVED[0], HALVED[0]])}
 
 
 def test_the_older_runner_is_heard_after_temperature() -> None:
@@ -235,10 +235,10 @@ def test_the_older_runner_is_heard_after_temperature() -> None:
     runner.input_batch.req_ids = ["a", "b"]
     runner.sampler.sample(LOGITS.clone(), None)
     runner.execute_model(Scheduled({}, finished_req_ids={"a", "b"}))
-    found = {
-        name: np.frombuffer(values, np.float32).round(4).tolist() for one in rows for name, values, _, _ in one.rows()
+    recorded = {
+        name: np.frombuffer(values, np.float32).round(4).tolist() for row in rows for name, values, _, _ in row.rows()
     }
-    assert found == {"a": pytest.approx([HALVED[0]]), "b": []}
+    assert recorded == {"a": pytest.approx([HALVED[0]]), "b": []}
 
 
 def test_a_runner_of_an_unknown_kind_is_only_counted() -> None:
@@ -252,7 +252,7 @@ def test_a_runner_of_an_unknown_kind_is_only_counted() -> None:
     runner.execute_model(Scheduled({"a": 1}, scheduled_cached_reqs=cached))
     assert record.held == {"a": 2}
     runner.execute_model(Scheduled({}, finished_req_ids={"a"}))
-    assert [versions for one in rows for _, _, versions, _ in one.rows()] == [[(0, 0), (1, 1)]]
+    assert [versions for row in rows for _, _, versions, _ in row.rows()] == [[(0, 0), (1, 1)]]
 
 
 def test_speculative_decoding_is_not_captured() -> None:

@@ -30,8 +30,8 @@ def seen() -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.support.vllm_models"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    results: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 @pytest.mark.slow
@@ -40,20 +40,20 @@ def seen() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("tied", ["tied", "untied"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_a_plan_of_a_real_loader_is_that_loader(family: str, tied: str, ranks: str) -> None:
-    found = seen()["loaders"][f"{family}-{tied}-{ranks}"]
-    assert (found["path"], found["reason"]) == ("plan", "")
-    assert found["untouched"], "tracing changed a live parameter"
-    assert found["swapped"]
-    assert found["streamed"]
-    assert 0.9 < found["share"] <= 1.0, "all but the padding is copied, tied weights once"
+    results = seen()["loaders"][f"{family}-{tied}-{ranks}"]
+    assert (results["path"], results["reason"]) == ("plan", "")
+    assert results["untouched"], "tracing changed a live parameter"
+    assert results["swapped"]
+    assert results["streamed"]
+    assert 0.9 < results["share"] <= 1.0, "all but the padding is copied, tied weights once"
 
 
 @pytest.mark.slow
 @needs_vllm
 def test_fused_experts_are_refused() -> None:
-    found = seen()["loaders"]["mixture"]
-    assert found["path"] == "layerwise"
-    assert "the loader copies what it computed" in found["reason"], "the experts of one tensor are cut apart"
+    results = seen()["loaders"]["mixture"]
+    assert results["path"] == "layerwise"
+    assert "the loader copies what it computed" in results["reason"], "the experts of one tensor are cut apart"
 
 
 @pytest.mark.slow
@@ -61,29 +61,31 @@ def test_fused_experts_are_refused() -> None:
 @pytest.mark.parametrize("tied", ["tied", "untied", "mixtral"])
 class TestAnEngineWhoseLayersArePacked:
     def test_is_reloaded_layer_by_layer_and_answers_with_the_new_weights(self, tied: str) -> None:
-        found = seen()[tied]
-        assert found["path"] == "layerwise"
-        assert "is empty: its weight was repacked" in found["reason"]
-        assert max(found["before"], found["unswapped"], found["swapped"], found["swapped_again"]) < WHOLE_GAP_NATS
-        assert found["taken"] == found["again"] == ["layerwise", found["stream_bytes"]]
+        results = seen()[tied]
+        assert results["path"] == "layerwise"
+        assert "is empty: its weight was repacked" in results["reason"]
+        assert (
+            max(results["before"], results["unswapped"], results["swapped"], results["swapped_again"]) < WHOLE_GAP_NATS
+        )
+        assert results["taken"] == results["again"] == ["layerwise", results["stream_bytes"]]
 
     def test_keeps_its_weights_where_others_do_not_fit(self, tied: str) -> None:
-        found = seen()[tied]
-        assert len(found["refusals"]) == 2
-        assert all(error.startswith("these are not weights of this model") for error in found["refusals"])
-        assert found["unchanged"] < WHOLE_GAP_NATS
+        results = seen()[tied]
+        assert len(results["refusals"]) == 2
+        assert all(error.startswith("these are not weights of this model") for error in results["refusals"])
+        assert results["unchanged"] < WHOLE_GAP_NATS
 
     def test_streams_buckets_through_one_buffer(self, tied: str) -> None:
-        found = seen()[tied]
-        assert found["streamed"] < WHOLE_GAP_NATS
-        assert not found["torn_before"]
+        results = seen()[tied]
+        assert results["streamed"] < WHOLE_GAP_NATS
+        assert not results["torn_before"]
 
     def test_is_torn_by_a_source_that_dies_and_mended_by_the_next(self, tied: str) -> None:
-        found = seen()[tied]
-        assert found["broke"] == "the source died"
-        assert found["torn"]
-        assert max(found["mended"], found["swapped_last"]) < WHOLE_GAP_NATS
-        assert not found["torn_last"]
+        results = seen()[tied]
+        assert results["broke"] == "the source died"
+        assert results["torn"]
+        assert max(results["mended"], results["swapped_last"]) < WHOLE_GAP_NATS
+        assert not results["torn_last"]
 
 
 class UnquantizedLinearMethod:

@@ -55,16 +55,13 @@ class EngineSet:
 
     @property
     def held(self) -> Sequence[Held]:
-        """What each engine holds, as last measured."""
         return tuple(held for engine in self.engines for held in engine.held)
 
     def update_by(self, mode: UpdateMode) -> None:
-        """Swap between two decoding steps or after running completions."""
         for engine in self.engines:
             engine.update_by(mode)
 
     def share_secret(self, secret: bytes) -> None:
-        """Serve weights only to processes that know ``secret``."""
         self._secret = secret
         self.engines[0].share_secret(secret)
 
@@ -80,7 +77,6 @@ class EngineSet:
         return await self._named(number, self.engines[number].logprobs(token_ids))
 
     async def stage(self, offer: Offer) -> None:
-        """Receive ``offer`` in the first engine; pass it on."""
         if offer.transport == "file":
             await _all(self._named(number, engine.stage(offer)) for number, engine in enumerate(self.engines))
             return
@@ -99,7 +95,6 @@ class EngineSet:
         await puller.finish(passed, None)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
-        """Make the staged version live in every engine."""
         await self._gate.shut()
         try:
             swaps = (self._named(number, engine.swap(version)) for number, engine in enumerate(self.engines))
@@ -119,7 +114,6 @@ class EngineSet:
             raise type(error)(f"engine {number} of {len(self.engines)}: {error}") from error
 
     async def close(self) -> None:
-        """End every engine's processes."""
         await asyncio.gather(*(puller.close() for puller in self._pullers.values()))
         await asyncio.gather(*(engine.close() for engine in self.engines))
 

@@ -35,7 +35,6 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its items."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -56,16 +55,12 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy from the shadow into parameters."""
-
     destination: Region
     source: Region
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fill:
-    """Parameter bytes set to a constant."""
-
     destination: Region
     value: float
 
@@ -91,7 +86,6 @@ class CopyPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a replay copies."""
         return sum(copy.destination.nbytes for copy in self.copies)
 
     @property
@@ -138,7 +132,6 @@ class CopyPlan:
 
     @torch.no_grad()
     def replay_fills(self) -> None:
-        """Enqueue the fills."""
         for destination, value in self._filled:
             destination.fill_(value)
 
