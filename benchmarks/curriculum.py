@@ -1,17 +1,20 @@
 """Groups with signal per generated group, with and without ``data.curriculum``.
 
-    python -m benchmarks.curriculum --steps 80            two runs of the arithmetic example
-    python -m benchmarks.curriculum --fixed               the sampler alone: no model, success rates that do not change
+    python -m benchmarks.curriculum --steps 80 --seeds 3  two runs of the arithmetic example for each seed
+    python -m benchmarks.curriculum --fixed --seeds 20    the sampler alone: no model, success rates that do not change
 
 Trained: 200 problems, a half that no sample solves (its answers are other texts), a quarter without a carry, which the
-policy mostly solves, and a quarter with one; the same seed. Fixed: 2,000 problems, 45 % never solved, 20 % always, the
+policy mostly solves, and a quarter with one. Fixed: 2,000 problems, 45 % never solved, 20 % always, the
 others with rates between 0 and 1; 16 samples a group, 32 groups a step, one step of lag, 200 steps.
 """
 
 import argparse
 import json
+import os
+import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,39 +70,47 @@ def fixed_share(curriculum: bool, last: int, seed: int = 0) -> tuple[float, floa
     return float(np.mean(made)), float(np.mean(made[-last:]))
 
 
-def compare_fixed() -> None:
-    """Print the sampler's shares."""
-    uniform, preferred = fixed_share(False, 50), fixed_share(True, 50)
-    for name, (whole, late) in (("uniform", uniform), ("curriculum", preferred)):
-        print(f"{name}: {whole:.3f} with signal, {late:.3f} in the last 50 steps")
-    print(f"ratio: {preferred[0] / uniform[0]:.2f}, {preferred[1] / uniform[1]:.2f} in the last 50 steps")
-
-
-def main() -> None:
-    """Run both and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--fixed", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.fixed:
-        compare_fixed()
-        return
-    steps = arguments.steps
-    shares: dict[str, tuple[float, float]] = {}
+def trained_shares(name: str, curriculum: bool, steps: int, seed: int) -> tuple[float, float]:
+    """Run the example; return the share with signal of all groups, and of those of the last half."""
     with tempfile.TemporaryDirectory(prefix="penstock-curriculum-") as folder:
         data = Path(folder) / "mixed.jsonl"
         write_problems(data)
-        for name, curriculum in (("uniform", False), ("curriculum", True)):
-            changes = {"data": {"path": str(data), "curriculum": curriculum}}
-            learned = learn(Path(folder), name, {"groups_per_step": 16}, changes, steps)
-            whole, late = (share(Path(folder) / name, 16, last) for last in (steps, steps // 2))
-            shares[name] = (whole, late)
-            print(
-                f"{name}: {whole:.3f} with signal, {late:.3f} in the last half; accuracy {learned.accuracy_after:.3f}",
-                flush=True,
-            )
-    ratios = [share / base for share, base in zip(shares["curriculum"], shares["uniform"], strict=True)]
-    print(f"ratio: {ratios[0]:.2f}, {ratios[1]:.2f} in the last half")
+        changes: dict[str, dict[str, Any]] = {
+            "data": {"path": str(data), "curriculum": curriculum},
+            "run": {"seed": seed},
+        }
+        learn(Path(folder), name, {"groups_per_step": 16}, changes, steps)
+        whole, late = (share(Path(folder) / name, 16, last) for last in (steps, steps // 2))
+        return whole, late
+
+
+def compare(steps: int, seed: int, *, fixed: bool) -> dict[str, float]:
+    """Return the shares of one seed, and their ratio."""
+    shares = {
+        name: fixed_share(curriculum, 50, seed) if fixed else trained_shares(name, curriculum, steps, seed)
+        for name, curriculum in (("uniform", False), ("curriculum", True))
+    }
+    figures: dict[str, float] = {"seed": seed}
+    for place, part in enumerate(("whole", "late")):
+        uniform, preferred = shares["uniform"][place], shares["curriculum"][place]
+        figures |= {f"uniform_{part}": uniform, f"curriculum_{part}": preferred, f"ratio_{part}": preferred / uniform}
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def main() -> None:
+    """Run each seed and print a line; the last has the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--fixed", action="store_true")
+    arguments = parser.parse_args()
+    by_seed = []
+    for seed in range(arguments.seeds):
+        by_seed.append(compare(arguments.steps, seed, fixed=arguments.fixed))
+        print(json.dumps(by_seed[-1]), flush=True)
+    medians = {name: statistics.median(figures[name] for figures in by_seed) for name in ("ratio_whole", "ratio_late")}
+    kind = {"fixed": arguments.fixed, "steps": 200 if arguments.fixed else arguments.steps, "cores": os.cpu_count()}
+    print(json.dumps({"benchmark": "curriculum", **kind, "by_seed": by_seed, **medians}))
 
 
 if __name__ == "__main__":

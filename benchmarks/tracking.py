@@ -6,14 +6,16 @@
     none       the tracking service and its sink are stopped: nothing of them runs
 
     python -m benchmarks.tracking --block-s 60 --rounds 3
+    python -m benchmarks.tracking --block-s 10 --rounds 20    on a busy machine: load changes less within a pair
 
-Prints ``ratio``: the median step time while blocked / without tracking, of the run of ``config/arithmetic.toml``;
-``each_step_once``: whether TensorBoard has every step once at the end.
+Each round is a pair of stretches, one of each case, in the run of ``config/arithmetic.toml``. Prints ``ratio``: the
+geometric mean over the pairs of step time while blocked / without tracking, so that load that outlasts a pair cancels
+out, with its 95 % interval (``between``, bootstrap over pairs); ``each_step_once``: whether TensorBoard has every step
+once at the end.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -23,13 +25,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from penstock import Run
 from services.coordinator.records.jsonl import read
 
 ROOT = Path(__file__).parents[1]
-_SETTLE_S = 2.0
+_SETTLE_S = 1.0
 
 
 def main() -> None:
@@ -48,15 +51,16 @@ def main() -> None:
         }
         with Run("config/arithmetic.toml", settings) as run:
             run.start()
-            seconds = measure(run, given.block_s, given.rounds)
+            pairs = measure(run, given.block_s, given.rounds)
             run.stop("measured")
             run.wait()
         once = _steps(run.folder) == shown(run.folder)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratio, between = ratio_of([pair["blocked"] / pair["none"] for pair in pairs])
     result = {
-        "ratio": medians["blocked"] / medians["none"],
-        "step_s": medians,
-        "steps": {name: len(values) for name, values in seconds.items()},
+        "ratio": ratio,
+        "between": between,
+        "step_s": {case: statistics.median(pair[case] for pair in pairs) for case in pairs[0]},
+        "pairs": len(pairs),
         "block_s": given.block_s,
         "each_step_once": once,
         "load": os.getloadavg(),
@@ -64,10 +68,18 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measure(run: Run, block_s: float, rounds: int) -> dict[str, list[float]]:
-    """Return step times by case."""
+def ratio_of(ratios: list[float]) -> tuple[float, tuple[float, float]]:
+    """Return the geometric mean and its 95 % interval."""
+    logs, lot = np.log(ratios), np.random.default_rng(0)
+    means = np.exp(lot.choice(logs, (10_000, len(logs))).mean(axis=1))
+    low, high = np.quantile(means, (0.025, 0.975)).tolist()
+    return round(float(np.exp(logs.mean())), 4), (round(low, 4), round(high, 4))
+
+
+def measure(run: Run, block_s: float, rounds: int) -> list[dict[str, float]]:
+    """Return the mean step time of each case, by pair."""
     _wait_for_sink(run)
-    seconds: dict[str, list[float]] = {"blocked": [], "none": []}
+    pairs: list[dict[str, float]] = [{} for _ in range(rounds)]
     for number in range(2 * rounds):
         case = ("blocked", "none", "none", "blocked")[number % 4]
         service = _tracking(run)
@@ -79,9 +91,10 @@ def measure(run: Run, block_s: float, rounds: int) -> dict[str, list[float]]:
             until_s = time.time()
         ends = [line["finished_at_s"] for line in read(run.folder / "metrics.jsonl")]
         within = [float(end_s) for end_s in ends if isinstance(end_s, float) and since_s < end_s < until_s]
-        seconds[case] += [later - earlier for earlier, later in itertools.pairwise(within)]
+        if len(within) > 1:
+            pairs[number // 2][case] = (within[-1] - within[0]) / (len(within) - 1)
         time.sleep(_SETTLE_S)
-    return seconds
+    return [pair for pair in pairs if len(pair) == 2]
 
 
 @contextlib.contextmanager

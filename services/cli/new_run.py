@@ -11,6 +11,8 @@ from shared.errors import SettingsError
 from shared.settings import given, loads
 
 _COMMENT_COLUMN = 48
+_EXAMPLES = {"evaluation.path": '"heldout.jsonl"'}
+"""Of settings without a default."""
 
 
 def write(path: Path, flags: Sequence[str]) -> None:
@@ -36,8 +38,10 @@ def toml(values: Mapping[str, str]) -> str:
         for key in group:
             entry, name = known.get(key), key.partition(".")[2]
             value = values.get(key)
-            shown = f"# {name} = {entry.default}" if value is None and entry else f"{name} = {_literal(value or '')}"
-            lines.append(f"{shown:<{_COMMENT_COLUMN}}  # {entry.brief}" if entry else shown)
+            default = _EXAMPLES.get(key, entry.default) if entry else ""
+            shown = f"# {name} = {default}" if value is None and entry else f"{name} = {_literal(value or '')}"
+            unset = "; not set by default" if value is None and key in _EXAMPLES else ""
+            lines.append(f"{shown:<{_COMMENT_COLUMN}}  # {entry.brief}{unset}" if entry else shown)
     return "\n".join(lines) + "\n"
 
 

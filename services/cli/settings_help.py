@@ -152,8 +152,11 @@ def _of(model: type[BaseModel], prefix: str, without: Sequence[str] = ()) -> Ite
 def _of_parts(key: str, parts: Sequence[type[BaseModel]]) -> Iterator[Entry]:
     kinds = [_literal(part) for part in parts]
     if not any(kinds):
+        for part in parts:
+            yield from _of(part, f"{key}[].")
         return
-    yield Entry(f"{key}[].kind", " | ".join(map(repr, kinds)), "", "The kind; its settings follow.")
+    each = " | ".join(repr(value) for kind in kinds for value in kind.split("|"))
+    yield Entry(f"{key}[].kind", each, "", "The kind; its settings follow.")
     name = parts[0].model_fields["name"]
     yield Entry(f"{key}[].name", "text", "the kind", " ".join((name.description or "").split()))
     for part, kind in zip(parts, kinds, strict=True):

@@ -321,7 +321,7 @@ def load_data(settings: Settings) -> Data:
     evaluation, scorers = settings.evaluation, settings.reward.scorers
     names = [scorer.name for scorer in scorers]
     comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
-    train = dataset.load_training(settings.data, names, comparing)
+    train = dataset.load_training(settings.data, names, comparing, [of.name for of in settings.reward.teachers])
     held_out = tuple(
         (held_set, dataset.load(held_set.path, settings.data, evaluation.setting_of(held_set), names, comparing))
         for held_set in evaluation.held_out
@@ -333,7 +333,7 @@ def _doubts(
     settings: Settings, train: dataset.Dataset, held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]]
 ) -> Iterator[NoticeView]:
     if train.bad_rows:
-        text = f"{train.bad_rows} rows of {', '.join(settings.data.sources)} cannot be used; the coordinator's log names them and the reasons"
+        text = f"{train.bad_rows} rows of {', '.join(settings.data.sources)} cannot be used; `penstock data check` names them and the reasons"
         yield notice("bad rows", "warning", text)
     prompts = Training(train.problems) if held_out else None
     for held_set, problems in held_out:

@@ -1,6 +1,6 @@
-"""Reference logprobs of a group under the frozen initial policy (``frozen_policy``).
+"""Logprobs of a group under a frozen model in this service (``frozen_policy``): the initial policy, or a teacher.
 
-They travel with the group (``Experience.reference_logprobs``), so no trainer rank holds the initial policy.
+The reference's travel with the group (``Experience.reference_logprobs``), so no trainer rank holds the initial policy.
 """
 
 import asyncio
@@ -11,58 +11,75 @@ import numpy as np
 from services.reward.models.batcher import Batcher, NoRoom
 from services.reward.scorers.reward_model import require_libraries
 from shared.bus.messages import Float32Array, RolloutGroup
-from shared.errors import TemporaryError
+from shared.errors import PermanentError, TemporaryError
 from shared.model.model_source import check_model
 from shared.process.importing import importing
 from shared.process.memory_timeline import Held
 from shared.settings import Settings
+from shared.settings.rewards.models import TeacherSettings
 
 if TYPE_CHECKING:
     from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
 
 
 class Reference:
-    """The frozen initial policy of a run. Raises SettingsError."""
+    """The frozen initial policy of a run, or ``teacher``. Raises SettingsError."""
 
-    name = "reference"
-
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, teacher: TeacherSettings | None = None) -> None:
+        self.name = teacher.name if teacher else "reference"
         self._settings = settings
-        require_libraries('algorithm.reference = "reward"')
-        check_model("policy.model", settings.policy.model)
+        self._model = teacher.model if teacher else settings.policy.model
+        self._where = f"model of {teacher.setting}" if teacher else "policy.model"
+        require_libraries(teacher.setting if teacher else 'algorithm.reference = "reward"')
+        check_model(self._where, self._model)
         self._policy: FrozenPolicy | None = None
         self._batcher: Batcher[TokenSequence, Float32Array] | None = None
 
     async def start(self) -> None:
         """Load the model in a thread. Raises SettingsError."""
-        self._policy = await asyncio.to_thread(_open, self._settings)
+        self._policy = await asyncio.to_thread(_open, self._settings, self._model, self._where)
         self._batcher = Batcher(self._policy, self._settings.model_work, self.name)
         self._batcher.start()
 
     @property
     def held(self) -> Held | None:
-        return None if self._policy is None else self._policy.held
+        """What the policy holds on its device, once it is loaded."""
+        return (
+            None if self._policy is None else self._policy.held("reference" if self.name == "reference" else "weights")
+        )
 
     async def close(self) -> None:
         if self._batcher is not None:
             await self._batcher.close()
 
     async def logprobs(self, group: RolloutGroup) -> Float32Array:
-        """Return the logprobs of all samples' tokens, concatenated (nats). Raises TemporaryError."""
+        """Return the logprobs of all samples' tokens, concatenated (nats).
+
+        Raises:
+            TemporaryError: no memory for them now.
+            PermanentError: the model does not know a token.
+        """
         from services.reward.models.frozen_policy import TokenSequence
 
         assert self._batcher is not None
+        assert self._policy is not None
+        largest = max(int(group.prompt_token_ids.max()), *(int(sample.token_ids.max()) for sample in group.samples))
+        if largest >= self._policy.vocabulary:
+            raise PermanentError(
+                f"expected token ids below {self._policy.vocabulary}, found {largest} in {group.prompt.problem}: change "
+                f"{self._where}"
+            )
         temperature = group.prompt.sampling.temperature
         sequences = [TokenSequence(group.prompt_token_ids, sample.token_ids, temperature) for sample in group.samples]
         try:
             logprobs = await self._batcher.run(sequences)
         except NoRoom as error:
-            raise TemporaryError(f"reference unavailable: {error}") from error
+            raise TemporaryError(f"{self.name} unavailable: {error}") from error
         return np.concatenate(logprobs)
 
 
-def _open(settings: Settings) -> "FrozenPolicy":
+def _open(settings: Settings, model: str, where: str) -> "FrozenPolicy":
     with importing():
         from services.reward.models.frozen_policy import FrozenPolicy
 
-        return FrozenPolicy(settings)
+        return FrozenPolicy(settings, model, where)

@@ -1,4 +1,4 @@
-"""Score a group: all scorers and the reference concurrently, then the reward expression."""
+"""Score a group: all scorers, the reference and teachers concurrently, then the reward expression."""
 
 import asyncio
 import dataclasses
@@ -15,6 +15,7 @@ from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
 from services.reward.scorers.reward_model import RewardModel
 from services.reward.scorers.scorer import Scorer
+from services.reward.teachers import Teacher, Teachers, taught
 from shared.backoff import Backoff
 from shared.bus.messages import (
     Experience,
@@ -68,6 +69,12 @@ def _scored_places(columns: Sequence[Sequence[Score]]) -> list[int]:
     ]
 
 
+def _raised(result: Float32Array | BaseException) -> Float32Array:
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
 def _of_places(logprobs: Float32Array | None, group: RolloutGroup, places: Sequence[int]) -> Float32Array | None:
     if logprobs is None:
         return None
@@ -82,6 +89,7 @@ class Scoring:
         expression: the reward from the scorers' values.
         status: the replica's heartbeat.
         reference: the frozen initial policy, if it runs here.
+        teachers: give the samples' ``teacher_logprobs``.
         tell: writes an event.
         redo: the waits before missing scores are asked for again.
     """
@@ -94,26 +102,33 @@ class Scoring:
         reference: Reference | None = None,
         tell: Tell | None = None,
         redo: Backoff = _REDO,
+        teachers: Teachers | None = None,
     ) -> None:
         self._scorers = scorers
         self._redo_waits = redo
         self._reference = reference
+        self._teachers = teachers
         self._expression = expression
         self._status = status
         self._failures = Failures(status, tell)
         self._groups = 0
         self._samples = 0
-        for name in (*(scorer.name for scorer in scorers), *([reference.name] if reference else [])):
-            AVAILABLE.labels(name).set(1)
+        for part in self._parts():
+            AVAILABLE.labels(part.name).set(1)
 
     def reward_by(self, settings: Settings) -> None:
         """Use the expression of ``settings`` from now on."""
         self._expression = Expression(settings.reward.expression, [scorer.name for scorer in self._scorers])
 
     async def start(self) -> None:
-        for scorer in self._parts():
-            await scorer.start()
-            AVAILABLE.labels(scorer.name).set(1)
+        """Start every scorer. Raises SettingsError."""
+        parts: list[Scorer | Reference] = [*self._scorers, *([self._reference] if self._reference is not None else [])]
+        for part in parts:
+            await part.start()
+        if self._teachers is not None:
+            await self._teachers.start()
+        for name in (part.name for part in self._parts()):
+            AVAILABLE.labels(name).set(1)
 
     async def rehearse(self, settings: Settings, prompts: Sequence[Prompt]) -> None:
         """Try every scorer on ``prompts``. Raises SettingsError if one fails on all."""
@@ -123,8 +138,9 @@ class Scoring:
         for scorer in self._parts():
             await scorer.close()
 
-    def _parts(self) -> list[Scorer | Reference]:
-        return [*self._scorers, *([self._reference] if self._reference is not None else [])]
+    def _parts(self) -> list[Scorer | Teacher]:
+        reference = [self._reference] if self._reference is not None else []
+        return [*self._scorers, *reference, *(self._teachers.parts if self._teachers is not None else [])]
 
     async def __call__(self, group: RolloutGroup, *, last: bool = False) -> Experience:
         """Return the group with its rewards.
@@ -141,7 +157,7 @@ class Scoring:
             raise PermanentError(f"expected samples of {group.prompt.problem}, found none")
         started_s = time.monotonic()
         with IN_PROGRESS.track_inprogress():
-            columns, reference_logprobs = await self._ask(self._applying(group.prompt), group)
+            columns, reference_logprobs, group = await self._ask(self._applying(group.prompt), group)
         if missing := await self._note(columns, group.prompt.problem):
             scored = _scored_places(columns)
             if not last or group.prompt.purpose is not Purpose.TRAIN or len(scored) < max(2, len(group.samples) / 2):
@@ -179,15 +195,17 @@ class Scoring:
 
     async def _ask(
         self, scorers: Sequence[Scorer], group: RolloutGroup
-    ) -> tuple[list[list[Score]], Float32Array | None]:
-        """Return all scores and the reference's logprobs.
+    ) -> tuple[list[list[Score]], Float32Array | None, RolloutGroup]:
+        """Return all scores, the reference's logprobs, and the group with its teachers' logprobs.
 
         If one raises, the others still finish, since cancelling may be costly.
         """
         asked = asyncio.gather(*(self._timed(scorer, group) for scorer in scorers), return_exceptions=True)
-        answers, logprobs = await asyncio.gather(asked, self._look_back(group), return_exceptions=True)
-        if isinstance(answers, BaseException):
-            raise answers
+        trained = group.prompt.purpose is not Purpose.EVALUATE
+        models: list[Teacher] = [self._reference] if trained and self._reference is not None else []
+        teachers = self._teachers.of(group) if trained and self._teachers is not None else []
+        reading = asyncio.gather(*(self._read(model, group) for model in (*models, *teachers)), return_exceptions=True)
+        answers, logprobs = await asyncio.gather(asked, reading)
         columns: list[list[Score]] = []
         for scorer, answer in zip(scorers, answers, strict=True):
             if isinstance(answer, BaseException):
@@ -199,9 +217,8 @@ class Scoring:
                     f"expected {len(group.samples)} scores of scorer {scorer.name!r}, found {len(answer)}: a bug in it"
                 )
             columns.append(answer)
-        if isinstance(logprobs, BaseException):
-            raise logprobs
-        return columns, logprobs
+        read = [_raised(part) for part in logprobs]
+        return columns, read[0] if models else None, taught(group, read[len(models) :])
 
     async def _timed(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
         started_s = time.monotonic()
@@ -256,20 +273,18 @@ class Scoring:
             whole = Held(place, components, max(held.total_bytes for held in together))
             self._status.memory.note(whole.during("score", _LOOK_EVERY_S))
 
-    async def _look_back(self, group: RolloutGroup) -> Float32Array | None:
-        """Return a training group's reference logprobs. Raises TemporaryError."""
-        if self._reference is None or group.prompt.purpose is Purpose.EVALUATE:
-            return None
+    async def _read(self, model: Teacher, group: RolloutGroup) -> Float32Array:
+        """Return the logprobs of the samples' tokens under the reference or a teacher. Raises TemporaryError."""
         started_s = time.monotonic()
         try:
-            logprobs = await self._reference.logprobs(group)
+            logprobs = await model.logprobs(group)
         except TemporaryError as error:
-            self._failures.set_available(self._reference.name, str(error))
-            await self._failures.failed(self._reference.name, group.prompt.problem, str(error))
+            self._failures.set_available(model.name, str(error))
+            await self._failures.failed(model.name, group.prompt.problem, str(error))
             raise
-        SECONDS.labels(self._reference.name).observe(time.monotonic() - started_s)
-        self._failures.set_available(self._reference.name, None)
-        self._failures.succeeded(self._reference.name)
+        SECONDS.labels(model.name).observe(time.monotonic() - started_s)
+        self._failures.set_available(model.name, None)
+        self._failures.succeeded(model.name)
         return logprobs
 
     async def _note(self, columns: list[list[Score]], problem: str) -> Score | None:

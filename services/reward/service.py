@@ -6,7 +6,8 @@
                                  ├── scorer ┐
                                  ├── scorer ├──▶ reward.expression ──▶ rewards
                                  ├── scorer ┘
-                                 └── reference, where it lives here ──▶ reference logprobs
+                                 ├── reference, where it lives here ──▶ reference logprobs
+                                 └── teachers ──▶ teacher logprobs of each sample
                                       └── unavailable, or a bug ──▶ tried again, then buried with the cause; never worth 0
 """
 
@@ -29,6 +30,7 @@ from services.reward.scorers.random_scorer import Lot
 from services.reward.scorers.reward_model import RewardModel
 from services.reward.scorers.scorer import Scorer
 from services.reward.scoring import Scoring, create_lenient_series
+from services.reward.teachers import Teachers
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
@@ -84,7 +86,9 @@ def make_scoring(settings: Settings, status: Status, bus: Bus | None = None) -> 
             create_lenient_series(of.name, (*of.lenient, *(("tolerance",) if of.tolerance else ())))
     expression = Expression(settings.reward.expression, [scorer.name for scorer in scorers])
     reference = Reference(settings) if settings.algorithm.reference_travels else None
-    return Scoring(scorers, expression, status, reference, None if bus is None else _teller(bus))
+    return Scoring(
+        scorers, expression, status, reference, None if bus is None else _teller(bus), teachers=Teachers(settings)
+    )
 
 
 def _teller(bus: Bus) -> Tell:

@@ -126,6 +126,7 @@ class Settings(Section):
     def _agree(self) -> "Settings":
         for rule in (
             _check_scorers,
+            _check_teachers,
             _check_warm_up,
             _check_gpus,
             _check_engines,
@@ -154,6 +155,31 @@ def _check_scorers(settings: Settings) -> None:
         Expression(settings.reward.expression, names)
     except SettingsError as error:
         raise ValueError(str(error)) from error
+
+
+def _check_teachers(settings: Settings) -> None:
+    teachers, sampling = settings.reward.teachers, settings.sampling
+    names = [*(teacher.name for teacher in teachers), *(scorer.name for scorer in settings.reward.scorers), "reference"]
+    if len(set(names)) != len(names):
+        raise ValueError(
+            "expected names of teachers that are different from each other, from those of scorers and from 'reference', found "
+            f"{names[: len(teachers)]}: change name in [[reward.teachers]]"
+        )
+    if settings.data.teacher_field and not teachers:
+        raise ValueError(
+            f'expected [[reward.teachers]] with data.teacher_field = "{settings.data.teacher_field}", found none: change one of them'
+        )
+    drawn = [sampling, *map(sampling.of, settings.data.sources)]
+    if teachers and any(part.kept_tokens or part.min_new_tokens for part in drawn):
+        raise ValueError(
+            "expected no top_p, top_k, min_p or min_new_tokens in [sampling] with [[reward.teachers]], whose logprobs are over "
+            "all tokens and not over those that could be drawn: change one of them"
+        )
+    if any(teacher.url for teacher in teachers) and any(part.temperature != 1 for part in drawn):
+        raise ValueError(
+            "expected temperature = 1 in [sampling] with a teacher at a url, whose logprobs are at that temperature: change one of "
+            "them, or give the teacher's folder as model in [[reward.teachers]]"
+        )
 
 
 def _check_warm_up(settings: Settings) -> None:

@@ -31,7 +31,10 @@ def test_a_new_run_has_what_was_given_and_the_common_settings_as_comments(tmp_pa
 def test_every_common_setting_is_a_comment_with_its_default() -> None:
     lines = [line.removeprefix("# ") for line in toml({}).splitlines()[2:]]
     assert sum(" = " in line.partition("  #")[0] for line in lines) == len(COMMON)
-    defaults = "\n".join(line for line in lines if " = none" not in line)
+    defaults = "\n".join(line for line in lines if "not set by default" not in line)
+    assert " = none" not in defaults
+    example = 'path = "heldout.jsonl"'
+    assert f"{example:<46}  # Held-out problems, or several sets by name; not set by default" in lines
     assert loads(defaults, "defaults") == Settings()
 
 

@@ -63,10 +63,10 @@ def _sampled(prompt: Prompt) -> Prompt:
     return dataclasses.replace(prompt, sampling=dataclasses.replace(prompt.sampling, temperature=TEMPERATURE))
 
 
-def trainers_own(policy: Policy, of: RolloutGroup) -> Any:
+def trainers_own(policy: Policy, of: RolloutGroup, temperature: float = TEMPERATURE) -> Any:
     with torch.no_grad():
         policy_logprobs = policy(
-            micro_batch([PackedRow(of.prompt_token_ids, of.samples, tuple(range(len(of.samples))), TEMPERATURE)])
+            micro_batch([PackedRow(of.prompt_token_ids, of.samples, tuple(range(len(of.samples))), temperature)])
         )
     return policy_logprobs.policy_logprobs_N.numpy()
 

@@ -1,5 +1,6 @@
 """``penstock chat``, ``penstock eval`` and ``penstock push``."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -105,6 +106,9 @@ def push(
     """
     from services.cli.policy import push as pushes
 
-    if repository.count("/") != 1 or not all(repository.split("/")):
-        raise SettingsError(f"expected OWNER/NAME of a model on the hub, found {repository!r}: change it")
+    if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", repository, re.ASCII) is None:
+        raise SettingsError(
+            f"expected OWNER/NAME of a model on the hub, each of letters, digits, '-', '_' and '.', found {repository!r}: "
+            "change it"
+        )
     pushes.push(repository, named(Path(run)), version, private=private, adapter=adapter, as_json=as_json)

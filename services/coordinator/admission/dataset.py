@@ -45,6 +45,7 @@ class Problem:
     extra: dict[str, Json]
     scorers: tuple[str, ...] = ()
     """Scorers that apply; empty: all."""
+    teachers: tuple[str, ...] = ()
 
     @property
     def characters(self) -> int:
@@ -60,6 +61,7 @@ class Problem:
             answer=self.answer,
             extra=self.extra,
             scorers=self.scorers,
+            teachers=self.teachers,
         )
 
 
@@ -133,6 +135,7 @@ def load(
     scorers: Sequence[str] = (),
     comparing: Collection[str] = (),
     condition: str = "",
+    teachers: Sequence[str] = (),
 ) -> Dataset:
     """Load the dataset ``source``, a file, folder or name on a hub."""
     problems: list[Problem] = []
@@ -140,7 +143,7 @@ def load(
     rows, filtered = RowFilter(condition), 0
     for name, row in dataset_files.read(str(source), setting):
         try:
-            problem = _problem(name, row, data, scorers)
+            problem = _problem(name, row, data, scorers, teachers)
             if not isinstance(row, BadRow) and not rows.keeps(row, problem.characters):
                 filtered += 1
                 continue
@@ -155,8 +158,13 @@ def load(
     return Dataset(tuple(problems), len(bad), filtered, bad=tuple(bad))
 
 
-def load_training(data: DataSettings, scorers: Sequence[str] = (), comparing: Collection[str] = ()) -> Dataset:
-    parts = [load(source, data, "data.path", scorers, comparing, data.filter) for source in data.sources]
+def load_training(
+    data: DataSettings,
+    scorers: Sequence[str] = (),
+    comparing: Collection[str] = (),
+    teachers: Sequence[str] = (),
+) -> Dataset:
+    parts = [load(source, data, "data.path", scorers, comparing, data.filter, teachers) for source in data.sources]
     if len(parts) == 1:
         return parts[0]
     return Dataset(
@@ -198,17 +206,21 @@ MESSAGES_FIELD = "messages"
 """Column of chat messages if data.prompt_field is not set."""
 
 
-def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str]) -> Problem:
+def _problem(
+    source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str], teachers: Sequence[str]
+) -> Problem:
     if isinstance(row, BadRow):
         raise row
     text, messages = _with_system(*_question(row, data), data.system)
     answer = _answer(row.get(data.answer_field), data.answer_field)
-    named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field}
+    named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field, data.teacher_field}
     if not isinstance(row.get(data.answer_field), (int, float)):  # a number keeps its type for TRL's functions
         named.add(data.answer_field)
     try:
         extra = {name: dataset_files.plain(value, name) for name, value in row.items() if name not in named}
-        problem = Problem(source, text, messages, answer, extra, _scorers(row, data.scorers_field, scorers))
+        problem = Problem(source, text, messages, answer, extra, _names(row, data.scorers_field, scorers, "scorers"))
+        if teachers:
+            problem = dataclasses.replace(problem, teachers=_names(row, data.teacher_field, teachers, "teachers"))
         wire.encode(problem.prompt(0, _PROBE))
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise BadRow(f"a value cannot be put into a message: {error}") from error
@@ -274,7 +286,7 @@ def _check_answer(problem: Problem, field: str, comparing: Collection[str]) -> N
         )
 
 
-def _scorers(row: Mapping[str, object], field: str, known: Sequence[str]) -> tuple[str, ...]:
+def _names(row: Mapping[str, object], field: str, known: Sequence[str], plural: str) -> tuple[str, ...]:
     value = row.get(field) if field else None
     listed = value.split(",") if isinstance(value, str) else value or []
     names = (
@@ -283,7 +295,7 @@ def _scorers(row: Mapping[str, object], field: str, known: Sequence[str]) -> tup
     names = [name for name in names if name != ""]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise BadRow(f"expected names of scorers ({', '.join(known)}) in {field!r}, found {_shown(unknown[0])}")
+        raise BadRow(f"expected names of {plural} ({', '.join(known)}) in {field!r}, found {_shown(unknown[0])}")
     return tuple(str(name) for name in dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""The frozen initial policy: logprobs of given tokens after given prompts. Imports torch.
+"""A frozen language model, the initial policy or a teacher: logprobs of given tokens after given prompts. Imports torch.
 
     logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       (shared/model/logits.py)
 
@@ -48,36 +48,36 @@ class TokenSequence:
 
 
 class FrozenPolicy:
-    """The model in ``policy.model``.
+    """``model``, as the setting ``where`` names it; "" for ``policy.model``.
 
     Raises:
         SettingsError: it does not load, or its logit scaling or positions are unsupported.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, model: str = "", where: str = "policy.model") -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        work, policy = settings.model_work, settings.policy
+        work, policy, source = settings.model_work, settings.policy, model or settings.policy.model
         device = pick_device(work.device, "reward.models.device")
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                policy.model,
+            module = AutoModelForCausalLM.from_pretrained(
+                source,
                 dtype=pick_dtype(device, on_gpu=policy.dtype),
-                trust_remote_code=policy.trust_remote_code,
+                trust_remote_code=policy.trust_remote_code and source == policy.model,
                 use_safetensors=True,
             )
         except (OSError, ValueError) as error:
             raise SettingsError(
-                f"could not load a Hugging Face causal model from {policy.model!r}: {first_line(error)}: change "
-                f"policy.model"
+                f"could not load a Hugging Face causal model from {source!r}: {first_line(error)}: change {where}"
             ) from error
-        settle_rope(model, settings.rollout.vllm.max_model_len)
-        self._transform = logits_transform(model)
+        settle_rope(module, settings.rollout.vllm.max_model_len, name=where)
+        self._transform = logits_transform(module)
         self._logits = settings.trainer.logits  # as in the policy, so that logprobs differ by weights only
-        projection(model.get_output_embeddings(), self._logits)  # fail now rather than at the first group
-        self._placed = Placed(model, device, work.threads)
+        projection(module.get_output_embeddings(), self._logits)  # fail now rather than at the first group
+        self._where = where
+        self._placed = Placed(module, device, work.threads)
         self._alone = False
         self._alone = self._placed.guarded(self._test)
 
@@ -99,7 +99,7 @@ class FrozenPolicy:
             self._logprobs,
             reference,
             half=module.dtype != torch.float32,
-            setting="policy.model",
+            setting=self._where,
         )
 
     def _plainly(self, sequence: TokenSequence) -> Float32Array:
@@ -117,8 +117,13 @@ class FrozenPolicy:
         return self._placed.guarded(lambda: self._logprobs(batch))
 
     @property
-    def held(self) -> Held:
-        return self._placed.held("reference")
+    def vocabulary(self) -> int:
+        """The number of tokens that the model knows."""
+        return int(self._placed.module.get_input_embeddings().num_embeddings)
+
+    def held(self, component: str) -> Held:
+        """Return what the model holds on its device, as ``component``."""
+        return self._placed.held(component)
 
     def offload(self) -> None:
         self._placed.offload()

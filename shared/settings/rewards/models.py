@@ -20,6 +20,24 @@ class ModelsSettings(Section):
     """Seconds without work after which weights move to the host's memory until the next group; 0: never."""
 
 
+class TeacherSettings(Section):
+    """A model with the policy's vocabulary whose logprobs of the policy's tokens travel with each group, to distil it."""
+
+    name: str = Field(pattern=r"^[a-z_][a-z0-9_]*$")
+    """Name in `data.teacher_field` and in metrics."""
+    model: str = Field(min_length=1)
+    """Teacher: a folder in Hugging Face form, or a hub name; with `url`, its name at the endpoint."""
+    url: str = Field(default="", pattern=r"^(https?://[^@\s]+)?$")
+    """Base URL of a vLLM server that holds the teacher, such as http://teacher:8000/v1, without a user or password. Empty:
+    the reward service holds it, as [reward.models] says."""
+    key_source: str = Field(default="", pattern=r"^(env:\w+|file:.+)?$")
+    """Where the endpoint's API key is: `env:VARIABLE`, or `file:PATH` (a mounted secret). Empty: no key."""
+
+    @property
+    def setting(self) -> str:
+        return f"teacher {self.name!r} in [[reward.teachers]]"
+
+
 class ModelWork(ModelsSettings):
     """[reward.models] on this machine: run.device and run.threads filled in."""
 

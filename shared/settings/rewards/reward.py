@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from shared.settings.rewards.models import ModelsSettings
+from shared.settings.rewards.models import ModelsSettings, TeacherSettings
 from shared.settings.rewards.scorers import AnswerScorer, Scorer
 from shared.settings.section import Section
 
@@ -36,8 +36,10 @@ class RewardSettings(Section):
     """Reward as a formula of the scorers' values: `0.9 * answer + 0.1 * format`. Empty: the mean of those that apply."""
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
     """Scorers, each a table [[reward.scorers]] with a kind; all run concurrently."""
+    teachers: tuple[TeacherSettings, ...] = Field(default=())
+    """Teachers, each a table [[reward.teachers]] (docs/rewards.md, "Teachers")."""
     models: ModelsSettings = Field(default=ModelsSettings())
-    """Where reward models and the reference run."""
+    """Where reward models, the reference and teachers run."""
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the replicas, in turn. Used by `penstock up`; empty: every replica sees all GPUs."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())

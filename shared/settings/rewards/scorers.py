@@ -140,13 +140,13 @@ class PythonScorer(ProcessScorer):
 
 
 class TrlScorer(ProcessScorer):
-    """Reward functions written for TRL's GRPOTrainer."""
+    """Reward functions written for TRL's GRPOTrainer, or functions and rubrics written for verifiers."""
 
-    kind: Literal["trl"]
-    """Reward functions written for TRL."""
+    kind: Literal["trl", "verifiers"]
+    """Reward functions written for TRL, or rubrics for verifiers."""
     functions: tuple[Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+(\(.*\))?$")], ...] = Field(min_length=1)
     """Reward functions, as `reward_funcs` of TRL: `package.module:function`, or a factory with its arguments, such as
-    `trl.rewards:get_repetition_penalty_reward(ngram_size=3)`. They may be async."""
+    `trl.rewards:get_repetition_penalty_reward(ngram_size=3)`. They may be async. With `verifiers`, also rubrics."""
     weights: tuple[float, ...] = Field(default=())
     """Weight of each function in the sum, as `reward_weights` of TRL; empty: 1 each."""
 

@@ -246,6 +246,20 @@ def test_a_row_that_names_no_scorer_of_the_run_is_bad(tmp_path: Path, value: obj
         _routed(tmp_path, value)
 
 
+def test_a_training_row_names_its_teachers_and_an_unknown_one_is_bad(tmp_path: Path) -> None:
+    path = tmp_path / "taught.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": "1+1=", "by": value}) + "\n" for value in ("large", "large, small", None))
+    )
+    settings = DataSettings.model_validate({"path": path, "teacher_field": "by", "max_bad_rows": 0})
+    problems = dataset.load_training(settings, teachers=["large", "small"]).problems
+    assert [problem.prompt(0, dataset._PROBE).teachers for problem in problems] == [("large",), ("large", "small"), ()]
+    assert [problem.extra for problem in problems] == [{}, {}, {}]
+    with pytest.raises(SettingsError, match=r"expected names of teachers \(large\) in 'by', found \"small\""):
+        dataset.load_training(settings, teachers=["large"])
+    assert len(dataset.load(path, settings, "evaluation.path")) == 3
+
+
 @pytest.mark.parametrize("role", ["assistant", "Assistant", "model"])
 def test_messages_that_end_with_the_policys_own_turn_are_bad_as_they_show_the_answer(tmp_path: Path, role: str) -> None:
     asked = [{"role": "user", "content": "1+1="}]

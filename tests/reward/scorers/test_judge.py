@@ -14,11 +14,13 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.reward.scorers.judge import chat, verdict
-from services.reward.scorers.judge.chat import Pace, retry_after_s
+from services.reward import endpoint as endpoints
+from services.reward.endpoint import Pace, retry_after_s
+from services.reward.scorers.judge import verdict
 from services.reward.scorers.judge.reading import make_read
 from services.reward.scorers.judge.scorer import Judge
 from services.reward.scorers.judge.verdict import VerdictReader, fill
+from shared.backoff import Backoff
 from shared.bus.messages import ChatMessage, Score, ScoreStatus
 from shared.errors import PermanentError, SettingsError
 from shared.settings.rewards.scorers import JudgeScorer
@@ -93,8 +95,8 @@ async def serving(behaviour: Behaviour) -> AsyncIterator[Endpoint]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "BACKOFF_S", 0.01)
-    monkeypatch.setattr(chat, "ATTEMPTS", 3)
+    monkeypatch.setattr(endpoints, "_BACKOFF", Backoff(0.01, longest_s=endpoints.MAX_WAIT_S))
+    monkeypatch.setattr(endpoints, "ATTEMPTS", 3)
 
 
 def settings(url: object = "http://127.0.0.1:9/v1", **more: object) -> JudgeScorer:

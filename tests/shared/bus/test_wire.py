@@ -1,6 +1,7 @@
 """Laws of the wire format."""
 
 import dataclasses
+import math
 from typing import Any, TypeVar
 
 import msgpack
@@ -49,7 +50,8 @@ def test_bytes_written_by_schema_1_stay_readable() -> None:
     newer = (
         before + sampling[:-1] + NEWER_SAMPLING + after[after.index(b"\xa4text") :] + b"\xa7scorers\x90\xa6sample\xc0"
     )
-    assert wire.encode(builders.prompt(3)) == b"\x8f" + newer  # newer fields
+    newer += b"\xa8teachers\x90"
+    assert wire.encode(builders.prompt(3)) == b"\xde\x00\x10" + newer  # newer fields
     assert wire.decode(GOLDEN_PROMPT, Prompt) == builders.prompt(3)
 
 
@@ -61,6 +63,42 @@ def test_a_score_written_before_there_was_code_to_run_stays_readable_and_new_sta
     assert newer in written
     assert wire.decode(written, Experience).scores == scores
     assert wire.decode(written.replace(newer, GOLDEN_SCORE), Experience).scores == scores
+
+
+def taught(*logprobs: list[float] | None) -> RolloutGroup:
+    group = builders.group(0, ("46", "47"))
+    parts = [None if part is None else np.array(part, dtype=np.float32) for part in logprobs]
+    samples = zip(group.samples, parts, strict=True)
+    return dataclasses.replace(
+        group, samples=tuple(dataclasses.replace(sample, teacher_logprobs=part) for sample, part in samples)
+    )
+
+
+def test_teacher_logprobs_travel_and_a_group_without_a_teacher_has_none() -> None:
+    read = wire.decode(wire.encode(taught([-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0])), RolloutGroup)
+
+    assert [sample.teacher_logprobs.tolist() for sample in read.samples if sample.teacher_logprobs is not None] == [
+        [-1.0, -2.0, 0.0],
+        [-3.0, -4.0, -5.0],
+    ]
+    read = wire.decode(wire.encode(taught(None, None)), RolloutGroup)
+    assert [sample.teacher_logprobs for sample in read.samples] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "reason"),
+    [
+        (([-1.0, -2.0], [-1.0, -2.0, -3.0, -4.0]), "one teacher logprob a token"),
+        (([-1.0, -2.0, -3.0], [-1.0, -2.0, math.nan]), "teacher_logprobs: expected numbers from -1e"),
+        (([-1.0, -2.0, -3.0], [-1.0, -2.0, 0.01]), "teacher_logprobs: expected numbers from -1e"),
+        ((None, [-1.0, -2.0, -3.0]), "teacher_logprobs: expected arrays of all rows, joined, or of none"),
+    ],
+)
+def test_teacher_logprobs_that_are_none_of_the_tokens_are_refused(
+    logprobs: tuple[list[float] | None, ...], reason: str
+) -> None:
+    with pytest.raises(MessageError, match=reason):
+        wire.decode(wire.encode(taught(*logprobs)), RolloutGroup)
 
 
 def restricted(sizes: list[list[int]], ids: list[list[int]]) -> RolloutGroup:

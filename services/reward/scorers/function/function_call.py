@@ -42,6 +42,14 @@ def load(name: str) -> Function:
     """Return the function named by ``package.module:function`` or an entry point. Raises ValueError or its import's
     error.
     """
+    target = load_object(name)
+    if not callable(target):
+        raise ValueError(f"{name} is no function but {type(target).__name__}")
+    return cast(Function, target)
+
+
+def load_object(name: str) -> Any:
+    """Return what ``package.module:object`` or an entry point names. Raises ValueError or its import's error."""
     if ":" in name:
         module, _, path = name.partition(":")
         target: Any = importlib.import_module(module)
@@ -52,9 +60,7 @@ def load(name: str) -> Function:
         if not entries:
             raise ValueError(f"no entry point {name!r} in the group {ENTRY_POINTS!r}")
         target = entries[0].load()
-    if not callable(target):
-        raise ValueError(f"{name} is no function but {type(target).__name__}")
-    return cast(Function, target)
+    return target
 
 
 def as_result(returned: object) -> Result:

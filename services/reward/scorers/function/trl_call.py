@@ -15,10 +15,11 @@ import base64
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, cast
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol, TypeAlias, cast
 
 from services.reward.scorers.function.function_call import describe, load
+from services.reward.scorers.function.function_call import load_object as named_object
 from services.reward.subprocess_pool import child
 from shared.bus import wire
 from shared.bus.messages import RolloutGroup
@@ -35,17 +36,22 @@ def load_function(reference: str) -> TrlFunction:
     """Return ``module:function``, or what ``module:factory(name=literal)`` returns. Raises ValueError: the arguments
     are not literals by name, or the result cannot be called; or the import's error.
     """
+    target = load_object(reference)
+    if not callable(target):
+        raise ValueError(f"{reference} is no function but {type(target).__name__}")
+    return cast(TrlFunction, target)
+
+
+def load_object(reference: str) -> Any:
+    """Return ``module:object``, or what ``module:factory(name=literal)`` returns."""
     name, parenthesis, _ = reference.partition("(")
-    target = cast(TrlFunction, load(name))
     if not parenthesis:
-        return target
+        return named_object(name)
+    factory = cast(TrlFunction, load(name))
     call = ast.parse(f"f{reference[len(name) :]}", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):
         raise ValueError(f"expected arguments by name, such as {name}(max_len=100), found {reference}")
-    made = target(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
-    if not callable(made):
-        raise ValueError(f"{reference} returns no function but {type(made).__name__}")
-    return cast(TrlFunction, made)
+    return factory(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
 
 
 class TrainerState:
@@ -133,27 +139,51 @@ def _number(value: Any, index: int) -> float | None:
     return number
 
 
-def _prepare() -> child.Answerer:
-    functions = [load_function(reference) for reference in sys.argv[2:-1]]
-    runner = asyncio.Runner()
+class TrlCall:
+    """One reward function."""
 
-    async def awaited(result: Any) -> object:
-        return await result
+    def __init__(self, reference: str) -> None:
+        self.function = load_function(reference)
 
-    def answer(question: dict[str, Any]) -> dict[str, object]:
-        group = wire.decode(base64.b64decode(question["group"]), RolloutGroup)
-        function, notes = functions[question["function"]], Notes(len(group.samples))
-        try:
-            returned = function(**arguments(group, question["answer_field"], question["steps"], notes))
-            returned = runner.run(awaited(returned)) if inspect.isawaitable(returned) else returned
-            values = checked(returned, len(group.samples))
-            return {"values": values, "extra": notes.extra, "metrics": notes.metrics}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (the edge: whatever the user's function raises)
-            return {"error": describe(error, function)}
+    async def __call__(self, group: RolloutGroup, answer_field: str, steps: int, notes: Notes) -> list[float | None]:
+        returned = self.function(**arguments(group, answer_field, steps, notes))
+        return checked(await returned if inspect.isawaitable(returned) else returned, len(group.samples))
 
-    return answer
+
+class Call(Protocol):
+    function: Callable[..., Any]
+    """Named in errors."""
+
+    def __call__(
+        self, group: RolloutGroup, answer_field: str, steps: int, notes: Notes
+    ) -> Awaitable[list[float | None]]:
+        """Return a value of each completion."""
+
+
+def serve(arguments_of_process: list[str], kind: Callable[[str], Call]) -> None:
+    """Answer calls of the references that the process was started with."""
+    memory_mib, *references, parent = arguments_of_process[1:]
+
+    def prepare() -> child.Answerer:
+        calls = [kind(reference) for reference in references]
+        runner = asyncio.Runner()
+
+        async def awaited(call: Call, *given: Any) -> list[float | None]:
+            return await call(*given)
+
+        def answer(question: dict[str, Any]) -> dict[str, object]:
+            group = wire.decode(base64.b64decode(question["group"]), RolloutGroup)
+            call, notes = calls[question["function"]], Notes(len(group.samples))
+            try:
+                values = runner.run(awaited(call, group, question["answer_field"], question["steps"], notes))
+                return {"values": values, "extra": notes.extra, "metrics": notes.metrics}
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (the edge: whatever the user's function raises)
+                return {"error": describe(error, call.function)}
+
+        return answer
+
+    child.serve(prepare, int(parent), int(memory_mib) * _MIB or None)
 
 
 if __name__ == "__main__":
-    memory_mib, parent = int(sys.argv[1]), int(sys.argv[-1])
-    child.serve(_prepare, parent, memory_mib * _MIB if memory_mib else None)
+    serve(sys.argv, TrlCall)

@@ -1,4 +1,4 @@
-"""Score with reward functions written for TRL, called for each group in killable processes (docs/rewards.md)."""
+"""Score with reward functions written for TRL or verifiers, called for each group in killable processes (docs/rewards.md)."""
 
 import asyncio
 import base64
@@ -18,8 +18,13 @@ from shared.errors import SettingsError, TemporaryError
 from shared.settings.rewards.scorers import TrlScorer
 
 LOGGED = Gauge(
-    "penstock_reward_logged", "Newest value that a TRL reward function logged by log_metric.", ["scorer", "metric"]
+    "penstock_reward_logged",
+    "Newest value that a TRL reward function logged by log_metric, or mean of a verifiers function's values.",
+    ["scorer", "metric"],
 )
+
+
+_PROGRAMS = {"trl": "trl_call", "verifiers": "rubric_call"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class TrlFunctions:
         self.name = scorer.name
         self._scorer = scorer
         self._asked: dict[str, Json] = {"answer_field": answer_field, "steps": steps}
-        program = "services.reward.scorers.function.trl_call"
+        program = f"services.reward.scorers.function.{_PROGRAMS[scorer.kind]}"
         command = (sys.executable, "-m", program, str(scorer.memory_mib), *scorer.functions)
         self._processes = Processes(command, scorer.processes, scorer.name, scorer.environment)
         self._weights = np.array(scorer.weights or [1.0] * len(scorer.functions), dtype=np.float32)

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from services.reward.scorers.judge.chat import ChatClient, NoVerdict
+from services.reward.endpoint import NoVerdict
+from services.reward.scorers.judge.chat import ChatClient
 from services.reward.scorers.judge.verdict import VerdictReader, fill
 from services.reward.scorers.scorer import unavailable, valued
 from services.reward.subprocess_pool.cache import Recent

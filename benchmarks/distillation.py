@@ -1,0 +1,117 @@
+"""Steps of a student to its teacher's accuracy, distilled and by GRPO, and what a teacher costs.
+
+The teacher is the arithmetic example's policy, supervised on the training problems until it has ``--teacher`` of the
+held-out ones. The student is the example's policy; every run has the same seed, problems and learning rate.
+
+    python -m benchmarks.distillation                     steps to the teacher's accuracy − 0.02, greedy, held-out
+    python -m benchmarks.distillation --cost --rounds 2   time of a step with the teacher in the reward service / without
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.learning import ROOT, learn
+from benchmarks.learning_task import evaluations, supervise
+from examples.arithmetic.make import Problem, build_tokenizer, encode
+
+EXAMPLE = ROOT / "examples" / "arithmetic"
+GRPO: Mapping[str, Any] = {"max_lag": 1, "clip": [0.2, 0.28]}
+WARM_STEPS = 5
+
+
+def make_teacher(folder: Path, accuracy: float) -> float:
+    """Write the teacher; return its accuracy."""
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer()
+    model = Qwen2ForCausalLM.from_pretrained(EXAMPLE / "policy")
+    training, held_out = (encode(tokenizer, _problems(name)) for name in ("train", "heldout"))
+    reached = supervise(model, training, held_out, accuracy)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return reached
+
+
+def _problems(name: str) -> list[Problem]:
+    return [Problem(**json.loads(line)) for line in (EXAMPLE / f"{name}.jsonl").read_text().splitlines()]
+
+
+def with_teacher(teacher: Path) -> dict[str, Any]:
+    """Return the ``[reward]`` keys of a run with the teacher in its reward service."""
+    return {"teachers": [{"name": "adder", "model": str(teacher)}]}
+
+
+def steps_to(run: Path, accuracy: float) -> int | None:
+    """Return the first evaluated step with ``accuracy``."""
+    return next((row["step"] for row in evaluations(run) if row["accuracy"] >= accuracy), None)
+
+
+def compare(folder: Path, teacher: Path, accuracy: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run both students; return their steps to ``accuracy``."""
+    steps: dict[str, int | None] = {}
+    for name, algorithm, most, every in (
+        ("distilled", {**GRPO, **json.loads(arguments.distill)}, arguments.steps // 5 + 1, 1),
+        ("grpo", GRPO, arguments.steps, 5),
+    ):
+        changes: dict[str, dict[str, Any]] = {
+            "evaluation": {"every_steps": every, "problems": 500},
+            "run": {"seed": arguments.seed},
+            "reward": with_teacher(teacher) if name == "distilled" else {},
+        }
+        learned = learn(folder, name, algorithm, changes, most)
+        steps[name] = steps_to(folder / name, accuracy)
+        print(name, steps[name], learned.accuracy_after, learned.seconds, flush=True)
+    distilled, grpo = steps["distilled"], steps["grpo"]
+    ratio = round(distilled / (grpo or arguments.steps), 3) if distilled else None
+    return {"steps": steps, "ratio": ratio, "accuracy": accuracy, "grpo_reached": grpo is not None}
+
+
+def cost(folder: Path, teacher: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the time of a step with a teacher and without, in alternating runs."""
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    for number in range(2 * arguments.rounds):
+        case = ("with", "without", "without", "with")[number % 4]
+        name = f"{case}-{number}"
+        learn(folder, name, GRPO, {"reward": with_teacher(teacher) if case == "with" else {}}, arguments.steps)
+        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        ends = [line["finished_at_s"] for line in lines[WARM_STEPS:]]
+        seconds[case] += [later - earlier for earlier, later in pairwise(ends)]
+    medians = {case: statistics.median(values) for case, values in seconds.items()}
+    return {"step_s": medians, "ratio": round(medians["with"] / medians["without"], 3), "rounds": arguments.rounds}
+
+
+def main() -> None:
+    """Print one JSON object on the last line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", type=float, default=0.97, help="held-out accuracy at which its supervision ends")
+    parser.add_argument("--steps", type=int, default=200, help="of GRPO, and of each run of --cost")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--distill", default="{}", help="keys of [algorithm], as JSON")
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="penstock-distillation-") as name:
+        folder = Path(name)
+        accuracy = make_teacher(folder / "teacher", arguments.teacher)
+        print("teacher", accuracy, flush=True)
+        if arguments.cost:
+            result = cost(folder, folder / "teacher", arguments)
+        else:
+            result = compare(folder, folder / "teacher", accuracy - 0.02, arguments)
+    shown = {"seed": arguments.seed, "most_steps": arguments.steps, "cores": os.cpu_count(), "load": os.getloadavg()}
+    print(json.dumps({"benchmark": "distillation", "teacher_accuracy": accuracy, **shown, **result}))
+
+
+if __name__ == "__main__":
+    main()

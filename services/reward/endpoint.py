@@ -1,0 +1,244 @@
+"""A client of an HTTP endpoint that answers with JSON, with rate limit and retries: of a judge or a teacher.
+
+::
+
+    ask ──▶ a place (concurrency) ──▶ a turn (requests_per_s) ──▶ POST, within timeout_s
+             ▲                                                       ├── 200 that ``parse`` accepts ──▶ its value
+             │  wait: BACKOFF_S, doubled each time, or as            ├── 408, 409, 425, 429, 5xx, no connection, late,
+             └─ Retry-After says; at most MAX_WAIT_S ────────────────┤   too large, or not as ``parse`` and ``read`` expect
+                                                                     └── anything else              ──▶ NoAnswer at once
+
+``Retry-After`` delays every request of this client. The key is removed from error messages.
+"""
+
+import asyncio
+import contextlib
+import datetime
+import email.utils
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from prometheus_client import Counter, Histogram
+
+from shared.backoff import Backoff
+from shared.errors import SettingsError, TemporaryError
+from shared.files.secret_file import read_private
+
+REQUESTS = Counter(
+    "penstock_reward_judge_requests_total",
+    "Requests to a judge or a teacher, by outcome: ok, retried (a failure that may pass), refused, or unparsable (answered without a verdict).",
+    ["scorer", "outcome"],
+)
+SECONDS = Histogram(
+    "penstock_reward_judge_request_seconds", "Time of one answered request to a judge or a teacher.", ["scorer"]
+)
+
+_PASSING = frozenset({408, 409, 425, 429})
+_LONGEST_ERROR = 120
+_LARGEST_RESPONSE_BYTES = 4 * 1024**2
+ATTEMPTS = 4
+"""Requests per sample before its group is retried through the bus."""
+BACKOFF_S = 0.5
+"""First wait; doubles with jitter."""
+MAX_WAIT_S = 30.0
+"""The group goes back to the bus if the endpoint asks for more."""
+_BACKOFF = Backoff(BACKOFF_S, longest_s=MAX_WAIT_S)
+
+
+Answer = TypeVar("Answer")
+T = TypeVar("T")
+
+
+class NoAnswer(TemporaryError):
+    """The endpoint gave no answer within all attempts."""
+
+
+class NoVerdict(NoAnswer):
+    """The endpoint answered, but unreadably."""
+
+
+class Passing(Exception):
+    """A retryable failure; ``wait_s`` is the wait that the endpoint requested."""
+
+    def __init__(self, reason: str, wait_s: float | None = None, ending: type[NoAnswer] = NoAnswer) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+        self.ending = ending
+
+
+class Endpoint:
+    """Ask one model.
+
+    Args:
+        of: its name in metrics.
+        setting: its table, in messages.
+        expected: what an answer has.
+
+    Raises:
+        SettingsError: an invalid URL or key.
+    """
+
+    def __init__(
+        self,
+        of: str,
+        setting: str,
+        url: str,
+        key_source: str,
+        expected: str,
+        *,
+        timeout_s: float,
+        concurrency: int = 16,
+        requests_per_s: float = 0.0,
+    ) -> None:
+        self._of, self._expected, self._timeout_s = of, expected, timeout_s
+        try:
+            self._url = httpx.URL(url.rstrip("/"))
+        except httpx.InvalidURL as error:
+            raise SettingsError(f"expected a URL for {setting}, found {url!r} ({error}): change url") from error
+        self._key = read_key(key_source, setting)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout_s)
+        self._places = asyncio.Semaphore(concurrency)
+        self._pace = Pace(requests_per_s)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def ask(
+        self,
+        path: str,
+        body: Mapping[str, object],
+        parse: Callable[[Any], Answer],
+        read: Callable[[Answer], Awaitable[T]],
+    ) -> T:
+        """POST ``body`` to ``path`` below the URL; return ``read(parse(JSON))``. Both may raise Passing, to ask again.
+
+        ``parse`` may raise LookupError, TypeError and ValueError for JSON that is not as expected.
+
+        Raises:
+            NoVerdict: the last answer was unreadable.
+            NoAnswer: no answer.
+            TemporaryError: ``read`` cannot work now.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                answer = await self._ask_once(path, body, parse)
+                try:
+                    value = await read(answer)
+                except Passing:
+                    REQUESTS.labels(self._of, "unparsable").inc()
+                    raise
+                REQUESTS.labels(self._of, "ok").inc()
+                return value
+            except Passing as error:
+                if attempt == ATTEMPTS:
+                    raise error.ending(f"{self.hidden(str(error))}, as the last of {attempt} requests") from error
+                if (error.wait_s or 0.0) > MAX_WAIT_S:
+                    raise NoAnswer(f"{error}, and to wait {error.wait_s:g} s, more than {MAX_WAIT_S:g} s") from error
+                if error.wait_s is not None:
+                    self._pace.hold(error.wait_s)
+                else:
+                    await asyncio.sleep(_BACKOFF.jittered_s(attempt))
+        raise AssertionError("expected at least one attempt")
+
+    async def _ask_once(self, path: str, body: Mapping[str, object], parse: Callable[[Any], Answer]) -> Answer:
+        async with self._places:
+            await self._pace.turn()
+            started_s = time.monotonic()
+            try:
+                answer = self._read(await self._post(path, body), parse)
+            except Passing:
+                REQUESTS.labels(self._of, "retried").inc()
+                raise
+        SECONDS.labels(self._of).observe(time.monotonic() - started_s)
+        return answer
+
+    async def _post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._bounded(path, body)
+        except TimeoutError as error:
+            raise Passing(f"there was no answer within {self._timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise Passing(f"found {type(error).__name__}: {self._shown(str(error))}") from error
+
+    async def _bounded(self, path: str, body: Mapping[str, object]) -> httpx.Response:
+        content = bytearray()
+        async with self._http.stream("POST", self._url.join(f"{self._url.path}/{path}"), json=body) as response:
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > _LARGEST_RESPONSE_BYTES:
+                    raise Passing(f"the response has more than {_LARGEST_RESPONSE_BYTES} bytes")
+        headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
+
+    def _read(self, response: httpx.Response, parse: Callable[[Any], Answer]) -> Answer:
+        status = response.status_code
+        if status in _PASSING or status >= 500:
+            raise Passing(f"found HTTP {status}: {self._shown(response.text)}", retry_after_s(response))
+        if status != 200:
+            REQUESTS.labels(self._of, "refused").inc()
+            raise NoAnswer(f"expected HTTP 200 from {response.url}, found {status}: {self._shown(response.text)}")
+        try:
+            return parse(response.json())
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise Passing(f"the response (HTTP 200) has no {self._expected}: {self._shown(response.text)}") from error
+
+    def _shown(self, text: str) -> str:
+        return repr(" ".join(self.hidden(text).split())[:_LONGEST_ERROR])
+
+    def hidden(self, text: str) -> str:
+        """Return ``text`` without the key."""
+        return text.replace(self._key, "…") if self._key else text
+
+
+class Pace:
+    """Limit turns to ``per_s`` per second, evenly spaced; 0: no limit."""
+
+    def __init__(self, per_s: float) -> None:
+        self._gap_s = 1 / per_s if per_s else 0.0
+        self._next_s = 0.0
+        self._held_until_s = 0.0
+
+    async def turn(self) -> None:
+        at_s = max(time.monotonic(), self._next_s)
+        self._next_s = at_s + self._gap_s
+        while (wait_s := max(at_s, self._held_until_s) - time.monotonic()) > 0:  # noqa: ASYNC110 (held anew)
+            await asyncio.sleep(wait_s)
+
+    def hold(self, wait_s: float) -> None:
+        self._held_until_s = max(self._held_until_s, time.monotonic() + wait_s)
+
+
+def retry_after_s(response: httpx.Response) -> float | None:
+    """Parse ``Retry-After``: seconds or a date; None if absent or unreadable."""
+    text = response.headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    with contextlib.suppress(ValueError, TypeError):
+        until = email.utils.parsedate_to_datetime(text)
+        return max(0.0, (until - datetime.datetime.now(until.tzinfo)).total_seconds())
+    return None
+
+
+def read_key(key_source: str, setting: str) -> str:
+    """Return the key of ``env:VARIABLE`` or ``file:PATH``. Raises SettingsError."""
+    source, _, place = key_source.partition(":")
+    if not source:
+        return ""
+    if source == "env":
+        key = os.environ.get(place, "").strip()
+    else:
+        secret = read_private(Path(place), f"key_source of {setting}", "key")
+        key = secret.decode(errors="replace").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise SettingsError(
+            f"expected a key in {place} for {setting}, but it is empty or has characters that a header cannot carry: set "
+            "it, or change key_source"
+        )
+    return key
