@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from services.coordinator.admission import dataset_files
 from services.coordinator.admission.dataset_files import BadRow, DatasetRow
+from services.coordinator.admission.demonstrations import Demonstration, Demonstrations
 from services.coordinator.admission.row_filter import RowFilter
 from shared.bus import wire
 from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
@@ -45,6 +46,7 @@ class Problem:
     extra: dict[str, Json]
     scorers: tuple[str, ...] = ()
     """Scorers that apply; empty: all."""
+    demonstration: Demonstration | None = None
 
     @property
     def characters(self) -> int:
@@ -133,14 +135,15 @@ def load(
     scorers: Sequence[str] = (),
     comparing: Collection[str] = (),
     condition: str = "",
+    demonstrations: Demonstrations | None = None,
 ) -> Dataset:
-    """Load the dataset ``source``, a file, folder or name on a hub."""
+    """Load the dataset ``source``, a file, folder or name on a hub; with ``demonstrations``, rows have completions."""
     problems: list[Problem] = []
     bad: list[str] = []
     rows, filtered = RowFilter(condition), 0
     for name, row in dataset_files.read(str(source), setting):
         try:
-            problem = _problem(name, row, data, scorers)
+            problem = _problem(name, row, data, scorers, demonstrations)
             if not isinstance(row, BadRow) and not rows.keeps(row, problem.characters):
                 filtered += 1
                 continue
@@ -155,8 +158,14 @@ def load(
     return Dataset(tuple(problems), len(bad), filtered, bad=tuple(bad))
 
 
-def load_training(data: DataSettings, scorers: Sequence[str] = (), comparing: Collection[str] = ()) -> Dataset:
-    parts = [load(source, data, "data.path", scorers, comparing, data.filter) for source in data.sources]
+def load_training(
+    data: DataSettings,
+    scorers: Sequence[str] = (),
+    comparing: Collection[str] = (),
+    demonstrations: Demonstrations | None = None,
+) -> Dataset:
+    given = (scorers, comparing, data.filter, demonstrations)
+    parts = [load(source, data, "data.path", *given) for source in data.sources]
     if len(parts) == 1:
         return parts[0]
     return Dataset(
@@ -198,9 +207,19 @@ MESSAGES_FIELD = "messages"
 """Column of chat messages if data.prompt_field is not set."""
 
 
-def _problem(source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str]) -> Problem:
+def _problem(
+    source: str,
+    row: DatasetRow,
+    data: DataSettings,
+    scorers: Sequence[str],
+    demonstrations: Demonstrations | None = None,
+) -> Problem:
     if isinstance(row, BadRow):
         raise row
+    if demonstrations is not None:
+        rest, completion = demonstrations.split(row)
+        problem = _problem(source, rest, data, scorers)
+        return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completion))
     text, messages = _with_system(*_question(row, data), data.system)
     answer = _answer(row.get(data.answer_field), data.answer_field)
     named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field}

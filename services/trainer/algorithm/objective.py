@@ -27,6 +27,11 @@ class Objective:
 def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float) -> Objective:
     if algorithm.loss == "dpo":
         return _preferences(inputs, out, algorithm)
+    if algorithm.is_supervised:
+        never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
+        return Objective(
+            _sums(inputs, out, {}, algorithm), _figures(inputs, out, algorithm, (never_N, never_N, never_N))
+        )
     assert inputs.advantages_N is not None
     anchor_N = _anchor(inputs, out.policy_logprobs_N, algorithm)
     loss = _loss(inputs, out, anchor_N, inputs.advantages_N, algorithm)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import shaped_rewards
@@ -181,6 +182,18 @@ class Learner:
         if kl.target:
             self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples)
         return figures
+
+    def loss_of(self, demonstrations: Sequence[Experience]) -> float:
+        """Return the mean cross-entropy of the demonstrations' tokens, nats; collective."""
+        (minibatch,), _ = lay_out(
+            demonstrations, self._rewards(demonstrations), [0] * len(demonstrations), 0, self._settings, self._policy
+        )
+        whole = torch.zeros(1, dtype=torch.float64, device=self._policy.device)
+        with self._phases.measure("evaluation"), torch.no_grad():
+            for inputs in minibatch.inputs:
+                whole -= self._policy.evaluate(inputs.batch).policy_logprobs_N.double().sum()
+        dist.all_reduce(whole)
+        return float(whole) / minibatch.counts["ce"].tokens
 
     def try_out(self, batch: Sequence[Experience]) -> None:
         """Run training on ``batch``, with backward passes, without changes; collective."""
