@@ -8,7 +8,7 @@ import dataclasses
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -31,6 +31,9 @@ from services.cli.connection import (
 from services.cli.policy import commands as policy_commands
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
+
+if TYPE_CHECKING:
+    from services.up.prepare import Prepared
 
 _EVENTS = 5
 _RUN, _TOOLS = "Run", "Tools"
@@ -104,7 +107,7 @@ def up(
 
     `PENSTOCK__BUS__URL=rediss://:secret@host:6379 penstock up my-run.toml`
     """
-    from services.up import prepare, run
+    from services.up import prepare
     from services.up.continuation import RunEnded
     from services.up.display import summary
     from services.up.metrics.prometheus import find_program
@@ -122,6 +125,13 @@ def up(
     except RunEnded as error:
         console.say(f"{error}\n\n{summary.text(error.folder, resumable=False)}")
         raise typer.Exit from error
+    _supervise(prepared, prometheus=prometheus)
+
+
+def _supervise(prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
+    from services.up import run
+    from services.up.display import summary
+
     ending = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
     if ending.sentence:
         console.warn(f"penstock up: {ending.sentence}")
@@ -130,6 +140,39 @@ def up(
         interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
         console.say(f"\n{summary.text(prepared.folder, interrupted)}")
     raise typer.Exit(ending.code)
+
+
+@app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})
+def sft(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG [--TABLE.SETTING VALUE]...",
+            help="The run's TOML file, and settings to override.",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[
+        float | None,
+        typer.Option("--epochs", min=0.0, metavar="N", help="Passes over the data, instead of `run.steps`."),
+    ] = None,
+) -> None:
+    """Train on demonstrations: a supervised warm start, with the cross-entropy of completions.
+
+    Starts the coordinator and the trainer, no rollout and no reward service. Rows have a completion beside their prompt
+    (`data.completion_field`). With `evaluation.path`, steps report the loss on held-out demonstrations. Continue an
+    interrupted run with `penstock up --resume`; start reinforcement learning with `penstock up CONFIG --from RUN`.
+
+    **Examples**
+
+    `penstock sft my-run.toml --data.path demonstrations.jsonl --epochs 2`
+
+    `penstock up my-run.toml --from runs/latest`
+    """
+    from services.cli import supervised
+
+    config, flags = split(words or [])
+    _supervise(supervised.prepared(config, flags, epochs))
 
 
 @app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})

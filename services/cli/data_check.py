@@ -13,12 +13,11 @@ import numpy as np
 
 from services.coordinator.admission.dataset import Dataset, Problem
 from services.coordinator.service import load_data, order_of
-from services.rollout.engines.prompts import TokenizerCodec
-from services.rollout.engines.transformers.loading import Tokenizer, open_tokenizer
 from services.up.display import console
 from shared.bus.messages import Sampling
 from shared.errors import PermanentError
 from shared.model.context import own_context, read_config
+from shared.model.tokenizer import Tokenizer, TokenizerCodec, open_tokenizer
 from shared.settings import Settings
 from shared.text.terminal import escaped_line
 

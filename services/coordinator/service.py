@@ -21,6 +21,7 @@ from services.coordinator.admission.admission import Admission, terms_of
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.curriculum import Curriculum
 from services.coordinator.admission.data_overlap import Training
+from services.coordinator.admission.demonstrations import Demonstrations, experience
 from services.coordinator.admission.mixing import MixedOrder
 from services.coordinator.api.app import make_app
 from services.coordinator.api.auth import Access, open_access
@@ -50,6 +51,7 @@ from services.coordinator.run.release import Release
 from services.coordinator.schemas.run import NoticeView
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
+from shared.bus.stores import held_out as held_out_store
 from shared.bus.stores.heartbeats import heartbeats
 from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.stores.live_settings import Live
@@ -143,11 +145,22 @@ async def start(settings: Settings, replica: str) -> None:
             scorers = [scorer.name for scorer in settings.reward.scorers]
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
-            await offer(context.bus, dataset.rows_to_try(data.train.problems, scorers))
+            if settings.algorithm.is_supervised:
+                await _offer_held_out(context.bus, settings, data)
+            else:
+                await offer(context.bus, dataset.rows_to_try(data.train.problems, scorers))
             parts = assemble(context.bus, context.live, data, folder, context.status, access, replica)
             await _coordinate(context, parts, server, folder)
     finally:
         server.close()
+
+
+async def _offer_held_out(bus: Bus, settings: Settings, data: Data) -> None:
+    groups = []
+    for held_set, problems in data.held_out:
+        chosen = dataset.subset(len(problems), held_set.problems, settings.run.seed)
+        groups += [experience(problems.problems[index], index, PolicyVersion(0)) for index in chosen]
+    await held_out_store.offer(bus, groups)
 
 
 async def _coordinate(context: Context, parts: Coordinator, server: Server, folder: Path) -> None:
@@ -225,7 +238,8 @@ def assemble(
         lambda rollback: operations.begin(ROLLBACK, rollback.stage, request(rollback)),
     )
     gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
-    evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if data.held_out else None
+    generated = data.held_out and not settings.algorithm.is_supervised
+    evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if generated else None
     lifecycle = Lifecycle(bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder)
     steering = Steering(bus, ledger, rollbacks, groups_per_step, look)
     exporting = Exporting(bus, ledger, settings)
@@ -321,9 +335,18 @@ def load_data(settings: Settings) -> Data:
     evaluation, scorers = settings.evaluation, settings.reward.scorers
     names = [scorer.name for scorer in scorers]
     comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
-    train = dataset.load_training(settings.data, names, comparing, [of.name for of in settings.reward.teachers])
+    demonstrations = None
+    if settings.algorithm.is_supervised:
+        demonstrations, comparing = Demonstrations(settings), []
+    teachers = [of.name for of in settings.reward.teachers]
+    train = dataset.load_training(settings.data, names, comparing, demonstrations, teachers)
     held_out = tuple(
-        (held_set, dataset.load(held_set.path, settings.data, evaluation.setting_of(held_set), names, comparing))
+        (
+            held_set,
+            dataset.load(
+                held_set.path, settings.data, evaluation.setting_of(held_set), names, comparing, "", demonstrations
+            ),
+        )
         for held_set in evaluation.held_out
     )
     return Data(train, held_out, tuple(_doubts(settings, train, held_out)))

@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from services.rollout.engines.engine import GeneratedSample, GenerationRequest
-from services.rollout.engines.prompts import TokenizerCodec
 from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.service import seed_of
 from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sample, Sampling
 from shared.errors import PenstockError
+from shared.model.tokenizer import TokenizerCodec
 from shared.settings import Settings
 
 _ROWS = 256
@@ -25,7 +25,8 @@ class LocalPolicy:
 
     def __init__(self, settings: Settings, version: int = 0) -> None:
         try:
-            from services.rollout.engines.transformers.loading import open_model, open_tokenizer
+            from services.rollout.engines.transformers.loading import open_model
+            from shared.model.tokenizer import open_tokenizer
         except ImportError as error:
             raise PenstockError(f"generation needs penstock[rollout]: {error}: install it") from error
         self._settings, self._version = settings, PolicyVersion(version)

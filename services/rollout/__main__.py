@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from services.rollout.engines.engine import Engine, SuspendableEngine
-from services.rollout.engines.prompts import CharacterCodec, Codec, TokenizerCodec
+from services.rollout.engines.prompts import CharacterCodec, Codec
 from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
 from shared.bus.stores.run_secret import RunSecret
 from shared.errors import SettingsError
+from shared.model.tokenizer import TokenizerCodec
 from shared.peers.addresses import use_interfaces
 from shared.process import service
 from shared.process.device import DeviceLease, leased
@@ -82,8 +83,9 @@ def _has_gpu(device: str) -> bool:
 async def _open_vllm(
     settings: Settings, replica: str, host: str, secret: RunSecret, explain: Explain
 ) -> tuple[Engine, Codec]:
-    from services.rollout.engines.transformers.loading import check_for_vllm, open_tokenizer
+    from services.rollout.engines.transformers.loading import check_for_vllm
     from services.rollout.engines.vllm.several.start import open_engines
+    from shared.model.tokenizer import open_tokenizer
 
     weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
@@ -152,8 +154,9 @@ def _utilization(settings: Settings) -> float:
 async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
     with importing():
         from services.rollout.engines.transformers.engine import TransformersEngine
-        from services.rollout.engines.transformers.loading import open_model, open_tokenizer
+        from services.rollout.engines.transformers.loading import open_model
         from services.rollout.engines.transformers.smoke_test import try_out
+        from shared.model.tokenizer import open_tokenizer
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     context = settings.rollout.vllm.max_model_len

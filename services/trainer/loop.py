@@ -30,7 +30,7 @@ from services.trainer.model.memory import components
 from services.trainer.model.residency import Residency
 from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts
-from services.trainer.rank0.commands import Command, CommandKind, share
+from services.trainer.rank0.commands import Command, CommandKind, decode_all, share
 from services.trainer.rank0.mailbox import Mailbox, NoMailbox
 from services.trainer.rank0.probe import Prober
 from services.trainer.rank0.results import (
@@ -149,6 +149,8 @@ class Trainer:
     def _train(self, command: Command) -> StepMade | StepSkipped:
         try:
             measured = self.update(command.groups, command.lags, command.learning_rate, contexts=command.contexts)
+            if command.held_out:
+                measured["evaluation_loss"] = self._learner.loss_of(decode_all(command.held_out))
         except NotFinite as error:
             return StepSkipped(str(error), error.touched)
         for residency in self._residencies:

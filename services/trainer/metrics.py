@@ -9,7 +9,7 @@ from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge, Histogram
 
 from services.trainer.batch.staleness import trained_lags
-from shared.bus.messages import Experience, FinishReason, PolicyVersion
+from shared.bus.messages import Experience, FinishReason, PolicyVersion, Purpose
 
 STEP = Gauge("penstock_trainer_step", "Committed optimizer steps.")
 VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy version.")
@@ -107,7 +107,6 @@ def batch_figures(
     contexts: Sequence[int] = (),
 ) -> BatchFigures:
     """Return the figures of a batch trained after ``step`` steps; ``contexts`` as in its command."""
-    rewards = np.concatenate([experience.rewards for experience in batch])
     samples = [sample for experience in batch for sample in experience.group.samples]
     contexts, first = contexts or (0,) * len(samples), 0
     lags: Counter[int] = Counter()
@@ -118,10 +117,7 @@ def batch_figures(
     lengths = [len(sample.token_ids) for sample in samples]
     stale = [context for context, length in zip(contexts, lengths, strict=True) if context == length]
     metrics = {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "reward_max": float(rewards.max()),
-        "reward_min": float(rewards.min()),
+        **_reward_figures([each for each in batch if each.group.prompt.purpose is not Purpose.DEMONSTRATE]),
         "lag_mean": sum(lag * count for lag, count in lags.items()) / lags.total(),
         "lag_max": float(max(lags)),
         "stale_samples": float(len(stale)),
@@ -129,13 +125,25 @@ def batch_figures(
         "unscored_samples": float(sum(e.group.prompt.sampling.samples - len(e.group.samples) for e in batch)),
         "response_tokens_mean": sum(lengths) / len(samples),
         "truncated_fraction": sum(s.finish_reason is FinishReason.LENGTH for s in samples) / len(samples),
-        "zero_std_groups": float(sum(float(experience.rewards.std()) == 0.0 for experience in batch)),
         "generate_s_mean": float(np.mean([e.group.finished_at_s - e.group.started_at_s for e in batch])),
         "score_s_mean": float(np.mean([experience.score_s for experience in batch])),
         **_scorer_means(batch),
         **_lenient_shares(batch),
     }
     return BatchFigures(metrics, lags, lags.total(), sum(lengths) - sum(contexts))
+
+
+def _reward_figures(scored: Sequence[Experience]) -> dict[str, float]:
+    if not scored:
+        return {}
+    rewards = np.concatenate([experience.rewards for experience in scored])
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_max": float(rewards.max()),
+        "reward_min": float(rewards.min()),
+        "zero_std_groups": float(sum(float(experience.rewards.std()) == 0.0 for experience in scored)),
+    }
 
 
 def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:

@@ -14,7 +14,9 @@ from shared.process import memory_timeline
 _WORDS = {"forward_backward": "forward and backward"}
 _REST = {
     "optimizer": "gradients in float32",
-    **dict.fromkeys(("forward_backward", "proximal", "reference", "critic", "probe"), memory_timeline.ACTIVATIONS),
+    **dict.fromkeys(
+        ("forward_backward", "proximal", "reference", "critic", "probe", "evaluation"), memory_timeline.ACTIVATIONS
+    ),
 }
 """What a GPU's peak in a phase holds beside the components."""
 

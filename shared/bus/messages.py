@@ -46,6 +46,8 @@ class Purpose(StrEnum):
     TRAIN = "train"
     EVALUATE = "evaluate"
     ASK = "ask"
+    DEMONSTRATE = "demonstrate"
+    """Its sample is of the dataset, not of a policy."""
 
 
 class FinishReason(StrEnum):

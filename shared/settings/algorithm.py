@@ -84,7 +84,7 @@ class CriticSettings(Section):
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
-LOSSES = ("clip", "gspo", "cispo", "policy_gradient", "dpo")
+LOSSES = ("clip", "gspo", "cispo", "policy_gradient", "dpo", "cross_entropy")
 Clip = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -113,7 +113,7 @@ class AlgorithmSettings(Section):
     loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
     gradient, preferences between a group's best and worst sample (dpo), or your own function of the tokens' logprobs
-    and advantages, `package.module:function`."""
+    and advantages, `package.module:function`. cross_entropy: nothing is generated, the data are demonstrations."""
     clip: tuple[Clip, PositiveFloat] = Field(default=(0.2, 0.2))
     """[low, high]: the ratio is clipped at 1 − low where the advantage is negative, and at 1 + high where it is
     positive (clip, gspo). For cispo, high is the largest weight − 1."""
@@ -180,6 +180,11 @@ class AlgorithmSettings(Section):
         return self
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether the run trains demonstrations: nothing is generated or scored."""
+        return self.loss == "cross_entropy"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether something is compared with the frozen initial policy."""
         return self.kl.coefficient > 0 or self.loss == "dpo"
@@ -203,7 +208,9 @@ class AlgorithmSettings(Section):
 
     def _contradiction(self) -> str:
         """Return what is wrong and what to change, or nothing."""
-        by_loss = {"policy_gradient": self._of_policy_gradient, "dpo": self._of_dpo}
+        by_loss = {
+            "policy_gradient": self._of_policy_gradient, "dpo": self._of_dpo, "cross_entropy": self._of_demonstrations,
+        }  # fmt: skip
         return by_loss.get(self.loss, self._of_ratio)() or self._of_parts()
 
     def _of_ratio(self) -> str:
@@ -258,6 +265,28 @@ class AlgorithmSettings(Section):
                 'expected algorithm.kl.coefficient = 0 with algorithm.loss = "dpo", found '
                 f"{self.kl.coefficient}: the reference holds the policy by algorithm.dpo_beta; change that"
             )
+        return ""
+
+    def _of_demonstrations(self) -> str:
+        """Only what changes the cross-entropy of demonstrations, which have no rewards and were drawn by no policy."""
+        plain = AlgorithmSettings()
+        names = (
+            "advantage",
+            "dual_clip",
+            "correction",
+            "proximal",
+            "entropy_bonus",
+            "dynamic_sampling",
+            "overlong",
+            "kl",
+        )
+        for name in names:
+            value, expected = getattr(self, name), getattr(plain, name)
+            if value != expected:
+                return (
+                    f'expected algorithm.{name} to be left at its default with algorithm.loss = "cross_entropy", which has no rewards '
+                    f"and no behavior logprobs, found {shown(value)}: leave it out, or choose another algorithm.preset"
+                )
         return ""
 
     def _of_parts(self) -> str:

@@ -94,7 +94,7 @@ class Settings(Section):
     @property
     def needs_executor(self) -> bool:
         """Whether a scorer runs model-written code."""
-        return any(scorer.kind == "code" for scorer in self.reward.scorers)
+        return not self.algorithm.is_supervised and any(scorer.kind == "code" for scorer in self.reward.scorers)
 
     @property
     def model_work(self) -> ModelWork:
@@ -133,6 +133,7 @@ class Settings(Section):
             _check_trainer,
             _check_slots,
             _check_sampling,
+            _check_supervised,
             check_placement,
         ):
             rule(self)
@@ -278,6 +279,26 @@ def _check_sampling(settings: Settings) -> None:
         )
 
 
+def _check_supervised(settings: Settings) -> None:
+    if not settings.algorithm.is_supervised:
+        return
+    for key, value, expected in (
+        ("placement.mode", settings.placement.mode, PlacementSettings().mode),
+        ("data.curriculum", settings.data.curriculum, False),
+        ("evaluation.gate.action", settings.evaluation.gate.action, "off"),
+    ):
+        if value != expected:
+            raise ValueError(
+                f'expected {key} = {shown(expected)} with algorithm.loss = "cross_entropy", where nothing is generated or scored, '
+                f"found {shown(value)}: change one of them"
+            )
+    if len(settings.evaluation.held_out) > 1:
+        raise ValueError(
+            'expected one held-out set with algorithm.loss = "cross_entropy", whose evaluation is one loss, found '
+            f"{len(settings.evaluation.held_out)}: give one path in evaluation.path"
+        )
+
+
 def check_reproducible(settings: Settings, engine: str) -> None:
     """Raise ValueError where ``settings`` ask for a run that repeats to the bit, and others of them make it depend on timing."""
     if settings.run.deterministic != "run":
@@ -292,7 +313,7 @@ def check_reproducible(settings: Settings, engine: str) -> None:
             'expected algorithm.dynamic_sampling = false with data.curriculum and run.deterministic = "run", found true: a trainer '
             "that dies forgets which groups it dropped since its last step; change one of them"
         )
-    if engine not in ("auto", "transformers"):
+    if engine not in ("auto", "transformers") and not settings.algorithm.is_supervised:
         raise ValueError(
             f'expected the engine "transformers" with run.deterministic = "run", found "{engine}", whose samples depend on timing: change '
             "rollout.engine, or run.deterministic"

@@ -156,7 +156,7 @@ def test_the_parts_of_a_micro_batch_are_slices_of_what_is_known() -> None:
         PackedRow(group.prompt_token_ids, group.samples, tuple(range(4 * n, 4 * n + 4)))
         for n, group in enumerate(groups)
     ]
-    whole = known.of(micro_batch(rows), [1, 2, 3, 4, 5, 6, 7, 8], torch.device("cpu"))
+    whole = known.of(micro_batch(rows), [1, 2, 3, 4, 5, 6, 7, 8], [False] * 4 + [True] * 4, torch.device("cpu"))
     whole.advantages_N = torch.arange(float(len(whole.lags_N)))
     first, second = oom_split.halves(whole, oom_split.rows_by_place(rows))
     assert (first.batch.places_S.tolist(), second.batch.places_S.tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])

@@ -21,9 +21,10 @@ from prometheus_client import Counter
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.curriculum import Curriculum
 from services.coordinator.admission.dataset import Dataset, EpochOrder
+from services.coordinator.admission.demonstrations import experience
 from services.coordinator.admission.mixing import MixedOrder
 from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion, Prompt, Sampling
+from shared.bus.messages import Experience, PolicyVersion, Prompt, Sampling
 from shared.bus.stores.ledger import AdmissionState, Ledger, RunState
 from shared.bus.stores.signals import read_current
 from shared.errors import BusFull
@@ -128,7 +129,10 @@ class Admission:
                 continue
             terms = self._terms()
             count = min(room, max(1, _MOST_AT_ONCE // terms.sampling.samples))
-            prompts = [self._prompt(run.cursor + place, run.shift, newest) for place in range(count)]
+            places = range(run.cursor, run.cursor + count)
+            prompts: list[Prompt] | list[Experience] = [self._prompt(place, run.shift, newest) for place in places]
+            if self._dataset.problems[0].demonstration is not None:
+                prompts = [self._demonstration(place, run.shift, newest) for place in places]
             admitted = await self._ledger.admit(
                 prompts, terms.slots, terms.groups_per_step, terms.steps, newest, whole=terms.whole
             )
@@ -149,6 +153,9 @@ class Admission:
             return 0
         terms = self._terms()
         return min(terms.slots, (terms.steps - run.step) * terms.groups_per_step) - run.in_flight
+
+    def _demonstration(self, group_id: int, shift: int, newest: PolicyVersion) -> Experience:
+        return experience(self._dataset.problems[self._order.index(group_id - shift)], group_id, newest)
 
     def _prompt(self, group_id: int, shift: int, newest: PolicyVersion) -> Prompt:
         index, terms = self._order.index(group_id - shift), self._terms()

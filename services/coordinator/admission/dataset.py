@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from services.coordinator.admission import dataset_files
 from services.coordinator.admission.dataset_files import BadRow, DatasetRow
+from services.coordinator.admission.demonstrations import Demonstration, Demonstrations
 from services.coordinator.admission.row_filter import RowFilter
 from shared.bus import wire
 from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
@@ -45,6 +46,7 @@ class Problem:
     extra: dict[str, Json]
     scorers: tuple[str, ...] = ()
     """Scorers that apply; empty: all."""
+    demonstration: Demonstration | None = None
     teachers: tuple[str, ...] = ()
 
     @property
@@ -135,15 +137,16 @@ def load(
     scorers: Sequence[str] = (),
     comparing: Collection[str] = (),
     condition: str = "",
+    demonstrations: Demonstrations | None = None,
     teachers: Sequence[str] = (),
 ) -> Dataset:
-    """Load the dataset ``source``, a file, folder or name on a hub."""
+    """Load the dataset ``source``, a file, folder or name on a hub; with ``demonstrations``, rows have completions."""
     problems: list[Problem] = []
     bad: list[str] = []
     rows, filtered = RowFilter(condition), 0
     for name, row in dataset_files.read(str(source), setting):
         try:
-            problem = _problem(name, row, data, scorers, teachers)
+            problem = _problem(name, row, data, scorers, demonstrations, teachers)
             if not isinstance(row, BadRow) and not rows.keeps(row, problem.characters):
                 filtered += 1
                 continue
@@ -162,9 +165,11 @@ def load_training(
     data: DataSettings,
     scorers: Sequence[str] = (),
     comparing: Collection[str] = (),
+    demonstrations: Demonstrations | None = None,
     teachers: Sequence[str] = (),
 ) -> Dataset:
-    parts = [load(source, data, "data.path", scorers, comparing, data.filter, teachers) for source in data.sources]
+    given = (scorers, comparing, data.filter, demonstrations, teachers)
+    parts = [load(source, data, "data.path", *given) for source in data.sources]
     if len(parts) == 1:
         return parts[0]
     return Dataset(
@@ -207,10 +212,19 @@ MESSAGES_FIELD = "messages"
 
 
 def _problem(
-    source: str, row: DatasetRow, data: DataSettings, scorers: Sequence[str], teachers: Sequence[str]
+    source: str,
+    row: DatasetRow,
+    data: DataSettings,
+    scorers: Sequence[str],
+    demonstrations: Demonstrations | None = None,
+    teachers: Sequence[str] = (),
 ) -> Problem:
     if isinstance(row, BadRow):
         raise row
+    if demonstrations is not None:
+        rest, completion = demonstrations.split(row)
+        problem = _problem(source, rest, data, scorers)
+        return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completion))
     text, messages = _with_system(*_question(row, data), data.system)
     answer = _answer(row.get(data.answer_field), data.answer_field)
     named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field, data.teacher_field}

@@ -1,19 +1,37 @@
 """From token losses to the loss of a batch.
 
-``N`` tokens, ``lengths_S`` of each sample. The loss is a sum over micro-batches and ranks (:func:`total`) over the
-batch's divisor (:func:`divisor`)::
+A batch's loss is the sum of its *streams*, each over tokens of its own::
+
+    rl             the policy loss, with the entropy bonus      tokens that a policy drew
+    ce             −log π of each token                         tokens of demonstrations
+    reference_kl   the KL penalty, with kl.where = "loss"       as rl
+
+A stream's loss is a sum over its tokens (:func:`total`) over its own divisor (:func:`divisor`). Both cover all
+micro-batches of all ranks of one optimizer update, and only trained tokens; so neither packing nor a split for lack of
+memory changes it. ``N`` tokens, ``lengths_S`` of each sample; tokens and samples are those of the stream::
 
     token      Σ_t loss_t / tokens                      equal weight of tokens       DAPO, arXiv:2503.14476, eq. 8
     sequence   Σ_i (1/|y_i|) Σ_t loss_t / samples       equal weight of samples      GRPO, arXiv:2402.03300, eq. 3
     constant   Σ_t loss_t / (samples × longest)         independent of lengths       Dr. GRPO, arXiv:2503.20783
 """
 
-from typing import Literal
+import dataclasses
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Aggregation = Literal["token", "sequence", "constant"]
+Stream = Literal["rl", "ce", "reference_kl"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """What a stream trains in an optimizer update, on all ranks."""
+
+    tokens: int
+    samples: int
 
 
 def total(loss_N: Tensor, lengths_S: Tensor, aggregation: Aggregation) -> Tensor:
@@ -23,9 +41,9 @@ def total(loss_N: Tensor, lengths_S: Tensor, aggregation: Aggregation) -> Tensor
     return loss_N.sum()
 
 
-def divisor(aggregation: Aggregation, tokens: int, samples: int, max_tokens: int) -> float:
-    count = {"token": tokens, "sequence": samples, "constant": samples * max_tokens}[aggregation]
-    return float(max(1, count))
+def divisor(aggregation: Aggregation, count: Count, max_tokens: int) -> float:
+    by_kind = {"token": count.tokens, "sequence": count.samples, "constant": count.samples * max_tokens}
+    return float(max(1, by_kind[aggregation]))
 
 
 def sequence_sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:

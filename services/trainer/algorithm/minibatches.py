@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch.distributed as dist
 
+from services.trainer.algorithm.aggregation import Count, Stream
 from services.trainer.algorithm.dpo import best_and_worst
 from services.trainer.batch import token_data
 from services.trainer.batch.oom_split import rows_by_place
-from services.trainer.batch.packing import PackedRow, plan
+from services.trainer.batch.packing import MicroBatch, PackedRow, plan
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.forward_passes import digest
-from shared.bus.messages import Experience, Float32Array, StepPlan
+from shared.bus.messages import Experience, Float32Array, Purpose, StepPlan
 from shared.settings import Settings
 
 
@@ -24,8 +25,7 @@ class Minibatch:
     inputs: list[LossInputs]
     """One per forward pass; split if memory is short."""
     rows: Mapping[int, PackedRow]
-    tokens: int
-    samples: int
+    counts: Mapping[Stream, Count]
 
 
 def lay_out(
@@ -55,12 +55,21 @@ def lay_out(
         cap = min(cap, repeated.micro_batch_tokens)
     layouts = [plan(share, cap, policy.ranks, split=not pairs, sizes=policy.sizes) for share in shares]
     lags_M, rank = [lag for lag, e in zip(lags, batch, strict=True) for _ in e.group.samples], dist.get_rank()
+    demonstrated_M = [e.group.prompt.purpose is Purpose.DEMONSTRATE for e in batch for _ in e.group.samples]
     parts = []
     for share, layout in zip(shares, layouts, strict=True):
-        lengths = [int(length) for micro_batches in layout for each in micro_batches for length in each.lengths_S]
-        inputs = [token_data.of(micro_batch, lags_M, policy.device) for micro_batch in layout[rank]]
-        parts.append(Minibatch(inputs, rows_by_place(share), sum(lengths), len(lengths)))
+        inputs = [token_data.of(each, lags_M, demonstrated_M, policy.device) for each in layout[rank]]
+        parts.append(Minibatch(inputs, rows_by_place(share), _counts(layout, demonstrated_M)))
     return parts, StepPlan(cap, digest(layouts), contexts=tuple(contexts))
+
+
+def _counts(layout: Sequence[Sequence[MicroBatch]], demonstrated_M: Sequence[bool]) -> dict[Stream, Count]:
+    lengths: dict[bool, list[int]] = {False: [], True: []}
+    for micro_batch in (each for micro_batches in layout for each in micro_batches):
+        for place, length in zip(micro_batch.places_S, micro_batch.lengths_S, strict=True):
+            lengths[demonstrated_M[place]].append(int(length))
+    sampled, demonstrated = (Count(sum(lengths[kind]), len(lengths[kind])) for kind in (False, True))
+    return {"rl": sampled, "ce": demonstrated, "reference_kl": sampled}
 
 
 def _rows(

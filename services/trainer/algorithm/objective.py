@@ -1,12 +1,13 @@
-"""The objective of a forward pass by ``[algorithm]``: loss × correction + KL − entropy."""
+"""The objective of a forward pass by ``[algorithm]``, by stream (``aggregation``): loss × correction − entropy, KL."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from services.trainer.algorithm import corrections, functions, losses
-from services.trainer.algorithm.aggregation import sequence_sums, total
+from services.trainer.algorithm.aggregation import Stream, sequence_sums, total
 from services.trainer.algorithm.diagnostics import TokenFigures
 from services.trainer.algorithm.dpo import dpo
 from services.trainer.algorithm.kl import estimate
@@ -17,7 +18,8 @@ from shared.settings.algorithm import AlgorithmSettings
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objective:
-    sum: Tensor
+    sums: Mapping[Stream, Tensor]
+    """Undivided."""
     figures: TokenFigures
     margins_P: Tensor | None = None
 
@@ -25,10 +27,15 @@ class Objective:
 def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float) -> Objective:
     if algorithm.loss == "dpo":
         return _preferences(inputs, out, algorithm)
+    if algorithm.is_supervised:
+        never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
+        return Objective(
+            _sums(inputs, out, {}, algorithm), _figures(inputs, out, algorithm, (never_N, never_N, never_N))
+        )
     assert inputs.advantages_N is not None
     anchor_N = _anchor(inputs, out.policy_logprobs_N, algorithm)
     loss = _loss(inputs, out, anchor_N, inputs.advantages_N, algorithm)
-    loss_N, masked_N = loss.loss_N, torch.zeros_like(loss.clipped_low_N)
+    loss_N, masked_N, losses_N = loss.loss_N, torch.zeros_like(loss.clipped_low_N), dict[Stream, Tensor]()
     if algorithm.correction != "none" and algorithm.correction != "ignored" and algorithm.correction != "ratio":
         weights_N = corrections.weights(
             anchor_N, inputs.behavior_logprobs_N, inputs.lengths_S,
@@ -38,11 +45,23 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
     if algorithm.kl.where == "loss" and kl_coefficient:
         assert inputs.reference_logprobs_N is not None
         kl_N = estimate(out.policy_logprobs_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
-        loss_N = loss_N + kl_coefficient * kl_N
+        losses_N["reference_kl"] = kl_coefficient * kl_N
     if algorithm.entropy_bonus:
         loss_N = loss_N - algorithm.entropy_bonus * out.entropy_N
+    losses_N["rl"] = loss_N
     figures = _figures(inputs, out, algorithm, (loss.clipped_low_N, loss.clipped_high_N, masked_N))
-    return Objective(total(loss_N, inputs.lengths_S, algorithm.aggregation), figures)
+    return Objective(_sums(inputs, out, losses_N, algorithm), figures)
+
+
+def _sums(
+    inputs: LossInputs, out: TokenLogprobs, losses_N: dict[Stream, Tensor], algorithm: AlgorithmSettings
+) -> dict[Stream, Tensor]:
+    """Return the sum of each stream over its own tokens."""
+    if inputs.demonstrated_N is not None:
+        nothing_N = torch.zeros_like(out.policy_logprobs_N)
+        losses_N = {name: torch.where(inputs.demonstrated_N, nothing_N, each_N) for name, each_N in losses_N.items()}
+        losses_N["ce"] = torch.where(inputs.demonstrated_N, -out.policy_logprobs_N, nothing_N)
+    return {name: total(each_N, inputs.lengths_S, algorithm.aggregation) for name, each_N in losses_N.items()}
 
 
 def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmSettings) -> Tensor:
@@ -99,14 +118,16 @@ def _preferences(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSet
     if algorithm.entropy_bonus:
         whole = whole - algorithm.entropy_bonus * sequence_sums(out.entropy_N, inputs.lengths_S).sum()
     never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
-    return Objective(whole, _figures(inputs, out, algorithm, (never_N, never_N, never_N)), loss.margins_P)
+    return Objective({"rl": whole}, _figures(inputs, out, algorithm, (never_N, never_N, never_N)), loss.margins_P)
 
 
 def _figures(
     inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, taken: tuple[Tensor, Tensor, Tensor]
 ) -> TokenFigures:
     policy_N, entropy_N = out.policy_logprobs_N.detach(), out.entropy_N.detach()
-    kl_N = torch.zeros_like(policy_N)
+    behavior_N, kl_N = inputs.behavior_logprobs_N, torch.zeros_like(policy_N)
+    if inputs.demonstrated_N is not None:  # no policy drew them
+        behavior_N = torch.where(inputs.demonstrated_N, policy_N, behavior_N)
     if inputs.reference_logprobs_N is not None:
         kl_N = estimate(policy_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
-    return TokenFigures(policy_N, inputs.behavior_logprobs_N, entropy_N, *taken, reference_kl_N=kl_N)
+    return TokenFigures(policy_N, behavior_N, entropy_N, *taken, reference_kl_N=kl_N)

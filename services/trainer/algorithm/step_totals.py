@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.trainer.algorithm.aggregation import STREAMS, Stream
+
 
 class NotFinite(Exception):
     """A loss or gradient is not finite. ``touched``: some weights were already updated."""
@@ -20,19 +22,23 @@ class Tally:
     """Means over a step's updates, sums over ranks."""
 
     def __init__(self, device: torch.device) -> None:
-        self._losses = torch.zeros(5, dtype=torch.float64, device=device)  # policy, value, pairs, agreed, margin
+        self._losses = torch.zeros(4, dtype=torch.float64, device=device)  # value, pairs, agreed, margin
+        self._streams = torch.zeros(len(STREAMS), dtype=torch.float64, device=device)
+        self._used: set[Stream] = set()
         self._norms: list[float] = []
         self._critic_norms: list[float] = []
 
-    def add(self, loss: Tensor, margins_P: Tensor | None) -> None:
-        self._losses[0] += loss.detach().double()
+    def add(self, streams: Mapping[Stream, Tensor], margins_P: Tensor | None) -> None:
+        for stream, loss in streams.items():
+            self._streams[STREAMS.index(stream)] += loss.detach().double()
+        self._used |= streams.keys()
         if margins_P is not None:
-            self._losses[2] += margins_P.numel()
-            self._losses[3] += (margins_P > 0).sum()
-            self._losses[4] += margins_P.double().sum()
+            self._losses[1] += margins_P.numel()
+            self._losses[2] += (margins_P > 0).sum()
+            self._losses[3] += margins_P.double().sum()
 
     def add_value_loss(self, loss: Tensor) -> None:
-        self._losses[1] += loss.detach().double()
+        self._losses[0] += loss.detach().double()
 
     def updated(self, grad_norm: float, step: int) -> None:
         _check_norm("policy", grad_norm, step, touched=bool(self._norms))
@@ -45,9 +51,11 @@ class Tally:
     def over_ranks(self) -> dict[str, float]:
         """Return the step's figures; collective."""
         dist.all_reduce(self._losses)
-        loss, value, pairs, agreed, margin = self._losses.tolist()
-        updates = len(self._norms)
-        figures = {"loss": loss / updates, "grad_norm": sum(self._norms) / updates, "updates": float(updates)}
+        dist.all_reduce(self._streams)
+        (value, pairs, agreed, margin), updates = self._losses.tolist(), len(self._norms)
+        streams = dict(zip(STREAMS, (self._streams / updates).tolist(), strict=True))
+        figures = {"loss": sum(streams.values()), "grad_norm": sum(self._norms) / updates, "updates": float(updates)}
+        figures |= {f"{stream}_loss": streams[stream] for stream in STREAMS if stream in self._used}
         if self._critic_norms:
             figures |= {"value_loss": value / updates, "critic_grad_norm": sum(self._critic_norms) / updates}
         if pairs:

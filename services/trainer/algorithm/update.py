@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import shaped_rewards
-from services.trainer.algorithm.aggregation import divisor
+from services.trainer.algorithm.aggregation import Count, divisor
 from services.trainer.algorithm.diagnostics import StepSums, explained_variance
 from services.trainer.algorithm.kl import next_coefficient
 from services.trainer.algorithm.minibatches import Minibatch, lay_out
@@ -106,13 +107,14 @@ class Learner:
         return measured | self._look_back(inputs, measured["reference_kl"], sum(len(r) for r in rewards))
 
     def _backward(self, minibatch: Minibatch, update: "_Update") -> None:
-        total = self._divisor(minibatch)
+        divisors = {stream: self._divisor(count) for stream, count in minibatch.counts.items()}
         for part, last in update.passes.results(minibatch.inputs, minibatch.rows, self._objective):
-            loss = part.sum / total
+            streams = {stream: whole / divisors[stream] for stream, whole in part.sums.items()}
+            loss = torch.stack(list(streams.values())).sum()
             self._policy.backward(loss * self._policy.ranks, last=last)
             with torch.no_grad():
                 update.sums.add(part.figures)
-                update.tally.add(loss, part.margins_P)
+                update.tally.add(streams, part.margins_P)
 
     def _objective(self, inputs: LossInputs) -> Objective:
         return objective(inputs, self._policy.forward(inputs.batch), self._algorithm, self.kl_coefficient)
@@ -123,7 +125,7 @@ class Learner:
             assert inputs.returns_N is not None
             values_N = critic.forward(inputs.batch)
             loss_N = value_loss(values_N, inputs.values_N, inputs.returns_N, self._algorithm.critic.clip)
-            loss = loss_N.sum() / max(1, minibatch.tokens)
+            loss = loss_N.sum() / max(1, minibatch.counts["rl"].tokens)
             critic.backward(loss * critic.ranks, last=number == len(minibatch.inputs))
             tally.add_value_loss(loss)
 
@@ -150,11 +152,10 @@ class Learner:
         together = 2 if self._algorithm.loss == "dpo" else 1
         return ForwardPasses(self._policy, (self._settings.run.seed, step), together, misfits)
 
-    def _divisor(self, minibatch: Minibatch) -> float:
+    def _divisor(self, count: Count) -> float:
         if self._algorithm.loss == "dpo":
-            return max(1.0, minibatch.samples / 2)
-        longest = self._settings.sampling.max_new_tokens
-        return divisor(self._algorithm.aggregation, minibatch.tokens, minibatch.samples, longest)
+            return max(1.0, count.samples / 2)
+        return divisor(self._algorithm.aggregation, count, self._settings.sampling.max_new_tokens)
 
     def _rate(self, step: int, peak: float) -> float:
         if self._critic is not None and step <= self._algorithm.critic.warmup_steps:
@@ -181,6 +182,18 @@ class Learner:
         if kl.target:
             self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples)
         return figures
+
+    def loss_of(self, demonstrations: Sequence[Experience]) -> float:
+        """Return the mean cross-entropy of the demonstrations' tokens, nats; collective."""
+        (minibatch,), _ = lay_out(
+            demonstrations, self._rewards(demonstrations), [0] * len(demonstrations), 0, self._settings, self._policy
+        )
+        whole = torch.zeros(1, dtype=torch.float64, device=self._policy.device)
+        with self._phases.measure("evaluation"), torch.no_grad():
+            for inputs in minibatch.inputs:
+                whole -= self._policy.evaluate(inputs.batch).policy_logprobs_N.double().sum()
+        dist.all_reduce(whole)
+        return float(whole) / minibatch.counts["ce"].tokens
 
     def try_out(self, batch: Sequence[Experience]) -> None:
         """Run training on ``batch``, with backward passes, without changes; collective."""

@@ -31,16 +31,21 @@ class LossInputs:
     """The critic's, before this step's updates."""
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None
+    demonstrated_N: Tensor | None = None
+    """Whether a token is of a demonstration; None: none of the batch is."""
 
 
-def of(batch: MicroBatch, lags_M: Sequence[int], device: torch.device) -> LossInputs:
-    """``lags_M`` are the lags of the batch's samples."""
+def of(batch: MicroBatch, lags_M: Sequence[int], demonstrated_M: Sequence[bool], device: torch.device) -> LossInputs:
+    """``lags_M`` are the lags of the batch's samples, ``demonstrated_M`` whether they are demonstrations."""
     lags_S = np.array([lags_M[place] for place in batch.places_S], dtype=np.float32)
+    demonstrated_S = np.array([demonstrated_M[place] for place in batch.places_S], dtype=np.bool_)
+    demonstrated_N = torch.from_numpy(np.repeat(demonstrated_S, batch.lengths_S)).to(device)
     return LossInputs(
         batch=batch,
         lengths_S=torch.from_numpy(batch.lengths_S).to(device),
         behavior_logprobs_N=torch.from_numpy(batch.behavior_logprobs_N).to(device),
         lags_N=torch.from_numpy(np.repeat(lags_S, batch.lengths_S)).to(device),
+        demonstrated_N=demonstrated_N if any(demonstrated_M) else None,
     )
 
 

@@ -58,6 +58,8 @@ class Command:
     """How many first tokens of each sample are not trained; empty: none."""
     rung: int = 0
     """Of the ladder, for FREE."""
+    held_out: tuple[bytes, ...] = ()
+    """Encoded demonstrations whose loss is reported with the step."""
 
 
 def share(command: Command | None, device: "torch.device") -> Command:
@@ -82,13 +84,13 @@ def _write(command: Command) -> bytes:
     plan = None if command.plan is None else wire.encode(command.plan)
     payloads = list(command.payloads)
     where, batch = (int(command.kind), command.folder), (payloads, command.lags, command.contexts)
-    fields = (*where, *batch, command.learning_rate, plan, command.rung)
+    fields = (*where, *batch, command.learning_rate, plan, command.rung, command.held_out)
     data: bytes = msgpack.packb(fields)
     return data
 
 
 def _read(data: bytes) -> Command:
-    kind, folder, payloads, lags, contexts, rate, raw, rung = msgpack.unpackb(data)
+    kind, folder, payloads, lags, contexts, rate, raw, rung, held_out = msgpack.unpackb(data)
     plan = None if raw is None else wire.decode(raw, StepPlan)
     groups = decode_all(payloads)
     return Command(
@@ -101,6 +103,7 @@ def _read(data: bytes) -> Command:
         plan,
         contexts=tuple(contexts),
         rung=int(rung),
+        held_out=tuple(held_out),
     )
 
 

@@ -36,6 +36,7 @@ from services.trainer.rank0.opening import Opening
 from services.trainer.rank0.results import Notice, R, Result, StepMade, StepSkipped
 from services.trainer.rank0.retention import Retention
 from shared.bus.messages import PolicyRecord, StepReport
+from shared.bus.stores import held_out
 from shared.bus.stores.ledger import ENDED, Ledger, RunState
 from shared.bus.stores.signals import SignalChange
 from shared.bus.streams import JOURNAL
@@ -50,7 +51,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CLOSE_S = 10.0
-_LOGGED = ("reward_mean", "kl_mean", "entropy", "lag_mean", "samples_per_s")
+_SHOWN: tuple[str, ...] = ("reward_mean", "kl_mean", "entropy")
+_LOGGED = ("reward_mean", "loss", "kl_mean", "entropy", "lag_mean", "samples_per_s")
 
 
 class Driver:
@@ -258,6 +260,7 @@ class Driver:
                 contexts=contexts if any(contexts) else (),
                 learning_rate=learning_rate,
                 version=self._branch.next_version(),
+                held_out=await self._held_out(),
             )
         )
         figures = batch_figures(groups, self._step, self._branch.steps, contexts)
@@ -278,11 +281,19 @@ class Driver:
         if self._step == steps:
             await self._export()
 
+    async def _held_out(self) -> tuple[bytes, ...]:
+        """Return the demonstrations to evaluate with the next step: with the first, the last and every ``every_steps``."""
+        step, sets = self._step + 1, self._settings.evaluation.held_out
+        if not self._settings.algorithm.is_supervised or not sets:
+            return ()
+        due = step in (1, self._settings.run.steps) or step % sets[0].every_steps == 0
+        return await held_out.offered(self._bus) if due else ()
+
     async def _commit(self, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= self._timing(made, figures, started_s - self._committed_s) | self._device.take_switches()
-        shown = {name: metrics[name] for name in ("reward_mean", "kl_mean", "entropy")}
+        shown = {name: metrics[name] for name in _SHOWN if name in metrics}
         record = self._branch.record(self._step + 1, made.published, shown)
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}
         report = StepReport(record.step, record.version, time.time(), figures.samples, metrics, lags)
@@ -300,7 +311,7 @@ class Driver:
         for rank, samples in enumerate(made.samples):
             for sample in samples:
                 self._context.status.memory.note(sample, rank)
-        logged = {name: round(metrics[name], 4) for name in _LOGGED}
+        logged = {name: round(metrics[name], 4) for name in _LOGGED if name in metrics}
         log.info("step", extra={"step": record.step, "version": record.version, **logged})
         return True
 

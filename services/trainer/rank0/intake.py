@@ -166,9 +166,11 @@ class Intake:
 
     def _check(self, experience: Experience) -> None:
         group = experience.group
-        if group.prompt.purpose is not Purpose.TRAIN or len(group.prompt_token_ids) == 0:
+        purpose = Purpose.DEMONSTRATE if self._settings.algorithm.is_supervised else Purpose.TRAIN
+        if group.prompt.purpose is not purpose or len(group.prompt_token_ids) == 0:
             raise MessageError(
-                "expected a group to train on, with a prompt, found one to evaluate, or without prompt tokens"
+                f'expected a group to {purpose.value}, with a prompt, with algorithm.loss = "{self._settings.algorithm.loss}", found one to '
+                f"{group.prompt.purpose.value}, or without prompt tokens"
             )
         longest = len(group.prompt_token_ids) + max(len(sample.token_ids) for sample in group.samples)
         if self.context_tokens and longest > self.context_tokens:

@@ -198,7 +198,7 @@ class Ledger(Policies):
 
     async def admit(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Sequence[Experience],
         slots: int,
         groups_per_step: int,
         steps: int,
@@ -207,14 +207,15 @@ class Ledger(Policies):
         whole: bool = False,
     ) -> int:
         """Admit ``prompts``, in order, into free slots, never more than the remaining steps can use; group ids start
-        at the cursor. Every sample is an entry, of as many in each group, unless the groups stay ``whole``.
+        at the cursor. Every sample is an entry, of as many in each group, unless the groups stay ``whole``;
+        demonstrations, which are experience already, go to the trainer.
 
         Returns the number admitted; -1 if not running or not the leader; -2 if the cursor or newest version changed.
         """
         admitted = await self._bus.script(
             "admit", slots=slots, groups_per_step=groups_per_step, steps=steps, now_s=time.time(), term=self._term(),
             expected_cursor=prompts[0].group_id if prompts else 0, expected_newest=newest,
-            samples=0 if whole or not prompts else prompts[0].sampling.samples,
+            samples=_entries(prompts, whole=whole),
             assemblies=[ASSEMBLY.of(str(prompt.group_id)) for prompt in prompts],
             payloads=[wire.encode(prompt) for prompt in prompts],
         )  # fmt: skip
@@ -382,6 +383,13 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         gpu_s=gpu_s,
         gpu_until_s=gpu_until_s,
     )
+
+
+def _entries(groups: Sequence[Prompt] | Sequence[Experience], *, whole: bool) -> Argument:
+    first = groups[0] if groups else None
+    if isinstance(first, Experience):
+        return "ready"
+    return 0 if whole or first is None else first.sampling.samples
 
 
 def _journal_entry(row: Row) -> JournalEntry:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.prompts import TokenizerCodec
-from services.rollout.engines.transformers.loading import open_model, open_tokenizer
+from services.rollout.engines.transformers.loading import open_model
 from shared.bus.messages import ChatMessage, Prompt
 from shared.errors import PermanentError, SettingsError
+from shared.model.tokenizer import TokenizerCodec, open_tokenizer
 from shared.settings import PolicySettings
 from tests.support import builders, tiny
 

@@ -114,7 +114,9 @@ def test_normalised_values_have_mean_zero_and_deviation_one() -> None:
 @pytest.mark.parametrize(("kind", "expected"), [("token", 3.0), ("sequence", 2.75), ("constant", 0.75)])
 def test_a_batchs_loss_weighs_tokens_or_samples(kind: aggregation.Aggregation, expected: float) -> None:
     loss, lengths = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), torch.tensor([2, 3])
-    actual = aggregation.total(loss, lengths, kind) / aggregation.divisor(kind, tokens=5, samples=2, max_tokens=10)
+    actual = aggregation.total(loss, lengths, kind) / aggregation.divisor(
+        kind, aggregation.Count(tokens=5, samples=2), max_tokens=10
+    )
     assert float(actual) == pytest.approx(expected)
 
 
@@ -200,7 +202,7 @@ def _objective(log_ratios: list[float], advantage: float, **algorithm: Any) -> t
     out = objective.objective(
         known, TokenLogprobs(policy, torch.zeros(len(log_ratios))), settings, settings.kl.coefficient
     )
-    (gradient,) = torch.autograd.grad(out.sum, policy)
+    (gradient,) = torch.autograd.grad(torch.stack(list(out.sums.values())).sum(), policy)
     return out, gradient
 
 
@@ -212,7 +214,7 @@ def test_without_an_advantage_loss_and_gradient_are_exactly_zero_for_any_log_rat
     loss: str, log_ratios: list[float]
 ) -> None:
     out, gradient = _objective(log_ratios, 0.0, **PRESETS[loss])
-    assert float(out.sum.detach()) == 0.0
+    assert float(out.sums["rl"].detach()) == 0.0
     assert gradient.tolist() == [0.0] * len(log_ratios)
 
 
@@ -222,7 +224,7 @@ def test_no_log_ratio_makes_a_loss_a_gradient_or_a_figure_infinite(loss: str, ad
     # one token 89 nats from its anchor (float32's e^89 is infinite), k3 likewise
     kl = {"coefficient": 0.1, "where": "loss", "estimator": "k3"}
     out, gradient = _objective([89.0, -89.0, 0.5], advantage, **PRESETS[loss], kl=kl)
-    assert math.isfinite(float(out.sum.detach()))
+    assert all(math.isfinite(float(whole.detach())) for whole in out.sums.values())
     assert torch.isfinite(gradient).all()
     with mock.patch.object(torch.distributed, "all_reduce"):
         sums = diagnostics.StepSums(torch.device("cpu"))

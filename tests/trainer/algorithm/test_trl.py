@@ -12,7 +12,7 @@ import torch
 
 from services.trainer.algorithm import corrections, kl, losses
 from services.trainer.algorithm.advantages import GroupAdvantage, group_advantages
-from services.trainer.algorithm.aggregation import Aggregation, divisor, sequence_sums, total
+from services.trainer.algorithm.aggregation import Aggregation, Count, divisor, sequence_sums, total
 from services.trainer.algorithm.dpo import dpo
 from tests.support.tolerance import ULPS
 
@@ -73,7 +73,7 @@ def their_loss(tensors: Tensors, loss_type: str, **changes: Any) -> torch.Tensor
 
 
 def whole(tensors: Tensors, loss_N: torch.Tensor, aggregation: Aggregation) -> torch.Tensor:
-    return total(loss_N, tensors.lengths, aggregation) / divisor(aggregation, tensors.tokens, B, LONGEST)
+    return total(loss_N, tensors.lengths, aggregation) / divisor(aggregation, Count(tensors.tokens, B), LONGEST)
 
 
 def assert_agree(tensors: Tensors, ours: torch.Tensor, theirs: torch.Tensor) -> None:

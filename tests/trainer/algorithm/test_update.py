@@ -18,7 +18,7 @@ from services.trainer.model.critic import Critic
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
-from shared.bus.messages import Experience, FinishReason, RolloutGroup, Sample, StepPlan
+from shared.bus.messages import Experience, FinishReason, Purpose, RolloutGroup, Sample, StepPlan
 from shared.errors import SettingsError
 from shared.settings import Settings
 from shared.settings.algorithm import Preset
@@ -226,6 +226,43 @@ def test_a_steered_coefficient_rises_while_the_policy_is_too_far() -> None:
 def test_the_moments_are_those_of_all_values() -> None:
     assert diagnostics.moments(torch.tensor([1.0, 3.0])) == (2.0, 1.0)
     assert diagnostics.explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == pytest.approx(0.75)
+
+
+def demonstrated(groups: list[Experience]) -> list[Experience]:
+    return [
+        dataclasses.replace(
+            e,
+            group=dataclasses.replace(e.group, prompt=dataclasses.replace(e.group.prompt, purpose=Purpose.DEMONSTRATE)),
+        )
+        for e in groups
+    ]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggregation: str) -> None:
+    chosen: dict[str, Any] = {"aggregation": aggregation, "kl": {"coefficient": 0.1}, "epochs": 2}
+    sampled, shown = batch()[:2], demonstrated(batch()[2:])
+    alone = One(settings(**chosen)).learn(sampled)
+    logprobs = [
+        policy().eval()(micro_batch([PackedRow(e.group.prompt_token_ids, (sample,), (0,))])).policy_logprobs_N.detach()
+        for e in shown
+        for sample in e.group.samples
+    ]  # 8 samples of 28 tokens
+    whole = {
+        "token": sum(float(each.sum()) for each in logprobs) / 28,
+        "sequence": sum(float(each.mean()) for each in logprobs) / 8,
+        "constant": sum(float(each.sum()) for each in logprobs) / (8 * 8),
+    }
+    first = {name: value for name, value in chosen.items() if name != "epochs"}
+    for cap in (4096, 18):
+        mixed = One(settings(micro_batch_tokens=cap, **first)).learn([*sampled, *shown])
+        assert mixed["ce_loss"] == pytest.approx(-whole[aggregation], rel=GRADIENT)
+        assert mixed["rl_loss"] == pytest.approx(One(settings(**first)).learn(sampled)["rl_loss"], abs=FORWARD)
+        assert mixed["loss"] == pytest.approx(
+            mixed["rl_loss"] + mixed["ce_loss"] + mixed["reference_kl_loss"], abs=ULPS
+        )
+    assert "ce_loss" not in alone
+    assert alone["reference_kl_loss"] > 0  # of the second epoch: the policy has moved
 
 
 @pytest.mark.parametrize(

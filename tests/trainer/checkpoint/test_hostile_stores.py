@@ -16,7 +16,6 @@ import torch
 
 from services.reward.reference import Reference
 from services.reward.scorers.reward_model import RewardModel
-from services.rollout.engines.prompts import TokenizerCodec
 from services.rollout.engines.transformers.loading import check_for_vllm, open_model
 from services.trainer.checkpoint import local_store, pickles
 from services.trainer.checkpoint.local_store import Checkpoint
@@ -29,6 +28,7 @@ from services.trainer.model.policy import load_model
 from shared.bus.messages import ChatMessage, PolicyVersion
 from shared.errors import PermanentError, SettingsError, StoreError, WeightsError
 from shared.files import durable
+from shared.model.tokenizer import TokenizerCodec
 from shared.settings import PolicySettings, Settings
 from shared.settings.rewards.models import ModelScorer
 from shared.weights.format import manifest as snapshots

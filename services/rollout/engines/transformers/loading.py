@@ -1,12 +1,13 @@
-"""Open a Hugging Face policy: architecture, tokenizer and initial weights. Only this module imports transformers."""
+"""Open a Hugging Face policy: architecture and initial weights."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from shared.errors import SettingsError
-from shared.model.model_source import check_model, check_source
+from shared.model.model_source import check_model
+from shared.model.tokenizer import UNUSABLE, Tokenizer, first_line
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
@@ -15,34 +16,7 @@ if TYPE_CHECKING:
     from services.rollout.engines.transformers.decoding import LanguageModel
     from shared.settings import PolicySettings
 
-# Raised for missing files, no network (OSError), an unknown architecture, a bad name (ValueError), config.json fields
-# (KeyError, TypeError), shapes (RuntimeError), or a missing package (ImportError).
-_UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
-_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-class Tokenizer(Protocol):
-    chat_template: object
-    eos_token_id: int | None
-    pad_token_id: int | None
-    unk_token_id: int | None
-
-    def __call__(self, text: str) -> Any:
-        """Return tokens, as ``input_ids``."""
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, str]],
-        *,
-        add_generation_prompt: bool,
-        tokenize: bool,
-        return_dict: bool,
-        **arguments: Any,
-    ) -> list[int]:
-        """Return a conversation's tokens, up to the assistant's turn."""
-
-    def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Return the texts of token ids."""
+_UNUSABLE = (*UNUSABLE, SafetensorError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,22 +30,6 @@ class OpenedModel:
     stop: tuple[int, ...]
     context_tokens: int
     vocabulary: int
-
-
-def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
-    setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
-    check_source(setting, source, _TOKENIZER_FILES)
-    with importing():
-        from transformers import AutoTokenizer
-
-    _log_as_we_do()
-    try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=policy.trust_remote_code)
-    except _UNUSABLE as error:
-        raise SettingsError(
-            f"could not load a tokenizer from {source!r} ({_first_line(error)}): change {setting}"
-        ) from error
-    return tokenizer
 
 
 def check_for_vllm(policy: "PolicySettings") -> None:
@@ -110,7 +68,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
         )
     except _UNUSABLE as error:
         raise SettingsError(
-            f"could not load a causal language model from {policy.model!r} ({_first_line(error)}): change policy.model"
+            f"could not load a causal language model from {policy.model!r} ({first_line(error)}): change policy.model"
         ) from error
     settle_rope(model, context_tokens)
     model = model.eval().requires_grad_(False).to(place)
@@ -127,14 +85,6 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
     )
 
 
-def _log_as_we_do() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.disable_default_handler()
-    logging.enable_propagation()
-
-
 def _device(name: str) -> "torch.device":
     import torch
 
@@ -143,7 +93,7 @@ def _device(name: str) -> "torch.device":
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise SettingsError(
-            f"expected auto, cpu or a device of this machine, but {name!r} cannot be used ({_first_line(error)}): "
+            f"expected auto, cpu or a device of this machine, but {name!r} cannot be used ({first_line(error)}): "
             f"change run.device"
         ) from error
     return device
@@ -151,7 +101,3 @@ def _device(name: str) -> "torch.device":
 
 def _ids(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

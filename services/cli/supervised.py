@@ -1,0 +1,28 @@
+"""``penstock sft``: a run's settings as those of a supervised run over its demonstrations."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.coordinator.service import load_data
+from services.up import prepare
+from shared.errors import SettingsError
+from shared.settings import load
+
+
+def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) -> prepare.Prepared:
+    """Return the run, ready to start; ``epochs`` passes over the training data set its steps.
+
+    Raises:
+        SettingsError: names the setting to change.
+    """
+    if config is None:
+        raise SettingsError(
+            "the settings file is missing: penstock sft my-run.toml; continue one by penstock up --resume"
+        )
+    flags = [*flags, "--algorithm.loss=cross_entropy"]
+    if epochs is not None:
+        settings = load(config, flags)
+        rows = len(load_data(settings).train)
+        flags = [*flags, f"--run.steps={max(1, math.ceil(epochs * rows / settings.algorithm.groups_per_step))}"]
+    return prepare.prepare(config, None, flags)

@@ -1,0 +1,150 @@
+"""Open a policy's tokenizer, and convert prompts with it; messages use the chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shared.bus.messages import Int32Array, Prompt
+from shared.errors import PermanentError, SettingsError
+from shared.model.model_source import check_source
+from shared.process.importing import importing
+
+if TYPE_CHECKING:
+    from shared.settings import PolicySettings
+
+UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
+"""Raised by transformers for missing files, no network (OSError), an unknown architecture, a bad name (ValueError),
+config.json fields (KeyError, TypeError), shapes (RuntimeError), or a missing package (ImportError).
+"""
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class Tokenizer(Protocol):
+    chat_template: object
+    eos_token_id: int | None
+    pad_token_id: int | None
+    unk_token_id: int | None
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        """Return tokens, as ``input_ids``."""
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        return_dict: bool,
+        **arguments: Any,
+    ) -> list[int]:
+        """Return a conversation's tokens; with a generation prompt, up to the next assistant's turn."""
+
+    def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Return the texts of token ids."""
+
+
+def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
+    setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
+    check_source(setting, source, _TOKENIZER_FILES)
+    with importing():
+        from transformers import AutoTokenizer
+
+    _log_as_we_do()
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=policy.trust_remote_code)
+    except UNUSABLE as error:
+        raise SettingsError(
+            f"could not load a tokenizer from {source!r} ({first_line(error)}): change {setting}"
+        ) from error
+    return tokenizer
+
+
+class Reader(Protocol):
+    @property
+    def context_tokens(self) -> int:
+        """Maximum tokens of a prompt plus its completion."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+
+
+class TokenizerCodec:
+    def __init__(
+        self, tokenizer: Tokenizer, reader: Reader, template_arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        self._template_arguments = dict(template_arguments or {})
+        self._tokenizer = tokenizer
+        self._context_tokens = reader.context_tokens
+        self._vocabulary = reader.vocabulary
+        self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
+
+    def encode(self, prompt: Prompt) -> Int32Array:
+        token_ids = np.array(self._token_ids(prompt), dtype=np.int32)
+        if len(token_ids) == 0:
+            raise PermanentError(f"expected a prompt of at least one token in {prompt.problem}, found an empty one")
+        longest = self._context_tokens - prompt.sampling.max_new_tokens
+        if len(token_ids) > longest:
+            raise PermanentError(
+                f"expected a prompt of at most {longest} tokens in {prompt.problem} (the model's context of "
+                f"{self._context_tokens} less {prompt.sampling.max_new_tokens} new ones), found {len(token_ids)}: "
+                "shorten it, or lower sampling.max_new_tokens"
+            )
+        if int(token_ids.max()) >= self._vocabulary:
+            raise PermanentError(
+                f"expected token ids under the model's {self._vocabulary} in {prompt.problem}, found "
+                f"{int(token_ids.max())}: the tokenizer is another model's; change policy.tokenizer"
+            )
+        if self._say_nothing.issuperset(token_ids.tolist()):
+            raise PermanentError(
+                f"expected tokens that hold the text of {prompt.problem}, found unknown ones and padding only: the "
+                "tokenizer cannot read it; change policy.tokenizer"
+            )
+        return token_ids
+
+    def decode(self, completions: Sequence[Int32Array]) -> list[str]:
+        return self._tokenizer.batch_decode([ids.tolist() for ids in completions], skip_special_tokens=True)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if prompt.text is not None:
+            token_ids: list[int] = self._tokenizer(prompt.text)["input_ids"]
+            return token_ids
+        if prompt.messages is None:
+            raise PermanentError(f"expected text or messages in {prompt.problem}, found other content")
+        if self._tokenizer.chat_template is None:
+            raise PermanentError(
+                f"expected a text in {prompt.problem}, as this tokenizer has no chat template, but found "
+                "messages: change data.prompt_field or policy.tokenizer"
+            )
+        return self.render(prompt, add_generation_prompt=True)
+
+    def render(self, prompt: Prompt, *, add_generation_prompt: bool) -> list[int]:
+        """Return the tokens of a prompt's messages; raises PermanentError."""
+        from jinja2 import TemplateError
+
+        turns = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
+        try:
+            return self._tokenizer.apply_chat_template(
+                turns,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **self._template_arguments,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            raise PermanentError(
+                f"the chat template cannot render the messages of {prompt.problem}: {error}"
+            ) from error
+
+
+def _log_as_we_do() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.disable_default_handler()
+    logging.enable_propagation()
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
