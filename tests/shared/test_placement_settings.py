@@ -10,11 +10,12 @@ from shared.settings import loads
 
 SHARED = 'placement.mode = "shared"\nrollout.engine = "transformers"\n'
 VLLM = 'placement.mode = "shared"\nrollout.engine = "vllm"\n'
+TWO = "rollout.vllm.tensor_parallel_size = 2"
 LEND = 'placement.mode = "lend"\n'
 REFUSED = [
     (LEND + 'rollout.engine = "scripted"', 'expected the engine "vllm" or "transformers" with placement.mode = "lend"'),
-    (LEND + "trainer.nodes = 2", 'expected trainer.nodes = 1 with placement.mode = "lend"'),
-    (LEND + "rollout.nodes = 2", 'expected rollout.nodes = 1 with placement.mode = "lend"'),
+    (LEND + 'trainer.nodes = 2\ntrainer.rendezvous = "a:1"', 'expected trainer.nodes = 1 with placement.mode = "lend"'),
+    (LEND + TWO, 'expected rollout.vllm.tensor_parallel_size = 1 with placement.mode = "lend", where a replica has one device'),
     (LEND + "trainer.gpus = [0]\nrollout.gpus = [0]", "expected other GPUs in rollout.gpus than in trainer.gpus"),
     (LEND + 'weights.update = "drain"', 'expected weights.update = "inflight" with placement.mode = "lend"'),
     (VLLM + 'run.device = "cpu"\nplacement.rung = 1', "expected placement.rung = 0 for vLLM on a CPU, found 1"),
