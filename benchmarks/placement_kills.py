@@ -70,7 +70,14 @@ async def _run(folder: Path, mode: str, rung: int, kills: int, lot: random.Rando
     async with left_behind(run) as bus:
         counts = await audit_groups(bus)
         await audit_versions(bus)
-    return {"mode": mode, "rung": rung, "killed": killed, "recovery_s_max": round(max(recoveries), 2), "groups": counts}
+    return {
+        "mode": mode,
+        "rung": rung,
+        "killed": killed,
+        "recoveries": len(recoveries),
+        "recovery_s_max": round(max(recoveries), 2),
+        "groups": counts,
+    }
 
 
 async def _campaign(seconds: float, seed: int, kills: int) -> dict[str, Any]:
@@ -88,7 +95,7 @@ async def _campaign(seconds: float, seed: int, kills: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "kills": sum(sum(run["killed"].values()) for run in runs),
-        "recoveries": sum(sum(run["killed"].values()) for run in runs),
+        "recoveries": sum(run["recoveries"] for run in runs),
         "audit_exact": not failure,
         "failure": failure,
         "runs": runs,
