@@ -21,7 +21,7 @@ def write(settings: Settings, candidates: Sequence[Candidate], cluster: Cluster,
     """Write ``run.toml`` and ``values.json`` for the fastest layout that this version supports. Raises SettingsError:
     no layout is accepted, or the folder cannot be written.
     """
-    candidate = next((each for each in candidates if accepted(each.layout.placement)), None)
+    candidate = next((each for each in candidates if accepted(each.layout, cluster)), None)
     if candidate is None:
         raise SettingsError("expected a layout that fits and that the settings accept, found none: change --gpus")
     run = tomli_w.dumps(run_values(settings, candidate, cluster))
@@ -42,7 +42,10 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
     table |= {name: getattr(trainer, name) for name in _OF_TRAINER}
     table["ranks"] = min(trainer.ranks, cluster.per_node) if cluster.nodes > 1 else trainer.ranks
     rollout = values.setdefault("rollout", {})
-    rollout |= {"replicas": max(1, layout.all_replicas), "max_groups": candidate.max_groups}
+    replicas = (
+        layout.all_replicas if layout.placement == "shared" else layout.replicas
+    )  # guests are added by themselves
+    rollout |= {"replicas": max(1, replicas), "max_groups": candidate.max_groups}
     rollout["engines_per_gpu"] = layout.engines
     rollout.setdefault("vllm", {})["tensor_parallel_size"] = layout.tensor_parallel
     weights = values.setdefault("weights", {})
@@ -50,6 +53,9 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
     weights["shadow"] = "auto" if layout.shadow else "bucketed"
     if layout.placement != "separate":
         values["placement"] = {"mode": layout.placement}
+    if layout.placement == "shared":
+        table.pop("gpus", None)
+        rollout.pop("gpus", None)
     elif cluster.nodes == 1:
         table["gpus"] = list(range(trainer.ranks))
         rollout["gpus"] = list(range(trainer.ranks, layout.gpus))

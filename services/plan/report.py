@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from services.plan.hardware import GIB
-from services.plan.layouts import Candidate, Planner, Problem
+from services.plan.hardware import GIB, Cluster
+from services.plan.layouts import Candidate, Layout, Planner, Problem
 from services.plan.memory import Table, peak, total
 
 SHOWN = 3
@@ -24,9 +24,9 @@ class Plan:
         return self.candidates[:SHOWN]
 
 
-def accepted(placement: str) -> bool:
-    """Whether this version supports a placement with vLLM, whose rates the plan assumes."""
-    return placement == "separate"
+def accepted(layout: Layout, cluster: Cluster) -> bool:
+    """Whether the settings accept a layout: devices are shared on one host, by replicas of one GPU and one engine."""
+    return layout.placement == "separate" or (cluster.nodes, layout.tensor_parallel, layout.engines) == (1, 1, 1)
 
 
 def text(plan: Plan) -> str:
@@ -57,7 +57,7 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     assert outcome is not None
     hours = planner.work.steps * outcome.step_s * layout.gpus / 3600
     lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in outcome.lags.items())
-    needs = "" if accepted(layout.placement) else " (not supported with vLLM yet)"
+    needs = "" if accepted(layout, planner.cluster) else " (not supported yet)"
     lines = [
         f"{number}. {layout.placement}{needs}: {layout.words}",
         f"   {outcome.step_s:,.1f} s a step, {outcome.samples_per_s:,.1f} samples/s, {hours:,.0f} GPU-hours for "
@@ -132,7 +132,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     return {
         **dataclasses.asdict(candidate.layout),
         "words": candidate.layout.words,
-        "accepted": accepted(candidate.layout.placement),
+        "accepted": accepted(candidate.layout, plan.planner.cluster),
         "gpus": candidate.layout.gpus,
         "gpu_hours": plan.planner.work.steps * candidate.step_s * candidate.layout.gpus / 3600,
         "reason": reason(plan, candidate),

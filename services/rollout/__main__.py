@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from shared.process.device import DeviceLease, leased
 from shared.process.importing import importing
 from shared.process.telemetry import tell
 from shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
+from shared.settings.placement import GUEST, is_guest
 
 Explain = Callable[[int, str], Awaitable[None]]
 
@@ -99,7 +99,7 @@ async def _open_vllm(
         logprobs=settings.internal.logprobs,
         kv=weights.kv,
         update=weights.update,
-        shadow="bucketed" if settings.shared_devices else weights.shadow,
+        shadow=weights.shadow if settings.shared_device(replica) is None else "bucketed",
         peer_host=host if weights.transport == "pull" else "",
         deadline_s=weights.deadline_s,
     )
@@ -113,7 +113,7 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
     from services.rollout.engines.transformers.smoke_test import seed_of
     from services.rollout.engines.vllm.arguments import gather
 
-    vllm = settings.rollout.vllm
+    vllm, shares = settings.rollout.vllm, settings.shared_device(replica) is not None
     return gather(
         settings.policy.model,
         dtype=settings.policy.dtype,
@@ -121,17 +121,17 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
         max_num_seqs=settings.rollout.max_groups * settings.sampling.group_size,
         trust_remote_code=settings.policy.trust_remote_code,
         tensor_parallel_size=vllm.tensor_parallel_size,
-        gpu_memory_utilization=_utilization(settings),
+        gpu_memory_utilization=_utilization(settings, shares=shares),
         max_model_len=vllm.max_model_len,
-        arguments=vllm_arguments(settings),
+        arguments=vllm_arguments(settings, shares=shares),
         hosts=hosts,
     )
 
 
-def vllm_arguments(settings: Settings) -> dict[str, Any]:
-    """Return ``rollout.vllm.arguments`` plus those for adapters."""
+def vllm_arguments(settings: Settings, *, shares: bool = False) -> dict[str, Any]:
+    """Return ``rollout.vllm.arguments`` plus those for adapters, and for a replica that shares its device."""
     given = settings.rollout.vllm.arguments
-    if settings.shared_devices and _has_gpu(settings.run.device):
+    if shares and _has_gpu(settings.run.device):
         given = {"enable_sleep_mode": True, **given}
     if not settings.publishes_adapters:
         return given
@@ -140,10 +140,10 @@ def vllm_arguments(settings: Settings) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": fits, "max_loras": 1, **given}
 
 
-def _utilization(settings: Settings) -> float:
+def _utilization(settings: Settings, *, shares: bool) -> float:
     """Return vLLM's share of its GPU, at most what the trainer leaves free of a shared one."""
     chosen = settings.rollout.vllm.gpu_memory_utilization
-    if not settings.shared_devices or not _has_gpu(settings.run.device):
+    if not shares or not _has_gpu(settings.run.device):
         return chosen
     from services.rollout.engines.vllm.several.gpu import Gpu
 
@@ -195,7 +195,7 @@ async def run(settings: Settings, replica: str) -> None:
                 await tell(context.bus, replica, "engines per GPU", f"{engines}: {reason}", engines=engines)
 
         now = await context.live.refresh()
-        if settings.shared_devices:
+        if settings.shared_device(replica) is not None:
             name = await asyncio.to_thread(choose_engine, now)
             with importing():  # before the lease, which a stalled event loop would let lapse
                 importlib.import_module(_LOADED_FIRST[name])
@@ -204,7 +204,9 @@ async def run(settings: Settings, replica: str) -> None:
             if context.stop.is_set():
                 return
         engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
-        turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status) if lease.is_shared else None
+        turns = None
+        if lease.is_shared:
+            turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status, lent=is_guest(replica))
         engine.update_by(context.live.settings.weights.update)  # may have changed during loading
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(
@@ -228,16 +230,17 @@ async def run(settings: Settings, replica: str) -> None:
 
 
 def _lease(context: service.Context) -> DeviceLease:
-    """Return the lease of replica i's device, which is that of trainer rank i."""
-    settings, devices = context.settings, context.settings.shared_devices
-    number = re.search(r"[0-9]+$", context.replica)
-    if devices and (number is None or int(number[0]) not in devices):
+    """Return the lease of the device that the replica shares with a trainer rank, of none if it shares none."""
+    settings, replica, mode = context.settings, context.replica, context.settings.placement.mode
+    device, guest = settings.shared_device(replica), is_guest(replica)
+    if device is None and (mode == "shared" or guest):
+        name = GUEST if mode == "lend" else "rollout"
         raise SettingsError(
-            f'expected a replica that is named rollout-0 to rollout-{devices[-1]} with placement.mode = "shared", found '
-            f"{context.replica!r}: each uses the device of one trainer rank; change --replica"
+            f'expected a replica that is named {name}-0 to {name}-{settings.trainer.ranks - 1} with placement.mode = "{mode}", '
+            f"found {replica!r}: each uses the device of one trainer rank; change --replica"
         )
-    own = [int(number[0])] if devices and number else []
-    return DeviceLease(context.bus, context.replica, "generate", own, settings.internal.claim_after_s)
+    devices = [] if device is None else [device]
+    return DeviceLease(context.bus, replica, "load" if guest else "generate", devices, settings.internal.claim_after_s)
 
 
 async def _hold_workers(settings: Settings, replica: str) -> None:

@@ -6,14 +6,17 @@
        ▲                                                                                        │
        └────────────────────────────────── request ─────────────────────────────────────────────┘
 
-Groups in progress wait inside the engine. A pull is finished before the device is released.
+Groups in progress wait inside the engine. A pull is finished before the device is released. A guest
+(``placement.mode = "lend"``) takes prompts only while the device is its own, and hands back what has waited longer than
+a step: the other replicas generate it again.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 from services.rollout.engines.engine import SuspendableEngine
 from shared.process.device import DeviceLease
@@ -22,12 +25,42 @@ from shared.process.telemetry import Status
 log = logging.getLogger(__name__)
 
 _EMPTY_FROM = 2
+_LOOK_S = 0.5
+_STEPS_AWAY = 2
+"""Steps that a guest's groups in progress wait at most: one was under way, and one more was trained without a lend."""
+
+
+class Replica(Protocol):
+    """The replica that takes turns."""
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that the replica knows of."""
+
+    @property
+    def generated(self) -> tuple[int, int]:
+        """Samples and tokens finished so far."""
+
+    async def evaluated(self) -> None:
+        """Wait until the engine's version is not kept for an evaluation, before it is discarded."""
+
+    def opened(self) -> None:
+        """Take work, and pull the weights again if they were discarded."""
+
+    def closed(self) -> None:
+        """Take no more work, if it is a guest."""
+
+    async def hand_back(self) -> None:
+        """Return what is held to the bus."""
 
 
 class DeviceTurns:
-    """One replica's turns; on the event loop. ``lease`` is held at the start, and kept by its owner."""
+    """One replica's turns; on the event loop. ``lease`` is held at the start, and kept by its owner. ``lent``: it is a
+    guest.
+    """
 
-    def __init__(self, lease: DeviceLease, engine: SuspendableEngine, status: Status) -> None:
+    def __init__(self, lease: DeviceLease, engine: SuspendableEngine, status: Status, *, lent: bool = False) -> None:
+        self.lent = lent
         self._lease = lease
         self._engine = engine
         self._status = status
@@ -53,35 +86,43 @@ class DeviceTurns:
                     self._note_switched()
                     return
 
-    async def run(self, evaluated: Callable[[], Awaitable[None]], refill: Callable[[], None]) -> None:
+    async def run(self, replica: Replica) -> None:
         """Take turns until cancelled.
-
-        Args:
-            evaluated: waits until the engine's version is not kept for an evaluation, before it is discarded.
-            refill: called when the weights must be pulled again.
 
         Raises:
             Fenced: another process was granted the device.
         """
+        away_since = replica.newest_step
         while True:
-            await self._lease.acquire()
+            while not await self._lease.acquire(_LOOK_S):
+                if self.lent and replica.newest_step - away_since >= _STEPS_AWAY:
+                    await replica.hand_back()
             self._granted_s, self._switch_s = time.perf_counter(), None
+            samples, tokens = replica.generated
             await self._engine.resume()
             self._open.set()
             self._note_switched()
-            refill()
+            replica.opened()
             rung = await self._lease.asked()
             if rung >= _EMPTY_FROM:
-                await evaluated()
-            await self._give_back(rung)
+                await replica.evaluated()
+            switch_s = await self._suspend(replica, rung)
+            away_since = replica.newest_step
+            await self._lease.confirm()
+            await self._lease.release(switch_s, (replica.generated[0] - samples, replica.generated[1] - tokens))
 
-    async def _give_back(self, rung: int) -> None:
+    async def _suspend(self, replica: Replica, rung: int) -> float | None:
+        """Free the device; return the seconds of the switch to generation, for a guest of both switches."""
+        asked_s = time.perf_counter()
         self._open.clear()
+        replica.closed()
         async with self._pulling:
             await self._engine.suspend(rung)
         self._status.values.update({f"memory_{name}": nbytes for name, nbytes in self._engine.memory.items()})
-        await self._lease.confirm()
-        await self._lease.release(self._switch_s)
+        if not self.lent:
+            return self._switch_s
+        there_s = self._switch_s if self._granted_s is None else asked_s - self._granted_s
+        return (there_s or 0.0) + time.perf_counter() - asked_s
 
     def _note_switched(self) -> None:
         if self._granted_s is not None and self._engine.version is not None:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections import deque
 
@@ -61,6 +62,8 @@ GENERATE = Histogram(
 RATE_WINDOW_S = 10.0
 _MAX_EVALUATION_GROUPS = 512
 _REGULATE_S = 0.05
+_GUEST_BLOCK_S = 0.05
+"""Of a read: a guest that must return its device soon takes nothing afterwards."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,6 +105,8 @@ class Generation:
         self._seed = seed
         self._plausibility = plausibility
         self.rate = Rate(time.monotonic())
+        self.generated = (0, 0)
+        """Samples and tokens finished so far."""
 
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
         """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
@@ -151,6 +156,7 @@ class Generation:
         TRUNCATED_SAMPLES.labels(prompt.purpose.value).inc(truncated)
         GENERATE.observe(generated.finished_at_s - generated.started_at_s)
         self.rate.add(time.monotonic(), len(generated.samples), tokens)
+        self.generated = self.generated[0] + len(generated.samples), self.generated[1] + tokens
 
 
 class Rollout:
@@ -184,6 +190,7 @@ class Rollout:
     ) -> None:
         self._engine = engine
         self._turns = turns
+        self._is_guest = turns is not None and turns.lent
         self._status = status
         self._puller = puller
         self._cordon = taking
@@ -225,6 +232,7 @@ class Rollout:
                 taking,
                 crowd=crowd,
                 bug=failures.note,
+                block_s=_GUEST_BLOCK_S if self._is_guest else math.inf,
             )
 
         self._workers = (
@@ -241,7 +249,7 @@ class Rollout:
                 releasing = around.create_task(self._release(stop))
                 regulating = around.create_task(self._keep_regulating())
                 taking_turns = around.create_task(self._take_turns())
-                answering = around.create_task(self._answering.run())
+                answering = around.create_task(self._answer())
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
@@ -254,7 +262,40 @@ class Rollout:
 
     async def _take_turns(self) -> None:
         if self._turns is not None:
-            await self._turns.run(self._follower.evaluated, self._follower.refill)
+            await self._turns.run(self)
+
+    async def _answer(self) -> None:
+        if not self._is_guest:
+            await self._answering.run()
+
+    # ---------------------------------------------------------------- turns on a shared device
+
+    @property
+    def newest_step(self) -> int:
+        """The head's step, as announced."""
+        return self._follower.newest_step
+
+    @property
+    def generated(self) -> tuple[int, int]:
+        """Samples and tokens finished so far."""
+        return self._generation.generated
+
+    async def evaluated(self) -> None:
+        """Wait until the engine's version is not kept for an evaluation."""
+        await self._follower.evaluated()
+
+    def opened(self) -> None:
+        """Take work, and pull the weights again if they were discarded."""
+        self._follower.refill()
+        self._regulate()
+
+    def closed(self) -> None:
+        """A guest takes no more work."""
+        self._regulate()
+
+    async def hand_back(self) -> None:
+        """Return what is held to the bus."""
+        await asyncio.gather(*(worker.hand_back() for worker in self._workers))
 
     async def _release(self, stop: asyncio.Event) -> None:
         await stop.wait()
@@ -267,8 +308,9 @@ class Rollout:
 
     def _regulate(self) -> None:
         open_to_all = self._cordon is None or self._cordon.is_set()
+        may_train = not self._is_guest or (self._turns is not None and self._turns.is_open)
         held = self._hold.version
-        _set(self._training, open_to_all and not self._follower.kept_back and not self._follower.gave_up)
+        _set(self._training, open_to_all and may_train and not self._follower.kept_back and not self._follower.gave_up)
         _set(self._evaluating, open_to_all and held is not None and held == self._engine.version)
 
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:

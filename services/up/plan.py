@@ -13,6 +13,7 @@ from shared.bus import embedded
 from shared.process.environment import FOR_PYTHON
 from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
+from shared.settings.placement import GUEST
 
 STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator", "tracking"), ("valkey", "prometheus"))
 """Upstream first, to hand over work; the bus last, because services return entries to it."""
@@ -49,21 +50,25 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
         del counts["rollout"], counts["reward"]
     counts |= {TRACKING: 1} if settings.tracking.sinks else {}
     threads = {"rollout": settings.run.threads, "trainer": settings.run.threads}
+    names = [(service, f"{service}-{index}") for service, count in counts.items() for index in range(count)]
     return [
         ProcessPlan(
-            name=f"{service}-{index}",
+            name=name,
             service=service,
             command=(
                 *(sys.executable, "-m", f"services.{service}"),
-                *("--config", str(config), "--replica", f"{service}-{index}"),
-                *_port_flag(settings, f"{service}-{index}"),
+                *("--config", str(config), "--replica", name),
+                *_port_flag(settings, name),
             ),
-            environment=_environment(environment, bus_url, threads.get(service, 0)) | _gpus(settings, service, index),
+            environment=_environment(environment, bus_url, threads.get(service, 0)) | _gpus(settings, service, name),
             stop_s=settings.bus.drain_s + _STOP_AFTER_DRAIN_S,
         )
-        for service, count in counts.items()
-        for index in range(count)
+        for service, name in [*names, *(("rollout", guest) for guest in _guests(settings))]
     ]
+
+
+def _guests(settings: Settings) -> list[str]:
+    return [f"{GUEST}-{rank}" for rank in settings.shared_devices] if settings.placement.mode == "lend" else []
 
 
 def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessPlan:
@@ -126,7 +131,7 @@ def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
 
 def _ports(settings: Settings) -> dict[str, int]:
     names = ["coordinator-0", "trainer-0", *([EXECUTOR] if settings.needs_executor else [])]
-    names += [f"rollout-{index}" for index in range(settings.rollout.replicas)]
+    names += [f"rollout-{index}" for index in range(settings.rollout.replicas)] + _guests(settings)
     names += [f"reward-{index}" for index in range(settings.reward.replicas)]
     names += [f"{TRACKING}-0"] if settings.tracking.sinks else []
     first = settings.run.metrics_port
@@ -138,13 +143,14 @@ def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
     return () if port is None else ("--run.metrics_port", str(port))
 
 
-def _gpus(settings: Settings, service: str, index: int) -> dict[str, str]:
+def _gpus(settings: Settings, service: str, name: str) -> dict[str, str]:
+    device = settings.shared_device(name)
     if service == "trainer":
         shown = settings.trainer.gpus
-    elif service == "rollout" and settings.shared_devices:
-        shown = tuple(settings.trainer.gpus or settings.shared_devices)[index : index + 1]
+    elif device is not None:
+        shown = (tuple(settings.trainer.gpus or settings.shared_devices)[device],)
     elif service in ("rollout", "reward"):
-        section = getattr(settings, service)
+        section, index = getattr(settings, service), int(name.rpartition("-")[2])
         each = len(section.gpus) // section.replicas
         shown = section.gpus[index * each : (index + 1) * each]
     else:

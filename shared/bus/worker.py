@@ -107,6 +107,7 @@ class Worker(Generic[In, Out]):
         last: handles an entry's last attempt; default: ``handler``.
         crowd: shared by the workers of one process.
         bug: receives exceptions that are bugs.
+        block_s: longest wait of a read, after which ``taking`` is looked at.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Worker(Generic[In, Out]):
         last: Callable[[In], Awaitable[Out]] | None = None,
         crowd: Crowd | None = None,
         bug: Bug | None = None,
+        block_s: float = math.inf,
     ) -> None:
         self._bus = bus
         self._consumer = consumer
@@ -137,6 +139,7 @@ class Worker(Generic[In, Out]):
         self._taking = taking or _always()
         self._crowd = crowd or Crowd()
         self._bug = bug
+        self._block_s = block_s
         HANDLER_ERRORS.labels(source.name)  # a series that exists at 0 shows its first increment
         self._held: dict[EntryId, asyncio.Task[None]] = {}
         self._suspects: deque[Delivery[In]] = deque()
@@ -198,6 +201,7 @@ class Worker(Generic[In, Out]):
                     self._reclaim_at_s = 0.0
             else:
                 block_s = _LOOK_S if self._suspects else max(_LOOK_S, min(patience_s, self._reclaim_at_s - now_s))
+                block_s = min(block_s, self._block_s)
                 deliveries = await self._bus.read(self._source, self._kind, self._consumer, room, block_s)
             for delivery in deliveries:
                 if delivery.crashes:
@@ -343,6 +347,18 @@ class Worker(Generic[In, Out]):
                     log.warning("entry was taken over", extra={"stream": self._source.name, "entry": entry_id})
                     held[entry_id].cancel()
 
+    async def hand_back(self) -> None:
+        """Give back what is held, uncounted, for others to take at once; call it while ``taking`` is not set."""
+        await _cancel(list(self._held.values()))
+        self._suspects.clear()
+        if self._alone is not None:
+            await self._bus.give_back(
+                self._source, self._consumer, self._alone.entry_id, idle_s=_AT_ONCE_S, uncounted=2
+            )
+            self._alone = None
+        given_back = await self._bus.give_all_back(self._source, self._consumer)
+        self.counts.add(self._source, "given_back", given_back)
+
     async def _drain(self) -> None:
         if self._held:
             await asyncio.wait(self._held.values(), timeout=self._patience.drain_s)
@@ -352,12 +368,7 @@ class Worker(Generic[In, Out]):
         if self._broken is not None and self._broken.done():
             await self._bus.leave_suspects(self._source, self._consumer)
             return
-        if self._alone is not None:
-            await self._bus.give_back(
-                self._source, self._consumer, self._alone.entry_id, idle_s=_AT_ONCE_S, uncounted=2
-            )
-        given_back = await self._bus.give_all_back(self._source, self._consumer)
-        self.counts.add(self._source, "given_back", given_back)
+        await self.hand_back()
 
 
 def _words(error: BaseException) -> str:

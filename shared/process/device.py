@@ -11,6 +11,7 @@ Without devices (``placement.mode = "separate"``) every call returns at once.
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import time
 import uuid
@@ -47,6 +48,10 @@ class DeviceLease:
         """Rung down to which memory must be free before the release; -1: not asked."""
         self.freed = -1
         """Rung at which the holder before released the devices, or -1."""
+        self.switch_s: float | None = None
+        """As of the newest grant: duration of the last switch to generation, if there was one."""
+        self.generated = (0, 0)
+        """Samples and tokens that guests finished in their turns before the newest grant."""
         self._switches: dict[str, float] = {}
 
     @property
@@ -108,14 +113,15 @@ class DeviceLease:
 
     def _take(self, renewal: Renewal) -> None:
         asked_s, self._requested_s = self._requested_s, None
-        self.term, self.freed = renewal.term, renewal.freed
+        self.term, self.freed, self.switch_s = renewal.term, renewal.freed, renewal.switch_s
         waited_s = 0.0 if asked_s is None else time.perf_counter() - asked_s
         self._switches = {
             "switches": self._switches.get("switches", 0.0) + 1,
             "switch_train_s": self._switches.get("switch_train_s", 0.0) + waited_s,
-            "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + renewal.switch_s,
+            "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + (renewal.switch_s or 0.0),
             "switch_rung": float(max(0, renewal.freed)),
         }
+        self.generated = renewal.samples, renewal.tokens
         self._granted.set()
 
     def take_switches(self) -> dict[str, float]:
@@ -123,8 +129,8 @@ class DeviceLease:
         switches, self._switches = self._switches, {}
         return switches
 
-    async def release(self, switch_s: float | None = None) -> None:
-        """``switch_s``: how long the switch to the phase that ends took."""
+    async def release(self, switch_s: float | None = None, generated: tuple[int, int] = (0, 0)) -> None:
+        """As :func:`release_devices`; a guest that has loaded its model requests to generate from now on."""
         if not self.is_shared:
             return
         async with self._busy:
@@ -132,7 +138,9 @@ class DeviceLease:
             self._granted.clear()
             self._asked.clear()
             request = self._request
-            await release_devices(self._bus, request.replica, request.process, request.devices, switch_s)
+            await release_devices(self._bus, request.replica, request.process, request.devices, switch_s, generated)
+            if request.phase == "load":
+                self._request = dataclasses.replace(request, phase="generate")
 
 
 @contextlib.asynccontextmanager

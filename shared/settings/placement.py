@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 RUNGS = (0, 1, 2, 3, 4)
 """Rungs of the ladder."""
+GUEST = "guest"
+"""Prefix of the replicas on lent devices."""
 REPLICA_RUNG = 2
 """The highest rung at which a replica frees memory; above it the trainer does, too."""
 
@@ -20,21 +22,22 @@ class PlacementSettings(Section):
 
     mode: Literal["separate", "shared", "lend"] = Field(default="separate")
     """`separate`: trainer and replicas have devices of their own. `shared`: trainer rank i and replica i use the same
-    device in turn. `lend` is not supported yet."""
+    device in turn. `lend`: as `separate`, and one more replica for each trainer rank, `guest-i`, generates on its device
+    while the trainer waits longer than the switches take."""
     rung: Literal["auto", 0, 1, 2, 3, 4] = Field(default="auto")
-    """What is freed at a switch, with `shared`: nothing (0), the replica's KV cache (1), its weights too (2); for
+    """What is freed at a switch, with `shared` and `lend`: nothing (0), the replica's KV cache (1), its weights too (2); for
     generation also the trainer's optimizer states (3), and its weights (4). `auto`: the lowest that fits into memory, by
     measured sizes; vLLM on a CPU supports only 0."""
+
+
+def is_guest(replica: str) -> bool:
+    """Whether ``replica`` generates on a lent device alone: it answers no evaluations or questions and relays no weights."""
+    return replica.startswith(f"{GUEST}-")
 
 
 def check_placement(settings: "Settings") -> None:
     """Raise ValueError where the placement is not supported."""
     placement, rollout, trainer = settings.placement, settings.rollout, settings.trainer
-    if placement.mode == "lend":
-        raise ValueError(
-            'expected placement.mode = "separate" or "shared", found "lend": replicas on idle trainer devices are not supported '
-            "yet; change placement.mode"
-        )
     if placement.mode == "separate":
         return
     if settings.run.deterministic == "run" and placement.rung != 0:
@@ -44,34 +47,43 @@ def check_placement(settings: "Settings") -> None:
         )
     if rollout.engine != "auto":
         check_shared_engine(settings, rollout.engine, on_gpu=settings.run.device != "cpu")
-    for key, value, expected, reason in (
+    own = (
         ("rollout.replicas", rollout.replicas, trainer.ranks, "rank i and replica i share device i"),
+        ("rollout.gpus", list(rollout.gpus or trainer.gpus), list(trainer.gpus), "the replicas use the trainer's GPUs"),
+    )
+    for key, value, expected, reason in (
+        *(own if placement.mode == "shared" else ()),
         ("rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, 1, "a replica has one device"),
         ("rollout.engines_per_gpu", rollout.engines_per_gpu, 1, "a replica suspends one engine"),
         ("rollout.nodes", rollout.nodes, 1, "it is for one host"),
         ("trainer.nodes", trainer.nodes, 1, "it is for one host"),
         ("weights.update", settings.weights.update, "inflight", "a freed replica continues with newer weights"),
-        ("rollout.gpus", list(rollout.gpus or trainer.gpus), list(trainer.gpus), "the replicas use the trainer's GPUs"),
     ):
         if value != expected:
             raise ValueError(
-                f'expected {key} = {shown(expected)} with placement.mode = "shared", where {reason}, found {shown(value)}: '
-                "change one of them"
+                f"expected {key} = {shown(expected)} with placement.mode = {shown(placement.mode)}, where {reason}, found "
+                f"{shown(value)}: change one of them"
             )
+    if placement.mode == "lend" and set(trainer.gpus) & set(rollout.gpus):
+        raise ValueError(
+            f'expected other GPUs in rollout.gpus than in trainer.gpus with placement.mode = "lend", found {list(rollout.gpus)} '
+            f"and {list(trainer.gpus)}: guests are added by themselves; change one of them"
+        )
 
 
 def check_shared_engine(settings: "Settings", engine: str, *, on_gpu: bool) -> None:
     """Raise ValueError where replicas of ``engine`` cannot share a device, a GPU if ``on_gpu``."""
-    if settings.placement.mode != "shared":
+    mode = shown(settings.placement.mode)
+    if settings.placement.mode == "separate":
         return
     if engine == "scripted":
         raise ValueError(
-            'expected the engine "vllm" or "transformers" with placement.mode = "shared", found "scripted", which uses no device: '
+            f'expected the engine "vllm" or "transformers" with placement.mode = {mode}, found "scripted", which uses no device: '
             'change rollout.engine, or set placement.mode = "separate"'
         )
     if engine == "vllm" and settings.weights.shadow == "full":
         raise ValueError(
-            'expected weights.shadow = "auto" or "bucketed" with placement.mode = "shared", found "full": weights are replaced while '
+            f'expected weights.shadow = "auto" or "bucketed" with placement.mode = {mode}, found "full": weights are replaced while '
             "generation is paused, and a second copy would take the trainer's memory; change weights.shadow"
         )
     if engine == "vllm" and not on_gpu and settings.placement.rung != 0:

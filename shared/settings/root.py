@@ -16,7 +16,7 @@ from shared.settings.evaluation import EvaluationSettings
 from shared.settings.fabric import FabricSettings
 from shared.settings.guards import GuardsSettings
 from shared.settings.internal import InternalSettings
-from shared.settings.placement import PlacementSettings, check_placement
+from shared.settings.placement import GUEST, PlacementSettings, check_placement
 from shared.settings.policy import PolicySettings, WeightsSettings
 from shared.settings.rewards.models import ModelWork
 from shared.settings.rewards.reward import RewardSettings
@@ -88,8 +88,18 @@ class Settings(Section):
 
     @property
     def shared_devices(self) -> range:
-        """Devices that the trainer and the replicas use in turn."""
-        return range(self.trainer.ranks if self.placement.mode == "shared" else 0)
+        """Devices that the trainer and replicas use in turn, by trainer rank."""
+        return range(0 if self.placement.mode == "separate" else self.trainer.ranks)
+
+    def shared_device(self, replica: str) -> int | None:
+        """Return the device that ``replica`` shares with the trainer, or None.
+
+        >>> Settings.model_validate({"placement": {"mode": "lend"}}).shared_device("guest-0")
+        0
+        """
+        name, _, number = replica.rpartition("-")
+        sharing = {"shared": "rollout", "lend": GUEST}.get(self.placement.mode)
+        return int(number) if name == sharing and number in map(str, self.shared_devices) else None
 
     @property
     def needs_executor(self) -> bool:

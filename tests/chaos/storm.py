@@ -24,7 +24,7 @@ from shared.bus.stores.ledger import ENDED, Ledger
 from shared.bus.stores.policies import PolicyState
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
 from tests.chaos.run import Run, TcpServer, answers, harmed
-from tests.chaos.switches import HOLDERS, SHARED, hang, kill_in_a_switch
+from tests.chaos.switches import HOLDERS, SHARED, hang, kill
 from tests.conftest import PATIENCE_S, until
 from tests.support.fault_proxy import FaultProxy
 from tests.support.raw_redis import raw
@@ -101,7 +101,7 @@ class Storm:
         if shared:
             for needing_other_replicas in ("join", "leave", "cordon"):
                 del self._faults[needing_other_replicas]
-            self._faults["kill in a switch"] = lambda: kill_in_a_switch(run, bus, self._random.choice(HOLDERS)[0])
+            self._faults["kill in a switch"] = lambda: kill(run, bus, self._random.choice(HOLDERS)[0])
             self._faults["hang with a device"] = lambda: hang(run, bus, *self._random.choice(HOLDERS))
         self.recoveries: list[tuple[str, float]] = []
         """Each fault and the seconds from its beginning (a pause: end) to the next commit."""

@@ -16,7 +16,9 @@ SHARED: Mapping[str, object] = {
     "internal.claim_after_s": 5,
     "algorithm.max_lag": 0,
 }
+LEND: Mapping[str, object] = {**SHARED, "placement.mode": "lend"}
 HOLDERS: tuple[tuple[str, Phase], ...] = (("trainer-0", "train"), ("rollout-0", "generate"))
+LEND_HOLDERS: tuple[tuple[str, Phase], ...] = (("guest-0", "generate"), ("trainer-0", "train"))
 
 
 async def _holder(bus: Bus) -> Grant | None:
@@ -42,21 +44,21 @@ async def _freeze(run: Run, bus: Bus, name: str, phase: Phase, *, asked: bool) -
 
 
 def _is_held(grant: Grant | None, phase: Phase, *, asked: bool) -> bool:
-    return grant is not None and grant.phase == phase and (grant.rung >= 0) == asked
+    return grant is not None and (grant.phase == "train") == (phase == "train") and (grant.rung >= 0) == asked
 
 
 async def _replaced(run: Run, name: str, pid: int) -> None:
     await run.until(lambda: run.pid(name) not in (None, pid))
 
 
-async def kill_in_a_switch(run: Run, bus: Bus, victim: str) -> None:
-    """Kill ``victim`` while the replica is asked for the device and has not answered."""
-    replica, _ = await _freeze(run, bus, "rollout-0", "generate", asked=True)
+async def kill(run: Run, bus: Bus, victim: str, holder: str = "rollout-0", *, asked: bool = True) -> None:
+    """Kill ``victim`` while the replica ``holder`` has the device; ``asked``: and has not answered that it is asked for it."""
+    replica, _ = await _freeze(run, bus, holder, "generate", asked=asked)
     killed = run.pid(victim)
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
     await _replaced(run, victim, killed)
-    if victim != "rollout-0":
+    if victim != holder:
         os.kill(replica, signal.SIGCONT)
 
 
@@ -64,7 +66,7 @@ async def hang(run: Run, bus: Bus, name: str, phase: Phase) -> None:
     """Freeze ``name`` until another process holds its device, then wake it: it is fenced, and starts again."""
     pid = run.pid(name)
     while run.pid(name) == pid:  # a process that was just about to release its device is not fenced
-        pid, term = await _freeze(run, bus, name, phase, asked=name == "rollout-0")
+        pid, term = await _freeze(run, bus, name, phase, asked=name != "trainer-0")
 
         async def followed() -> bool:
             held = await _holder(bus)

@@ -1,12 +1,13 @@
 """Trainer and replica share a device: whichever is killed in a switch, or hangs, no device is held twice and no group lost."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import left_behind, running
-from tests.chaos.switches import HOLDERS, SHARED, hang, kill_in_a_switch
+from tests.chaos.switches import HOLDERS, LEND, LEND_HOLDERS, SHARED, hang, kill
 
 
 @pytest.mark.slow
@@ -16,7 +17,7 @@ async def test_a_holder_that_is_killed_in_a_switch_or_hangs_loses_its_device_and
         bus = await run.connect()
         await run.more_steps(bus, 2)
         for victim in ("rollout-0", "trainer-0"):
-            await kill_in_a_switch(run, bus, victim)
+            await kill(run, bus, victim)
             await run.more_steps(bus, 2)
         for name, phase in HOLDERS:
             await hang(run, bus, name, phase)
@@ -26,3 +27,30 @@ async def test_a_holder_that_is_killed_in_a_switch_or_hangs_loses_its_device_and
     async with left_behind(run) as bus:
         await audit_groups(bus)
         await audit_versions(bus)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_guest_that_dies_or_hangs_and_a_trainer_that_dies_while_its_device_is_lent_lose_nothing(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, flags=LEND) as run:
+        bus = await run.connect()
+        await run.more_steps(bus, 1)
+        await run.command("/v1/services/rollout-0/cordon")  # from now on, every sample needs a lend
+        await run.more_steps(bus, 2)
+        for victim, asked in (("guest-0", False), ("guest-0", True), ("trainer-0", False), ("trainer-0", True)):
+            await kill(run, bus, victim, "guest-0", asked=asked)
+            await run.more_steps(bus, 2)
+        await kill(run, bus, "coordinator-0", "guest-0", asked=False)
+        await run.more_steps(bus, 2)
+        for name, phase in LEND_HOLDERS:
+            await hang(run, bus, name, phase)
+            await run.more_steps(bus, 2)
+        await bus.close()
+        await run.stop()
+    async with left_behind(run) as bus:
+        await audit_groups(bus)
+        await audit_versions(bus)
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step.get("lent_samples", 0.0) for step in steps) >= 8 * 8 * 5

@@ -26,7 +26,14 @@ def grant(request: DeviceRequest, rung: int = -1) -> Grant:
     return Grant(request.replica, request.process, request.phase, 1, rung)
 
 
+LOAD, AGAIN = DeviceRequest("guest-0", "g", "load", (0,)), DeviceRequest("guest-0", "g", "generate", (0,))
 DECISIONS = [
+    ((grant(TRAIN), grant(TRAIN)), (LOAD,), Decision((), ((0, grant(TRAIN)),))),
+    ((grant(TRAIN, 4), grant(TRAIN, 4)), (LOAD,), Decision((), ())),
+    ((grant(TRAIN), grant(TRAIN)), (AGAIN,), Decision((), ())),
+    ((None, None), (AGAIN,), Decision((AGAIN,), ())),
+    ((None, None), (LOAD, TRAIN), Decision((TRAIN,), ())),
+    ((grant(LOAD), None), (TRAIN,), Decision((), ((0, grant(LOAD)),))),
     ((None, None), (FIRST, SECOND), Decision((FIRST, SECOND), ())),
     ((None, None), (FIRST, SECOND, TRAIN), Decision((TRAIN,), ())),
     ((grant(FIRST), None), (SECOND, TRAIN), Decision((), ((0, grant(FIRST)),))),
@@ -197,3 +204,41 @@ async def test_a_restarted_process_ends_the_grant_of_its_predecessor(bus: Bus) -
     assert await players.holds("rollout-0") == set()
     await players.look()
     assert await players.holds("rollout-0") == {0}
+
+
+async def test_a_guest_requests_to_load_once_and_its_turn_s_figures_reach_the_trainer(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    players = Players(bus, 0)
+    trainer, guest = players.leases["trainer-0"], DeviceLease(bus, "guest-0", "load", (0,))
+    players.leases["guest-0"] = guest
+    await players.request("trainer-0")
+    await players.grants.look()
+    await trainer.confirm()
+    assert (trainer.switch_s, trainer.generated) == (None, (0, 0))
+    await guest.acquire(0.0)
+    await players.grants.look()
+    await trainer.confirm()
+    assert trainer.rung == 1, "asked for its device, so that the guest loads"
+    await trainer.release()
+    await players.grants.look()
+    await guest.confirm()
+    assert guest.held
+    await guest.release(0.25, (3, 12))
+    await guest.acquire(0.0)
+    assert [request.phase for request in (await look_at_devices(bus, DEVICES)).requests] == ["generate"]
+    await trainer.acquire(0.0)
+    await players.grants.look()
+    await trainer.confirm()
+    assert (trainer.switch_s, trainer.generated) == (0.25, (3, 12))
+    await players.grants.look()
+    await trainer.confirm()
+    assert trainer.rung == -1, "generation waits until the trainer lends"
+    await trainer.release()
+    await players.grants.look()
+    await trainer.acquire(0.0)
+    await players.grants.look()
+    assert (await look_at_devices(bus, DEVICES)).grants[0].phase == "generate"  # type: ignore[union-attr]
+    await DeviceLease(bus, "guest-0", "load", (0,)).acquire(0.0)  # it was killed: nothing of its turn is counted
+    await players.grants.look()
+    await trainer.confirm()
+    assert (trainer.held, trainer.generated) == (True, (0, 0))

@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
 from rich.console import Console
 
 from services.cli.__main__ import main
 from services.cli.plan import make, preferences, settings_of, with_outputs
 from services.client.views import RunView
 from services.plan import certain, picture, report
-from services.plan.layouts import Layout
+from services.plan.files import run_values
+from services.plan.layouts import PLACEMENTS, Layout, Placement
 from services.plan.measured import measured
 from services.plan.memory import peak
 from services.up.display import view
@@ -172,3 +174,30 @@ def test_lengths_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = make(settings_of(None, []), "2xH200", "0.5b", lengths=tmp_path / "rollouts.jsonl")
     assert plan.planner.work.lengths.sample == (10, 30, 20)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_settings_accept_what_the_plan_says_they_do(placement: Placement) -> None:
+    settings = load(ROOT / "config/two-gpus.toml", environment={})
+    trainer = dataclasses.replace(preferences(settings).trainer, ranks=2)
+    own, borrowed = (0, 2) if placement == "shared" else (2, 2 if placement == "lend" else 0)
+    layout = Layout(placement, trainer, 1, own, borrowed=borrowed, shadow=placement != "shared")
+    plan = make(settings, "4xH200", "7b")
+    rates = plan.planner.rates(layout, 28, 16)
+    candidate = dataclasses.replace(plan.candidates[0], layout=layout, rates=rates)
+    assert report.accepted(layout, plan.planner.cluster)
+    written = loads(tomli_w.dumps(run_values(settings, candidate, plan.planner.cluster)), "run.toml")
+    assert (written.placement.mode, written.rollout.replicas) == (placement, 2)
+    assert not set(written.trainer.gpus) & set(written.rollout.gpus)
+
+
+def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
+    trainer = preferences(loads("", "test")).trainer
+    one_host, two_hosts = (make(settings_of(None, []), gpus, "0.5b").planner.cluster for gpus in ("8xH200", "2x8xH200"))
+    placements: tuple[Placement, ...] = ("shared", "lend")
+    for placement in placements:
+        parallel = Layout(placement, trainer, 2, 1, borrowed=1)
+        several = Layout(placement, trainer, 1, 1, engines=2, borrowed=1)
+        assert not report.accepted(parallel, one_host)
+        assert not report.accepted(several, one_host)
+        assert not report.accepted(Layout(placement, trainer, 1, 1, borrowed=1), two_hosts)

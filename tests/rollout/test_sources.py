@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.coordinator.evaluation.evaluator import candidates
 from services.coordinator.policies.relay_tree import serving, sources
 from services.rollout.sources import PullAttempt, attempts, holders
 from shared.bus import wire
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
+from shared.bus.stores.evaluations import Holding
 from shared.bus.stores.heartbeats import Heartbeat
 
 TRAINER = "trainer:1"
@@ -47,6 +49,19 @@ def test_a_tree_of_six_is_as_drawn() -> None:
         "rollout-4": ("h:1", TRAINER),
         "rollout-5": ("h:1", TRAINER),
     }
+
+
+def test_a_guest_pulls_from_the_trainer_relays_nothing_and_keeps_no_version_for_an_evaluation() -> None:
+    assert sources({"guest-0": "h:9", "rollout-0": "h:0", "rollout-1": "h:1"}, 1, TRAINER) == {
+        "guest-0": (TRAINER,),
+        "rollout-0": (TRAINER,),
+        "rollout-1": ("h:0", TRAINER),
+    }
+    beats = [beat("guest-0", source="h:9"), beat("rollout-1", source="h:1")]
+    assert holders(beats, update(), "rollout-0", random.Random(0)) == ["h:1"]
+    assert [able.replica for able in candidates(beats, PolicyVersion(7))] == ["rollout-1"]
+    everybody = Holding(PolicyVersion(7), (), 1.0)
+    assert [everybody.names(name) for name in ("guest-0", "rollout-0")] == [False, True]
 
 
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 10**6), max_size=80), st.integers(1, 5))

@@ -14,19 +14,21 @@ Buckets are pipelined, so a level adds one bucket's time. A failed parent's chil
 from collections.abc import Iterable, Mapping
 
 from shared.bus.stores.heartbeats import Heartbeat
+from shared.settings.placement import is_guest
 
 FAN_OUT = 2
 """Two saturate the trainer's network card."""
 
 
 def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str, tuple[str, ...]]:
-    """Return each replica's source addresses in order; the trainer's is last.
+    """Return each replica's source addresses in order; the trainer's is last. Guests pull from the trainer and relay nothing.
 
     >>> sources({"a": "h:1", "b": "h:2"}, 1, "t:0") {'a': ('t:0',), 'b': ('h:1', 't:0')}
     """
-    names = sorted(replicas)
+    guests = {name: (trainer,) for name in replicas if is_guest(name)}
+    names = sorted(replicas.keys() - guests.keys())
     parents = [place // fan_out - 1 for place in range(len(names))]
-    return {
+    return guests | {
         name: (trainer,) if parent < 0 else (replicas[names[parent]], trainer)
         for name, parent in zip(names, parents, strict=True)
     }

@@ -37,6 +37,7 @@ from shared.bus.stores.rollback import (
     steer_rollback,
 )
 from shared.process.telemetry import tell
+from shared.settings.placement import is_guest
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +172,9 @@ class Rollbacks:
     async def _wait_for_replicas(self, rollback: Rollback, version: PolicyVersion, status: RunStatus) -> None:
         if status.head is None or status.head < version:
             return
-        beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
+        beats = [
+            beat for beat in await heartbeats(self._bus) if beat.service == "rollout" and not is_guest(beat.replica)
+        ]
         behind = sorted(beat.replica for beat in beats if beat.version is None or beat.version < version)
         patient = time.time() - rollback.changed_at_s < self._deadline_s
         if len(behind) == len(beats) or (behind and patient):

@@ -35,13 +35,18 @@ class Decision:
 
 
 def decide(look: DeviceLook) -> Decision:
-    """Training comes first."""
+    """Training comes first, but when it waits, a guest may load its model."""
     training = [request for request in look.requests if request.phase == "train"]
     reserved = {index for request in training for index in request.devices}
     holders = {index: grant for index, grant in enumerate(look.grants) if grant is not None}
     due = training + [request for request in look.requests if reserved.isdisjoint(request.devices)]
     grants = [request for request in dict.fromkeys(due) if holders.keys().isdisjoint(request.devices)]
-    asked = [(index, grant) for index, grant in holders.items() if index in reserved and grant.rung < 0]
+    loading = {index for request in look.requests if request.phase == "load" for index in request.devices}
+    asked = [
+        (index, grant)
+        for index, grant in holders.items()
+        if grant.rung < 0 and index in (loading if grant.phase == "train" else reserved)
+    ]
     return Decision(tuple(grants), tuple(asked))
 
 
@@ -88,18 +93,20 @@ class DeviceGrants:
         term = self._ledger.term or 0
         decision = decide(await look_at_devices(self._bus, len(self._settings.shared_devices)))
         for index, grant in decision.ask_back:
-            await ask_back(self._bus, term, index, grant.term, self._rung(grant.replica))
+            await ask_back(self._bus, term, index, grant.term, self._rung(grant))
         for request in decision.grants:
             granted = await grant_devices(self._bus, term, request, self._settings.internal.claim_after_s)
             log.debug("devices granted", extra={"replica": request.replica, "term": granted})
 
-    def _rung(self, replica: str) -> int:
+    def _rung(self, grant: Grant) -> int:
         chosen = self._settings.placement.rung
         if chosen != "auto":
             return chosen
+        if grant.phase == "train":
+            return RUNGS[-1]
         self._note_peaks()
         trainer = next((self._peaks[beat.replica] for beat in self._beats() if beat.service == "trainer"), {})
-        measured = dict(self._peaks[replica])
+        measured = dict(self._peaks[grant.replica])
         capacity = measured.pop("capacity", 0.0)
         return lowest_rung(measured, trainer, capacity)
 

@@ -31,6 +31,7 @@ from services.trainer.rank0 import results
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.commands import TURN_S, Command, CommandKind
 from services.trainer.rank0.intake import Intake, Taken
+from services.trainer.rank0.lending import Lending, missing_samples
 from services.trainer.rank0.mailbox import Mailbox
 from services.trainer.rank0.opening import Opening
 from services.trainer.rank0.results import Notice, R, Result, StepMade, StepSkipped
@@ -39,7 +40,7 @@ from shared.bus.messages import PolicyRecord, StepReport
 from shared.bus.stores import held_out
 from shared.bus.stores.ledger import ENDED, Ledger, RunState
 from shared.bus.stores.signals import SignalChange
-from shared.bus.streams import JOURNAL
+from shared.bus.streams import JOURNAL, TRAINING_STREAMS
 from shared.errors import WeightsError
 from shared.process.device import DeviceLease
 from shared.process.service import Context, seconds_left
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CLOSE_S = 10.0
+_LEND_LOOK_S = 0.1
 _SHOWN: tuple[str, ...] = ("reward_mean", "kl_mean", "entropy")
 _LOGGED = ("reward_mean", "loss", "kl_mean", "entropy", "lag_mean", "samples_per_s")
 
@@ -62,6 +64,7 @@ class Driver:
         self._context = context
         self._device = device or DeviceLease(context.bus, context.replica, "train")
         self._settings = context.settings
+        self._lending = Lending(self._device.switch_s) if self._settings.placement.mode == "lend" else None
         self._mailbox = mailbox
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
@@ -152,19 +155,45 @@ class Driver:
 
     async def _take_device(self) -> bool:
         """Wait for shared devices; return False if the trainer stops first."""
+        if self._device.held:
+            return True
+        asked_s = time.monotonic()
         while not await self._device.acquire(_CLOSE_S if self._context.stop.is_set() else TURN_S):
             if self._context.stop.is_set():
                 return False
             await self._ask(Command(CommandKind.IDLE), Result)
+        if self._lending is not None:
+            device = self._device
+            self._lending.note_returned(time.monotonic(), asked_s, device.switch_s, device.generated)
         return True
 
     async def _release_device(self, *, can_train: bool) -> None:
-        """Release shared devices unless the next batch is complete."""
-        if self._device.is_shared and self._device.held:
-            ready = await self._intake.next_batch(self._step, 0.0) if can_train else None
-            if ready is None:
-                await self._free_memory()
-                await self._device.release()
+        """Release shared devices unless the next batch is complete, or lending them is not worthwhile."""
+        if not self._device.is_shared or not self._device.held:
+            return
+        ready = await self._intake.next_batch(self._step, 0.0) if can_train else None
+        is_load = can_train and self._device.rung >= 0
+        if ready is not None or not (self._lending is None or is_load or await self._may_lend(can_train=can_train)):
+            return
+        started_s = time.monotonic()
+        await self._free_memory()
+        await self._device.release()
+        if self._lending is not None:
+            self._lending.note_lent(now_s := time.monotonic(), now_s - started_s, is_load=is_load)
+
+    async def _may_lend(self, *, can_train: bool) -> bool:
+        assert self._lending is not None
+        return can_train and self._lending.is_worthwhile(await self._missing(), time.monotonic())
+
+    async def _missing(self) -> int:
+        """Return the samples that the next batch lacks."""
+        whole = self._settings.run.deterministic == "run"  # entries are groups then
+        samples = 1 if whole else self._settings.sampling.group_size
+        unfinished, *complete = await self._bus.ask_all(*(("XLEN", stream) for stream in TRAINING_STREAMS))
+        in_flight = await self._ledger.in_flight()
+        return missing_samples(
+            self._live.settings.algorithm.groups_per_step, samples, in_flight, sum(complete), unfinished
+        )
 
     async def _free_memory(self) -> None:
         chosen, seen = self._settings.placement.rung, self._device.freed
@@ -174,7 +203,12 @@ class Driver:
 
     async def _next_step(self, can_train: bool) -> None:
         await self._release_device(can_train=can_train)
-        waiting = self._intake.next_batch(self._step, TURN_S) if can_train else asyncio.sleep(TURN_S)
+        turn_s = TURN_S
+        if self._lending is not None and can_train:
+            turn_s = _LEND_LOOK_S
+            if not self._device.held and self._lending.is_due(await self._missing()):
+                await self._take_device()
+        waiting = self._intake.next_batch(self._step, turn_s) if can_train else asyncio.sleep(turn_s)
         batch: list[Taken] | None = await self._or_stop(waiting)
         left, settings = await asyncio.gather(self._branch.was_left(), self._live.refresh())
         if left:
@@ -244,6 +278,8 @@ class Driver:
         return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
 
     async def _train(self, batch: list[Taken], learning_rate: float) -> None:
+        if self._lending is not None:
+            self._lending.note_complete(time.monotonic())
         if not await self._take_device():
             return
         groups = [taken.experience for taken in batch]
@@ -293,6 +329,9 @@ class Driver:
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= self._timing(made, figures, started_s - self._committed_s) | self._device.take_switches()
+        if self._lending is not None:
+            self._lending.note_step(made.seconds.get("reload", 0.0))
+            metrics |= self._lending.take_figures()
         shown = {name: metrics[name] for name in _SHOWN if name in metrics}
         record = self._branch.record(self._step + 1, made.published, shown)
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}

@@ -72,8 +72,9 @@ class Publication:
         snapshot = self._spare or FlatSnapshot(self._layout(engine), engine.device)
         header = snapshot.fill(engine.tensors(), version, step)
         source.offer(snapshot)
-        # On a shared device no replica pulls while the trainer holds it, so one snapshot is enough.
-        self._spare, self._offered = snapshot if self._settings.shared_devices else self._offered, snapshot
+        # If every replica shares the trainer's device, none pulls while the trainer holds it, so one snapshot is enough.
+        alone = self._settings.placement.mode == "shared"
+        self._spare, self._offered = snapshot if alone else self._offered, snapshot
         return Whereabouts(header.digest, "", source.address)
 
     @property

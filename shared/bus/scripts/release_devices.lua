@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Release what a process holds of the devices, and withdraw its request.
 -- KEYS: device_requests devices...
--- ARGV: replica process switch_ms
+-- ARGV: replica process switch_ms samples tokens
 -- ``switch_ms``: what the switch to the phase that ends took, or "".
 -- Returns the number of devices released.
 local released = 0
@@ -12,6 +12,7 @@ for _, device in ipairs(devices) do
       redis.call('HSET', device, 'freed', held[2])
     end
     redis.call('HDEL', device, 'replica', 'process', 'phase', 'rung')
+    redis.call('HSET', device, 'samples', samples, 'tokens', tokens)
     if switch_ms ~= '' then
       redis.call('HSET', device, 'switch_ms', switch_ms)
     end

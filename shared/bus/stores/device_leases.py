@@ -16,11 +16,15 @@ from shared.bus.bus import Bus
 from shared.bus.keys import Named, key
 
 DEVICE = key(
-    "device:<index>", "hash", "the run's", "replica, process, phase, term, rung and end of a shared device's lease"
+    "device:<index>",
+    "hash",
+    "the run's",
+    "replica, process, phase, term, rung and end of a shared device's lease, and figures of the last",
 )
 REQUESTS = key("device_requests", "hash", "the run's", "replica → process, phase and devices that it requests")
 
-Phase = Literal["train", "generate"]
+Phase = Literal["train", "load", "generate"]
+"""``load``: a guest's first, for which the trainer releases its devices when it waits next."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,10 +59,13 @@ class Renewal:
     term: int
     """0: it does not hold them."""
     rung: int
-    switch_s: float
-    """Longest last switch of these devices to generation."""
+    switch_s: float | None
+    """Longest last switch of these devices to generation; with a guest, and its suspension."""
     freed: int
     """Highest rung at which they were last released on request, or -1."""
+    samples: int
+    """Finished by guests in their last turns."""
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,10 +103,10 @@ async def grant_devices(bus: Bus, leader_term: int, request: DeviceRequest, ttl_
 
 
 async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: float) -> Renewal:
-    term, rung, switch_ms, freed = await bus.script(
+    term, rung, switch_ms, freed, samples, tokens = await bus.script(
         "renew_devices", process=process, ttl_ms=round(ttl_s * 1000), devices=_keys(devices)
     )
-    return Renewal(term, rung, switch_ms / 1000, freed)
+    return Renewal(term, rung, None if switch_ms < 0 else switch_ms / 1000, freed, samples, tokens)
 
 
 async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int) -> bool:
@@ -109,14 +116,27 @@ async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int)
 
 
 async def release_devices(
-    bus: Bus, replica: str, process: str, devices: Sequence[int], switch_s: float | None = None
+    bus: Bus,
+    replica: str,
+    process: str,
+    devices: Sequence[int],
+    switch_s: float | None = None,
+    generated: tuple[int, int] = (0, 0),
 ) -> int:
-    """Release a grant and withdraw a request; ``switch_s``: duration of the switch to the phase that ends."""
+    """Release a grant and withdraw a request.
+
+    Args:
+        switch_s: duration of the switch to the phase that ends.
+        generated: samples and their tokens that a guest finished.
+    """
+    samples, tokens = generated
     released: int = await bus.script(
         "release_devices",
         replica=replica,
         process=process,
         switch_ms="" if switch_s is None else round(switch_s * 1000),
+        samples=samples,
+        tokens=tokens,
         devices=_keys(devices),
     )
     return released
@@ -146,4 +166,4 @@ def _requests(cells: Sequence[bytes]) -> Iterator[DeviceRequest]:
 
 
 def _phase(text: str) -> Phase:
-    return "train" if text == "train" else "generate"
+    return "train" if text == "train" else "load" if text == "load" else "generate"

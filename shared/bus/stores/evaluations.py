@@ -20,6 +20,7 @@ from shared.bus import wire
 from shared.bus.bus import Bus
 from shared.bus.keys import key
 from shared.bus.messages import PolicyVersion, Prompt
+from shared.settings.placement import is_guest
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +69,12 @@ class Description:
 class Holding:
     version: PolicyVersion
     replicas: tuple[str, ...]
-    """Replicas that keep it; empty: all."""
+    """Replicas that keep it; empty: all but guests."""
     timeout_s: float
 
     def names(self, replica: str) -> bool:
         """Whether ``replica`` should keep it."""
-        return not self.replicas or replica in self.replicas
+        return replica in self.replicas or not (self.replicas or is_guest(replica))
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -1,0 +1,116 @@
+"""Laws of lending: a wait is lent if it will outlast the switches, no wait is endless, and nothing unmeasured is lent."""
+
+import pytest
+
+from services.trainer.rank0.lending import Lending, is_due, lends, missing_samples
+
+DECISIONS = [
+    (100, 0.0, 10.0, 7.9, True),  # 10 s, against 7.9 s and a quarter more
+    (100, 0.0, 10.0, 8.1, False),
+    (0, 0.0, 10.0, 0.1, False),
+    (0, 1.3, 10.0, 1.0, True),  # waits longer than the switches took, whatever was expected
+    (0, 1.2, 10.0, 1.0, False),
+    (100, 0.0, None, 1.0, False),
+    (100, 1.3, None, 1.0, True),  # no rate is known: a restarted trainer
+    (10**6, 10**6, 0.001, None, False),
+]
+
+
+@pytest.mark.parametrize(("missing", "waited_s", "rate", "cost_s", "lent"), DECISIONS)
+def test_a_device_is_lent_if_the_wait_outlasts_the_switches_and_a_margin(
+    missing: int, waited_s: float, rate: float | None, cost_s: float | None, lent: bool
+) -> None:
+    assert lends(missing, waited_s, rate, cost_s) is lent
+
+
+def test_a_device_returns_when_the_rest_takes_no_longer_than_the_switch_back() -> None:
+    assert is_due(10, 10.0, 1.0)
+    assert not is_due(11, 10.0, 1.0)
+    assert not is_due(0, None, 1.0)
+    assert not is_due(0, 10.0, None)
+
+
+MISSING = [
+    ((8, 4), (8, 0, 32), 32),  # max_lag = 0: all that is in flight
+    ((8, 4), (16, 0, 64), 32),  # one step ahead
+    ((8, 4), (16, 6, 37), 5),
+    ((8, 4), (16, 6, 10), 2),  # of later groups much is generated already: still one sample of each
+    ((8, 4), (4, 2, 8), 24),  # half of the batch is not admitted yet
+    ((8, 4), (16, 8, 32), 0),
+    ((8, 4), (16, 12, 16), 0),
+]
+
+
+@pytest.mark.parametrize(("batch", "flight", "missing"), MISSING)
+def test_the_next_batch_lacks_what_earlier_groups_lack(
+    batch: tuple[int, int], flight: tuple[int, int, int], missing: int
+) -> None:
+    in_flight, complete, unfinished = flight
+    assert missing_samples(*batch, in_flight, complete, unfinished) == missing
+
+
+def waited(lending: Lending, start_s: float, missing: int, seconds: float) -> None:
+    """Let one wait pass without a lend."""
+    lending.is_worthwhile(missing, start_s)
+    lending.note_complete(start_s + seconds)
+
+
+def test_nothing_is_lent_before_waits_and_switches_are_measured() -> None:
+    lending = Lending()
+    waited(lending, 0.0, 100, 1000.0)
+    assert str(lending.rate) == "None", "in the first wait, replicas load their models"
+    waited(lending, 2000.0, 100, 10.0)
+    assert lending.rate == 10.0
+    assert lending.cost_s is None
+    assert not lending.is_worthwhile(10_000, 3000.0)
+
+
+def test_the_cost_is_that_of_both_switches_and_newer_figures_count_more() -> None:
+    lending = Lending()
+    lending.note_lent(10.0, 0.2, is_load=True)
+    lending.note_returned(50.0, 15.0, 0.5, (0, 0))
+    lending.note_step(0.1)
+    assert lending.cost_s == pytest.approx(0.2 + 0.5 + 0.1 + 0.1)
+    expected = {
+        "lends": 1.0,
+        "lent_s": 40.0,
+        "lent_samples": 0.0,
+        "lent_tokens": 0.0,
+        "lend_cost_s": pytest.approx(0.9),
+    }
+    assert lending.take_figures() == expected
+    lending.note_lent(60.0, 0.2, is_load=False)
+    lending.note_returned(70.0, 69.0, 1.5, (3, 12))
+    assert lending.cost_s == pytest.approx(0.2 + (0.7 * 0.5 + 0.3 * 1.5) + 0.1 + 0.1)
+    assert lending.take_figures()["lent_tokens"] == 12.0
+    assert set(lending.take_figures()) == {"lend_cost_s"}
+
+
+def test_a_trainer_that_restarts_knows_the_last_switch_and_lends_a_wait_that_does_not_end() -> None:
+    lending = Lending(switch_s=0.7)
+    assert not lending.is_worthwhile(5, 100.0)
+    assert not lending.is_worthwhile(5, 100.9)
+    assert lending.is_worthwhile(5, 101.1)
+
+
+def test_devices_are_taken_back_early_once_a_wait() -> None:
+    lending = Lending(switch_s=1.0)
+    for wait in range(2):
+        waited(lending, 100.0 * wait, 100, 10.0)
+    assert lending.is_worthwhile(100, 1000.0)
+    lending.note_lent(1000.0, 0.0, is_load=False)
+    assert not lending.is_due(0), "how long the way back takes is not measured"
+    lending.note_returned(1010.0, 1009.0, 1.0, (0, 0))
+    lending.note_complete(1010.0)
+    for wait in (1, 2):
+        assert lending.is_worthwhile(100, 2000.0 * wait)
+        lending.note_lent(2000.0 * wait, 0.0, is_load=False)
+        assert not lending.is_due(11)
+        assert lending.is_due(10)
+        lending.note_returned(2000.0 * wait + 1, 2000.0 * wait, 1.0, (0, 0))
+        assert not lending.is_worthwhile(10, 2000.0 * wait + 2)
+        assert lending.is_worthwhile(10, 2000.0 * wait + 3), "a guest may have what the batch lacks"
+        lending.note_lent(2000.0 * wait + 3, 0.0, is_load=False)
+        assert not lending.is_due(10)
+        lending.note_returned(2000.0 * wait + 10, 2000.0 * wait + 9, 1.0, (0, 0))
+        lending.note_complete(2000.0 * wait + 10)
