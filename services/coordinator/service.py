@@ -128,11 +128,7 @@ class Coordinator:
 
 
 async def start(settings: Settings, replica: str) -> None:
-    """Coordinate one run until stopped.
-
-    Raises:
-        SettingsError: folder, dataset, port or bus is unusable.
-    """
+    """Coordinate one run until stopped. Raises SettingsError: folder, dataset, port or bus is unusable."""
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
     data = await asyncio.to_thread(load_data, settings)
@@ -313,11 +309,7 @@ def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder |
 
 
 def load_data(settings: Settings) -> Data:
-    """Load the datasets.
-
-    Raises:
-        SettingsError: one is unusable.
-    """
+    """Load the datasets. Raises SettingsError: one is unusable."""
     evaluation, scorers = settings.evaluation, settings.reward.scorers
     names = [scorer.name for scorer in scorers]
     comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
@@ -345,11 +337,7 @@ def _doubts(
 
 
 def prepare_folder(settings: Settings) -> Path:
-    """Create and return the run's folder.
-
-    Raises:
-        SettingsError: not writable.
-    """
+    """Create and return the run's folder. Raises SettingsError: not writable."""
     folder = settings.run_folder
     probe = folder / ".writable"
     try:

@@ -158,11 +158,7 @@ class Worker(Generic[In, Out]):
         return len(self._held)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until ``stop`` is set, then drain.
-
-        Raises:
-            Exception: one of ``ENDS_PROCESS``, or an error of the bus.
-        """
+        """Work until ``stop`` is set, then drain. Raises Exception: one of ``ENDS_PROCESS``, or an error of the bus."""
         self._broken = asyncio.get_running_loop().create_future()
         loops: list[asyncio.Task[Any]] = [asyncio.create_task(self._take()), asyncio.create_task(self._keep())]
         stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
