@@ -26,7 +26,7 @@ from services.coordinator.api.app import make_app
 from services.coordinator.api.auth import Access, open_access
 from services.coordinator.api.dependencies import Parts
 from services.coordinator.api.server import Server
-from services.coordinator.evaluation.evaluator import Evaluator, Judge
+from services.coordinator.evaluation.evaluator import Evaluator, GateCheck
 from services.coordinator.evaluation.regression_gate import RegressionGate
 from services.coordinator.operations.operations import Operations
 from services.coordinator.policies.exports import KIND as EXPORT
@@ -221,7 +221,7 @@ def assemble(
         lambda rollback: operations.begin(ROLLBACK, rollback.stage, request(rollback)),
     )
     gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
-    evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if data.held_out else None
+    evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.check) if data.held_out else None
     lifecycle = Lifecycle(bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder)
     steering = Steering(bus, ledger, rollbacks, groups_per_step, look)
     exporting = Exporting(bus, ledger, settings)
@@ -289,14 +289,14 @@ def make_evaluator(
     ledger: Ledger,
     held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]],
     settings: Settings,
-    judge: Judge,
+    check: GateCheck,
 ) -> Evaluator:
     """Return an evaluator that gives up on a stop or revocation."""
 
     async def given_up(version: PolicyVersion) -> bool:
         return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
 
-    return Evaluator(bus, held_out, settings.evaluation, settings.sampling, settings.run.seed, given_up, judge)
+    return Evaluator(bus, held_out, settings.evaluation, settings.sampling, settings.run.seed, given_up, check)
 
 
 def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder | MixedOrder | Curriculum:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
 
 
-class Reference:
+class ReferencePolicy:
     """The frozen initial policy of a run. Raises SettingsError."""
 
     name = "reference"

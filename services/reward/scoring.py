@@ -11,7 +11,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
-from services.reward.reference import Reference
+from services.reward.reference import ReferencePolicy
 from services.reward.rehearsal import rehearse
 from services.reward.scorers.reward_model import RewardModel
 from services.reward.scorers.scorer import Scorer
@@ -91,7 +91,7 @@ class Scoring:
         scorers: Sequence[Scorer],
         expression: Expression,
         status: Status,
-        reference: Reference | None = None,
+        reference: ReferencePolicy | None = None,
         tell: Tell | None = None,
         redo: Backoff = _REDO,
     ) -> None:
@@ -123,7 +123,7 @@ class Scoring:
         for scorer in self._parts():
             await scorer.close()
 
-    def _parts(self) -> list[Scorer | Reference]:
+    def _parts(self) -> list[Scorer | ReferencePolicy]:
         return [*self._scorers, *([self._reference] if self._reference is not None else [])]
 
     async def __call__(self, group: RolloutGroup, *, last: bool = False) -> Experience:
@@ -245,7 +245,7 @@ class Scoring:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _note_memory(self) -> None:
-        models = (part.held for part in self._parts() if isinstance(part, RewardModel | Reference))
+        models = (part.held for part in self._parts() if isinstance(part, RewardModel | ReferencePolicy))
         by_place: dict[tuple[str, float], list[Held]] = {}
         for held in filter(None, models):
             by_place.setdefault(held.place, []).append(held)

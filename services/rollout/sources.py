@@ -16,7 +16,7 @@ from typing import Literal
 from shared.bus.messages import PolicyRecord, PolicyUpdate
 from shared.bus.stores.heartbeats import Heartbeat
 
-Kind = Literal["peer", "trainer", "requested_file", "file"]
+SourceKind = Literal["peer", "trainer", "requested_file", "file"]
 PEERS = 3
 """Random peers to try before the trainer."""
 
@@ -25,7 +25,7 @@ PEERS = 3
 class PullAttempt:
     """A source; ``address`` is ``host:port``, or empty for ``file`` (see the record)."""
 
-    kind: Kind
+    kind: SourceKind
     address: str = ""
 
     @property

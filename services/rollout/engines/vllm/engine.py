@@ -49,7 +49,7 @@ _CLOSE_S = 10.0
 _WORD_S = 2.0
 """If vLLM reports the failure first, the worker's death follows within milliseconds."""
 
-Answer = dict[str, Any]
+WorkerAnswer = dict[str, Any]
 R = TypeVar("R")
 
 
@@ -67,7 +67,7 @@ class VllmEngine:
         self,
         llm: Any,
         reports: Reports,
-        workers: list[Answer],
+        workers: list[WorkerAnswer],
         *,
         stop: tuple[int, ...],
         kv: Literal["keep", "recompute"],
@@ -192,7 +192,7 @@ class VllmEngine:
                 answer = await self._put(offer)
             return SwapReport(time.monotonic() - started_s, answer["path"], answer["copied_bytes"])
 
-    async def _put(self, offer: Offer) -> Answer:
+    async def _put(self, offer: Offer) -> WorkerAnswer:
         streamed = self._bucketed and not _is_adapter(offer)
         if _is_adapter(offer):
             answers = await self._call("penstock_adapt", offer.source, int(offer.header.version))
@@ -258,9 +258,9 @@ class VllmEngine:
         if self._version is not None and not self.torn:
             await self._continue()
 
-    async def _call(self, method: str, *arguments: Any) -> list[Answer]:
+    async def _call(self, method: str, *arguments: Any) -> list[WorkerAnswer]:
         try:
-            answers: list[Answer] = await self._living(self._llm.collective_rpc(method, args=arguments))
+            answers: list[WorkerAnswer] = await self._living(self._llm.collective_rpc(method, args=arguments))
         except EngineDied:
             raise
         except Exception as error:  # vLLM raises bare exceptions
@@ -311,7 +311,7 @@ def _is_adapter(offer: Offer) -> bool:
     return offer.transport == "file" and (Path(offer.source) / "adapter_config.json").is_file()
 
 
-def _check(answers: list[Answer]) -> None:
+def _check(answers: list[WorkerAnswer]) -> None:
     for answer in answers:
         if answer["error"]:
             raise WeightsError(answer["error"])
