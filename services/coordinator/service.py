@@ -7,7 +7,7 @@
                                                                │  └── api (commands)      monitor ──▶ gauges, GET /v1/run
 
 Every coordinator answers the API; one leads. Shutdown: stop leading; complete the records; release the lease; close the
-API. All state is on the bus, so it may be killed at any time.
+API.
 """
 
 import asyncio

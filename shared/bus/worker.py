@@ -13,9 +13,7 @@
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
       └── reclaim: what was given back, or not renewed for ``claim_after_s``
 
-**Suspects**: entries held by a process that died or fell silent. A few at a time (the square root of ``concurrency``)
-run beside others; after a second such death an entry runs alone in its process (``crowd``). Only deaths during
-attempts made alone count.
+**Suspects**: entries held by a process that died or fell silent. Only deaths during attempts made alone count.
 
 Shutdown: stop taking; wait up to ``drain_s`` for held entries; cancel the rest and give it back uncounted.
 """

@@ -17,7 +17,7 @@
     probe              a replica's probe logprobs differ from the trainer's
     stalled            nothing was committed for long
 
-Every new step is checked. Findings are on the bus for the next leader. The trainer itself handles non-finite steps.
+Findings are on the bus for the next leader. The trainer itself handles non-finite steps.
 """
 
 import asyncio

@@ -8,9 +8,7 @@
     swap  ──▶ one call between two steps of the model: shadow ─▶ live parameters; boundaries are noted
 
 Logprobs come from the worker's token record (``"captured"``); vLLM's (``"native"``, or unknown model runners) cost
-nearly half of the throughput. The prefix cache is salted with the version. A worker's death is noticed at once.
-``bucketed`` streams weights into the live parameters behind a pause. On a shared device the engine is suspended between
-two steps, down to a rung of the ladder (``ladder``).
+nearly half of the throughput. ``bucketed`` streams weights into the live parameters behind a pause.
 """
 
 import asyncio
