@@ -221,7 +221,7 @@ def assemble(
         lambda rollback: operations.begin(ROLLBACK, rollback.stage, request(rollback)),
     )
     gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
-    evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.check) if data.held_out else None
+    evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if data.held_out else None
     lifecycle = Lifecycle(bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder)
     steering = Steering(bus, ledger, rollbacks, groups_per_step, look)
     exporting = Exporting(bus, ledger, settings)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
 
 
-class ReferencePolicy:
+class Reference:
     """The frozen initial policy of a run. Raises SettingsError."""
 
     name = "reference"
@@ -41,9 +41,11 @@ class ReferencePolicy:
 
     @property
     def held(self) -> Held | None:
+        """What the policy holds on its device, once it is loaded."""
         return None if self._policy is None else self._policy.held
 
     async def close(self) -> None:
+        """Stop."""
         if self._batcher is not None:
             await self._batcher.close()
 

@@ -11,7 +11,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
-from services.reward.reference import ReferencePolicy
+from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
 from services.reward.scorers.reward_model import RewardModel
 from services.reward.scorers.scorer import Scorer
@@ -91,7 +91,7 @@ class Scoring:
         scorers: Sequence[Scorer],
         expression: Expression,
         status: Status,
-        reference: ReferencePolicy | None = None,
+        reference: Reference | None = None,
         tell: Tell | None = None,
         redo: Backoff = _REDO,
     ) -> None:
@@ -111,6 +111,7 @@ class Scoring:
         self._expression = Expression(settings.reward.expression, [scorer.name for scorer in self._scorers])
 
     async def start(self) -> None:
+        """Start every scorer. Raises SettingsError."""
         for scorer in self._parts():
             await scorer.start()
             AVAILABLE.labels(scorer.name).set(1)
@@ -120,10 +121,11 @@ class Scoring:
         await rehearse(list(zip(settings.reward.scorers, self._scorers, strict=True)), prompts, self._failures)
 
     async def close(self) -> None:
+        """Close every scorer."""
         for scorer in self._parts():
             await scorer.close()
 
-    def _parts(self) -> list[Scorer | ReferencePolicy]:
+    def _parts(self) -> list[Scorer | Reference]:
         return [*self._scorers, *([self._reference] if self._reference is not None else [])]
 
     async def __call__(self, group: RolloutGroup, *, last: bool = False) -> Experience:
@@ -245,7 +247,7 @@ class Scoring:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _note_memory(self) -> None:
-        models = (part.held for part in self._parts() if isinstance(part, RewardModel | ReferencePolicy))
+        models = (part.held for part in self._parts() if isinstance(part, RewardModel | Reference))
         by_place: dict[tuple[str, float], list[Held]] = {}
         for held in filter(None, models):
             by_place.setdefault(held.place, []).append(held)

@@ -17,7 +17,7 @@ import gc
 from services.reward.executor.client import read_executor_secret
 from services.reward.failures import Tell
 from services.reward.normalisation import Normaliser
-from services.reward.reference import ReferencePolicy
+from services.reward.reference import Reference
 from services.reward.rehearsal import rows
 from services.reward.scorers.answer.scorer import AnswerMatcher
 from services.reward.scorers.code.scorer import CodeTester
@@ -83,7 +83,7 @@ def make_scoring(settings: Settings, status: Status, bus: Bus | None = None) -> 
         if isinstance(of, AnswerScorer):
             create_lenient_series(of.name, (*of.lenient, *(("tolerance",) if of.tolerance else ())))
     expression = Expression(settings.reward.expression, [scorer.name for scorer in scorers])
-    reference = ReferencePolicy(settings) if settings.algorithm.reference_travels else None
+    reference = Reference(settings) if settings.algorithm.reference_travels else None
     return Scoring(scorers, expression, status, reference, None if bus is None else _teller(bus))
 
 

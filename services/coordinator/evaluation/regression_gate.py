@@ -87,7 +87,7 @@ class RegressionGate:
         self._rollbacks = rollbacks
         self._changed = changed
 
-    async def check(self, evaluation: Evaluation) -> Evaluation:
+    async def judge(self, evaluation: Evaluation) -> Evaluation:
         if self._settings.gate.action == "off" or evaluation.set != self._settings.gated:
             return evaluation
         revoked = await self._ledger.revoked()

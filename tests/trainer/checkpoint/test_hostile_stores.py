@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.reward.reference import ReferencePolicy
+from services.reward.reference import Reference
 from services.reward.scorers.reward_model import RewardModel
 from services.rollout.engines.prompts import TokenizerCodec
 from services.rollout.engines.transformers.loading import check_for_vllm, open_model
@@ -408,7 +408,7 @@ OPENERS: dict[str, Callable[[str], object]] = {
     "rollout": lambda model: open_model(PolicySettings(model=model), tiny.tokenizer(), "cpu"),
     "vllm": lambda model: check_for_vllm(PolicySettings(model=model)),
     "reward": lambda model: RewardModel(ModelScorer(kind="model", model=model), None, reward_models.WORK),
-    "reference": lambda model: ReferencePolicy(Settings.model_validate({"policy": {"model": model}})),
+    "reference": lambda model: Reference(Settings.model_validate({"policy": {"model": model}})),
 }
 
 
