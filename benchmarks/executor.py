@@ -33,11 +33,7 @@ Way = Callable[[], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def executor(isolation: str, slots: int) -> AsyncIterator[ExecutorClient]:
-    """Yield a client of a new executor.
-
-    Raises:
-        SystemExit: it failed; includes its standard error.
-    """
+    """Yield a client of a new executor. Raises SystemExit: it failed; includes its standard error."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         address = f"unix:{folder}/executor.sock"
         command = [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address]

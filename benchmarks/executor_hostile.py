@@ -55,11 +55,7 @@ def job(kind: str) -> Job:
 
 
 async def flood(client: ExecutorClient, jobs: list[tuple[Job, Outcome]], programs: int) -> collections.Counter[str]:
-    """Run ``programs`` of ``jobs``; return counts by outcome.
-
-    Raises:
-        AssertionError: a wrong outcome.
-    """
+    """Run ``programs`` of ``jobs``; return counts by outcome. Raises AssertionError: a wrong outcome."""
     outcomes: collections.Counter[str] = collections.Counter()
     left = itertools.islice(itertools.cycle(jobs), programs)
 

@@ -23,7 +23,7 @@ from typing import TypeAlias, cast
 from shared.errors import PermanentError, SettingsError
 
 Values: TypeAlias = Mapping[str, float]
-Evaluator: TypeAlias = Callable[[Values], float]
+Formula: TypeAlias = Callable[[Values], float]
 
 LONGEST = 1_000
 DEEPEST = 100
@@ -115,7 +115,7 @@ class _Compiler:
         self._known = ", ".join(scorers or ())
         self._setting = setting
 
-    def compile(self) -> Evaluator:
+    def compile(self) -> Formula:
         if len(self._text) > LONGEST:
             raise self._refused(f"at most {LONGEST} characters", f"{len(self._text)}", 0)
         try:
@@ -126,14 +126,14 @@ class _Compiler:
             raise self._refused("an expression", str(error) or "one that is nested too deeply", 0) from error
         return self._node(tree.body, 0)
 
-    def _node(self, node: ast.expr, depth: int) -> Evaluator:
+    def _node(self, node: ast.expr, depth: int) -> Formula:
         if depth > DEEPEST:
             raise self._refused(f"an expression nested at most {DEEPEST} deep", "more", node.col_offset)
         match node:
             case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
                 return self._constant(value, node)
             case ast.Constant(value=str() as text) if self._scorers is None:
-                return cast(Evaluator, lambda values: text)
+                return cast(Formula, lambda values: text)
             case ast.Name(id=name):
                 return self._scorer(name, node)
             case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Not() as sign, operand=operand):
@@ -165,7 +165,7 @@ class _Compiler:
             node.col_offset,
         )
 
-    def _constant(self, value: float, node: ast.expr) -> Evaluator:
+    def _constant(self, value: float, node: ast.expr) -> Formula:
         try:
             number = float(value)
         except OverflowError:
@@ -174,10 +174,10 @@ class _Compiler:
             raise self._refused("finite numbers", "one that is not", node.col_offset)
         return lambda values: number
 
-    def _scorer(self, name: str, node: ast.expr) -> Evaluator:
+    def _scorer(self, name: str, node: ast.expr) -> Formula:
         return operator.itemgetter(self._named(name, node))
 
-    def _first(self, nodes: Sequence[ast.expr]) -> Evaluator:
+    def _first(self, nodes: Sequence[ast.expr]) -> Formula:
         for node in nodes:
             if not isinstance(node, ast.Name):
                 raise self._refused("names of scorers in first(…)", "something else", node.col_offset)
@@ -189,7 +189,7 @@ class _Compiler:
             raise self._refused(f"the name of a scorer ({self._known})", repr(name), node.col_offset)
         return name
 
-    def _comparison(self, nodes: list[ast.expr], operators: list[ast.cmpop], depth: int) -> Evaluator:
+    def _comparison(self, nodes: list[ast.expr], operators: list[ast.cmpop], depth: int) -> Formula:
         operands = [self._node(node, depth + 1) for node in nodes]
         for comparison, node in zip(operators, nodes[1:], strict=True):
             if type(comparison) not in _COMPARISONS:
@@ -214,11 +214,11 @@ class _Compiler:
         )
 
 
-def _applies(scorer: str) -> Evaluator:
+def _applies(scorer: str) -> Formula:
     return lambda values: float(scorer in values)
 
 
-def _unary(sign: ast.unaryop, operand: Evaluator) -> Evaluator:
+def _unary(sign: ast.unaryop, operand: Formula) -> Formula:
     if isinstance(sign, ast.Not):
         return lambda values: float(not operand(values))
     if isinstance(sign, ast.USub):
@@ -226,11 +226,11 @@ def _unary(sign: ast.unaryop, operand: Evaluator) -> Evaluator:
     return operand
 
 
-def _binary(combine: Callable[[float, float], float], left: Evaluator, right: Evaluator) -> Evaluator:
+def _binary(combine: Callable[[float, float], float], left: Formula, right: Formula) -> Formula:
     return lambda values: combine(left(values), right(values))
 
 
-def _boolean(every: bool, operands: list[Evaluator]) -> Evaluator:
+def _boolean(every: bool, operands: list[Formula]) -> Formula:
     def evaluate(values: Values) -> float:
         value = 0.0
         for operand in operands:
@@ -242,9 +242,9 @@ def _boolean(every: bool, operands: list[Evaluator]) -> Evaluator:
     return evaluate
 
 
-def _conditional(test: Evaluator, body: Evaluator, other: Evaluator) -> Evaluator:
+def _conditional(test: Formula, body: Formula, other: Formula) -> Formula:
     return lambda values: body(values) if test(values) else other(values)
 
 
-def _function(choose: Callable[[list[float]], float], arguments: list[Evaluator]) -> Evaluator:
+def _function(choose: Callable[[list[float]], float], arguments: list[Formula]) -> Formula:
     return lambda values: choose([argument(values) for argument in arguments])

@@ -49,11 +49,7 @@ def _announced(run: Path) -> str:
 
 
 def number(text: str) -> int | None:
-    """Return the version; None for ``latest``.
-
-    Raises:
-        SettingsError: not a version.
-    """
+    """Return the version; None for ``latest``. Raises SettingsError: not a version."""
     if text == "latest":
         return None
     if not text.isdecimal():
@@ -107,11 +103,7 @@ def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
 
 
 def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
-    """Export a version (None: newest) from files.
-
-    Raises:
-        PenstockError: it failed, or a dependency is not installed.
-    """
+    """Export a version (None: newest) from files. Raises PenstockError: it failed, or a dependency is not installed."""
     exported = export(load_run(run), version, to, adapter=adapter)
     return {"version": exported.version, "step": exported.step, "folder": exported.folder, "adapter": exported.adapter}
 

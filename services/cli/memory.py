@@ -92,11 +92,7 @@ def _folded(parts: Iterable[Component]) -> dict[str, float]:
 
 
 def show(run: Path, *, plan: bool, as_json: bool) -> None:
-    """Print the memory of the run in folder ``run``.
-
-    Raises:
-        PenstockError: it has no records of memory.
-    """
+    """Print the memory of the run in folder ``run``. Raises PenstockError: it has no records of memory."""
     measured = phases(read(run / MEMORY_FILE))
     if not measured:
         raise PenstockError(

@@ -45,11 +45,7 @@ V = TypeVar("V", bound=View)
 
 
 def find(url: str | None, run_folder: Path) -> str:
-    """Return ``url``, else the one in ``coordinator.json``.
-
-    Raises:
-        Unreachable: the file does not exist or is empty.
-    """
+    """Return ``url``, else the one in ``coordinator.json``. Raises Unreachable: the file does not exist or is empty."""
     if url:
         return url.rstrip("/")
     file = run_folder / _ANNOUNCED
@@ -147,11 +143,7 @@ class CoordinatorClient:
         return answer
 
     def delete(self, path: str) -> None:
-        """Delete ``path``.
-
-        Raises:
-            Refused: by the coordinator.
-        """
+        """Delete ``path``. Raises Refused: by the coordinator."""
         self._answer("DELETE", path)
 
     def items(self, path: str, most: int, *, a_page: int = 500, **query: str | int) -> list[JsonObject]:
@@ -166,11 +158,7 @@ class CoordinatorClient:
         return items
 
     def finished(self, operation: JsonObject, tell: Callable[[str], None]) -> JsonObject:
-        """Wait for an operation's end, reporting to ``tell``.
-
-        Raises:
-            Refused: failed or cancelled.
-        """
+        """Wait for an operation's end, reporting to ``tell``. Raises Refused: failed or cancelled."""
         while operation["state"] == "running":
             time.sleep(_POLL_S)
             operation = self.get(f"/v1/operations/{operation['id']}")

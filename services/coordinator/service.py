@@ -7,7 +7,7 @@
                                                                │  └── api (commands)      monitor ──▶ gauges, GET /v1/run
 
 Every coordinator answers the API; one leads. Shutdown: stop leading; complete the records; release the lease; close the
-API. All state is on the bus, so it may be killed at any time.
+API.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from services.coordinator.api.app import make_app
 from services.coordinator.api.auth import Access, open_access
 from services.coordinator.api.dependencies import Parts
 from services.coordinator.api.server import Server
-from services.coordinator.evaluation.evaluator import Evaluator, Judge
+from services.coordinator.evaluation.evaluator import Evaluator, GateCheck
 from services.coordinator.evaluation.regression_gate import RegressionGate
 from services.coordinator.operations.operations import Operations
 from services.coordinator.policies.exports import KIND as EXPORT
@@ -130,11 +130,7 @@ class Coordinator:
 
 
 async def start(settings: Settings, replica: str) -> None:
-    """Coordinate one run until stopped.
-
-    Raises:
-        SettingsError: folder, dataset, port or bus is unusable.
-    """
+    """Coordinate one run until stopped. Raises SettingsError: folder, dataset, port or bus is unusable."""
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
     data = await asyncio.to_thread(load_data, settings)
@@ -307,14 +303,14 @@ def make_evaluator(
     ledger: Ledger,
     held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]],
     settings: Settings,
-    judge: Judge,
+    check: GateCheck,
 ) -> Evaluator:
     """Return an evaluator that gives up on a stop or revocation."""
 
     async def given_up(version: PolicyVersion) -> bool:
         return (await ledger.status()).state is RunState.STOPPED or version in await ledger.revoked()
 
-    return Evaluator(bus, held_out, settings.evaluation, settings.sampling, settings.run.seed, given_up, judge)
+    return Evaluator(bus, held_out, settings.evaluation, settings.sampling, settings.run.seed, given_up, check)
 
 
 def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder | MixedOrder | Curriculum:
@@ -327,11 +323,7 @@ def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder |
 
 
 def load_data(settings: Settings) -> Data:
-    """Load the datasets.
-
-    Raises:
-        SettingsError: one is unusable.
-    """
+    """Load the datasets. Raises SettingsError: one is unusable."""
     evaluation, scorers = settings.evaluation, settings.reward.scorers
     names = [scorer.name for scorer in scorers]
     comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
@@ -368,11 +360,7 @@ def _doubts(
 
 
 def prepare_folder(settings: Settings) -> Path:
-    """Create and return the run's folder.
-
-    Raises:
-        SettingsError: not writable.
-    """
+    """Create and return the run's folder. Raises SettingsError: not writable."""
     folder = settings.run_folder
     probe = folder / ".writable"
     try:

@@ -39,11 +39,7 @@ class LocalPolicy:
         self._codec.encode(prompt)
 
     def complete(self, prompts: Sequence[Prompt]) -> Iterator[RolloutGroup]:
-        """Yield the prompts' groups, in their order.
-
-        Raises:
-            PermanentError: a prompt cannot be generated.
-        """
+        """Yield the prompts' groups, in their order. Raises PermanentError: a prompt cannot be generated."""
         batch: list[Prompt] = []
         for prompt in prompts:
             if batch and sum(each.sampling.samples for each in (*batch, prompt)) > _ROWS:

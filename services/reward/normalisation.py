@@ -2,8 +2,8 @@
 
     value = (raw − mean) / deviation        over every training sample so far, this group's included (Welford 1962)
 
-A script updates the statistics on the bus, so replicas agree, restarts continue, and each group counts once.
-Evaluations are not counted. With fewer than two values, or equal ones, values are only shifted.
+A script updates the statistics on the bus, so replicas agree, restarts continue, and each group counts once. With fewer
+than two values, or equal ones, values are only shifted.
 """
 
 import math

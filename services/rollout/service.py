@@ -8,8 +8,7 @@
     policy ─▶ follower ──▶ engine.stage, engine.swap      hold ──▶ which version to keep for an evaluation
 
 Evaluation prompts are taken while the held version is served; training prompts unless the head is past a kept version
-or cannot be pulled. Shutdown order: workers finish or return prompts, the follower stops, the engine closes. If the
-engine dies, the process ends and others redo its work.
+or cannot be pulled. Shutdown order: workers finish or return prompts, the follower stops, the engine closes.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from shared.bus.messages import PolicyRecord, PolicyUpdate
 from shared.bus.stores.heartbeats import Heartbeat
 from shared.settings.placement import is_guest
 
-Kind = Literal["peer", "trainer", "requested_file", "file"]
+SourceKind = Literal["peer", "trainer", "requested_file", "file"]
 PEERS = 3
 """Random peers to try before the trainer."""
 
@@ -26,7 +26,7 @@ PEERS = 3
 class PullAttempt:
     """A source; ``address`` is ``host:port``, or empty for ``file`` (see the record)."""
 
-    kind: Kind
+    kind: SourceKind
     address: str = ""
 
     @property

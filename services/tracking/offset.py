@@ -1,7 +1,6 @@
 """The durable state of one sink: what is delivered, and the batch that is being delivered.
 
-A batch is written here before its delivery and removed after it. A sink that receives a batch again keeps one copy of
-each point, so that every point is in the tracker exactly once, whenever a process is killed.
+A batch is written here before its delivery and removed after it.
 """
 
 import dataclasses

@@ -10,8 +10,7 @@
     CHECKPOINT: save → complete        LOAD, REPLAY: back to the ledger's step
     mailbox.send(result)
 
-It uses no bus. A resumed trainer loads a checkpoint and replays the journal through :meth:`Trainer.update`, without
-publishing; a rollback does so during the run.
+It uses no bus.
 """
 
 import collections

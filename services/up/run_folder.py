@@ -1,6 +1,6 @@
 """A run's folder, lock, link `latest`, socket and snapshots.
 
-A kernel lock limits a run to one `up`. The next `up` cleans up after a killed one.
+A kernel lock limits a run to one `up`.
 """
 
 import contextlib

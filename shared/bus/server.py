@@ -1,7 +1,6 @@
 """Run commands and scripts on a bus server that may be away.
 
-Calls wait with capped exponential backoff; scripts may be repeated. At ``maxmemory``, only scripts that make a run
-grow are refused; others have ``allow-oom``, so that what is in flight can finish.
+Calls wait with capped exponential backoff; scripts may be repeated.
 """
 
 import asyncio

@@ -29,8 +29,8 @@
     <stream>.dead  scripts → API                              a person revives (back onto its stream) or discards it
 
 An entry of ``prompts`` is one sample, every other one a group (``assembly``). Hand-over deletes a data stream's entry,
-so ``HLEN(generating) + XLEN(rollouts) + XLEN(experience)`` is the number of groups in flight. Data streams are never trimmed by length. Other keys are declared beside their stores
-(``keys.key``).
+so ``HLEN(generating) + XLEN(rollouts) + XLEN(experience)`` is the number of groups in flight. Other keys are declared
+beside their stores (``keys.key``).
 """
 
 import dataclasses

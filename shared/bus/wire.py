@@ -8,8 +8,7 @@ A message is a map ``{"kind": str, "schema": int, <field>: <value>, ...}``; a nu
             │ dtype  │ ndim  │ 0  0    │ ndim × uint32 LE │ elements, little-endian C │
             └────────┴───────┴─────────┴──────────────────┴───────────────────────────┘
 
-Tuples of small records are written by ``columns``. Decoded arrays are read-only views. Unknown fields are ignored,
-missing ones take their default, a newer ``schema`` is refused. There is no pickle.
+Tuples of small records are written by ``columns``. Decoded arrays are read-only views. There is no pickle.
 
 Fields are checked against types and :class:`FieldLimits`; ``check`` methods check across fields.
 """

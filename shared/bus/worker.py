@@ -13,9 +13,7 @@
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
       └── reclaim: what was given back, or not renewed for ``claim_after_s``
 
-**Suspects**: entries held by a process that died or fell silent. A few at a time (the square root of ``concurrency``)
-run beside others; after a second such death an entry runs alone in its process (``crowd``). Only deaths during
-attempts made alone count.
+**Suspects**: entries held by a process that died or fell silent. Only deaths during attempts made alone count.
 
 Shutdown: stop taking; wait up to ``drain_s`` for held entries; cancel the rest and give it back uncounted.
 """
@@ -161,11 +159,7 @@ class Worker(Generic[In, Out]):
         return len(self._held)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until ``stop`` is set, then drain.
-
-        Raises:
-            Exception: one of ``ENDS_PROCESS``, or an error of the bus.
-        """
+        """Work until ``stop`` is set, then drain. Raises Exception: one of ``ENDS_PROCESS``, or an error of the bus."""
         self._broken = asyncio.get_running_loop().create_future()
         loops: list[asyncio.Task[Any]] = [asyncio.create_task(self._take()), asyncio.create_task(self._keep())]
         stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())

@@ -62,11 +62,7 @@ def chosen(lines: Iterable[str]) -> set[str]:
 
 
 def require_rdma(transports: set[str]) -> None:
-    """Refuse a connection between pods that is not RDMA.
-
-    Raises:
-        SettingsError: NCCL chose another network.
-    """
+    """Refuse a connection between pods that is not RDMA. Raises SettingsError: NCCL chose another network."""
     others = transports - {"nvlink or pcie", "shared memory", "rdma"}
     if others:
         raise SettingsError(

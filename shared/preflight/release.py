@@ -38,11 +38,7 @@ _CHECKS = {"coordinator": _RUN, "reward": _RUN, "rollout": _RUN, "trainer": (*_R
 
 
 class Kubectl:
-    """The user's kubectl, in one namespace.
-
-    Raises:
-        PenstockError: it is missing or refuses.
-    """
+    """The user's kubectl, in one namespace. Raises PenstockError: it is missing or refuses."""
 
     def __init__(self, namespace: str = "", program: str = "kubectl") -> None:
         self._command = [program, *(["--namespace", namespace] if namespace else [])]

@@ -75,11 +75,7 @@ class Context:
 
 
 def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
-    """Parse a command line into settings and the replica's name.
-
-    Raises:
-        SettingsError: the settings are wrong.
-    """
+    """Parse a command line into settings and the replica's name. Raises SettingsError: the settings are wrong."""
     parser = argparse.ArgumentParser(
         prog=f"python -m services.{service}",
         description=f"Run one {service} replica of Penstock. Any setting can be given as a flag: --run.steps 10",

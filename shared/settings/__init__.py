@@ -18,8 +18,8 @@
       internal.py       [internal], for tests and the Helm chart
     section.py        what every table has in common
 
-What two services must agree on stands once. Unknown keys are errors. Loaded in ``__main__``, passed down as values;
-nothing else reads the environment. Settings that may change during the run are ``shared.bus.stores.live_settings``'s.
+What two services must agree on stands once. Loaded in ``__main__``, passed down as values; nothing else reads the
+environment.
 """
 
 from shared.settings.loading import (

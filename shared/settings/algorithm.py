@@ -1,8 +1,6 @@
 """The ``[algorithm]`` table: the update rule as a preset's name and what is set otherwise.
 
-A preset is a table of overrides of the defaults below; a key that is given explicitly wins over it. Formulas and papers stand
-where they are computed: ``services/trainer/algorithm/advantages.py``, ``losses.py``, ``corrections.py``, ``kl.py``, ``dpo.py``;
-docs/algorithms.md says when to use which. Settings that contradict one another are refused, with advice.
+A preset is a table of overrides of the defaults below; a key that is given explicitly wins over it.
 """
 
 import re

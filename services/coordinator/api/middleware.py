@@ -6,8 +6,7 @@
                  ─▶ route (404, 405) ─▶ body (408, 413, 415, 503) ─▶ Idempotency-Key (409, 422) ─▶ answer
 
 Without a token or a route, nothing is written and no body is read. A POST with an ``Idempotency-Key``
-(draft-ietf-httpapi-idempotency-key-header) runs once; its answer is kept for a day. Another body under the key is 422;
-409 while the first is being answered.
+(draft-ietf-httpapi-idempotency-key-header) runs once; its answer is kept for a day.
 """
 
 import asyncio

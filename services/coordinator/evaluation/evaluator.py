@@ -51,7 +51,7 @@ class Due:
     final: bool = False
 
 
-Judge = Callable[[Evaluation], Awaitable[Evaluation]]
+GateCheck = Callable[[Evaluation], Awaitable[Evaluation]]
 """Adds the regression gate's verdict."""
 
 
@@ -72,7 +72,7 @@ class Evaluator:
         sampling: SamplingSettings,
         seed: int,
         interrupted: Callable[[PolicyVersion], Awaitable[bool]],
-        judge: Judge,
+        check: GateCheck,
     ) -> None:
         self._bus = bus
         self._sets = sets
@@ -80,7 +80,7 @@ class Evaluator:
         self._sampling = sampling
         self._seed = seed
         self._interrupted = interrupted
-        self._judge = judge
+        self._check = check
 
     @property
     def sets(self) -> list[HeldOutSet]:
@@ -211,7 +211,7 @@ class Evaluator:
         answers = await store.answers(self._bus)
         conclusive = bool(answers) or description.initial or description.final or not why.startswith("as ")
         unjudged = summarize(description, answers, why, time.time()) if conclusive else []
-        judged = [await self._judge(evaluation) for evaluation in unjudged]
+        judged = [await self._check(evaluation) for evaluation in unjudged]
         if not await self._end(description, judged) or not judged:
             return None
         for evaluation in judged:

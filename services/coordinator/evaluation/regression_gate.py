@@ -36,7 +36,7 @@ MAX_ROLLBACKS = 2
 """Consecutive rollbacks before the run pauses."""
 
 
-def judge(evaluation: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
+def with_verdict(evaluation: Evaluation, before: Sequence[Evaluation], gate: GateSettings) -> Evaluation:
     own = _estimate(evaluation)
     if own is None or evaluation.answered < MIN_PROBLEMS:
         return evaluation
@@ -92,7 +92,7 @@ class RegressionGate:
             return evaluation
         revoked = await self._ledger.revoked()
         before = [earlier for earlier in await evaluations(self._bus) if earlier.version not in revoked]
-        return judge(evaluation, before, self._settings.gate)
+        return with_verdict(evaluation, before, self._settings.gate)
 
     async def act(self, status: RunStatus, evaluated: Sequence[Evaluation]) -> bool:
         """Act once on the newest fall; return whether anything was done."""

@@ -9,8 +9,7 @@
              └ atomically: the run pauses, later versions are revoked (their samples are fenced at the trainer's
                intake), their journal is undone, the trainer is shut out, step and dataset position are restored
 
-A run that was running resumes once the version is live. The state is on the bus; any leader completes it. It fails if
-the run is stopped or the checkpoint cannot be loaded (``services.trainer.rank0.resume``); the run then stays paused.
+A run that was running resumes once the version is live. The state is on the bus; any leader completes it.
 """
 
 import asyncio

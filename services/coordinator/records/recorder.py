@@ -9,8 +9,7 @@
     memory                    memory.jsonl         one process's memory by phase and component (``records.memory``)
     journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps
 
-Lines carry their entry's id, where the recorder resumes. While the disk is full it retries. After a rollback a step's
-later line is valid.
+Lines carry their entry's id, where the recorder resumes. While the disk is full it retries.
 """
 
 import asyncio

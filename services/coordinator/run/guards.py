@@ -17,7 +17,7 @@
     probe              a replica's probe logprobs differ from the trainer's
     stalled            nothing was committed for long
 
-Every new step is checked. Findings are on the bus for the next leader. The trainer itself handles non-finite steps.
+Findings are on the bus for the next leader. The trainer itself handles non-finite steps.
 """
 
 import asyncio
@@ -47,13 +47,13 @@ TRIPS = Counter("penstock_coordinator_guard_trips_total", "How often a guard tri
 _EVERY_S = 1.0
 """A window of N seconds has N looks."""
 _VIEWS = TypeAdapter(list[GuardView])
-Reports = Sequence[StepReport]
+StepReports = Sequence[StepReport]
 
 
 # ---------------------------------------------------------------- rules: the problem in a sentence, or ""
 
 
-def no_signal(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
+def no_signal(reports: StepReports, guards: GuardsSettings, groups_per_step: int) -> str:
     """Check for groups with equal rewards."""
     last = reports[-guards.steps :]
     if len(last) < guards.steps or any(_of(report, "zero_std_groups") < groups_per_step for report in last):
@@ -64,7 +64,7 @@ def no_signal(reports: Reports, guards: GuardsSettings, groups_per_step: int) ->
     )
 
 
-def kl(reports: Reports, guards: GuardsSettings) -> str:
+def kl(reports: StepReports, guards: GuardsSettings) -> str:
     """Check the mean KL."""
     bounds = (("kl_mean", guards.kl_nats, "behavior"), ("reference_kl", guards.reference_kl_nats, "reference"))
     for name, ceiling, other in bounds:
@@ -74,7 +74,7 @@ def kl(reports: Reports, guards: GuardsSettings) -> str:
     return ""
 
 
-def entropy(reports: Reports, guards: GuardsSettings) -> str:
+def entropy(reports: StepReports, guards: GuardsSettings) -> str:
     """Check the mean entropy."""
     mean = _mean(reports, "entropy", guards.steps)
     if mean is None or mean >= guards.entropy_nats:
@@ -82,7 +82,7 @@ def entropy(reports: Reports, guards: GuardsSettings) -> str:
     return f"mean entropy over {guards.steps} steps is {mean:.3g} nats, floor {guards.entropy_nats:g}"
 
 
-def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
+def lag(reports: StepReports, guards: GuardsSettings, groups_per_step: int) -> str:
     """Check stale groups, and stale samples of trained groups."""
     last = reports[-guards.steps :]
     stale = sum(_of(report, "dropped_stale") for report in last)
@@ -96,7 +96,7 @@ def lag(reports: Reports, guards: GuardsSettings, groups_per_step: int) -> str:
     return f"{share:.0%} of the samples of {guards.steps} steps were dropped as stale, at most {guards.stale_share:.0%} expected"
 
 
-def throughput(reports: Reports, guards: GuardsSettings) -> str:
+def throughput(reports: StepReports, guards: GuardsSettings) -> str:
     """Check tokens per second against earlier steps."""
     steps = guards.sudden_steps
     speeds = [_of(report, "tokens_per_s") for report in reports]
@@ -109,7 +109,7 @@ def throughput(reports: Reports, guards: GuardsSettings) -> str:
     return f"{speed:.4g} trained tokens/s over {steps} steps, {expected:.4g} before them"
 
 
-def trainer_starving(reports: Reports, guards: GuardsSettings) -> str:
+def trainer_starving(reports: StepReports, guards: GuardsSettings) -> str:
     """Check whether the trainer mostly waits."""
     last = reports[-guards.steps :]
     total = sum(_of(report, "step_s") for report in last)
@@ -158,7 +158,7 @@ def _of(report: StepReport, name: str) -> float:
     return report.metrics.get(name, 0.0)
 
 
-def _mean(reports: Reports, name: str, steps: int) -> float | None:
+def _mean(reports: StepReports, name: str, steps: int) -> float | None:
     values = [report.metrics[name] for report in reports[-steps:] if name in report.metrics]
     return statistics.fmean(values) if len(values) >= steps else None
 
@@ -197,7 +197,7 @@ class Guards:
         settings: GuardsSettings,
         groups_per_step: int,
         view: Callable[[], Awaitable[RunView]],
-        reports: Callable[[], Reports],
+        reports: Callable[[], StepReports],
         beats: Callable[[], Sequence[Heartbeat]],
         changed: Callable[[], None],
         starving_window_s: int,
@@ -301,7 +301,7 @@ class Guards:
             self._progress = (since_s, scored, given_up)
         return given_up - self._progress[2]
 
-    def _find_in_steps(self, reports: Reports) -> dict[Guard, str]:
+    def _find_in_steps(self, reports: StepReports) -> dict[Guard, str]:
         """Return findings at new steps, else at the last."""
         new = [end for end, report in enumerate(reports, 1) if report.finished_at_s > self._judged_s]
         if reports:
@@ -311,7 +311,7 @@ class Guards:
             texts |= {name: text for name, text in self._find_at(reports[:end]).items() if text}
         return texts
 
-    def _find_at(self, reports: Reports) -> dict[Guard, str]:
+    def _find_at(self, reports: StepReports) -> dict[Guard, str]:
         guards, groups = self._settings, self._groups_per_step
         return {
             "no_signal": no_signal(reports, guards, groups),

@@ -4,8 +4,7 @@
 
     records complete ──▶ the trainer's copies are stored ──▶ PATCH …/scale {"spec": {"replicas": 0}}, each until it succeeds
 
-KEDA would restore its minimum, so that becomes zero first. The pod's ServiceAccount may change nothing else. Parts of a
-JobSet end with the trainer and are not named here.
+KEDA would restore its minimum, so that becomes zero first. The pod's ServiceAccount may change nothing else.
 """
 
 import asyncio

@@ -14,6 +14,8 @@ from shared.peers.handshake import introduce
 from shared.settings.rewards.reward import ExecutorSettings
 
 CONNECT_WITHIN_S = 5.0
+_IN_FLIGHT = 64
+"""Programs at a time; others wait here."""
 _BACKOFF = Backoff(0.2, longest_s=5.0)
 _CLOSED = PeerError("the connection was closed")
 
@@ -24,13 +26,12 @@ class ExecutorClient:
     Args:
         address: ``unix:/path`` or ``host:port``.
         secret: empty for none.
-        in_flight: maximum concurrent programs; others wait here.
     """
 
-    def __init__(self, address: str, in_flight: int = 64, secret: bytes = b"") -> None:
+    def __init__(self, address: str, secret: bytes = b"") -> None:
         self.address = address
         self._secret = secret
-        self._places = asyncio.Semaphore(in_flight)
+        self._places = asyncio.Semaphore(_IN_FLIGHT)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Execution]] = {}
         self._writer: asyncio.StreamWriter | None = None

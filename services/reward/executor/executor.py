@@ -6,7 +6,7 @@
                               pipes: output, report ◀───────────────────────────┘
                                 ├── output limit exceeded     killed: output_limit
                                 ├── deadline                  killed: timeout
-                                └── ended                     verdict.judge(wait status, …)
+                                └── ended                     verdict.outcome_of(wait status, …)
 
 A dead or hanging zygote is replaced; its programs end as ``sandbox_error``.
 """
@@ -28,7 +28,7 @@ from prometheus_client import Counter, Histogram
 from services.reward.executor.isolation import Isolation
 from services.reward.executor.protocol import Execution, Job, Limits, Outcome
 from services.reward.executor.slots import Claim, Slots, Usage
-from services.reward.executor.verdict import Ended, judge, read_report
+from services.reward.executor.verdict import Ended, outcome_of, read_report
 from services.reward.executor.zygote_process import ZygoteLost, ZygoteProcess, Zygotes
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class _Run:
         ended = await self._until_gone()
         await asyncio.gather(self._output.closed, self._report.closed)
         report = read_report(bytes(self._report.data), len(self._job.calls))
-        outcome, detail = judge(ended, report, self._job.limits, len(self._job.calls), self._killed)
+        outcome, detail = outcome_of(ended, report, self._job.limits, len(self._job.calls), self._killed)
         return Execution(
             outcome=outcome,
             stdout=self._output.data.decode(errors="replace"),

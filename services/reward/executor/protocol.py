@@ -9,7 +9,7 @@
 
 It carries no expected output: the client compares. Arguments and values are JSON text inside MessagePack, because JSON
 integers are unbounded. A call's value is plain JSON: sequences and iterators become lists, subclasses their base, keys
-text. An expression's value is tagged (``inside/plain_data.py``).
+text.
 """
 
 import dataclasses

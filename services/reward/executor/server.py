@@ -54,7 +54,7 @@ async def serve(executor: Executor, address: str, max_waiting: int, secret: byte
                 async with asyncio.timeout(_PROVE_WITHIN_S):
                     await admit_async(reader, writer, secret)
             strangers.leave(task)
-            await _Session(executor, reader, writer, max_waiting).run()
+            await _Connection(executor, reader, writer, max_waiting).run()
         except asyncio.CancelledError:  # the server closes; asyncio's streams report a cancelled connection as an error
             log.debug("a connection was ended")
         except (PeerError, OSError, TimeoutError) as error:
@@ -109,7 +109,7 @@ def _remove_socket(address: str) -> None:
         Path(address.removeprefix("unix:")).unlink(missing_ok=True)
 
 
-class _Session:
+class _Connection:
     def __init__(
         self, executor: Executor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_waiting: int
     ) -> None:

@@ -56,7 +56,7 @@ def read_report(data: bytes, calls: int) -> ProgramReport:
     return ProgramReport(started, tuple(values), "")
 
 
-def judge(
+def outcome_of(
     ended: Ended, report: ProgramReport, limits: Limits, calls: int, killed: tuple[Outcome, str] | None
 ) -> tuple[Outcome, str]:
     """Return the outcome and one line for people. ``calls``: number of requested calls. ``killed``: why the supervisor

@@ -1,8 +1,7 @@
 """A transformers reward model: text to token ids to one value each. Imports torch.
 
 Batches are right-padded, invisibly to causal models and masked for others. A causal classifier reads the last
-non-padding token, so without a padding token each batch uses one that its texts lack. Checkpoints with missing
-weights are refused, because transformers would randomise them.
+non-padding token, so without a padding token each batch uses one that its texts lack.
 """
 
 import dataclasses

@@ -44,6 +44,7 @@ class TokenSequence:
 
     @property
     def input_ids(self) -> Int32Array:
+        """The model's input."""
         return np.concatenate([self.prompt_token_ids, self.token_ids[:-1]])
 
 
@@ -129,6 +130,7 @@ class FrozenPolicy:
         self._placed.offload()
 
     def restore(self) -> None:
+        """Move them back. Raises NoRoom."""
         self._placed.restore()
 
     def _logprobs(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:

@@ -49,7 +49,6 @@ class ScriptedEngine:
     Args:
         pause: awaited between two decoding steps; block it to swap in mid-generation.
         receive: called in a thread with each staged offer; may raise WeightsError.
-        logprob: of every token of a probe.
     """
 
     def __init__(
@@ -59,15 +58,11 @@ class ScriptedEngine:
         seed: int = 0,
         pause: Callable[[], Awaitable[None]] | None = None,
         receive: "Callable[[Offer], None] | None" = None,
-        peer_address: str = "",
-        logprob: float = 0.0,
     ) -> None:
         self._script = script
         self._lot = random.Random(seed)
         self._pause = pause
         self._received = receive
-        self._peer_address = peer_address
-        self._logprob = logprob
         self.torn = False
         self.update: UpdateMode = "inflight"
         self._version: PolicyVersion | None = None
@@ -105,7 +100,7 @@ class ScriptedEngine:
 
     @property
     def peer_address(self) -> str:
-        return self._peer_address
+        return ""
 
     @property
     def held(self) -> Sequence[Held]:
@@ -123,7 +118,7 @@ class ScriptedEngine:
         return SwapReport(0.0, "copy", 0)
 
     async def logprobs(self, token_ids: Int32Array) -> Float32Array:
-        return np.full(len(token_ids) - 1, self._logprob, dtype=np.float32)
+        return np.zeros(len(token_ids) - 1, dtype=np.float32)
 
     async def close(self) -> None:
         self._closed = True

@@ -1,14 +1,9 @@
-"""Loss and advantage functions of the user's own, by import path (``algorithm.loss = "my_package.losses:mine"``).
+"""Loss and advantage functions of the user's own, by import path (docs/algorithms.md, "Your own loss or advantage").
 
 ::
 
     def mine(*, policy_logprobs, anchor_logprobs, advantages, **others) -> Tensor:  # the loss of each token (N)
     def mine(rewards) -> array:                                                     # the advantage of each sample (S)
-
-A loss gets float32 tensors of ``N`` tokens: ``policy_logprobs`` (with a gradient), ``anchor_logprobs`` (behavior's, or
-the proximal ones), ``behavior_logprobs``, ``advantages``, ``entropy``, ``lags`` (steps), and ``lengths`` (int64, S): the
-tokens of each sample, in order. An advantage gets a group's float32 numpy array. Both run in every forward pass or step
-on every rank, and again in a replay: the same inputs must give the same outputs.
 """
 
 import functools

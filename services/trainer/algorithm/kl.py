@@ -7,8 +7,7 @@ estimated by::
     k2 = x² / 2             small bias, never negative; in a loss, its gradient is that of the KL
     k3 = exp(x) − 1 − x     unbiased, never negative
 
-As a *loss*, k1's gradient has mean 0, k2's is that of KL(p ‖ q), k3's about that of KL(q ‖ p). In a *reward* k1 is
-usual.
+As a *loss*, k1's gradient has mean 0, k2's is that of KL(p ‖ q), k3's about that of KL(q ‖ p).
 """
 
 from typing import Literal

@@ -12,7 +12,9 @@ from services.trainer.model.trunk import Packing, Trunk
 
 
 class Critic(nn.Module):
-    def __init__(self, trunk: Any, width: int, *, kind: attention.Kind = "auto", packing: Packing = "auto") -> None:
+    def __init__(
+        self, trunk: Any, width: int, *, kind: attention.AttentionKind = "auto", packing: Packing = "auto"
+    ) -> None:
         super().__init__()
         self.model = trunk
         self.trunk = Trunk(trunk, kind, packing)

@@ -5,8 +5,8 @@
     attempt      0      1      2      3      4          memory short on rank 1 in attempt 1, which was cut into 2 and 3
     ranks        ·     (1,)    ·      ·      ·          plan.misfits = (Misfit(1, (1,)),)
 
-Single samples that do not fit are skipped. The journalled plan records misfits, which depend on free memory, for
-replays. Random numbers (LoRA's dropout) are seeded by run, step, rank and attempt.
+The journalled plan records misfits, which depend on free memory, for replays. Random numbers (LoRA's dropout) are
+seeded by run, step, rank and attempt.
 """
 
 import functools

@@ -34,10 +34,10 @@ class Trunk:
     token-mixing module is known. Raises CannotPack: rows are required, and a module is unknown.
     """
 
-    def __init__(self, model: Any, kind: attention.Kind, packing: Packing) -> None:
+    def __init__(self, model: Any, kind: attention.AttentionKind, packing: Packing) -> None:
         self._model = model
         self._module = attention.decoder_of(model)
-        self._kind: attention.Kind = kind
+        self._kind: attention.AttentionKind = kind
         self._own_attention = str(model.config._attn_implementation)
         self._boundaries: mixers.Boundaries | None = None
         self.reason = ""
@@ -64,7 +64,7 @@ class Trunk:
         log.warning("sequences are not packed", extra={"detail": self.reason})
 
     @contextlib.contextmanager
-    def attending_by(self, kind: attention.Kind) -> Iterator[None]:
+    def attending_by(self, kind: attention.AttentionKind) -> Iterator[None]:
         before, self._kind = self._kind, kind
         try:
             yield

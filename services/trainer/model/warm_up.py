@@ -21,7 +21,7 @@ _TOKENS = 256
 
 
 @contextlib.contextmanager
-def beside(config: Mapping[str, Any], kind: kernels.Kind, device: str) -> Iterator[None]:
+def beside(config: Mapping[str, Any], kind: kernels.KernelKind, device: str) -> Iterator[None]:
     """Warm up for the model with ``config`` within the block; nothing on a CPU."""
     if device != "cuda" or kind == "torch":
         yield

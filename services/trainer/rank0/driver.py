@@ -7,8 +7,7 @@
        └──────────────────────────────────────────────────────────────┘
 
 Weights are published first, then one transaction journals the batch and commits the version. After a crash before it,
-the batch is pending on the bus; after it, replayed. After a rollback the commit is refused. Non-finite batches are
-dropped; several in a row pause the run. Refused checkpoints are retried at the next interval.
+the batch is pending on the bus; after it, replayed. After a rollback the commit is refused.
 
 It looks for the checkpoint while the training thread still imports torch, so that damage is reported early; torch and
 what needs it are imported only where they are used.

@@ -6,8 +6,7 @@
                A ◀─── versions 0, 2, 4, …    B ◀─── versions 1, 3, 5, …
 
 Two flat snapshots on the device alternate, without locks: a pull that overlaps an overwrite fails on its checksums. On
-a shared device there is one. A version is offered before its commit, when replicas learn of it. Adapters alone
-(``Settings.publishes_adapters``) go by file.
+a shared device there is one. A version is offered before its commit, when replicas learn of it.
 """
 
 import logging

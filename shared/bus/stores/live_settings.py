@@ -7,8 +7,7 @@
                                                                ▼
                                        settings(revision) = the run's file + the values of that revision
 
-Revision 0 is the run's file; others hold all values that differ. The journal notes each step's revision for replays.
-Settings outside ``CHANGEABLE`` never change.
+Revision 0 is the run's file; others hold all values that differ. Settings outside ``CHANGEABLE`` never change.
 """
 
 import dataclasses

@@ -36,7 +36,7 @@ _REASON_S = 0.1
 
 
 @dataclasses.dataclass(slots=True)
-class _Session:
+class _Connection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -49,7 +49,7 @@ class Puller:
         self._ranks = ranks
         self._deadline_s = deadline_s
         self._secret = secret
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _Connection] = {}
         self._layouts: dict[str, Layout] = {}
         """By digest, newest last."""
 
@@ -76,7 +76,7 @@ class Puller:
             await self._hear(session, offer)
             self._drop(offer.source)
 
-    async def _hear(self, session: _Session, offer: Offer) -> None:
+    async def _hear(self, session: _Connection, offer: Offer) -> None:
         with contextlib.suppress(OSError, TimeoutError, PeerError):
             async with asyncio.timeout(min(_REASON_S, self._deadline_s)):
                 said = await frames.receive_async(session.reader)
@@ -184,7 +184,7 @@ def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:
     )
 
 
-async def _connect(source: str, secret: bytes) -> _Session:
+async def _connect(source: str, secret: bytes) -> _Connection:
     host, _, port = source.rpartition(":")
     if not port.isdigit():
         raise WeightsError(f"expected host:port of a source of weights, found {source!r}")
@@ -195,7 +195,7 @@ async def _connect(source: str, secret: bytes) -> _Session:
     except BaseException:
         writer.close()
         raise
-    return _Session(reader, writer)
+    return _Connection(reader, writer)
 
 
 def _check(offer: Offer, record: PolicyRecord, source: str) -> None:

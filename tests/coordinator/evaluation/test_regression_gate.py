@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.coordinator.evaluation import regression_gate
-from services.coordinator.evaluation.regression_gate import FELL, PASSED, judge, target
+from services.coordinator.evaluation.regression_gate import FELL, PASSED, target, with_verdict
 from services.coordinator.evaluation.results import Evaluation, evaluations, summarize
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
@@ -46,13 +46,13 @@ def evaluated(version: int, correct: int, problems: int = 100, gate: str = "") -
     ],
 )
 def test_only_a_fall_that_is_large_and_real_fails(correct: int, problems: int, expected: str) -> None:
-    assert judge(evaluated(2, correct, problems), [evaluated(1, 80, gate=PASSED)], GATE).gate == expected
+    assert with_verdict(evaluated(2, correct, problems), [evaluated(1, 80, gate=PASSED)], GATE).gate == expected
 
 
 def test_the_reference_is_the_best_that_passed() -> None:
     before = [evaluated(1, 90, gate=PASSED), evaluated(2, 60, gate=PASSED), evaluated(3, 99, gate=FELL)]
-    assert judge(evaluated(4, 62), before, GATE).gate == FELL
-    assert judge(evaluated(4, 1), [], GATE).gate == PASSED, "the first has nothing to be compared with"
+    assert with_verdict(evaluated(4, 62), before, GATE).gate == FELL
+    assert with_verdict(evaluated(4, 1), [], GATE).gate == PASSED, "the first has nothing to be compared with"
 
 
 def test_the_run_goes_back_to_the_newest_checkpoint_that_is_known_to_be_good() -> None:

@@ -34,7 +34,7 @@ from services.reward.executor.protocol import (
     read_job,
 )
 from services.reward.executor.server import serve
-from services.reward.executor.verdict import Ended, ProgramReport, judge, read_report
+from services.reward.executor.verdict import Ended, ProgramReport, outcome_of, read_report
 from services.up import plan
 from shared.errors import PeerError, SettingsError, TemporaryError
 from shared.peers import frames
@@ -153,7 +153,7 @@ async def test_many_programs_run_at_once_and_answers_find_their_askers(client: E
 )
 def test_the_wait_status_decides(status: int, cpu_s: float, started: bool, outcome: Outcome) -> None:
     ended = Ended(status, wall_s=1.0, cpu_s=cpu_s, peak_bytes=0)
-    assert judge(ended, ProgramReport(started, (), ""), Limits(), 0, None)[0] is outcome
+    assert outcome_of(ended, ProgramReport(started, (), ""), Limits(), 0, None)[0] is outcome
 
 
 def test_a_report_is_read_up_to_the_first_line_that_is_none() -> None:

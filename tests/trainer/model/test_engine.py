@@ -219,7 +219,7 @@ def test_without_gradients_chunks_are_the_same_too() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_fused_kernels_of_a_gpu_compute_what_torch_does() -> None:
     need_module("liger_kernel", "liger-kernel")
-    collected, kinds = [], get_args(kernels.Kind)[1:]
+    collected, kinds = [], get_args(kernels.KernelKind)[1:]
     for kind in kinds:
         model = tiny.model(0).requires_grad_(True).to("cuda")
         assert kernels.install(model, kind, "cuda") == (kind == "liger")

@@ -7,8 +7,7 @@
                                value <JSON>     for each call that returned plain data
                                error <text>     why it ended, for people
 
-The program can forge any line except the first ``ready``, and any exit status. Values are only claims, checked
-elsewhere.
+The program can forge any line except the first ``ready``, and any exit status.
 """
 
 import atexit

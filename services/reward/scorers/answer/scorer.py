@@ -1,6 +1,6 @@
 """Compare a completion's answer with the reference: as text, as a number, or as mathematics.
 
-Plain pairs are compared in microseconds; the rest in a killable process. Equal answers of a group are compared once.
+Plain pairs are compared in microseconds; the rest in a killable process.
 """
 
 import asyncio

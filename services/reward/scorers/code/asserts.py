@@ -8,8 +8,7 @@
                call_0: evaluated inside                              the check: call_0 == given_0, evaluated outside
 
 Only a call's arguments enter the sandbox, and only the function that every assert calls, or that the row names, is the
-program's, so no expected value reaches it. A call that combines another call's result with other data is refused
-(``check(f(1), 5)`` would carry the 5 inside).
+program's, so no expected value reaches it.
 """
 
 import ast

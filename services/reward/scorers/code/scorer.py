@@ -1,8 +1,7 @@
 """Score code by running it in the executor and comparing the results here (docs/rewards.md, "Code").
 
-Complex comparisons, and (once per problem) the result-free parts of asserts, run in a clean interpreter. Equal programs
-of a group run once. Tests run in order up to the first failure (``credit = "all"``), or the first that exceeds its
-limits (``"share"``).
+Complex comparisons, and (once per problem) the result-free parts of asserts, run in a clean interpreter. Tests run in
+order up to the first failure (``credit = "all"``), or the first that exceeds its limits (``"share"``).
 """
 
 import asyncio

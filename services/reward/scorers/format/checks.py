@@ -5,8 +5,7 @@ r"""Check text against a pattern or a JSON schema: the program of a checking pro
     question   {"texts": [["pattern", "…"], ["json", "{\"answer\": 7}"]]}
     answer     {"broken": ["", "how it breaks the rule"]}
 
-A pattern or ``uniqueItems`` can run for ever on a model's text, holding the GIL. Duplicate names, NaN and Infinity are
-not JSON. Schema references are never fetched.
+A pattern or ``uniqueItems`` can run for ever on a model's text, holding the GIL.
 """
 
 import json

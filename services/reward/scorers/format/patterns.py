@@ -5,8 +5,7 @@ A *sequence* is a pattern of literals, character classes and dots, repeated or n
     \s*<think>.*</think>\s*<answer>(.*)</answer>
 
 Backtracking can end a repetition only where the literal after it occurs: the work is at most the text's length times
-the product of these counts. Well-formed completions have one of each. Other patterns and texts go to a process that can
-be killed.
+the product of these counts. Other patterns and texts go to a process that can be killed.
 """
 
 import dataclasses

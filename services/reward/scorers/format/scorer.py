@@ -1,8 +1,7 @@
 """Check a completion's form: the weighted share of declared rules that hold (docs/rewards.md, "Format").
 
 Tags are matched literally, without attributes or nesting. Pattern and schema are checked in a killable process
-(:mod:`checks`), a group at a time; if that fails, each text alone. A text that timed out or killed two processes is not
-checked again.
+(:mod:`checks`), a group at a time; if that fails, each text alone.
 """
 
 import asyncio

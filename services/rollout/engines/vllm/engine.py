@@ -8,9 +8,7 @@
     swap  ──▶ one call between two steps of the model: shadow ─▶ live parameters; boundaries are noted
 
 Logprobs come from the worker's token record (``"captured"``); vLLM's (``"native"``, or unknown model runners) cost
-nearly half of the throughput. The prefix cache is salted with the version. A worker's death is noticed at once.
-``bucketed`` streams weights into the live parameters behind a pause. On a shared device the engine is suspended between
-two steps, down to a rung of the ladder (``ladder``).
+nearly half of the throughput. ``bucketed`` streams weights into the live parameters behind a pause.
 """
 
 import asyncio
@@ -49,7 +47,7 @@ _CLOSE_S = 10.0
 _WORD_S = 2.0
 """If vLLM reports the failure first, the worker's death follows within milliseconds."""
 
-Answer = dict[str, Any]
+WorkerAnswer = dict[str, Any]
 R = TypeVar("R")
 
 
@@ -67,7 +65,7 @@ class VllmEngine:
         self,
         llm: Any,
         reports: Reports,
-        workers: list[Answer],
+        workers: list[WorkerAnswer],
         *,
         stop: tuple[int, ...],
         kv: Literal["keep", "recompute"],
@@ -192,7 +190,7 @@ class VllmEngine:
                 answer = await self._put(offer)
             return SwapReport(time.monotonic() - started_s, answer["path"], answer["copied_bytes"])
 
-    async def _put(self, offer: Offer) -> Answer:
+    async def _put(self, offer: Offer) -> WorkerAnswer:
         streamed = self._bucketed and not _is_adapter(offer)
         if _is_adapter(offer):
             answers = await self._call("penstock_adapt", offer.source, int(offer.header.version))
@@ -258,9 +256,9 @@ class VllmEngine:
         if self._version is not None and not self.torn:
             await self._continue()
 
-    async def _call(self, method: str, *arguments: Any) -> list[Answer]:
+    async def _call(self, method: str, *arguments: Any) -> list[WorkerAnswer]:
         try:
-            answers: list[Answer] = await self._living(self._llm.collective_rpc(method, args=arguments))
+            answers: list[WorkerAnswer] = await self._living(self._llm.collective_rpc(method, args=arguments))
         except EngineDied:
             raise
         except Exception as error:  # vLLM raises bare exceptions
@@ -311,7 +309,7 @@ def _is_adapter(offer: Offer) -> bool:
     return offer.transport == "file" and (Path(offer.source) / "adapter_config.json").is_file()
 
 
-def _check(answers: list[Answer]) -> None:
+def _check(answers: list[WorkerAnswer]) -> None:
     for answer in answers:
         if answer["error"]:
             raise WeightsError(answer["error"])

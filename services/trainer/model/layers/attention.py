@@ -42,7 +42,7 @@ from services.trainer.model.layers.attention_math import (
 from services.trainer.model.layers.gather import copies, gather_rows
 from shared.errors import SettingsError
 
-Kind = Literal["auto", "mask", "varlen"]
+AttentionKind = Literal["auto", "mask", "varlen"]
 NAME = "penstock_segments"
 _HARMLESS = frozenset(
     [
@@ -68,7 +68,7 @@ class CannotPack(SettingsError):
 class PackedLayout:
     """Visibility among the tokens of one micro-batch, shared by all layers."""
 
-    def __init__(self, segments: Segments, kind: Kind, device: torch.device) -> None:
+    def __init__(self, segments: Segments, kind: AttentionKind, device: torch.device) -> None:
         self._segments = segments
         self._kind = kind
         self._device = device
@@ -309,7 +309,7 @@ def decoder_of(model: Any) -> Any:
     _refuse(f"a model of an embedding, layers and an output layer, found {type(model).__name__}")
 
 
-def hidden_states(trunk: Any, batch: MicroBatch, kind: Kind) -> Tensor:
+def hidden_states(trunk: Any, batch: MicroBatch, kind: AttentionKind) -> Tensor:
     if "position_ids" not in inspect.signature(trunk.forward).parameters:
         _refuse(f"a model that takes positions, found {type(trunk).__name__}")
     device = next(trunk.parameters()).device

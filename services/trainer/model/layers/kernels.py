@@ -16,13 +16,13 @@ from shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["auto", "torch", "liger"]
+KernelKind = Literal["auto", "torch", "liger"]
 _UNWANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 """``logits`` has its own kernels."""
 _REPLACED: dict[str, dict[str, Any]] = {}
 
 
-def install(model: Any, kind: Kind, device: str) -> bool:
+def install(model: Any, kind: KernelKind, device: str) -> bool:
     """Return whether anything was fused. ``model`` is not yet in an engine."""
     if kind == "torch":
         return False
@@ -69,7 +69,7 @@ def _is_fused(forward: Any) -> bool:
     return str(getattr(function, "__module__", "")).startswith(("liger_kernel", projections.__name__, norms.__name__))
 
 
-def fuses_logits(kind: Kind) -> bool:
+def fuses_logits(kind: KernelKind) -> bool:
     return kind != "torch"
 
 

@@ -42,7 +42,7 @@ _THOUSANDS = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 _FRACTIONS = (r"\frac", r"\dfrac", r"\tfrac")
 _UNSEEN = (r"\left", r"\right")
 
-Kind: TypeAlias = Literal["value", "equation", "interval", "point", "set", "list", "matrix"]
+FormKind: TypeAlias = Literal["value", "equation", "interval", "point", "set", "list", "matrix"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Form:
     ('interval', '[)', [1.0, 1.5])
     """
 
-    kind: Kind
+    kind: FormKind
     detail: str
     """Brackets of an interval, variable of an equation, columns of a matrix; otherwise empty."""
     parts: tuple[Polynomial, ...]
