@@ -14,6 +14,7 @@ from typing import Any, cast
 from services.rollout.engines.engine import Engine, SuspendableEngine
 from services.rollout.engines.prompts import CharacterCodec, Codec, TokenizerCodec
 from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
+from services.rollout.engines.vllm.start_report import followed
 from shared.bus.stores.run_secret import RunSecret
 from shared.errors import SettingsError
 from shared.peers.addresses import use_interfaces
@@ -196,11 +197,15 @@ async def run(settings: Settings, replica: str) -> None:
             name = await asyncio.to_thread(choose_engine, now)
             with importing():  # before the lease, which a stalled event loop would let lapse
                 importlib.import_module(_LOADED_FIRST[name])
+        context.status.start.begin("waiting for the device")
         lease = await around.enter_async_context(leased(_lease(context)))
         while not await lease.acquire(1.0):
             if context.stop.is_set():
                 return
-        engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
+        context.status.start.begin("loading the model")
+        async with followed(context.status.start.begin):
+            engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
+        context.status.start.begin("waiting for weights")
         turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status) if lease.is_shared else None
         engine.update_by(context.live.settings.weights.update)  # may have changed during loading
         context.live.listen(lambda now: engine.update_by(now.weights.update))
