@@ -1,4 +1,4 @@
-"""Activities of vLLM's start: each worker appends them to a file, which the replica reads.
+"""Activities of vLLM's start: replica and workers append them to a file, which the replica reads.
 
 They begin before the worker's channel is open. Workers on other hosts report nothing.
 """
@@ -24,17 +24,24 @@ _ACTIVITIES = {
 _LOOK_EVERY_S = 0.5
 
 
+def note(activity: str) -> None:
+    """Report that ``activity`` begins, if the replica asks for it."""
+    if FILE in os.environ:
+        with contextlib.suppress(OSError), Path(os.environ[FILE]).open("a", encoding="utf-8") as file:
+            file.write(f"{time.time()} {activity}\n")
+
+
 def report(worker: Any) -> None:
     """Make ``worker`` report its start, if the replica asks for it."""
     if FILE in os.environ:
         for method, activity in _ACTIVITIES.items():
-            setattr(worker, method, _reported(activity, getattr(worker, method)))
+            if hasattr(worker, method):  # other releases of vLLM
+                setattr(worker, method, _reported(activity, getattr(worker, method)))
 
 
 def _reported(activity: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def reported(*arguments: Any, **named: Any) -> Any:
-        with contextlib.suppress(OSError), Path(os.environ[FILE]).open("a", encoding="utf-8") as file:
-            file.write(f"{time.time()} {activity}\n")
+        note(activity)
         return call(*arguments, **named)
 
     return reported

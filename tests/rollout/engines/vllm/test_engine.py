@@ -138,6 +138,8 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vllm
 
 async def test_the_workers_report_what_the_start_does(engine: VllmEngine) -> None:
     assert [activity for _, activity in ACTIVITIES] == [
+        "importing vLLM",
+        "starting the engine's process",
         "opening the device",
         "building the engine's model",
         "compiling and measuring memory",
