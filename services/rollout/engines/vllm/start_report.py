@@ -18,7 +18,7 @@ _ACTIVITIES = {
     "load_model": "building the engine's model",
     "determine_available_memory": "compiling and measuring memory",
     "initialize_from_config": "allocating the key-value cache",
-    "compile_or_warm_up_model": "capturing graphs",
+    "compile_or_warm_up_model": "warming up, capturing graphs",
 }
 """By the worker's method."""
 _LOOK_EVERY_S = 0.5
