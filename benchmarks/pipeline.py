@@ -107,18 +107,19 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float) -> float:
     with contextlib.ExitStack() as around:
         environment = {}
         if work.served:
-            command += ["--vllm-url", around.enter_context(_served(folder, work.model))]
+            command += ["--vllm-url", around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS))]
             environment["CUDA_VISIBLE_DEVICES"] = "0"
         output = _run(command, folder, limit_s, environment)
     return float(json.loads(output.strip().splitlines()[-1])["samples_per_s"])
 
 
 @contextlib.contextmanager
-def _served(folder: Path, model: str) -> Iterator[str]:
+def vllm_server(folder: Path, model: str, context_tokens: int) -> Iterator[str]:
+    """Serve ``model`` on the second GPU for TRL; yield the URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = {"--model": model, "--dtype": "bfloat16", "--max-model-len": str(MODEL_TOKENS), "--max-num-seqs": "512"}
+    options = {"--model": model, "--dtype": "bfloat16", "--max-model-len": str(context_tokens), "--max-num-seqs": "512"}
     options |= {"--weight-transfer-config": '{"backend":"nccl"}', "--host": "127.0.0.1", "--port": str(port)}
     command = [
         sys.executable,

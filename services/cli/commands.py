@@ -209,7 +209,7 @@ def doctor(
 ) -> None:
     """Check this machine, or a release in a cluster; each fault is one sentence with its fix.
 
-    Of this machine: the NVIDIA driver and shared memory. Of a release: pods that do not start; and, inside of those that
+    Of this machine: the NVIDIA driver, shared memory, and whether CUDA MPS runs. Of a release: pods that do not start; and, inside of those that
     run, the bus, its memory limit, clocks, and whether pods see one another's files.
 
     **Examples:** `penstock doctor` · `penstock doctor --cluster my-run --namespace research`
@@ -220,7 +220,7 @@ def doctor(
     if cluster:
         findings = release.examine(release.Kubectl(namespace), cluster)
     else:
-        findings = iter([node.driver(), node.shared_memory(1 << 30)])
+        findings = iter([node.driver(), node.shared_memory(1 << 30), node.sharing()])
     failures = 0
     for finding in findings:
         failures += not finding.ok

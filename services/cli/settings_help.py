@@ -3,14 +3,18 @@
 ``python -m services.cli.settings_help docs/reference/settings.md`` writes the reference page.
 """
 
+import ast
 import dataclasses
+import functools
+import inspect
 import json
 import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -142,11 +146,29 @@ def _of(model: type[BaseModel], prefix: str, without: Sequence[str] = ()) -> Ite
         if parts == [field.annotation]:
             yield from _of(parts[0], f"{prefix}{name}.")
             continue
-        text = " ".join((field.description or "").split())
+        text = _meaning(model, name)
         yield Entry(f"{prefix}{name}", _kind(field.annotation), _default(field, bool(parts)), text)
         if f"{prefix}{name}" == "algorithm.preset":
             yield from _presets()
         yield from _of_parts(f"{prefix}{name}", parts)
+
+
+def _meaning(model: type[BaseModel], name: str) -> str:
+    """Return the docstring of a setting."""
+    section = next(base for base in model.__mro__ if name in inspect.get_annotations(base))
+    return " ".join(_docstrings(section).get(name, "").split())
+
+
+@functools.cache
+def _docstrings(section: type) -> dict[str, str]:
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        setting.target.id: text.value.value
+        for setting, text in pairwise(body.body)
+        if isinstance(setting, ast.AnnAssign) and isinstance(setting.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
 
 
 def _of_parts(key: str, parts: Sequence[type[BaseModel]]) -> Iterator[Entry]:
@@ -157,8 +179,7 @@ def _of_parts(key: str, parts: Sequence[type[BaseModel]]) -> Iterator[Entry]:
         return
     each = " | ".join(repr(value) for kind in kinds for value in kind.split("|"))
     yield Entry(f"{key}[].kind", each, "", "The kind; its settings follow.")
-    name = parts[0].model_fields["name"]
-    yield Entry(f"{key}[].name", "text", "the kind", " ".join((name.description or "").split()))
+    yield Entry(f"{key}[].name", "text", "the kind", _meaning(parts[0], "name"))
     for part, kind in zip(parts, kinds, strict=True):
         yield from _of(part, f"{key}[{kind}].", without=_SHARED)
 

@@ -121,6 +121,9 @@ class ReplicaView(View):
     seen_at_s: float = 0.0
     memory_bytes: int = 0
     last_error: str = ""
+    activity: str = ""
+    """What it does until it is ready."""
+    activity_since_s: float = 0.0
     values: dict[str, float | None] = Field(default={})
     cordon: str | None = None
     """"cordoned" or "draining", if requested."""

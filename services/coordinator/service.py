@@ -137,6 +137,7 @@ async def start(settings: Settings, replica: str) -> None:
     server = Server(settings.coordinator.host, settings.coordinator.port)
     try:
         async with serve(settings, "coordinator", replica) as context:
+            context.status.start.begin("offering the data")
             await context.live.refresh()
             scorers = [scorer.name for scorer in settings.reward.scorers]
             for doubt in data.notices:
@@ -166,6 +167,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
         serving = outer.create_task(server.run(make_app(parts.api), announce, context.settings.run.id))
         await server.answers.wait()
         context.status.state = "working"  # only now: readiness may be queried
+        context.status.start.end()
         monitoring = outer.create_task(parts.monitor.run())
         measuring = outer.create_task(measure(context.bus, folder))
         leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop)))

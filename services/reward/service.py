@@ -132,6 +132,7 @@ async def run(settings: Settings, replica: str) -> None:
         context.live.listen(scoring.reward_by)
         watching = asyncio.create_task(scoring.watch())
         try:
+            context.status.start.begin("opening the scorers")
             await scoring.start()
             gc.freeze()  # exempt libraries and scorers from collections that block the event loop
             if await _rehearsed(context, scoring):
@@ -144,7 +145,9 @@ async def run(settings: Settings, replica: str) -> None:
 
 async def _rehearsed(context: Context, scoring: Scoring) -> bool:
     """Try the scorers; return False if stopped first. Raises SettingsError."""
+    context.status.start.begin("waiting for rows")
     prompts = await rows(context.bus, context.stop)
+    context.status.start.begin("trying the scorers")
     trying = asyncio.create_task(scoring.rehearse(context.settings, prompts))
     stopping = asyncio.create_task(context.stop.wait())
     try:
@@ -152,6 +155,7 @@ async def _rehearsed(context: Context, scoring: Scoring) -> bool:
         if trying.done():
             trying.result()
             context.status.state = "working"
+            context.status.start.end()
         return trying.done() and not stopping.done()
     except SettingsError as error:
         await tell(context.bus, "reward", "scorer refused", str(error))

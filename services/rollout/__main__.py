@@ -13,6 +13,7 @@ from typing import Any, cast
 from services.rollout.engines.engine import Engine, SuspendableEngine
 from services.rollout.engines.prompts import CharacterCodec, Codec
 from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
+from services.rollout.engines.vllm.start_report import followed
 from shared.bus.stores.run_secret import RunSecret
 from shared.errors import SettingsError
 from shared.model.tokenizer import TokenizerCodec
@@ -199,11 +200,15 @@ async def run(settings: Settings, replica: str) -> None:
             name = await asyncio.to_thread(choose_engine, now)
             with importing():  # before the lease, which a stalled event loop would let lapse
                 importlib.import_module(_LOADED_FIRST[name])
+        context.status.start.begin("waiting for the device")
         lease = await around.enter_async_context(leased(_lease(context)))
         while not await lease.acquire(1.0):
             if context.stop.is_set():
                 return
-        engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
+        context.status.start.begin("loading the model")
+        async with followed(context.status.start.begin):
+            engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
+        context.status.start.begin("waiting for weights")
         turns = None
         if lease.is_shared:
             turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status, lent=is_guest(replica))

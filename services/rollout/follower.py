@@ -323,6 +323,7 @@ class Follower:
         POLICY_VERSION.set(record.version)
         self._failing_since_s = None
         self._status.version = record.version
+        self._status.start.end()
         self._status.last_error = ""
         await self._notify()
         await self._probe.check(record)

@@ -49,11 +49,13 @@ async def run(settings: Settings, replica: str) -> int:
 
 async def _run_rank_0(settings: Settings, replica: str) -> int:
     async with serve(settings, "trainer", replica) as context:
+        context.status.start.begin("waiting for the device")
         devices, ttl_s = settings.shared_devices, settings.internal.claim_after_s
         async with leased(DeviceLease(context.bus, replica, "train", devices, ttl_s)) as lease:
             while not await lease.acquire(1.0):  # the other ranks wait for this one before they load
                 if context.stop.is_set():
                     return 0
+            context.status.start.begin("importing torch")
             mailbox = Mailbox()
             driver = Driver(context, mailbox, lease)
             training = asyncio.to_thread(_train, context, mailbox)

@@ -14,7 +14,7 @@ from services.trainer.model.layers import kernels
 from services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
 from services.trainer.rank0.artifacts import Artifacts
 from services.trainer.rank0.mailbox import Mailbox, NoMailbox
-from services.trainer.rank0.results import ModelLoaded, SelfTested
+from services.trainer.rank0.results import Began, ModelLoaded, SelfTested
 from services.trainer.rank_group import start_ranks
 from services.trainer.self_test import self_test
 from shared.model.context import check_context, own_context, read_config
@@ -30,6 +30,7 @@ def train(
 ) -> bool:
     """Train until STOP or FINISH; return whether the run is over. Other endings go to the mailbox."""
     try:
+        mailbox.send(Began("opening the device"))
         device = _begin(settings)
         loading = _Loading(settings, device, mailbox)
         try:
@@ -67,6 +68,7 @@ class _Loading:
 
     def policy(self) -> TrainingEngine:
         settings, trainer, context = self._settings, self._settings.trainer, self._context
+        self._mailbox.send(Began("loading the model"))
         config = read_config(settings.policy.model)
         check_context(config, context, settings.sampling.max_new_tokens, settings.policy.model)
         with warm_up.beside(config, trainer.kernels, self._device):
@@ -92,6 +94,7 @@ class _Loading:
             return None
         if settings.policy.lora.rank:
             return AdapterOff(policy)
+        self._mailbox.send(Began("loading the reference"))
         trained: Policy = policy.policy  # type: ignore[assignment]
         return load_reference(
             settings.policy,
@@ -109,6 +112,7 @@ class _Loading:
         settings, trainer = self._settings, self._settings.trainer
         if not settings.algorithm.needs_critic:
             return None
+        self._mailbox.send(Began("loading the critic"))
         trunk, width = load_trunk(settings.policy, settings.algorithm.critic.model, self._dtype, self._context)
         kernels.install(trunk, trainer.kernels, self._device)
         return self._engine(
@@ -117,6 +121,8 @@ class _Loading:
 
     def _engine(self, part: str, module: Policy | Critic) -> TrainingEngine:
         place(module, self._settings, self._device)
+        self._mailbox.send(Began("self-test"))
         tested = self_test.run(module, self._settings.trainer.packing, self._settings.run.seed)
         self._mailbox.send(SelfTested(part, str(tested), tested.figures, tested.reason))
+        self._mailbox.send(Began("building the engine"))
         return TrainingEngine(module, self._settings, self._device)

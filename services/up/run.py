@@ -11,7 +11,7 @@ from services.client.coordinator import page_link, read_token
 from services.up import plan, process_tree, run_folder
 from services.up.disk_space import Room
 from services.up.display.screen import Screen, open_screen
-from services.up.display.view import ViewRow
+from services.up.display.view import ViewRow, activity
 from services.up.display.watch import RunSnapshot, Watch
 from services.up.metrics import prometheus
 from services.up.metrics.targets import Targets, targets_file
@@ -175,11 +175,15 @@ def _rows(children: Sequence[Child], seen: RunSnapshot) -> list[ViewRow]:
 
 def _row(child: Child, seen: RunSnapshot) -> ViewRow:
     replica = seen.replicas.get(child.plan.name)
-    fresh = replica is not None and replica.started_at_s >= child.started_at_s and child.state is ChildState.READY
-    if replica is None or not fresh:
+    fresh = replica is not None and replica.started_at_s >= child.started_at_s
+    if replica is None or not fresh or child.state is not ChildState.READY:
         used = 0 if child.pid is None else process_tree.memory_bytes(child.pid)
-        return ViewRow(child.plan.name, child.state.value, None, used, child.restarts, child.pid, child.last_death)
-    note = replica.last_error or child.last_death
+        note = activity(replica) if replica is not None and fresh else ""
+        note = note if child.state is ChildState.STARTING else ""
+        return ViewRow(
+            child.plan.name, child.state.value, None, used, child.restarts, child.pid, note or child.last_death
+        )
+    note = replica.last_error or activity(replica) or child.last_death
     return ViewRow(
         child.plan.name, replica.state, replica.version, replica.memory_bytes, child.restarts, child.pid, note
     )

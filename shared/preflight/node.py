@@ -4,6 +4,8 @@ import ctypes
 import importlib.metadata
 import os
 import resource
+import shutil
+import subprocess
 from pathlib import Path
 
 from shared.preflight.finding import Finding, failed, passed
@@ -13,6 +15,7 @@ _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 _OLDEST_DRIVER = {12: "525", 13: "580"}
 """NVIDIA's drivers support every minor version of a CUDA release from these on."""
 _LIBRARY = "libcuda.so.1"
+_MPS_CONTROL = "nvidia-cuda-mps-control"
 
 
 def driver(library: str = _LIBRARY, needed: int | None = None) -> Finding:
@@ -32,6 +35,29 @@ def driver(library: str = _LIBRARY, needed: int | None = None) -> Finding:
         required = f"a driver for CUDA {needed} (version {_OLDEST_DRIVER[needed]} or newer)"
         return failed("driver", required, f"one for CUDA {major}.{minor}", "update the node's NVIDIA driver")
     return passed("driver", f"the driver supports CUDA {major}.{minor}")
+
+
+def sharing() -> Finding:
+    """Report how processes share a GPU."""
+    if mps_answers():
+        return passed("sharing", "processes on one GPU run side by side (CUDA MPS)")
+    return passed(
+        "sharing",
+        "processes on one GPU run in time slices: with rollout.engines_per_gpu > 1, start CUDA MPS before the run "
+        f"({_MPS_CONTROL} -d)",
+    )
+
+
+def mps_answers() -> bool:
+    """Whether the daemon of CUDA MPS answers this user, in CUDA_MPS_PIPE_DIRECTORY."""
+    control = shutil.which(_MPS_CONTROL)
+    if control is None:
+        return False
+    try:
+        asked = subprocess.run([control], input=b"get_server_list\n", capture_output=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.returncode == 0
 
 
 def _no_library(library: str) -> Finding:

@@ -136,6 +136,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     """
     stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
     status = Status(gpus=held_gpus(settings, service, os.environ))
+    status.start.begin("waiting for the bus")
     bus = await Bus.connect(settings.bus.url, settings.run.id, wait_s=settings.internal.start_wait_s)
     await _claim(bus, settings)
     bus.wait_for_ever()
@@ -152,6 +153,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
         own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: readiness(status, bus.available)
     )
     status.address = endpoints.address
+    status.start.begin("starting")
     await cordon.begin()
     await secret.refresh()
     presence = Presence(bus, service, replica, settings.internal.heartbeat_s, status, hear)

@@ -17,6 +17,7 @@ from shared.bus.messages import Event, Json, PolicyVersion
 from shared.bus.stores.heartbeats import Heartbeat, PartFailure, beat_once, count_start, note_left
 from shared.bus.streams import EVENTS, MEMORY
 from shared.process.memory_timeline import MemoryTimeline
+from shared.process.start_up import StartUp
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Status:
     """By part."""
     memory: MemoryTimeline = dataclasses.field(default_factory=MemoryTimeline)
     gpus: tuple[str, ...] = ()
+    start: StartUp = dataclasses.field(default_factory=StartUp)
 
     @property
     def ready(self) -> bool:
@@ -116,6 +118,8 @@ class Presence:
             starts=starts,
             failures=tuple(self._status.failures.values()),
             gpus=self._status.gpus,
+            activity=self._status.start.activity,
+            activity_since_s=self._status.start.since_s,
         )
         await beat_once(self._bus, beat, self._heartbeat_s)
         for report in self._status.memory.take(self._replica):

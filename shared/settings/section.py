@@ -4,9 +4,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """One table of the TOML file."""
+    """One table of the TOML file.
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    Every process imports all tables at its start: each is built when it is used, and docstrings are read when they are
+    shown.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 def shown(value: object) -> str:

@@ -60,6 +60,10 @@ class ServiceView(ResponseModel):
     replica: str
     state: str
     """starting, working, waiting, degraded or stopping."""
+    activity: str
+    """What it does until it is ready; empty afterwards."""
+    activity_since_s: float
+    """Unix seconds."""
     version: int | None
     versions_behind: int | None
     healthy: bool

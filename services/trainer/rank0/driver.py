@@ -127,6 +127,8 @@ class Driver:
         loaded = self._opening.loaded
         self._step, self._differs = 0 if loaded is None else loaded.state.step, False
         for command in commands:
+            loads = command.kind is CommandKind.LOAD
+            self._context.status.start.begin("loading the checkpoint" if loads else "replaying the journal")
             result = await self._ask(command, Result)
             if isinstance(result, results.Replayed):
                 self._step, self._is_new = self._step + 1, True
@@ -253,7 +255,9 @@ class Driver:
         return result
 
     async def _note(self, notice: Notice) -> None:
-        if isinstance(notice, results.SelfTested):
+        if isinstance(notice, results.Began):
+            self._context.status.start.begin(notice.activity)
+        elif isinstance(notice, results.SelfTested):
             await self._ledger.note_self_test(notice.part, notice.outcome)
             detail = f"{notice.part}: {notice.outcome}"
             await tell(self._bus, "trainer", "self-test passed", detail, **notice.figures)
@@ -390,6 +394,7 @@ class Driver:
 
     async def _get_ready(self) -> None:
         if self._differs or not await self._is_published():
+            self._context.status.start.begin("publishing the first version")
             command = Command(CommandKind.PUBLISH, version=self._branch.next_version())
             published = await self._ask(command, results.Published)
             record, loaded = self._branch.record(self._step, published, {}), self._opening.loaded
@@ -402,6 +407,7 @@ class Driver:
                     await self._retention.note_version(record.version, loaded)
         self._is_ready, self._differs = True, False
         self._context.status.state = "waiting"
+        self._context.status.start.end()
         self._committed_s = time.perf_counter()
         if self._step >= self._settings.run.steps:
             await self._export()

@@ -108,4 +108,11 @@ class StopRequested:
     """Notice: another host of this trainer received a stop signal."""
 
 
-Notice = SelfTested | StopRequested
+@dataclasses.dataclass(frozen=True, slots=True)
+class Began:
+    """Notice: an activity of the start began."""
+
+    activity: str
+
+
+Notice = SelfTested | StopRequested | Began

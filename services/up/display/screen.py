@@ -108,7 +108,7 @@ class PlainDisplay:
         if known == self._known and time.monotonic() < self._next_s:
             return
         self._known, self._next_s = known, time.monotonic() + self._every_s
-        self.tell(view.line(run))
+        self.tell(view.line(run, rows))
 
     def _say_notices(self, notices: Sequence[Notice]) -> None:
         now_s = time.monotonic()

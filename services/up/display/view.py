@@ -52,8 +52,15 @@ def row_of(replica: ReplicaView) -> ViewRow:
         replica.memory_bytes,
         restarts=max(0, replica.starts - 1),
         pid=replica.pid,
-        note=replica.last_error,
+        note=replica.last_error or activity(replica),
     )
+
+
+def activity(replica: ReplicaView) -> str:
+    """Return what a replica does until it is ready, and for how long."""
+    if not replica.activity:
+        return ""
+    return f"{replica.activity} {duration(max(0.0, time.time() - replica.activity_since_s))}"
 
 
 # ---------------------------------------------------------------- the screen
@@ -197,9 +204,11 @@ def event_line(event: EventView) -> str:
 # ---------------------------------------------------------------- one line
 
 
-def line(run: RunView) -> str:
+def line(run: RunView, rows: Sequence[ViewRow] = ()) -> str:
+    """Return the run as one log line; before it begins, with the notes of ``rows``."""
     if run.state == "created":
-        return f"{run.state:<8} {run.activity}".rstrip()
+        notes = "; ".join(f"{row.name}: {row.note}" for row in rows if row.note)
+        return f"{run.state:<8} {run.activity}{'  ' if notes else ''}{notes}".rstrip()
     parts = [f"{run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]
     parts.append(f"reward {number(last(run, 'reward_mean'))}")
     parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")

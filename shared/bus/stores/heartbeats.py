@@ -66,6 +66,10 @@ class Heartbeat:
     failures: tuple[PartFailure, ...] = ()
     gpus: tuple[str, ...] = ()
     """GPUs that it holds, by number on its host; those of other hosts of the same replica are ``host:number``."""
+    activity: str = ""
+    """What it does until it is ready; empty afterwards."""
+    activity_since_s: float = 0.0
+    """Unix seconds."""
 
 
 async def beat_once(bus: Bus, beat: Heartbeat, heartbeat_s: float) -> None:

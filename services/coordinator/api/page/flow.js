@@ -47,7 +47,7 @@ function ratesOf(run) {
 }
 
 const seconds = (value) => (value === null || value === undefined ? "–" : `${figure(value)} s`);
-const signs = (one) => [one.replica, one.state, one.version, one.versions_behind, one.healthy, one.cordon, one.last_error];
+const signs = (one) => [one.replica, one.state, one.version, one.versions_behind, one.healthy, one.cordon, one.last_error, doing(one)];
 
 function stageOf(name, replicas, rows, look, drawAgain) {
   const troubled = replicas.toSorted((a, b) => Number(a.healthy) - Number(b.healthy));
@@ -65,12 +65,15 @@ function stageOf(name, replicas, rows, look, drawAgain) {
 function replica(one, look) {
   const lamp = one.cordon !== null ? "lamp held" : one.healthy ? "lamp" : "lamp off";
   const behind = one.versions_behind > 0 ? `, ${one.versions_behind} behind` : "";
-  const said = one.last_error || one.cordon || one.state;
+  const said = one.last_error || one.cordon || doing(one) || one.state;
   return el("button", { type: "button", class: "plain replica", title: `${one.replica}: ${said}`, "data-key": `replica-${one.replica}`, onclick: () => look(one) },
     el("span", { class: lamp, role: "img", "aria-label": said }),
     el("span", {}, one.replica),
-    el("span", { class: "soft" }, one.version === null ? "" : `v${one.version}${behind}`));
+    el("span", { class: "soft" }, one.version === null ? doing(one) : `v${one.version}${behind}`));
 }
+
+/** What a replica does until it is ready, and for how long. */
+export const doing = (one) => (one.activity ? `${one.activity} ${duration(Math.max(0, Math.floor(Date.now() / 1000 - one.activity_since_s)))}` : "");
 
 const pair = (name, value) => el("div", { class: "pair" }, el("span", {}, name), el("b", {}, value));
 

@@ -3,6 +3,7 @@
 import { confirm } from "./commands.js";
 import { facts, show } from "./dialog.js";
 import { clock, figure } from "./dom.js";
+import { doing } from "./flow.js";
 
 const TAKING = ["rollout", "reward"];
 
@@ -20,6 +21,7 @@ export function showReplica(one, done) {
 const factsOf = (one) => [
   ["service", one.service],
   ["state", one.cordon === null ? one.state : `${one.state}, ${one.cordon}`],
+  ["activity", doing(one)],
   ["takes new work", one.taking ? "yes" : "no"],
   ["version", one.version === null ? "" : `${one.version}${one.versions_behind ? `, ${one.versions_behind} behind the head` : ""}`],
   ["last error", one.last_error],

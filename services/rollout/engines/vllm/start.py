@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from services.rollout.engines.vllm import start_report
 from services.rollout.engines.vllm.arguments import engine_args, serving
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.multihost.hosts import Hosts, secret_of
@@ -75,6 +76,7 @@ async def open_vllm(
 
 
 def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[type] | None) -> Any:
+    start_report.note("importing vLLM")
     with _configuring, importing():
         engine_arguments = engine_args(arguments, hosts.own if hosts else "")
         from vllm.usage.usage_lib import UsageContext
@@ -82,6 +84,7 @@ def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[ty
 
         with serving(arguments["model"]):
             config = engine_arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    start_report.note("starting the engine's process")
     with serving(arguments["model"]):
         return AsyncLLM.from_vllm_config(
             config,

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.rollout.engines.vllm import start_report
 from services.rollout.engines.vllm.ladder import Ladder
 from services.rollout.engines.vllm.multihost.hosts import secret_of
 from services.rollout.engines.vllm.multihost.stores import bind_stores
@@ -275,6 +276,11 @@ class WorkerExtension:
     """vLLM worker methods; arguments and answers are msgpack."""
 
     _policy: PolicyWorker
+
+    def __new__(cls, *_: Any, **__: Any) -> "WorkerExtension":
+        worker = super().__new__(cls)
+        start_report.report(worker)
+        return worker
 
     def penstock_open(self, reporting: list[str], capture: bool, peers: list[Any]) -> dict[str, Any]:
         """Connect to the replica and start recording."""

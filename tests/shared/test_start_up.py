@@ -1,0 +1,72 @@
+"""Laws of a process's start: its heartbeat and its log say what it does until it is ready."""
+
+import asyncio
+import json
+import logging
+import time
+
+import pytest
+
+from services.client.views import ReplicaView, RunView
+from services.up.display import view
+from shared.bus.bus import Bus
+from shared.bus.stores.heartbeats import heartbeats
+from shared.process.start_up import StartUp
+from shared.process.telemetry import Presence, Status
+from tests.conftest import until
+
+
+def test_seconds_are_those_between_activities_and_the_end_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    start = StartUp()
+    began_s = start.since_s
+    start.begin("loading the model", began_s + 2.0)
+    start.begin("self-test", began_s + 5.0)
+    start.begin("loading the model", began_s + 5.5)
+    assert (start.activity, start.since_s) == ("loading the model", began_s + 5.5)
+    with caplog.at_level(logging.INFO):
+        start.end()
+        start.end()
+    (record,) = [record for record in caplog.records if record.message == "ready"]
+    seconds = vars(record)["start_s"]
+    assert list(seconds) == ["importing", "loading the model", "self-test"]
+    assert (seconds["importing"], seconds["self-test"]) == (2.0, 0.5)
+    start.begin("too late")
+    assert start.activity == ""
+
+
+def test_activities_are_bounded() -> None:
+    start = StartUp()
+    for number in range(1000):
+        start.begin(f"activity {number}")
+    assert len(start.seconds()) == 100
+
+
+@pytest.mark.asyncio
+async def test_a_heartbeat_says_what_the_process_does_until_it_is_ready(bus: Bus) -> None:
+    status, stop = Status(), asyncio.Event()
+    status.start.begin("building the engine", 1000.0)
+    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.05, status).run(stop))
+
+    async def activity() -> list[tuple[str, float]]:
+        return [(beat.activity, beat.activity_since_s) for beat in await heartbeats(bus)]
+
+    async def shows(expected: str) -> bool:
+        return [text for text, _ in await activity()] == [expected]
+
+    await until(lambda: shows("building the engine"))
+    assert await activity() == [("building the engine", 1000.0)]
+    status.start.end()
+    await until(lambda: shows(""))
+    stop.set()
+    await beating
+
+
+def test_the_screen_and_the_lines_show_activities_until_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1095.0)
+    said = {"replica": "trainer-0", "state": "starting", "activity": "building the engine", "activity_since_s": 1000.0}
+    row = view.row_of(ReplicaView.model_validate(said))
+    assert row.note == "building the engine 1m35s"
+    created = RunView(state="created", activity="waiting for version 0")
+    assert view.line(created, [row]) == "created  waiting for version 0  trainer-0: building the engine 1m35s"
+    ready = view.row_of(ReplicaView.model_validate(json.loads('{"replica": "trainer-0", "state": "waiting"}')))
+    assert view.line(created, [ready]) == "created  waiting for version 0"
