@@ -23,7 +23,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.rollout.device_turns import DeviceTurns
-from services.rollout.engines.engine import Engine, GeneratedGroup, GeneratedSample, GenerationRequest
+from services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
 from services.rollout.engines.prompts import Codec
 from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.eval_priority import Precedence
@@ -35,7 +35,7 @@ from shared.bus import streams
 from shared.bus.assembly import bare
 from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
-from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sample
+from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample, no_ids
 from shared.bus.streams import Stream
 from shared.bus.worker import Patience, Worker
 from shared.process.telemetry import HandlerFailures, Status
@@ -130,7 +130,8 @@ class Generation:
                 version_spans=sample.version_spans,
                 finish_reason=sample.finish_reason,
                 text=text,
-                **(_support(sample) if training else {}),
+                support_sizes=sample.support_sizes if training else no_ids(),
+                support_ids=sample.support_ids if training else no_ids(),
             )
             for sample, text in zip(generated.samples, texts, strict=True)
         )
@@ -291,10 +292,6 @@ class Rollout:
         if self._follower.failing:
             return "degraded"
         return "working" if held and self._engine.version is not None else "waiting"
-
-
-def _support(sample: GeneratedSample) -> dict[str, Int32Array]:
-    return {"support_sizes": sample.support_sizes, "support_ids": sample.support_ids}
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:

@@ -127,7 +127,10 @@ def _read_column(name: str, reader: Reader, column: Any) -> Joined | list[Any]:
             return _read_joined(reader, column)
         if type(column) is not list:
             raise TypeError(f"expected a column, found {shown(column)}")
-        return reader.every(column)
+        cells = reader.every(column)
+        if np.ndarray in set(map(type, cells)):
+            raise TypeError("expected arrays of all rows, joined, or of none")
+        return cells
     except INVALID as error:
         raise ValueError(f"{name}: {error}") from error
 

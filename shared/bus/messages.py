@@ -33,6 +33,7 @@ _LOGPROB = FieldLimits(-80.0, 0.1)
 """Probabilities are at least e⁻⁸⁰; above 0 is rounding."""
 _LARGEST = float(np.finfo(np.float32).max)
 _ANY_LOGPROB = FieldLimits(-1e6, 0.1)
+_TEACHER_LOGPROB = FieldLimits(-1e6, 0.0)
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -142,6 +143,8 @@ def _check_samples(arrays: Mapping[str, Joined]) -> None:
     tokens, spans = arrays["token_ids"].lengths, arrays["version_spans"]
     if "support_sizes" in arrays or "support_ids" in arrays:
         _check_supports(arrays["token_ids"], arrays.get("support_sizes"), arrays.get("support_ids"))
+    if "teacher_logprobs" in arrays and tokens != arrays["teacher_logprobs"].lengths:
+        raise ValueError("expected one teacher logprob a token, found other lengths")
     if tokens != arrays["behavior_logprobs"].lengths:
         raise ValueError("expected one behavior logprob a token, found other lengths")
     if min(tokens) < 1 or min(spans.lengths) < 1:
@@ -210,6 +213,8 @@ class Sample:
         default_factory=no_ids
     )
     support_ids: Annotated[Int32Array, _INT32] = dataclasses.field(default_factory=no_ids)
+    teacher_logprobs: Annotated[Float32Array, _TEACHER_LOGPROB] | None = None
+    """Of the tokens, under the problem's teachers, at the sampling temperature; None: the problem has no teacher."""
 
     @property
     def oldest_version(self) -> PolicyVersion:
