@@ -96,7 +96,8 @@ def histogram(tokens: Sequence[int]) -> list[str]:
 
 
 def _sampling(settings: Settings) -> Sampling:
-    return Sampling(1, settings.sampling.max_new_tokens, settings.sampling.temperature)
+    new = 1 if settings.algorithm.is_supervised else settings.sampling.max_new_tokens
+    return Sampling(1, new, settings.sampling.temperature)
 
 
 def _say_counts(settings: Settings, train: Dataset) -> None:
@@ -121,6 +122,9 @@ def _say_prompt(place: int, problem: Problem, settings: Settings, codec: Tokeniz
     cut = "…" if len(text) > _LONGEST_PROMPT else ""
     console.say(f"\nprompt {place + 1} ({problem.source}, {len(token_ids)} tokens, answer {problem.answer!r}):")
     console.say(f"{text[:_LONGEST_PROMPT]}{cut}")
+    if (shown := problem.demonstration) is not None:
+        (completion,) = tokenizer.batch_decode([shown.token_ids.tolist()], skip_special_tokens=False)
+        console.say(f"completion ({len(shown.token_ids)} tokens): {completion[:_LONGEST_PROMPT]}")
 
 
 def _say_lengths(lengths: Lengths, problems: int) -> None:

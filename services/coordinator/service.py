@@ -62,6 +62,7 @@ from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
+from shared.settings.guards import GuardsSettings
 from shared.settings.rewards.scorers import AnswerScorer
 
 _CLOSE_WITHIN_S = 8.0
@@ -220,7 +221,7 @@ def assemble(
     guards = Guards(
         bus,
         ledger,
-        settings.guards,
+        _guards(settings),
         groups_per_step,
         monitor.view,
         monitor.reports,
@@ -234,6 +235,7 @@ def assemble(
         settings.weights.deadline_s,
         look,
         lambda rollback: operations.begin(ROLLBACK, rollback.stage, request(rollback)),
+        has_replicas=not settings.algorithm.is_supervised,
     )
     gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
     generated = data.held_out and not settings.algorithm.is_supervised
@@ -284,6 +286,12 @@ def assemble(
         lease,
         api,
     )
+
+
+def _guards(settings: Settings) -> GuardsSettings:
+    """With a teacher, groups with equal rewards have signal."""
+    guards = settings.guards
+    return guards.model_copy(update={"off": (*guards.off, "no_signal")}) if settings.algorithm.distillation else guards
 
 
 def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:

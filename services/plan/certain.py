@@ -48,7 +48,8 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
         return
     work = workload_of(settings)
     _refuse("the trainer", _trainer(settings, work), max(memory_bytes))
-    _refuse("an engine", _engine(settings, work), max(memory_bytes))
+    if not settings.algorithm.is_supervised:
+        _refuse("an engine", _engine(settings, work), max(memory_bytes))
 
 
 def _trainer(settings: Settings, work: Workload) -> list[Component]:

@@ -13,8 +13,8 @@
     prompts        coordinator, trainer → rollout             its sample joins its group; the last one publishes the
                                                               RolloutGroup, in the same transaction
     rollouts       rollout → reward                           its Experience is published, in the same transaction
-    experience     reward → trainer                           its step is committed: moved to the journal; or its group is
-                                                              dropped, or requeued
+    experience     reward → trainer; of demonstrations:       its step is committed: moved to the journal; or its group is
+                   coordinator → trainer                      dropped, or requeued
     journal        trainer (commit) → trainer                 a checkpoint covers its step, or a rollback leaves its branch
     published      trainer (commit) → coordinator             its version is the head, in the same transaction
     policy         coordinator → all rollouts                 trimmed (broadcast; the newest entry is the head)

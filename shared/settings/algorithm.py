@@ -81,7 +81,7 @@ class CriticSettings(Section):
     """Decay λ of generalized advantages. 1: returns minus values; lower: less variance, more trust in the critic."""
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae", "none")
 LOSSES = ("clip", "gspo", "cispo", "policy_gradient", "dpo", "cross_entropy")
 Clip = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -107,7 +107,10 @@ class AlgorithmSettings(Section):
     advantage: str = Field(default="grpo")
     """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves
     the sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), by a critic (gae), or by your own
-    function of a group's rewards, `package.module:function`."""
+    function of a group's rewards, `package.module:function`. none: rewards are not learned from, only distillation."""
+    distillation: NonNegativeFloat = Field(default=0.0)
+    """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
+    teacher."""
     loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
     gradient, preferences between a group's best and worst sample (dpo), or your own function of the tokens' logprobs
@@ -209,7 +212,7 @@ class AlgorithmSettings(Section):
         by_loss = {
             "policy_gradient": self._of_policy_gradient, "dpo": self._of_dpo, "cross_entropy": self._of_demonstrations,
         }  # fmt: skip
-        return by_loss.get(self.loss, self._of_ratio)() or self._of_parts()
+        return by_loss.get(self.loss, self._of_ratio)() or self._of_teacher() or self._of_parts()
 
     def _of_ratio(self) -> str:
         start = f'with algorithm.loss = "{self.loss}"'
@@ -285,6 +288,21 @@ class AlgorithmSettings(Section):
                     f'expected algorithm.{name} to be left at its default with algorithm.loss = "cross_entropy", which has no rewards '
                     f"and no behavior logprobs, found {shown(value)}: leave it out, or choose another algorithm.preset"
                 )
+        return ""
+
+    def _of_teacher(self) -> str:
+        if self.advantage == "none" and (not self.distillation or (self.kl.coefficient and self.kl.where == "reward")):
+            return (
+                'expected algorithm.distillation > 0, and no KL in the reward, with algorithm.advantage = "none", where the teacher alone is '
+                "learned from: change one of them"
+            )
+        if not self.distillation:
+            return ""
+        if self.loss not in ("clip", "cispo", "policy_gradient") or self.advantage == "gae" or self.dynamic_sampling:
+            return (
+                'expected algorithm.loss "clip", "cispo" or "policy_gradient", an advantage other than "gae" and dynamic_sampling = false '
+                f'with algorithm.distillation, found "{self.loss}", "{self.advantage}" and {self.dynamic_sampling}: change one of them'
+            )
         return ""
 
     def _of_parts(self) -> str:

@@ -280,9 +280,13 @@ def _check_sampling(settings: Settings) -> None:
             f"{', '.join(sources)}: change one of them"
         )
     drawn = [sampling, *map(sampling.of, sources)]
-    if settings.algorithm.reference_travels and any(
-        sampling.kept_tokens or sampling.min_new_tokens for sampling in drawn
-    ):
+    truncated = any(part.kept_tokens or part.min_new_tokens for part in drawn)
+    if settings.algorithm.distillation and truncated:
+        raise ValueError(
+            "expected no top_p, top_k, min_p or min_new_tokens in [sampling] with algorithm.distillation, whose teacher's logprobs are over "
+            "all tokens and not over those that could be drawn: change one of them"
+        )
+    if settings.algorithm.reference_travels and truncated:
         raise ValueError(
             'expected algorithm.reference = "trainer" with top_p, top_k, min_p or min_new_tokens in [sampling], found '
             '"reward", whose logprobs are over all tokens and not over those that could be drawn: change one of them'

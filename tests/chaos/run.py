@@ -90,6 +90,7 @@ class Run:
         config: str = "config/arithmetic.toml",
         prometheus: bool = False,
         forked: bool = True,
+        command: str = "up",
     ) -> None:
         self.folder = folder / RUN_ID
         self._bus_url = bus_url
@@ -101,7 +102,7 @@ class Run:
         self._by_hand: dict[str, Started] = {}
         self._answered = ""
         self._forked = forked
-        words = ["up", config, *(["--prometheus"] if prometheus else []), *(f"--{n}={v}" for n, v in values.items())]
+        words = [command, config, *(["--prometheus"] if prometheus else []), *(f"--{n}={v}" for n, v in values.items())]
         with self._output.open("w") as output:
             self.process = forge.start("services.cli", words, output, forked=forked)
 
@@ -256,9 +257,10 @@ async def running(
     config: str = "config/arithmetic.toml",
     prometheus: bool = False,
     forked: bool = True,
+    command: str = "up",
 ) -> AsyncIterator[Run]:
     """A run that ends with the body; ``forked``: processes by ``tests/support/forge.py``."""
-    run = Run(folder, bus_url, flags, config, prometheus, forked)
+    run = Run(folder, bus_url, flags, config, prometheus, forked, command)
     try:
         yield run
     finally:

@@ -120,7 +120,7 @@ ARGUMENTS = {
     "chat": ["--ask", "hi"],
 }
 LOCAL = {"up", "report", "settings", "audit-rewards", "plan", "new", "diff", "data", "data check", "eval", "push"}
-LOCAL |= {"calibrate", "delete", "deploy", "doctor", "logs", "memory"}
+LOCAL |= {"calibrate", "delete", "deploy", "doctor", "logs", "memory", "sft"}
 """These read local files or a cluster; `up` and `logs` are tested below, the audit in tests/reward/test_audit.py."""
 
 

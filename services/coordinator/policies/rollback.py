@@ -59,12 +59,15 @@ class Rollbacks:
         deadline_s: float,
         changed: Callable[[], None],
         operate: Callable[[Rollback], Awaitable[Operation]],
+        *,
+        has_replicas: bool = True,
     ) -> None:
         self._bus = bus
         self._ledger = ledger
         self._deadline_s = deadline_s
         self._changed = changed
         self._operate = operate
+        self._has_replicas = has_replicas
 
     # ---------------------------------------------------------------- begin
 
@@ -176,7 +179,7 @@ class Rollbacks:
         ]
         behind = sorted(beat.replica for beat in beats if beat.version is None or beat.version < version)
         patient = time.time() - rollback.changed_at_s < self._deadline_s
-        if len(behind) == len(beats) or (behind and patient):
+        if (self._has_replicas and len(behind) == len(beats)) or (behind and patient):
             return
         if rollback.resumes:
             why = rollback.reason.partition(": ")[2]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import (
@@ -37,10 +38,28 @@ def assign(
     ``rewards`` are the whole batch's, by group; ``kl_coefficient`` is the cost per nat.
     """
     cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
-    if algorithm.advantage in GROUP_ADVANTAGES or ":" in algorithm.advantage:
+    if algorithm.advantage == "none":
+        for micro_batch in inputs:
+            micro_batch.advantages_N = torch.zeros_like(micro_batch.behavior_logprobs_N)
+    elif algorithm.advantage in GROUP_ADVANTAGES or ":" in algorithm.advantage:
         _by_group(inputs, rewards, algorithm, cost)
     else:
         _by_token(inputs, rewards, algorithm, cost)
+    if algorithm.distillation:
+        for micro_batch in inputs:
+            assert micro_batch.advantages_N is not None
+            micro_batch.advantages_N -= algorithm.distillation * teacher_kl(micro_batch)
+
+
+def teacher_kl(micro_batch: LossInputs) -> Tensor:
+    """Return log π − log teacher of each token (N, nats), π before this step: in the mean KL(π ‖ teacher).
+
+    The policy gradient with the advantage ``−(log π − log teacher)`` is in the mean that of KL(π ‖ teacher), as the mean of
+    ∇ log π is 0 (Agarwal et al. 2024, GKD, arXiv:2306.13649; Lu 2025, "On-policy distillation").
+    """
+    old_N = micro_batch.proximal_logprobs_N
+    assert micro_batch.teacher_logprobs_N is not None
+    return (micro_batch.behavior_logprobs_N if old_N is None else old_N) - micro_batch.teacher_logprobs_N
 
 
 def _by_group(

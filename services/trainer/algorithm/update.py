@@ -14,14 +14,14 @@ import torch.distributed as dist
 from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import shaped_rewards
 from services.trainer.algorithm.aggregation import Count, divisor
-from services.trainer.algorithm.diagnostics import StepSums, explained_variance
+from services.trainer.algorithm.diagnostics import StepSums, explained_variance, moments
 from services.trainer.algorithm.kl import next_coefficient
 from services.trainer.algorithm.minibatches import Minibatch, lay_out
 from services.trainer.algorithm.objective import Objective, objective
 from services.trainer.algorithm.reference import Reference
 from services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
 from services.trainer.algorithm.step_totals import Tally, check_finite
-from services.trainer.algorithm.token_advantages import assign
+from services.trainer.algorithm.token_advantages import assign, teacher_kl
 from services.trainer.batch import token_data
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.critic import value_loss
@@ -143,6 +143,8 @@ class Learner:
             with self._phases.measure("reference"), torch.no_grad():
                 for micro_batch in inputs:
                     micro_batch.reference_logprobs_N = self._reference(micro_batch.batch).policy_logprobs_N
+        if self._algorithm.distillation:
+            token_data.add_teacher(inputs, batch)
         if self._critic is not None:
             with self._phases.measure("critic"):
                 for micro_batch in inputs:
@@ -174,6 +176,8 @@ class Learner:
         figures: dict[str, float] = {}
         if self._algorithm.needs_reference:
             figures["kl_coefficient"] = self.kl_coefficient
+        if self._algorithm.distillation:
+            figures["teacher_kl"], _ = moments(torch.cat([teacher_kl(micro_batch) for micro_batch in inputs]))
         if self._critic is not None:
             returns = [micro_batch.returns_N for micro_batch in inputs if micro_batch.returns_N is not None]
             values = [micro_batch.values_N for micro_batch in inputs if micro_batch.values_N is not None]

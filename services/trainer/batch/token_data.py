@@ -27,6 +27,7 @@ class LossInputs:
     proximal_logprobs_N: Tensor | None = None
     """Under the weights before this step."""
     reference_logprobs_N: Tensor | None = None
+    teacher_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
     """The critic's, before this step's updates."""
     advantages_N: Tensor | None = None
@@ -53,10 +54,31 @@ def add_reference(inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> 
     """Raises SettingsError: an older, journalled group has none."""
     logprobs_M = [logprobs for experience in batch for logprobs in _reference_of_samples(experience)]
     for micro_batch in inputs:
-        trained = zip(micro_batch.batch.places_S, micro_batch.batch.lengths_S, strict=True)
-        parts = [logprobs_M[place][-length:] for place, length in trained]
-        logprobs_N = np.concatenate([np.zeros(0, np.float32), *parts])
-        micro_batch.reference_logprobs_N = torch.from_numpy(logprobs_N).to(micro_batch.behavior_logprobs_N.device)
+        micro_batch.reference_logprobs_N = _of_trained_tokens(logprobs_M, micro_batch)
+
+
+def add_teacher(inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
+    """Raises SettingsError: a journalled group has none, as it was trained without distillation."""
+    logprobs_M = [logprobs for experience in batch for logprobs in _teacher_of_samples(experience)]
+    for micro_batch in inputs:
+        micro_batch.teacher_logprobs_N = _of_trained_tokens(logprobs_M, micro_batch)
+
+
+def _of_trained_tokens(logprobs_M: Sequence[Float32Array], micro_batch: LossInputs) -> Tensor:
+    trained = zip(micro_batch.batch.places_S, micro_batch.batch.lengths_S, strict=True)
+    parts = [logprobs_M[place][-length:] for place, length in trained]
+    logprobs_N = np.concatenate([np.zeros(0, np.float32), *parts])
+    return torch.from_numpy(logprobs_N).to(micro_batch.behavior_logprobs_N.device)
+
+
+def _teacher_of_samples(experience: Experience) -> list[Float32Array]:
+    logprobs = [sample.teacher_logprobs for sample in experience.group.samples if sample.teacher_logprobs is not None]
+    if len(logprobs) < len(experience.group.samples):
+        raise SettingsError(
+            f"expected teacher logprobs with group {experience.group.prompt.group_id} in the journal, found none: it was trained "
+            "with algorithm.distillation = 0; set that"
+        )
+    return logprobs
 
 
 def _reference_of_samples(experience: Experience) -> list[Float32Array]:

@@ -181,6 +181,11 @@ class Intake:
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
         _check_supports(group)
+        if self._settings.algorithm.distillation and any(sample.teacher_logprobs is None for sample in samples):
+            raise MessageError(
+                f"expected teacher logprobs of every sample with algorithm.distillation > 0, found none for {group.prompt.problem}: name "
+                "its teacher in the reward service, or set algorithm.distillation = 0"
+            )
         if self._settings.algorithm.reference_travels and experience.reference_logprobs is None:
             raise MessageError(
                 'expected reference logprobs with algorithm.reference = "reward", found none: start the reward service with '
@@ -271,7 +276,9 @@ class Intake:
         fresh: dict[GroupId, tuple[int, ...]] = {}
         for group_id, taken in list(self._held.items()):
             group, detail = taken.experience.group, f"oldest version {taken.experience.group.oldest_version}"
-            contexts = find_contexts(group, step, self._steps_of_versions, algorithm.max_lag, how)
+            contexts: tuple[int, ...] = (0,) * len(group.samples)  # no policy drew demonstrations: they are never stale
+            if not algorithm.is_supervised:
+                contexts = find_contexts(group, step, self._steps_of_versions, algorithm.max_lag, how)
             if is_fenced(group, revoked):
                 leave = self._drop(taken.delivery, "fenced", f"{detail} at step {step}")
             elif any(contexts) and algorithm.on_stale == "requeue":

@@ -81,7 +81,7 @@ def test_every_script_that_adds_to_a_stream_is_known() -> None:
         if "XADD" in script.text
     }
     assert added == {
-        "admit": {"prompts"},
+        "admit": {"prompts", "experience"},
         "commit": {"journal", "audit", "steps", "published"},
         "discard": {"audit"},
         "hand_over": {"output"},

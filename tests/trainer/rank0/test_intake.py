@@ -14,7 +14,7 @@ from services.trainer.rank0.intake import CONSUMER, Intake
 from shared.bus import wire
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
 from shared.bus.keys import GENERATING
-from shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
+from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose, RolloutGroup
 from shared.bus.stores.ledger import Ledger
 from shared.bus.stores.live_settings import Live
 from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
@@ -400,3 +400,25 @@ async def test_a_step_waits_no_longer_than_it_may_nor_for_later_groups(bus: Bus)
         batch = await intake.next_batch(0, wait_s=PATIENCE_S)
     assert batch is not None
     assert [taken.experience.group_id for taken in batch] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "purpose", "sentence"),
+    [
+        ({}, Purpose.DEMONSTRATE, 'expected a group to train, with a prompt, with algorithm.loss = "clip", found one to demonstrate'),
+        ({"loss": "cross_entropy"}, Purpose.TRAIN, 'expected a group to demonstrate, with a prompt, with algorithm.loss = "cross_entropy"'),
+        ({"distillation": 1.0}, Purpose.TRAIN, "expected teacher logprobs of every sample with algorithm.distillation > 0, found none"),
+    ],
+)  # fmt: skip
+async def test_a_group_of_another_kind_or_without_its_teacher_is_buried(
+    bus: Bus, algorithm: dict[str, Any], purpose: Purpose, sentence: str
+) -> None:
+    made = builders.experience(0)
+    prompt = dataclasses.replace(made.group.prompt, purpose=purpose)
+    group = dataclasses.replace(made, group=dataclasses.replace(made.group, prompt=prompt))
+    await bus.append(EXPERIENCE, {"id": "0", "data": wire.encode(group)})
+    of = Settings.model_validate({"algorithm": {"groups_per_step": 1, **algorithm}})
+    async with filling(Intake(bus, Live(bus, of), {V(0): 0})):
+        await until(lambda: bus.length(EXPERIENCE.dead))
+    ((_, fields),) = await raw(bus).xrange(bus.keys.of(EXPERIENCE.dead))
+    assert sentence in fields[b"reason"].decode()
