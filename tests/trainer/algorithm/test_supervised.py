@@ -34,13 +34,13 @@ def test_the_loss_is_transformers_cross_entropy_of_the_completions(micro_batch_t
     loss = transformers_loss(model, groups)
     loss.backward()
     norm = float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
-    one = One(settings(micro_batch_tokens, loss="cross_entropy"))
-    assert one.learner.loss_of(groups) == pytest.approx(float(loss.detach()), abs=FORWARD)
-    measured = one.learn(groups)
+    trained = One(settings(micro_batch_tokens, loss="cross_entropy"))
+    assert trained.learner.loss_of(groups) == pytest.approx(float(loss.detach()), abs=FORWARD)
+    measured = trained.learn(groups)
     assert measured["ce_loss"] == measured["loss"] == pytest.approx(float(loss.detach()), abs=FORWARD)
     assert measured["grad_norm"] == pytest.approx(norm, rel=GRADIENT)
     assert "rl_loss" not in measured
-    assert one.learner.loss_of(groups) < float(loss.detach())
+    assert trained.learner.loss_of(groups) < float(loss.detach())
 
 
 def test_a_replay_of_a_supervised_step_repeats_it_to_the_bit() -> None:
