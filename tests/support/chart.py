@@ -167,11 +167,14 @@ def environment(container: Json) -> Mapping[str, Any]:
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
 
 
+TRACKED = values()["run"]["config"] + '\n[tracking]\nsinks = ["mlflow"]\n'
 EVERYTHING: Json = {
+    "run": {"config": TRACKED},
     "executor": {"enabled": True, "runtimeClassName": "gvisor"},
     "commonLabels": {"team": "research"},
     "storage": {"data": {"existingClaim": "models"}},
     "bus": {"caSecret": "bus-ca"},
+    "tracking": {"existingSecret": "trackers"},
     "defaults": {
         "tolerations": [{"key": "spot", "operator": "Exists"}],
         "topologySpreadConstraints": [
