@@ -9,7 +9,8 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN useradd --uid 10001 --user-group --create-home penstock && python -m venv /opt/penstock
 WORKDIR /src
 COPY deploy/docker/locks/dev.txt deploy/docker/locks/build.txt ./
-RUN /opt/penstock/bin/pip install --require-hashes -r dev.txt -r build.txt
+RUN /opt/penstock/bin/pip install --require-hashes -r build.txt \
+    && /opt/penstock/bin/pip install --require-hashes --no-build-isolation -r dev.txt -r build.txt
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE Makefile ./
 COPY penstock penstock
 COPY shared shared

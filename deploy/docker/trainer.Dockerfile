@@ -14,8 +14,11 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN python -m venv /opt/penstock && echo /opt/code > "$(echo /opt/penstock/lib/python3.*/site-packages)/code.pth"
 ARG LOCK=trainer
+COPY deploy/docker/locks/build.txt ./
 COPY deploy/docker/locks/${LOCK}.txt lock.txt
-RUN /opt/penstock/bin/pip install --require-hashes -r lock.txt
+# DeepSpeed has no wheel; it is built with the packages of build.txt.
+RUN /opt/penstock/bin/pip install --require-hashes -r build.txt \
+    && /opt/penstock/bin/pip install --require-hashes --no-build-isolation -r lock.txt
 
 FROM packages AS code
 COPY deploy/docker/locks/build.txt ./

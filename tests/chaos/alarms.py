@@ -51,10 +51,12 @@ class Alarms:
         self._patience_s = PATIENCE_S
         self._faults: list[Fault] = []
 
-    async def hurry(self, minute_s: float, times: Mapping[str, float], targets: Mapping[str, str]) -> None:
+    async def hurry(
+        self, minute_s: float, times: Mapping[str, float], targets: Mapping[tuple[str, str, str], str]
+    ) -> None:
         """Evaluate the shipped rules with minutes of ``minute_s`` seconds (``times``: see :func:`hurried`).
 
-        ``targets``: instance → address of processes unknown to ``up``.
+        ``targets``: (run, service, instance) → address of processes unknown to ``up``.
         """
         self._patience_s = max(PATIENCE_S, _PATIENCE_MINUTES * minute_s)
         folder = self._run.folder / "prometheus"
@@ -66,13 +68,15 @@ class Alarms:
         config["rule_files"] = [str(rules)]
         (scrape,) = config["scrape_configs"]
         scrape["static_configs"] = [
-            {"targets": [address], "labels": {"run": self._run.folder.name, "service": "executor", "instance": name}}
-            for name, address in targets.items()
+            {"targets": [address], "labels": {"run": run, "service": service, "instance": name}}
+            for (run, service, name), address in targets.items()
         ]
         write_whole(folder / "prometheus.yml", json.dumps(config))
         await self._run.until(lambda: self._run.prometheus.ask("up == 1"))
         self._run.send("prometheus", signal.SIGHUP)
-        await self._run.until(lambda: self._run.prometheus.ask(f'up{{instance="{min(targets)}"}} == 1'))
+        for _, _, name in targets:
+            up = f'up{{instance="{name}"}} == 1'
+            await self._run.until(lambda up=up: self._run.prometheus.ask(up))  # type: ignore[misc]
 
     @contextlib.asynccontextmanager
     async def raised(

@@ -6,11 +6,15 @@
                  │   └── checkpoints ──▶ object storage (moto's server, in this process)
                  ├── rollout-odd     by hand: a policy that computes something else from the same weights
                  ├── reward-tight    by hand: a second scorer, a reward model that needs much memory
+                 ├── reward-lenient  by hand: a second scorer, which accepts wrong numbers
+                 ├── coordinator-idle, rollout-idle: another run on this bus, which has no trainer
                  └── executor-isolated, executor-unsafe: scraped only
+The run's folder is a tmpfs, where mounting is allowed.
 """
 
 import asyncio
 import contextlib
+import functools
 import json
 import resource
 import shutil
@@ -30,11 +34,13 @@ from shared.bus.stores.ledger import Ledger, RunState
 from shared.bus.streams import EXPERIENCE
 from shared.files.durable import write_whole
 from tests.chaos.alarms import Alarms
-from tests.chaos.run import ROOT, Run, TcpServer, answers, is_in, running
+from tests.chaos.run import ROOT, RUN_ID, Run, TcpServer, answers, is_in, running
 from tests.chaos.spoiled_scorer import VARIABLE
 from tests.conftest import PATIENCE_S, free_port, until
 from tests.support import executor_process, reward_models
+from tests.support.disks import Disk, small_disk
 from tests.support.object_storage import Storage
+from tests.support.raw_redis import raw
 
 SCORER = f'{{kind = "python", function = "tests.chaos.spoiled_scorer:score", environment = ["{VARIABLE}"]}}'
 MAX_LAG, LONGER_LAG, STEPS = 1, 6, 4
@@ -72,9 +78,12 @@ TIMES = {
     "PenstockLagGrowing": 3,
     "run:penstock_trainer_lag_steps:mean5m": 3,
     "PenstockCheckpointNotStored": 0.1,
+    "PenstockRewardDependsOnLeniency": 0.2,
+    "PenstockRunHoldsGpus": 0.1,
+    "PenstockRunNotStarted": 0.1,
 }
-"""Longer minutes for process starts, pull deadlines (1 s; 10 s for a file) or slow steps. The half hour of
-PenstockCheckpointNotStored needs to hold one upload.
+"""Longer minutes for process starts, pull deadlines (1 s; 10 s for a file) or slow steps; shorter ones where half an
+hour or an hour need hold no more than an upload, or a few scrapes.
 """
 SLOW_STEP_S, SLOWER = 1.2, 5
 """Minimum of the slow scorer's step, also relative to a normal one."""
@@ -85,6 +94,10 @@ MODEL_WIDTH, MODEL_ROOM_BYTES = 1 << 20, 320 * 1024**2
 126 MB, which fits beside first-time allocations.
 """
 ISOLATED, UNSAFE, ODD, TIGHT = "executor-isolated", "executor-unsafe", "rollout-odd", "reward-tight"
+LENIENT, IDLE_RUN = "reward-lenient", "idle"
+IDLE = {"coordinator": "coordinator-idle", "rollout": "rollout-idle"}
+LENIENT_SCORER = '{kind = "answer", mode = "numeric", extract = "whole", lenient = ["whole"], tolerance = 1.0}'
+DISK_KIB = 512 * 1024
 MEASURED_STEPS, STEADY_STEPS = 10, 25
 """Steps to measure one; more than the guard `throughput` examines (2 + 8)."""
 
@@ -96,18 +109,19 @@ class Faults:
         bus: Bus,
         server: TcpServer,
         storage: Storage,
+        disk: Disk,
         scorer: Path,
         isolated: executor_process.Running,
         around: contextlib.ExitStack,
     ) -> None:
-        self.run, self.bus, self.server, self.storage = run, bus, server, storage
+        self.run, self.bus, self.server, self.storage, self.disk = run, bus, server, storage, disk
         self.isolated, self.around = isolated, around
         self.slow = ""
         self.alarms = Alarms(run, bus)
         self.raised = self.alarms.raised
         self._scorer = scorer
         self._pinned = PolicyVersion(0)
-        self.ports = {ODD: free_port(), TIGHT: free_port()}
+        self.ports = {name: free_port() for name in (ODD, TIGHT, LENIENT, *IDLE.values())}
 
     @contextlib.contextmanager
     def scorer(self, does: str) -> Iterator[None]:
@@ -182,6 +196,15 @@ class Faults:
         finally:
             self.storage.start()
 
+    @contextlib.asynccontextmanager
+    async def memory_of_bus_limited(self) -> AsyncIterator[None]:
+        used_bytes, before = await self.bus.memory_bytes()
+        await raw(self.bus).config_set("maxmemory", used_bytes // 2)
+        try:
+            yield
+        finally:
+            await raw(self.bus).config_set("maxmemory", before)
+
     async def left(self, name: str) -> int:
         """Wait for a replica started by hand, keep its metrics port closed, return its exit code."""
         code = await self.run.left(name)
@@ -252,24 +275,27 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
     server.start()
     flags = {**FLAGS, "trainer.store.uri": storage.settings().uri, "trainer.store.endpoint": storage.endpoint}
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as around:
+        disk = around.enter_context(small_disk(folder / "runs", DISK_KIB))
         around.callback(server.kill)
         patch.setenv(VARIABLE, str(scorer))
         await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
-        # Not forked: a memory limit counts mapped memory, and a fork's is mapped from the start.
-        async with running(folder, server.url, flags, prometheus=True, forked=False) as run:
+        async with running(disk.folder, server.url, flags, prometheus=True) as run:
             await run.until((run.folder / "settings.toml").exists)
             bus = await run.connect()
             quick = ("--internal.executor_profiles", '["stdlib"]', "--internal.executor_check_s", "0.5")
             isolated = around.enter_context(executor_process.running(*quick))
             unsafe = around.enter_context(executor_process.running(*quick, "--reward.executor.isolation", "unsafe"))
-            faults = Faults(run, bus, server, storage, scorer, isolated, around)
+            faults = Faults(run, bus, server, storage, disk, scorer, isolated, around)
             await _join(faults, folder)
             await faults.train(1)
             step_s = await faults.train(MEASURED_STEPS)
             faults.slow = f"wait {max(SLOW_STEP_S, SLOWER * step_s) / SAMPLES:.4f}"
             minute_s = max(LEAST_MINUTE_S, STEPS_A_MINUTE * step_s)
             print(f"a minute of the rules: {minute_s:.2f} s")
-            await faults.alarms.hurry(minute_s, TIMES, {ISOLATED: isolated.metrics, UNSAFE: unsafe.metrics})
+            targets = {(RUN_ID, "executor", ISOLATED): isolated.metrics, (RUN_ID, "executor", UNSAFE): unsafe.metrics}
+            for service, name in IDLE.items():
+                targets[IDLE_RUN, service, name] = f"127.0.0.1:{faults.ports[name]}"
+            await faults.alarms.hurry(minute_s, TIMES, targets)
             yield faults
             await bus.close()
 
@@ -277,19 +303,25 @@ async def prepared(folder: Path, storage: Storage) -> AsyncIterator[Faults]:
 async def _join(faults: Faults, folder: Path) -> None:
     large, odd = await asyncio.to_thread(_large_model, folder / "large"), _other_model(folder / "odd")
     model = f'{{kind = "model", model = "{large}"}}'
-    for service, name, flags in (
-        ("rollout", ODD, {"policy.model": odd}),
-        ("reward", TIGHT, {"reward.scorers": f"[{SCORER}, {model}]", "internal.reward_groups": 1}),
-    ):
+    flags: dict[str, tuple[str, dict[str, object]]] = {
+        ODD: ("rollout", {"policy.model": odd}),
+        TIGHT: ("reward", {"reward.scorers": f"[{SCORER}, {model}]", "internal.reward_groups": 1}),
+        LENIENT: ("reward", {"reward.scorers": f"[{SCORER}, {LENIENT_SCORER}]"}),
+    }
+    for name in flags:
         await tell_replica(faults.bus, name, Word.CORDONED)
-        flags = {**flags, "run.metrics_port": faults.ports[name]}
-        faults.run.join(service, name, *(f"--{key}={value}" for key, value in flags.items()))
+    for service, name in IDLE.items():
+        flags[name] = (service, {"run.id": IDLE_RUN})
+    for name, (service, own) in flags.items():
+        values = {**own, "run.metrics_port": faults.ports[name]}
+        faults.run.join(service, name, *(f"--{key}={value}" for key, value in values.items()))
+    for name in (ODD, TIGHT, LENIENT):
+        await faults.run.until(functools.partial(_is_ready, faults, name))
 
-    async def ready() -> bool:
-        states = {beat.replica: beat.state for beat in await heartbeats(faults.bus)}
-        return all(states.get(name) in ("waiting", "working") for name in (ODD, TIGHT))
 
-    await faults.run.until(ready)
+async def _is_ready(faults: Faults, name: str) -> bool:
+    faults.run.check_joined([name])
+    return any(beat.replica == name and beat.state in ("waiting", "working") for beat in await heartbeats(faults.bus))
 
 
 def _other_model(folder: Path) -> Path:

@@ -17,14 +17,14 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from services.client.coordinator import read_token
+from services.client.coordinator import TOKEN_FILE, read_token
 from shared.bus import embedded
 from shared.bus.bus import Bus
 from shared.bus.stores.ledger import Ledger, RunState
@@ -148,6 +148,11 @@ class Run:
         if self.process.poll() is not None:
             pytest.fail(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
 
+    def check_joined(self, names: Iterable[str]) -> None:
+        """Fail if a process started by hand has ended."""
+        ended = {name: code for name in names if (code := self._by_hand[name].poll()) is not None}
+        assert not ended, f"{ended} ended early:\n{self.report()}"
+
     def report(self) -> str:
         logs = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted((self.folder / "logs").glob("*.log"))]
         return "\n".join([self._output.read_text()[-3000:], self._answered, *logs])
@@ -182,24 +187,32 @@ class Run:
             raise TimeoutError(f"{words(condition)} not met: {error}\n{self.report()}") from error
 
     async def ask(
-        self, method: str, path: str, body: Mapping[str, object] | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        headers: Mapping[str, str] | None = None,
+        run_id: str = RUN_ID,
     ) -> httpx.Response | None:
         """Ask any coordinator; None if none answers."""
         self._answered = f"{method} {path}: no answer"
+        announced, token = self.folder.parent / run_id / "coordinator.json", self.folder / TOKEN_FILE
         with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
-            url = json.loads((self.folder / "coordinator.json").read_text())["url"]
-            sent = {"Authorization": f"Bearer {read_token(None, url, self.folder)}", **(headers or {})}
+            url = json.loads(announced.read_text())["url"]
+            sent = {"Authorization": f"Bearer {read_token(token if token.exists() else None)}", **(headers or {})}
             async with httpx.AsyncClient(base_url=url, timeout=10.0, trust_env=False) as client:
                 answer = await client.request(method, path, json=body, headers=sent)
             self._answered = f"{method} {path}: {answer.status_code} {answer.text[:500]}"
             return answer
         return None
 
-    async def command(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
+    async def command(
+        self, path: str, body: Mapping[str, object] | None = None, run_id: str = RUN_ID
+    ) -> dict[str, Any]:
         report: dict[str, Any] = {}
 
         async def done() -> bool:
-            answer = await self.ask("POST", path, body)
+            answer = await self.ask("POST", path, body, run_id=run_id)
             if answer is None or not answer.is_success:
                 return False
             report.update(answer.json())

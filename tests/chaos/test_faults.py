@@ -16,7 +16,10 @@ import pytest_asyncio
 from shared.bus.stores.ledger import RunState
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.faults import (
+    DISK_KIB,
+    IDLE_RUN,
     ISOLATED,
+    LENIENT,
     LONGER_LAG,
     MAX_LAG,
     MODEL_ROOM_BYTES,
@@ -61,6 +64,37 @@ async def test_a_replica_of_another_model_an_executor_without_isolation_and_a_re
     async with faults.raised({"PenstockServiceDown/" + ODD}):
         faults.run.send(ODD, signal.SIGKILL)
         await faults.left(ODD)
+
+
+async def test_a_run_that_nothing_trains_is_reported_and_so_is_its_replica_once_it_is_stopped(faults: Faults) -> None:
+    await faults.alarms.see({"PenstockRunNotStarted"})
+    async with faults.raised({"PenstockRunHoldsGpus"}):
+        await faults.run.command("/v1/run/stop", {"reason": "the test"}, run_id=IDLE_RUN)
+
+
+async def test_a_scorer_that_accepts_wrong_numbers_is_reported(faults: Faults) -> None:
+    async with faults.raised({"PenstockRewardDependsOnLeniency"}):
+        await faults.run.command(f"/v1/services/{LENIENT}/uncordon")
+    await faults.run.command(f"/v1/services/{LENIENT}/drain")
+    assert await faults.left(LENIENT) == 0
+
+
+async def test_a_bus_at_its_maxmemory_is_reported_and_admission_continues_when_there_is_room(faults: Faults) -> None:
+    alerts = {"PenstockBusFull", "PenstockBusNearlyFull"}
+    async with faults.raised(alerts) as seen, faults.memory_of_bus_limited():
+        await seen()
+    await faults.alarms.over(alerts)
+    await faults.train(1)
+
+
+async def test_a_disk_that_is_nearly_full_is_reported_and_the_run_continues(faults: Faults) -> None:
+    if not faults.disk.mounted:
+        pytest.skip("a tmpfs cannot be mounted here: run as root")
+    async with faults.raised({"PenstockDiskNearlyFull"}) as seen:
+        with faults.disk.full(left_bytes=DISK_KIB * 1024 // 20):
+            await seen()
+            await faults.train(1)
+    await faults.alarms.over({"PenstockDiskNearlyFull"})
 
 
 async def test_a_reward_model_that_finds_no_memory_is_told_and_scores_fewer_samples_at_a_time(faults: Faults) -> None:

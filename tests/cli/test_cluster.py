@@ -56,7 +56,7 @@ def test_one_command_deploys_and_one_each_shows_stops_and_deletes(
     waiting = penstock("status", folder=tmp_path, **place)
     assert waiting.returncode == 1
     assert "no coordinator of demo runs in namespace research (error: unable to forward port" in waiting.stderr
-    assert "kubectl -n research get pods,jobs -l app.kubernetes.io/instance=demo" in waiting.stderr
+    assert "`penstock doctor --cluster demo --namespace research` says why" in waiting.stderr
     shown = penstock("status", "--json", folder=tmp_path, **own)
     assert json.loads(shown.stdout)["step"] == 100, shown.stderr
     assert "the run is finished already" in penstock("stop", folder=tmp_path, **own).stderr

@@ -35,14 +35,6 @@ class Fault:
     """Where it depends on labels; empty: the rule's."""
 
 
-PROMTOOL_ALONE = {
-    "PenstockRewardDependsOnLeniency",  # the harmed run scores without leniency
-    "PenstockDiskNearlyFull",  # its disk is this machine's
-    "PenstockBusFull",
-    "PenstockBusNearlyFull",
-    "PenstockRunHoldsGpus",
-    "PenstockRunNotStarted",
-}
 RUNNING = {f'penstock_coordinator_run_state{{{RUN},state="running"}}': "1x120"}
 FAULTS = (
     Fault("PenstockServiceDown", {f"up{{{ONE}}}": "1x5 0x10"}, 5, 9, ONE, "warning"),
@@ -327,7 +319,7 @@ def test_every_alert_and_every_guard_is_raised_in_a_real_run() -> None:
     source = (ROOT / "tests" / "chaos" / "test_faults.py").read_text()
     raised = set(re.findall(r"Penstock[A-Z]\w+", source))
     guards = {name for name in (*GUARDS, "nonfinite") if f'"{name}"' in source}
-    assert raised == rules().keys() - PROMTOOL_ALONE
+    assert raised == rules().keys()
     assert guards == {*GUARDS, "nonfinite"}
 
 

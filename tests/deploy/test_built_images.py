@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PATIENCE_S
-from tests.support.chart import Json, render, template_of, values
+from tests.support.chart import ROOT, Json, render, template_of, values
 
 STORE = Path(os.environ.get("PENSTOCK_IMAGES", "/var/tmp/penstock-images"))
 IMAGES = ("coordinator", "executor", "reward")
+CHANGE_BYTES = 10_000_000
+AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 pytestmark = [
     pytest.mark.usefixtures("helm"),
     pytest.mark.skipif(not (STORE / "layers").is_dir(), reason="no built images: call make images"),
@@ -110,3 +112,33 @@ def test_a_built_image_starts_its_service(root: tuple[str, Path], tmp_path: Path
     done = contained(role, place, ["python", "-m", module, "--config", "missing.toml"], tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().endswith("no settings file at missing.toml: check the path after the command")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("image", IMAGES)
+def test_a_change_of_one_line_pushes_less_than_10_mb(image: str, tmp_path: Path) -> None:
+    before = pushed(f"localhost/penstock-{image}", tmp_path / "before")
+    context = tmp_path / "context"
+    for name in ("shared", "services", "deploy/docker"):
+        shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, context)
+    with (context / "shared/errors.py").open("a") as file:
+        file.write("# one line\n")
+    flags = ["--layers", "--isolation", "chroot", "--volume", f"{AUTHORITIES}:{AUTHORITIES}:ro"]
+    flags += ["--build-arg", "BASE=localhost/penstock-base", "-f", str(context / f"deploy/docker/{image}.Dockerfile")]
+    changed = f"localhost/penstock-{image}-changed"
+    buildah("bud", "-q", *flags, "-t", changed, str(context))
+    try:
+        after = pushed(changed, tmp_path / "after")
+    finally:
+        buildah("rmi", changed)
+    sizes = {name: size for name, size in after.items() if name not in before}
+    print(f"{image}: {sum(sizes.values()) / 1e3:.0f} kB of {sum(after.values()) / 1e6:.0f} MB")
+    assert 0 < sum(sizes.values()) < CHANGE_BYTES
+
+
+def pushed(image: str, folder: Path) -> dict[str, int]:
+    """Return the bytes of each blob that a registry receives."""
+    buildah("push", "-q", image, f"oci:{folder}:image")
+    return {blob.name: blob.stat().st_size for blob in (folder / "blobs/sha256").iterdir()}

@@ -13,6 +13,7 @@ from tests.support.chart import (
     GPU,
     NEWEST,
     ROOT,
+    TRACKED,
     Json,
     environment,
     labels,
@@ -112,6 +113,10 @@ MISSING: Sequence[tuple[Json, str]] = (
         "expected storage.runs.existingClaim with checkpoints.s3.uri and trainer.nodes = 2, found none: pods that train",
     ),
     (
+        values("object-storage", run={"config": TRACKED}),
+        "expected storage.runs.existingClaim with [tracking] in run.config and checkpoints.s3.uri, found none: what each",
+    ),
+    (
         values(rollout={"autoscaling": {"enabled": True}}),
         "expected KEDA or an external metrics API for rollout.autoscaling.enabled, found neither keda.sh/v1alpha1 nor "
         "external.metrics.k8s.io/v1beta1 in this cluster",
@@ -157,6 +162,23 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence() -> None:
     played = play_all([[wrong] for wrong, _ in MISSING], version=NEWEST, crds=None)
     for (_, said), (release,) in zip(MISSING, played, strict=True):
         assert said in release.error
+
+
+def test_a_run_with_trackers_has_one_pod_that_keeps_its_place_on_the_claim_and_outlasts_the_run() -> None:
+    config = {"config": TRACKED, "kind": "workloads"}
+    release = render(values(run=config, tracking={"existingSecret": "trackers"}))
+    workload = release.one("StatefulSet", "tracking")
+    (container,) = template_of(workload)["spec"]["containers"]
+    assert workload["spec"]["replicas"] == 1
+    assert container["envFrom"] == [{"secretRef": {"name": "trackers"}}]
+    assert {"name": "runs", "mountPath": "/var/penstock/runs"} in container["volumeMounts"]
+    released = [rule["resourceNames"] for rule in release.one("Role", "coordinator")["rules"]]
+    assert released == [["demo-penstock-rollout"], ["demo-penstock-reward"], ["demo-penstock-trainer"]]
+    in_one_pod = render(values(run={**config, "kind": "pod"}, tracking={"existingSecret": "trackers"}))
+    assert not in_one_pod.of("StatefulSet", "tracking")
+    (container,) = template_of(in_one_pod.workload("pod"))["spec"]["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "trackers"}}]
+    assert not render(values()).of("StatefulSet", "tracking")
 
 
 def test_an_engine_may_take_every_gpu_of_its_pod() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import need
-from tests.support.chart import labels, render, values
+from tests.support.chart import TRACKED, labels, render, values
 from tests.support.policy_network import Peer, PolicyNetwork
 
 pytestmark = pytest.mark.usefixtures("helm")
@@ -18,7 +18,9 @@ def to(name: str, *ports: int) -> set[tuple[str, int]]:
 
 SERVED = to("coordinator", 8000)
 """By default to all pods of the namespace."""
-MEASURED = {(role, 9400) for role in ("coordinator", "rollout", "rollout-1", "reward", "trainer", "executor")}
+MEASURED = {
+    (role, 9400) for role in ("coordinator", "rollout", "rollout-1", "reward", "trainer", "executor", "tracking")
+}
 OUTSIDE = to("kube-dns") | to("node-dns") | to("internet") | to("prometheus") | to("stranger")
 ENGINES = to("trainer") | to("rollout") | to("rollout-1")
 EXPECTED = {
@@ -27,6 +29,7 @@ EXPECTED = {
     "rollout-1": NAME_SERVERS | to("bus", 6379) | ENGINES - to("rollout-1"),
     "trainer": NAME_SERVERS | to("bus", 6379) | ENGINES - to("trainer"),
     "reward": NAME_SERVERS | to("bus", 6379) | to("executor", 9500),
+    "tracking": NAME_SERVERS | to("bus", 6379) | {(name, 41234) for name, _ in OUTSIDE},  # a tracker's port
     "check": NAME_SERVERS | to("bus", 6379) | SERVED,
     "executor": set(),
     "bus": set(),
@@ -38,7 +41,7 @@ EXPECTED = {
 def test_every_needed_connection_opens_and_every_other_is_refused() -> None:
     need("ip", "iproute2")
     need("nft", "nftables")
-    release = render(values(executor={"enabled": True}))
+    release = render(values(run={"config": TRACKED}, executor={"enabled": True}, tracking={"port": 41234}))
     pods = {role: labels(pod) for role, pod in release.pods()}
     peers = [
         *(Peer(role, own) for role, own in pods.items()),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from shared.settings import given, loads
-from tests.support.chart import ALL_CRDS, NEWEST, ROOT, play_all, values
+from tests.support.chart import ALL_CRDS, NEWEST, ROOT, TRACKED, play_all, values
 
 REGISTRY = "registry.test/team"
 PUBLISHED = subprocess.run(
@@ -19,8 +19,10 @@ PUBLISHED = subprocess.run(
 
 @pytest.mark.usefixtures("helm")
 def test_every_image_that_the_chart_names_is_published_and_no_other() -> None:
-    config = values()["run"]["config"]
-    cases = [values(executor={"enabled": True}), values(run={"config": config, "kind": "pod"})]
+    cases = [
+        values(run={"config": TRACKED}, executor={"enabled": True}),
+        values(run={"config": TRACKED, "kind": "pod"}),
+    ]
     played = play_all([[case] for case in cases], version=NEWEST, crds=ALL_CRDS)
     pods = [pod for (release,) in played for _, pod in release.pods()]
     named = {box["image"] for pod in pods for box in pod["spec"]["containers"]}

@@ -169,11 +169,14 @@ def environment(container: Json) -> Mapping[str, Any]:
     return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]}
 
 
+TRACKED = values()["run"]["config"] + '\n[tracking]\nsinks = ["mlflow"]\n'
 EVERYTHING: Json = {
+    "run": {"config": TRACKED},
     "executor": {"enabled": True, "runtimeClassName": "gvisor"},
     "commonLabels": {"team": "research"},
     "storage": {"data": {"existingClaim": "models"}},
     "bus": {"caSecret": "bus-ca"},
+    "tracking": {"existingSecret": "trackers"},
     "defaults": {
         "tolerations": [{"key": "spot", "operator": "Exists"}],
         "topologySpreadConstraints": [

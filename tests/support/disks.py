@@ -1,6 +1,7 @@
 """A small disk that tests fill up."""
 
 import contextlib
+import os
 import resource
 import shutil
 import subprocess
@@ -27,9 +28,8 @@ class Disk:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             return
         filler = self.folder / "filler"
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"\0" * 4096)
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(self.folder).free - left_bytes)
         try:
             yield
         finally:

@@ -99,7 +99,8 @@ class Deployment:
             said = process.stderr.read()
             raise PenstockError(
                 f"no coordinator of {self.name} runs in namespace {self.namespace} ({said.strip()}): the run waits for its "
-                f"pods, or has ended; `kubectl -n {self.namespace} get pods,jobs -l {self.selector}` shows which"
+                f"pods, or has ended; `penstock doctor --cluster {self.name} --namespace {self.namespace}` says why, and `penstock "
+                "delete` removes it"
             )
         # kubectl writes a line for each connection
         threading.Thread(target=collections.deque, args=(process.stdout, 0), daemon=True).start()

@@ -63,7 +63,17 @@ app.kubernetes.io/part-of: penstock
 {{/* The roles of this release, without the bus. */}}
 {{- define "penstock.roles" -}}
 {{- if eq (include "penstock.kind" .) "pod" -}}pod{{- else -}}
-coordinator rollout reward trainer{{ if .Values.executor.enabled }} executor{{ end }}
+coordinator rollout reward trainer{{ if .Values.executor.enabled }} executor{{ end }}{{ if include "penstock.tracks" . }} tracking{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* "yes" where the run's TOML has a table of trackers. */}}
+{{- define "penstock.tracks" -}}
+{{- if regexMatch "(?m)^\\s*(\\[\\s*tracking\\s*\\]|tracking\\s*[.=])" .Values.run.config -}}
+{{- if include "penstock.ownFolders" . -}}
+{{- fail "expected storage.runs.existingClaim with [tracking] in run.config and checkpoints.s3.uri, found none: what each tracker has received must outlast its pod; name a claim, or remove [tracking]" -}}
+{{- end -}}
+yes
 {{- end -}}
 {{- end -}}
 
@@ -155,7 +165,7 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- define "penstock.released" -}}
 {{- $all := list -}}
 {{- if eq .Values.run.onFinish "release" -}}
-{{- range $role := without (splitList " " (include "penstock.roles" .)) "coordinator" "pod" -}}
+{{- range $role := without (splitList " " (include "penstock.roles" .)) "coordinator" "pod" "tracking" -}}
 {{- range $pool := ternary $.Values.rollout.pools list (eq $role "rollout") | default (list dict) -}}
 {{- $root := dict "Values" (merge (dict "rollout" (mergeOverwrite (deepCopy $.Values.rollout) $pool)) (omit $.Values "rollout")) "Release" $.Release "Chart" $.Chart "Capabilities" $.Capabilities -}}
 {{- $one := dict "root" $root "role" $role -}}

@@ -89,6 +89,9 @@ spec:
       command: {{ include "penstock.command" . }}
       env:
         {{- include "penstock.environment" . | nindent 8 }}
+      {{- if and (has $role (list "tracking" "pod")) $root.Values.tracking.existingSecret }}
+      envFrom: [{secretRef: {name: {{ $root.Values.tracking.existingSecret }}}}]
+      {{- end }}
       ports:
         {{- include "penstock.ports" . | nindent 8 }}
       {{- include "penstock.probes" . | nindent 6 }}
@@ -290,7 +293,7 @@ limits:
 {{- if and (has .role (list "executor" "reward")) .root.Values.executor.enabled }}
 - {name: executor, mountPath: /etc/penstock/executor, readOnly: true}
 {{- end }}
-{{- if has .role (list "coordinator" "trainer" "rollout" "pod") }}
+{{- if has .role (list "coordinator" "trainer" "rollout" "tracking" "pod") }}
 - {name: runs, mountPath: /var/penstock/runs{{ if eq .role "rollout" }}, readOnly: true{{ end }}}
 {{- end }}
 {{- if and .root.Values.storage.data.existingClaim (ne .role "executor") }}
@@ -336,7 +339,7 @@ limits:
 - name: executor
   secret: {secretName: {{ include "penstock.executorSecret" .root }}, defaultMode: 0440}
 {{- end }}
-{{- if has .role (list "coordinator" "trainer" "rollout" "pod") }}
+{{- if has .role (list "coordinator" "trainer" "rollout" "tracking" "pod") }}
 {{ include "penstock.runsVolume" .root }}
 {{- end }}
 {{- if and $values.storage.data.existingClaim (ne .role "executor") }}
@@ -367,7 +370,7 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- $tolerations := fromYamlArray (include "penstock.value" (merge (dict "key" "tolerations") .)) -}}
 {{- $trainer := $root.Values.trainer -}}
-{{- if and (eq .role "coordinator") (include "penstock.oneNode" $root) }}
+{{- if and (has .role (list "coordinator" "tracking")) (include "penstock.oneNode" $root) }}
 {{- $tolerations = uniq (concat $tolerations (fromYamlArray (include "penstock.value" (dict "root" $root "role" "trainer" "key" "tolerations")))) }}
 {{- if $trainer.gpu.count }}{{ $tolerations = append $tolerations (dict "key" $trainer.gpu.resource "operator" "Exists" "effect" "NoSchedule") }}{{ end -}}
 {{- end -}}
@@ -384,8 +387,8 @@ topologySpreadConstraints: {{- . | nindent 2 }}
 {{- $together = append $together (include "penstock.beside" (dict "root" $root "key" $root.Values.fabric.topologyKey "roles" (list "trainer" "rollout")) | fromYaml) }}
 {{- end }}
 {{- /* The trainer chooses the node of a volume that one node at a time can mount; the others follow it there. */}}
-{{- if and (include "penstock.oneNode" $root) (has .role (list "coordinator" "trainer" "rollout")) }}
-{{- $roles := ternary (list "coordinator" "trainer" "rollout") (list "trainer") (eq .role "trainer") }}
+{{- if and (include "penstock.oneNode" $root) (has .role (list "coordinator" "trainer" "rollout" "tracking")) }}
+{{- $roles := ternary (list "coordinator" "trainer" "rollout" "tracking") (list "trainer") (eq .role "trainer") }}
 {{- $together = append $together (include "penstock.beside" (dict "root" $root "key" "kubernetes.io/hostname" "roles" $roles) | fromYaml) }}
 {{- end }}
 {{- with $together }}

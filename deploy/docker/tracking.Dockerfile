@@ -1,0 +1,34 @@
+# Copies a run's records to experiment trackers.
+#
+# Build from the repository's root:
+#
+#   docker build -f deploy/docker/tracking.Dockerfile -t "$REGISTRY/penstock-tracking:0.1.0" .
+#
+# BASE may be any Debian bookworm with Python 3.11 or newer; pin it by digest for builds that can be repeated.
+ARG BASE=python:3.12.12-slim-bookworm
+
+# Packages are a layer of their own, which a change of the code leaves as it is.
+FROM ${BASE} AS packages
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+WORKDIR /src
+RUN python -m venv /opt/penstock && echo /opt/code > "$(echo /opt/penstock/lib/python3.*/site-packages)/code.pth"
+COPY deploy/docker/locks/tracking.txt lock.txt
+RUN /opt/penstock/bin/pip install --require-hashes -r lock.txt
+
+FROM packages AS code
+COPY deploy/docker/locks/build.txt ./
+RUN /opt/penstock/bin/pip install --require-hashes -r build.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY shared shared
+COPY services/__init__.py services/py.typed services/
+COPY services/tracking services/tracking
+RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation --target /opt/code . && rm -r /opt/code/bin
+
+FROM ${BASE}
+RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin penstock
+COPY --from=packages /opt/penstock /opt/penstock
+COPY --from=code /opt/code /opt/code
+ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+WORKDIR /tmp
+ENTRYPOINT ["python", "-m", "services.tracking"]
