@@ -1,4 +1,4 @@
-"""Peak memory of training steps, predicted by the plan and measured, over twelve configurations.
+"""Peak memory of training steps, predicted by the plan and measured, over thirteen configurations.
 
     python -m benchmarks.plan_memory --gpus 2 --out results.jsonl             # all of them on two GPUs
     python -m benchmarks.plan_memory --only 7b-zero3,1.5b-lora --gpus 2
@@ -59,6 +59,8 @@ class Configuration:
     lora: int = 0
     critic: bool = False
     snapshots: bool = False
+    sharded: bool = False
+    """The snapshots."""
     cap: int = 16_384
     steps: int = 2
 
@@ -81,6 +83,9 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "7b-zero2-8bit": Configuration("7b", ranks=2, zero_stage=2, optimizer="adamw_8bit", checkpointing=True),
     "7b-zero3": Configuration("7b", ranks=2, zero_stage=3, checkpointing=True),
     "7b-zero3-snapshots": Configuration("7b", ranks=2, zero_stage=3, checkpointing=True, snapshots=True, steps=3),
+    "7b-zero3-sharded": Configuration(
+        "7b", ranks=2, zero_stage=3, checkpointing=True, snapshots=True, sharded=True, steps=3
+    ),
 }
 
 
@@ -103,6 +108,7 @@ def predicted(of: Configuration, limit_bytes: float) -> Table:
         micro_batch_tokens=of.cap,
         checkpointing=checkpointing,
         snapshots=of.held_snapshots,
+        sharded=of.sharded,
     )
     table, _ = trainer_table(work, options, limit_bytes)
     return {phase: [part for part in parts if part.name != "context"] for phase, parts in table.items()}
@@ -185,7 +191,7 @@ class _Trainer:
             if self._publication is not None and rank == 0:
                 self._publication.publish(self._engine, self._version, self._version)  # type: ignore[arg-type]
             elif self._publication is not None:
-                self._engine.take_part()
+                self._publication.take_part(self._engine, self._version, self._version)  # type: ignore[arg-type]
         return self._phases.take_samples()
 
     def _pass(self, engine: Any, loss: Callable[[Any], Any]) -> None:
@@ -215,6 +221,7 @@ def _settings(of: Configuration, device: str, folder: Path) -> Any:
                 "ranks": of.ranks, "zero_stage": of.zero_stage, "micro_batch_tokens": of.cap,
                 "optimizer": of.optimizer, "gradient_checkpointing": of.checkpointing,
             },
+            "weights": {"snapshots": "sharded" if of.sharded else "whole"},
         }
     )  # fmt: skip
 
@@ -278,7 +285,8 @@ def _folded(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 def recompared(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored result's deviation from today's plan, and from the plan when it was measured."""
-    of = Configuration(**{field.name: stored[field.name] for field in dataclasses.fields(Configuration)})
+    names = {field.name for field in dataclasses.fields(Configuration)}
+    of = Configuration(**{name: stored[name] for name in names & stored.keys()})
     table = predicted(of, stored.get("capacity_bytes", _H200) - _CONTEXT)
     predicted_bytes, measured_bytes = peak(table), stored["measured_bytes"]
     deviation = predicted_bytes / measured_bytes - 1

@@ -65,7 +65,7 @@ def predicted(settings: Settings, measured: PhaseMemory) -> dict[str, float]:
     if measured.device.endswith(" cpu"):
         work = dataclasses.replace(work, weight_bytes=4)  # the trainer computes in float32 there
     options = preferences(settings).trainer
-    if "." in measured.replica:  # rank 0 alone has snapshots
+    if "." in measured.replica and not options.sharded:  # rank 0 alone has snapshots
         options = dataclasses.replace(options, snapshots=0)
     table, _ = trainer_table(work, options, measured.capacity_bytes)
     return _folded({str(phase): parts for phase, parts in table.items()}.get(measured.phase, ()))

@@ -55,6 +55,7 @@ def preferences(settings: Settings) -> Preferences:
         checkpointing=trainer.gradient_checkpointing,
         chunk_tokens=settings.internal.logits_chunk_tokens,
         snapshots=snapshots_of(settings),
+        sharded=settings.weights.snapshots == "sharded",
     )
     return Preferences(
         options,

@@ -59,6 +59,7 @@ def _trainer(settings: Settings, work: Workload) -> list[Component]:
         optimizer=trainer.optimizer,
         offload=trainer.offload,
         snapshots=snapshots_of(settings),
+        sharded=settings.weights.snapshots == "sharded",
     )
     table, _ = trainer_table(work, options, 0.0)
     return [part for part in table["wait"] if part.name in _COUNTED]

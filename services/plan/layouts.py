@@ -177,9 +177,8 @@ class Planner:
     # ---------------------------------------------------------------- memory
 
     def _mine(self, ranks: int, copies: int = 2) -> TrainerOptions:
-        return dataclasses.replace(
-            self.own.trainer, ranks=ranks, snapshots=copies if self.own.transport == "pull" else 0
-        )
+        own, snapshots = self.own.trainer, copies if self.own.transport == "pull" else 0
+        return dataclasses.replace(own, ranks=ranks, snapshots=snapshots, sharded=own.sharded and ranks > 1)
 
     def _options(self, ranks: int, copies: int) -> Iterator[list[TrainerOptions]]:
         """Yield the trainer's settings: with the run's own optimizer and offloading first, then with those that need less

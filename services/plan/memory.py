@@ -80,6 +80,8 @@ class TrainerOptions:
     chunk_tokens: int = 2048
     snapshots: int = 2
     """Copies of the policy that are served; 0: weights travel by file."""
+    sharded: bool = False
+    """Whether each rank has a share of them, rather than rank 0 all."""
 
     def shards(self, from_stage: int) -> int:
         """Return over how many ranks something is cut that ZeRO shards from ``from_stage`` on."""
@@ -105,6 +107,7 @@ def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -
 
 
 _MORE_RANKS = "raise trainer.ranks"
+_SNAPSHOTS = 'set weights.transport = "file", or weights.snapshots = "sharded" on several ranks'
 _STATES = 'raise trainer.ranks or trainer.zero_stage, or set trainer.offload = "optimizer"'
 
 
@@ -122,8 +125,16 @@ def _lasting(work: Workload, options: TrainerOptions) -> list[Component]:
             Component("reference", frozen, 'set algorithm.reference = "reward", or policy.lora.rank, or zero_stage = 3')
         )
     if options.snapshots and not work.lora_rank:
-        parts.append(Component("snapshots", options.snapshots * work.policy_bytes, 'set weights.transport = "file"'))
+        parts.append(Component("snapshots", options.snapshots * _snapshot(work, options), _SNAPSHOTS))
     return [*parts, Component("context", _CONTEXT + (_NCCL if options.ranks > 1 else 0.0))]
+
+
+def _snapshot(work: Workload, options: TrainerOptions) -> float:
+    """Return rank 0's bytes of a snapshot; of a sharded one, the first bucket, which is the embeddings', and its share."""
+    if not options.sharded:
+        return float(work.policy_bytes)
+    first = work.shape.vocabulary * work.shape.hidden * work.weight_bytes
+    return first + (work.policy_bytes - first) / options.ranks
 
 
 def _optimizer(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:

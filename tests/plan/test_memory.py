@@ -83,6 +83,15 @@ def test_the_bucket_of_gradients_is_as_large_for_a_small_adapter() -> None:
     assert reductions == {"wait": [], "forward and backward": [1e9], "optimizer": []}
 
 
+def test_a_sharded_snapshot_is_the_bucket_of_the_embeddings_and_a_share_of_the_others() -> None:
+    def snapshots(ranks: int, *, sharded: bool) -> float:
+        table, _ = trainer_table(workload("70b"), TrainerOptions(ranks, 3, sharded=sharded), 140 * GIB)
+        return next(round(part.nbytes / 1e9, 1) for part in table["wait"] if part.name == "snapshots")
+
+    assert snapshots(8, sharded=False) == 282.2
+    assert [snapshots(ranks, sharded=True) for ranks in (1, 8, 32)] == [282.2, 39.0, 12.9]
+
+
 def test_states_are_cut_by_the_zero_stage() -> None:
     def states(stage: int) -> dict[str, float]:
         table, _ = trainer_table(workload("7b"), TrainerOptions(8, stage, snapshots=0), 140 * GIB)
