@@ -1,8 +1,9 @@
-"""Peak memory of training steps, predicted by the plan and measured, over twelve configurations.
+"""Peak memory of training steps, predicted by the plan and measured, over thirteen configurations.
 
     python -m benchmarks.plan_memory --gpus 2 --out results.jsonl             # all of them on two GPUs
     python -m benchmarks.plan_memory --only 7b-zero3,1.5b-lora --gpus 2
     python -m benchmarks.plan_memory --toy                                    # on a CPU: tensors only, no activations
+    python -m benchmarks.plan_memory --stored benchmarks/results/2026-11-23-plan-memory-h200.json      # today's plan
 
 Each configuration is a process of its own with random weights, full micro-batches, and real optimizer, adapter, critic
 and snapshots; those of one rank run beside each other, one on each GPU. The failure or the time limit of one does not
@@ -20,14 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.shapes import SHAPES
-from services.plan.memory import Table, TrainerOptions, total, trainer_table
+from services.plan.hardware import GIB
+from services.plan.memory import Table, TrainerOptions, peak, total, trainer_table
 from services.plan.shapes import from_config
 from services.plan.workload import Lengths, Workload
 
@@ -37,9 +39,11 @@ _PREFIX = "RESULT "
 _ROWS, _SAMPLES, _PROMPT, _PASSES = 4, 8, 64, 2
 """Groups of a micro-batch, samples of a group, tokens of its prompt, and micro-batches of a rank's step."""
 _TENSORS = ("weights", "gradients", "master weights", "moments", "critic", "snapshots")
-_FOLDED = {"logits": "activations"}
-"""The plan's components that one measurement covers."""
+_FOLDED = dict.fromkeys(("logits", "reduction"), "activations")
+"""The plan's components that one measurement covers: DeepSpeed frees its bucket before the phase ends."""
 _CONTEXT = 1 << 30
+_H200 = 140.4 * GIB
+"""For results that do not name their GPU's memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +59,15 @@ class Configuration:
     lora: int = 0
     critic: bool = False
     snapshots: bool = False
+    sharded: bool = False
+    """The snapshots."""
     cap: int = 16_384
     steps: int = 2
+
+    @property
+    def held_snapshots(self) -> int:
+        """Of the steps before the measured one."""
+        return min(2, self.steps - 1) if self.snapshots else 0
 
 
 CONFIGURATIONS: Mapping[str, Configuration] = {
@@ -64,14 +75,17 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "0.5b-zero1": Configuration("0.5b"),
     "0.5b-critic": Configuration("0.5b", critic=True, checkpointing=True),
     "1.5b-auto": Configuration("1.5b", checkpointing="auto", steps=6),
-    "1.5b-checkpointing-snapshots": Configuration("1.5b", checkpointing=True, snapshots=True),
+    "1.5b-checkpointing-snapshots": Configuration("1.5b", checkpointing=True, snapshots=True, steps=3),
     "1.5b-8bit": Configuration("1.5b", optimizer="adamw_8bit", checkpointing=True),
     "1.5b-lora": Configuration("1.5b", lora=16, checkpointing=True),
     "7b-lora": Configuration("7b", lora=16, checkpointing=True),
     "1.5b-zero2": Configuration("1.5b", ranks=2, zero_stage=2),
     "7b-zero2-8bit": Configuration("7b", ranks=2, zero_stage=2, optimizer="adamw_8bit", checkpointing=True),
     "7b-zero3": Configuration("7b", ranks=2, zero_stage=3, checkpointing=True),
-    "7b-zero3-snapshots": Configuration("7b", ranks=2, zero_stage=3, checkpointing=True, snapshots=True),
+    "7b-zero3-snapshots": Configuration("7b", ranks=2, zero_stage=3, checkpointing=True, snapshots=True, steps=3),
+    "7b-zero3-sharded": Configuration(
+        "7b", ranks=2, zero_stage=3, checkpointing=True, snapshots=True, sharded=True, steps=3
+    ),
 }
 
 
@@ -93,7 +107,8 @@ def predicted(of: Configuration, limit_bytes: float) -> Table:
         of.optimizer,
         micro_batch_tokens=of.cap,
         checkpointing=checkpointing,
-        snapshots=of.snapshots,
+        snapshots=of.held_snapshots,
+        sharded=of.sharded,
     )
     table, _ = trainer_table(work, options, limit_bytes)
     return {phase: [part for part in parts if part.name != "context"] for phase, parts in table.items()}
@@ -176,7 +191,7 @@ class _Trainer:
             if self._publication is not None and rank == 0:
                 self._publication.publish(self._engine, self._version, self._version)  # type: ignore[arg-type]
             elif self._publication is not None:
-                self._engine.take_part()
+                self._publication.take_part(self._engine, self._version, self._version)  # type: ignore[arg-type]
         return self._phases.take_samples()
 
     def _pass(self, engine: Any, loss: Callable[[Any], Any]) -> None:
@@ -206,6 +221,7 @@ def _settings(of: Configuration, device: str, folder: Path) -> Any:
                 "ranks": of.ranks, "zero_stage": of.zero_stage, "micro_batch_tokens": of.cap,
                 "optimizer": of.optimizer, "gradient_checkpointing": of.checkpointing,
             },
+            "weights": {"snapshots": "sharded" if of.sharded else "whole"},
         }
     )  # fmt: skip
 
@@ -236,10 +252,11 @@ def _rows(of: Configuration, vocabulary: int) -> list[Any]:
 
 def compare(of: Configuration, measured: Mapping[str, Any], *, tensors_alone: bool) -> dict[str, Any]:
     """Return predicted beside measured; of tensors alone where the allocator is not measured."""
-    table = predicted(of, measured["capacity_bytes"] - _CONTEXT)
+    capacity_bytes = measured["capacity_bytes"]
+    table = predicted(of, capacity_bytes - _CONTEXT)
     phase = max(measured["phases"], key=lambda name: float(measured["phases"][name]["bytes"]))
-    seen = {name: nbytes for name, nbytes in measured["phases"][phase].items() if name != "bytes"}
-    expected = _components(max(table.values(), key=total))
+    seen = _folded((name, nbytes) for name, nbytes in measured["phases"][phase].items() if name != "bytes")
+    expected = _folded((part.name, part.nbytes) for part in max(table.values(), key=total))
     if tensors_alone:
         seen, expected = ({name: each[name] for name in _TENSORS if each.get(name)} for each in (seen, expected))
     predicted_bytes, measured_bytes = sum(expected.values()), sum(seen.values())
@@ -249,6 +266,7 @@ def compare(of: Configuration, measured: Mapping[str, Any], *, tensors_alone: bo
         "measured_bytes": round(measured_bytes),
         "deviation": round(deviation, 4),
         "bar_met": abs(deviation) <= BAR,
+        "capacity_bytes": capacity_bytes,
         "phase": phase,
         "components": {
             name: [round(expected.get(name, 0.0)), round(seen.get(name, 0.0))]
@@ -258,12 +276,28 @@ def compare(of: Configuration, measured: Mapping[str, Any], *, tensors_alone: bo
     }
 
 
-def _components(parts: Sequence[Any]) -> dict[str, float]:
+def _folded(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     folded: dict[str, float] = {}
-    for part in parts:
-        name = _FOLDED.get(part.name, part.name)
-        folded[name] = folded.get(name, 0.0) + part.nbytes
+    for name, nbytes in parts:
+        folded[_FOLDED.get(name, name)] = folded.get(_FOLDED.get(name, name), 0.0) + nbytes
     return folded
+
+
+def recompared(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored result's deviation from today's plan, and from the plan when it was measured."""
+    names = {field.name for field in dataclasses.fields(Configuration)}
+    of = Configuration(**{name: stored[name] for name in names & stored.keys()})
+    table = predicted(of, stored.get("capacity_bytes", _H200) - _CONTEXT)
+    predicted_bytes, measured_bytes = peak(table), stored["measured_bytes"]
+    deviation = predicted_bytes / measured_bytes - 1
+    return {
+        "name": stored["name"],
+        "predicted_bytes": round(predicted_bytes),
+        "measured_bytes": measured_bytes,
+        "deviation": round(deviation, 4),
+        "deviation_when_measured": stored["deviation"],
+        "bar_met": abs(deviation) <= BAR,
+    }
 
 
 def run_one(name: str, of: Configuration, gpus: Sequence[int], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -343,6 +377,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=120.0, help="for one configuration")
     parser.add_argument("--out", type=Path, help="results are appended here at once")
+    parser.add_argument(
+        "--stored", type=Path, help="a file of benchmarks/results: compare it with today's plan, without a GPU"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny shape on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -353,6 +390,11 @@ def main() -> None:
     arguments = _parse()
     if arguments.child:
         _child(arguments)
+        return
+    if arguments.stored:
+        _finish(
+            [recompared(each) for each in json.loads(arguments.stored.read_text())["result"] if "error" not in each]
+        )
         return
     names = arguments.only.split(",") if arguments.only else list(CONFIGURATIONS)
     chosen = {name: CONFIGURATIONS[name] for name in names}
@@ -366,6 +408,10 @@ def main() -> None:
         if arguments.out is not None:
             with arguments.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
+    _finish(results)
+
+
+def _finish(results: Sequence[Mapping[str, Any]]) -> None:
     met = sum(bool(result.get("bar_met")) for result in results)
     print(json.dumps({"bar_met": met == len(results), "within": met, "of": len(results), "results": results}))
 

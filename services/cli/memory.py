@@ -19,7 +19,7 @@ from shared.errors import PenstockError
 from shared.settings import Settings, load_run
 from shared.text.terminal import escaped_line
 
-_FOLDED = {"logits": "activations"}
+_FOLDED = dict.fromkeys(("logits", "reduction"), "activations")
 """The plan's components that are measured as another."""
 _UNCOMPARED = ("context", "other")
 """What torch does not allocate, and what has no name."""
@@ -65,8 +65,8 @@ def predicted(settings: Settings, measured: PhaseMemory) -> dict[str, float]:
     if measured.device.endswith(" cpu"):
         work = dataclasses.replace(work, weight_bytes=4)  # the trainer computes in float32 there
     options = preferences(settings).trainer
-    if "." in measured.replica:  # rank 0 alone has snapshots
-        options = dataclasses.replace(options, snapshots=False)
+    if "." in measured.replica and not options.sharded:  # rank 0 alone has snapshots
+        options = dataclasses.replace(options, snapshots=0)
     table, _ = trainer_table(work, options, measured.capacity_bytes)
     return _folded({str(phase): parts for phase, parts in table.items()}.get(measured.phase, ()))
 

@@ -15,7 +15,7 @@ from services.plan.layouts import Layout, Planner, Preferences
 from services.plan.measured import Corrections, Measured
 from services.plan.memory import TrainerOptions
 from services.plan.report import Plan, text
-from services.plan.workload import Workload, workload_of
+from services.plan.workload import Workload, snapshots_of, workload_of
 from shared.errors import SettingsError
 from shared.settings import Settings, load, loads
 
@@ -54,7 +54,8 @@ def preferences(settings: Settings) -> Preferences:
         micro_batch_tokens=trainer.micro_batch_tokens,
         checkpointing=trainer.gradient_checkpointing,
         chunk_tokens=settings.internal.logits_chunk_tokens,
-        snapshots=settings.weights.transport == "pull",
+        snapshots=snapshots_of(settings),
+        sharded=settings.weights.snapshots == "sharded",
     )
     return Preferences(
         options,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from services.plan.hardware import GIB
 from services.plan.memory import Component, TrainerOptions, total, trainer_table
-from services.plan.workload import Workload, workload_of
+from services.plan.workload import Workload, snapshots_of, workload_of
 from shared.errors import SettingsError
 from shared.model.context import read_config
 from shared.settings import Settings
@@ -59,7 +59,8 @@ def _trainer(settings: Settings, work: Workload) -> list[Component]:
         zero_stage=trainer.zero_stage,
         optimizer=trainer.optimizer,
         offload=trainer.offload,
-        snapshots=settings.weights.transport == "pull",
+        snapshots=snapshots_of(settings),
+        sharded=settings.weights.snapshots == "sharded",
     )
     table, _ = trainer_table(work, options, 0.0)
     return [part for part in table["wait"] if part.name in _COUNTED]

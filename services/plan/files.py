@@ -50,6 +50,8 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
     rollout.setdefault("vllm", {})["tensor_parallel_size"] = layout.tensor_parallel
     weights = values.setdefault("weights", {})
     weights["transport"] = "pull" if trainer.snapshots else "file"
+    if not trainer.snapshots:
+        weights.pop("snapshots", None)
     weights["shadow"] = "auto" if layout.shadow else "bucketed"
     if layout.placement != "separate":
         values["placement"] = {"mode": layout.placement}

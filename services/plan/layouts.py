@@ -175,26 +175,29 @@ class Planner:
 
     # ---------------------------------------------------------------- memory
 
-    def _mine(self, ranks: int) -> TrainerOptions:
-        return dataclasses.replace(self.own.trainer, ranks=ranks, snapshots=self.own.transport == "pull")
+    def _mine(self, ranks: int, copies: int = 2) -> TrainerOptions:
+        own, snapshots = self.own.trainer, copies if self.own.transport == "pull" else 0
+        return dataclasses.replace(own, ranks=ranks, snapshots=snapshots, sharded=own.sharded and ranks > 1)
 
-    def _options(self, ranks: int) -> Iterator[list[TrainerOptions]]:
+    def _options(self, ranks: int, copies: int) -> Iterator[list[TrainerOptions]]:
         """Yield the trainer's settings: with the run's own optimizer and offloading first, then with those that need less
         memory. Within each, ZeRO stages and transports."""
-        mine = self._mine(ranks)
-        transports = (True, False) if mine.snapshots else (False,)
+        mine = self._mine(ranks, copies)
+        transports = tuple(dict.fromkeys((mine.snapshots, 0)))
         ways = [(mine.optimizer, mine.offload), *_WAYS]
         for optimizer, offload in dict.fromkeys(ways):
             stages = (3,) if offload == "all" else (1, 2, 3) if ranks > 1 else (max(1, mine.zero_stage),)
             way = dataclasses.replace(mine, optimizer=optimizer, offload=offload)
             own = [mine] if way == mine else []
             others = itertools.product(stages, transports)
-            yield own + [dataclasses.replace(way, zero_stage=stage, snapshots=pull) for stage, pull in others]
+            yield own + [dataclasses.replace(way, zero_stage=stage, snapshots=pulled) for stage, pulled in others]
 
-    def _trainers(self, ranks: int, beside_bytes: float = 0.0) -> Iterator[tuple[TrainerOptions, Table, int] | Problem]:
+    def _trainers(
+        self, ranks: int, beside_bytes: float = 0.0, copies: int = 2
+    ) -> Iterator[tuple[TrainerOptions, Table, int] | Problem]:
         """Yield the settings that fit, of the first optimizer and offloading with which any do, or why none does."""
         limit_bytes = self.limit_bytes - beside_bytes
-        for together in self._options(ranks):
+        for together in self._options(ranks, copies):
             fits = False
             for options in dict.fromkeys(together):
                 table, kept = trainer_table(self.work, options, limit_bytes)
@@ -271,7 +274,7 @@ class Planner:
         yield self._candidate(lent, {**tables, "trainer": table}, kept, groups)
 
     def _shared(self, ranks: int) -> Iterator[Candidate | Problem]:
-        for trainer in self._trainers(ranks, _CONTEXT_ASLEEP):
+        for trainer in self._trainers(ranks, _CONTEXT_ASLEEP, copies=1):
             if isinstance(trainer, Problem):
                 yield dataclasses.replace(trainer, layout=f"shared: {trainer.layout}")
                 continue

@@ -3,10 +3,10 @@
 A trainer's rank, ``P`` weights over ``N`` ranks, bytes per weight (bfloat16, AdamW)::
 
     weights 2 · gradients 2 · master weights 4 · moments 8 (8-bit: 2)      over N from ZeRO stage 3 · 2 · 1 · 1
-    reduction      DeepSpeed's buckets; a rank's reduced gradients below stage 3; gathered weights at stage 3
-    activations    a layer's input for every layer, and all that it keeps for those that are not recomputed
-    logits         of ``internal.logits_chunk_tokens``
-    snapshots      two whole copies on rank 0 (``weights.transport = "pull"``)
+    reduction      DeepSpeed's bucket; a rank's reduced gradients at stage 2; gathered weights at stage 3
+    stored         a layer's input for every layer, and all that it keeps for those that are not recomputed
+    activations    stored, and the larger of: the logits with the gradient of the output layer; one layer's backward pass
+    snapshots      two copies (``weights.transport = "pull"``), whole on rank 0, or in shares on all ranks
 
 An engine's GPU, over ``T`` tensor parallel ranks: weights and shadow 2 P / T each, activations, logits, and the
 key-value cache in what is left.
@@ -24,8 +24,8 @@ Phase = Literal["wait", "forward and backward", "optimizer", "critic", "generate
 _CONTEXT = 0.6 * GIB
 """CUDA, cuBLAS and the program."""
 _NCCL = 1.0 * GIB
-_BUCKET = 1e9
-"""DeepSpeed's 500 million gradients of 2 bytes."""
+_BUCKET = 5e8
+"""Gradients in DeepSpeed's bucket, which is allocated whole at the first gradient and freed after the last pass."""
 _GATHERED = 2e9
 """Weights that live at a time at ZeRO stage 3."""
 _RESERVE = 1.1
@@ -34,6 +34,8 @@ _SUB_GROUP = 4e9
 """Gradients in float32 of DeepSpeed's 1 billion weights that stage 3 steps at a time."""
 _LOGIT_BYTES = 4.3
 """Of one logit with its gradient, by the fused kernel (1.33 GB for 2,048 tokens of 152,064 words)."""
+_LOGIT_GRADIENT = 2.0
+"""Of a chunk's logit while all logits are kept."""
 _LOGIT_COPIES = 6
 """Float32 copies of a decoding step's logits."""
 _GRAPHS = 1.5 * GIB
@@ -74,8 +76,10 @@ class TrainerOptions:
     micro_batch_tokens: int = 16_384
     checkpointing: bool | Literal["auto"] = "auto"
     chunk_tokens: int = 2048
-    snapshots: bool = True
-    """On rank 0's GPU, as weights are pulled from it."""
+    snapshots: int = 2
+    """Copies of the policy that are served; 0: weights travel by file."""
+    sharded: bool = False
+    """Whether each rank has a share of them, rather than rank 0 all."""
 
     def shards(self, from_stage: int) -> int:
         """Return over how many ranks something is cut that ZeRO shards from ``from_stage`` on."""
@@ -88,19 +92,20 @@ def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -
     moving = _gradients(work.trained, work, options)
     base = total(lasting) + total(moving)
     kept, keeps_logits = _kept(work, options, USED * limit_bytes - base)
-    step = Component("gradients in float32", _float32_gradients(work, options), _MORE_RANKS)
     table: dict[Phase, Components] = {
         "wait": lasting,
         "forward and backward": [*lasting, *moving, *activations(work, options, kept, keeps_logits=keeps_logits)],
-        "optimizer": [*lasting, *moving, step],
+        "optimizer": [*lasting, *_step(work.trained, work, options)],
     }
     if work.critic is not None:
         of_critic = _gradients(work.critic.weights, work, options)
-        table["critic"] = [*lasting, *of_critic, *activations(work, options, kept)[:1]]
+        passes = [*of_critic, *activations(work, options, kept)[:1]]
+        table["critic"] = [*lasting, *max(passes, _step(work.critic.weights, work, options), key=total)]
     return table, kept
 
 
 _MORE_RANKS = "raise trainer.ranks"
+_SNAPSHOTS = 'set weights.transport = "file", or weights.snapshots = "sharded" on several ranks'
 _STATES = 'raise trainer.ranks or trainer.zero_stage, or set trainer.offload = "optimizer"'
 
 
@@ -118,8 +123,16 @@ def _lasting(work: Workload, options: TrainerOptions) -> list[Component]:
             Component("reference", frozen, 'set algorithm.reference = "reward", or policy.lora.rank, or zero_stage = 3')
         )
     if options.snapshots and not work.lora_rank:
-        parts.append(Component("snapshots", 2 * work.policy_bytes, 'set weights.transport = "file"'))
+        parts.append(Component("snapshots", options.snapshots * _snapshot(work, options), _SNAPSHOTS))
     return [*parts, Component("context", _CONTEXT + (_NCCL if options.ranks > 1 else 0.0))]
+
+
+def _snapshot(work: Workload, options: TrainerOptions) -> float:
+    """Return rank 0's bytes of a snapshot; of a sharded one, the first bucket, which is the embeddings', and its share."""
+    if not options.sharded:
+        return float(work.policy_bytes)
+    first = work.shape.vocabulary * work.shape.hidden * work.weight_bytes
+    return first + (work.policy_bytes - first) / options.ranks
 
 
 def _optimizer(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
@@ -145,19 +158,24 @@ def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Co
     parts = [Component("gradients", nbytes / options.shards(2), "set trainer.zero_stage = 2")]
     if not options.zero_stage:
         return parts
-    buffers = min(_BUCKET, float(nbytes))
+    buffers = _BUCKET * work.weight_bytes
     if options.zero_stage == 3:
         buffers += min(_GATHERED, work.policy_bytes)
-    elif options.offload == "none":
-        buffers += nbytes / options.ranks
+    elif options.zero_stage == 2 and options.offload == "none":
+        buffers += nbytes / options.ranks  # of this pass, added to those of the passes before
     return [*parts, Component("reduction", buffers, "set zero_optimization in trainer.deepspeed")]
 
 
-def _float32_gradients(work: Workload, options: TrainerOptions) -> float:
-    if not options.zero_stage or options.offload != "none":
-        return 0.0
-    own = 4.0 * work.trained / options.ranks
-    return min(own, _SUB_GROUP) if options.zero_stage == 3 else own
+def _step(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+    """Return what the optimizer's step needs: gradients, and below stage 3 a flat copy of a rank's share, which becomes
+    one in float32; the bucket is freed."""
+    gradients, *reduction = _gradients(trained, work, options)
+    if not options.zero_stage:
+        return [gradients]
+    own = trained / options.ranks
+    nbytes = min(4 * own, _SUB_GROUP) if options.zero_stage == 3 else own * (6 if work.weight_bytes == 2 else 4)
+    copies = Component("gradients in float32", 0.0 if options.offload != "none" else nbytes, _MORE_RANKS)
+    return [gradients, *(reduction if options.zero_stage == 3 else ()), copies]
 
 
 def activations(work: Workload, options: TrainerOptions, kept: int, *, keeps_logits: bool = False) -> list[Component]:
@@ -165,22 +183,49 @@ def activations(work: Workload, options: TrainerOptions, kept: int, *, keeps_log
 
     ``keeps_logits``: those of all tokens stay until the backward pass, which computes their gradients in place.
     """
-    shape, tokens = work.shape, options.micro_batch_tokens
+    shape = work.shape
     saved, inputs = _layer_bytes(work, options)
-    recomputing = saved if kept < shape.layers else 0.0
-    nbytes = kept * saved + (shape.layers - kept) * inputs + recomputing
-    logits = min(tokens, options.chunk_tokens or tokens) * shape.vocabulary * _LOGIT_BYTES * work.weight_bytes / 2
-    if keeps_logits:
-        logits = _all_logits(work, options)
+    stored = kept * saved + (shape.layers - kept) * inputs
+    at_logits, at_layer = _logits(work, options, keeps_logits=keeps_logits), _layer(work, options)
+    at_layer += saved if kept < shape.layers else 0.0
     advice = "lower trainer.micro_batch_tokens"
     if not kept or options.checkpointing is False:
         advice += ", or set trainer.gradient_checkpointing = true"
-    return [Component("activations", nbytes, advice), Component("logits", logits, "lower trainer.micro_batch_tokens")]
+    if at_layer > at_logits:
+        return [Component("activations", stored + at_layer, advice)]
+    return [
+        Component("activations", stored, advice),
+        Component("logits", at_logits, "lower trainer.micro_batch_tokens"),
+    ]
 
 
 def _layer_bytes(work: Workload, options: TrainerOptions) -> tuple[float, float]:
-    tokens = options.micro_batch_tokens * work.weight_bytes
-    return float(tokens * work.shape.saved_per_token), float(tokens * work.shape.hidden)
+    """Return what a layer keeps that is not recomputed, and its input. In float32, attention copies queries, keys and
+    values, these for all heads, into rectangles (services/trainer/model/layers/attention.py), and keeps its result."""
+    shape, tokens = work.shape, options.micro_batch_tokens * work.weight_bytes
+    copies = 4 * shape.attention_width // shape.layers if work.weight_bytes == 4 else 0
+    return float(tokens * (shape.saved_per_token + copies)), float(tokens * shape.hidden)
+
+
+def _layer(work: Workload, options: TrainerOptions) -> float:
+    """Return what a layer's backward pass adds to what the layer keeps: the gradients of the MLP's product and of the
+    layer's input and output; with an adapter, the MLP's product without it; a tied output layer's gradient, which waits
+    for that of the embeddings."""
+    shape = work.shape
+    width = shape.inner * (2 if work.lora_rank else 1) + 2 * shape.hidden
+    waiting = _head_gradient(work) if shape.tied else 0.0
+    return float(options.micro_batch_tokens * work.weight_bytes * width) + waiting
+
+
+def _logits(work: Workload, options: TrainerOptions, *, keeps_logits: bool) -> float:
+    tokens, per_byte = options.micro_batch_tokens, work.weight_bytes / 2
+    chunk = min(tokens, options.chunk_tokens or tokens) * work.shape.vocabulary * per_byte
+    kept = _all_logits(work, options) + chunk * _LOGIT_GRADIENT
+    return (kept if keeps_logits else chunk * _LOGIT_BYTES) + _head_gradient(work)
+
+
+def _head_gradient(work: Workload) -> float:
+    return 0.0 if work.lora_rank else float(work.shape.vocabulary * work.shape.hidden * work.weight_bytes)
 
 
 def _all_logits(work: Workload, options: TrainerOptions) -> float:

@@ -70,7 +70,9 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
 
 
 def _weights(candidate: Candidate) -> str:
-    way = "pulled" if candidate.layout.trainer.snapshots else "by file"
+    trainer = candidate.layout.trainer
+    pulled = "pulled from all ranks (not verified on GPUs)" if trainer.sharded else "pulled"
+    way = pulled if trainer.snapshots else "by file"
     seconds, step_s = candidate.rates.transfer_s, candidate.step_s
     return f"weights, {way}: live after {seconds:,.1f} s, {seconds / step_s:.0%} of a step"
 

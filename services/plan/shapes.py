@@ -66,6 +66,8 @@ class Shape:
     active: int
     """Of them, those that one token uses."""
     embeddings: int
+    inner: int
+    """The MLP's width, of the experts that a token uses."""
     attention_width: int
     kv_per_token: int
     saved_per_token: int
@@ -76,6 +78,11 @@ class Shape:
     @property
     def weights(self) -> int:
         return self.decoder + self.embeddings
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embeddings."""
+        return self.embeddings == self.vocabulary * self.hidden
 
     @property
     def sizes(self) -> ModelSizes:
@@ -134,6 +141,7 @@ def _shape(fields: Config, name: str) -> Shape:
         decoder=layers * (attention + every),
         active=layers * (attention + used),
         embeddings=fields["vocab_size"] * hidden * (1 if fields.get("tie_word_embeddings") else 2),
+        inner=inner,
         attention_width=layers * width,
         kv_per_token=layers * kv,
         saved_per_token=4 * hidden + 2 * width + 2 * kv_heads * head + 3 * inner,

@@ -99,6 +99,13 @@ class Workload:
         return shape.layers * self.lora_rank * shape.linear_sides if self.lora_rank else shape.weights
 
 
+def snapshots_of(settings: Settings) -> int:
+    """Return the copies of the policy that rank 0 keeps on its GPU (services/trainer/rank0/publication.py)."""
+    if settings.weights.transport == "file":
+        return 0
+    return 1 if settings.shared_devices else 2
+
+
 def workload_of(settings: Settings, model: str = "", lengths: Path | None = None) -> Workload:
     """Return the work that ``settings`` describe, with the shape ``model`` instead of policy.model. Raises
     SettingsError: the model's sizes or the lengths cannot be read.

@@ -40,9 +40,11 @@ async def run(settings: Settings, replica: str) -> int:
         Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: {"ready": True})
     with importing():
         from services.trainer.rank0.artifacts import Artifacts
+        from services.trainer.rank0.publication import Publication
         from services.trainer.training import train
 
-    finished = train(settings, NoMailbox(), Artifacts(settings), stopping.is_set)
+    with contextlib.closing(Publication(settings, own_host(settings))) as publication:
+        finished = train(settings, NoMailbox(), Artifacts(settings, publication), stopping.is_set)
     # A host's first rank speaks for it. Of rank 0's host that is rank 0, which the launcher must not end early.
     return 0 if finished or os.environ["LOCAL_RANK"] != "0" else settings.internal.stopped_exit_status
 

@@ -42,6 +42,9 @@ class WeightsSettings(Section):
     transport: Literal["pull", "file"] = Field(default="pull")
     """How versions reach the replicas. `pull`: over the network, from the trainer's memory and from one another,
     while generation continues. `file`: safetensors on storage that trainer and replicas share."""
+    snapshots: Literal["whole", "sharded"] = Field(default="whole")
+    """Where the two copies are that replicas pull from. `whole`: on the GPU of the trainer's rank 0. `sharded`: each
+    rank has a share, which a policy needs that fits on no GPU; not verified on GPUs yet."""
     deadline_s: PositiveFloat = Field(default=30.0)
     """Longest wait of a pull for an answer, a peer or a bucket, in seconds; then the next source is tried."""
     kv: Literal["keep", "recompute"] = Field(default="keep")

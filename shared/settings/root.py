@@ -255,6 +255,13 @@ def _check_trainer(settings: Settings) -> None:
             'expected trainer.zero_stage >= 1 with policy.dtype = "bfloat16", found 0: there DeepSpeed steps as for float16, '
             "with a loss scale; stage 1 costs no more, change trainer.zero_stage"
         )
+    if settings.weights.snapshots == "sharded" and (
+        settings.weights.transport == "file" or not settings.trainer.zero_stage
+    ):
+        raise ValueError(
+            'expected weights.transport = "pull" and trainer.zero_stage >= 1 with weights.snapshots = "sharded", found '
+            f'"{settings.weights.transport}" and {settings.trainer.zero_stage}: change one of them'
+        )
     if settings.algorithm.reference == "reward" and settings.policy.lora.rank:
         raise ValueError(
             'expected algorithm.reference = "trainer" with policy.lora, where the reference is the policy without its '

@@ -1,12 +1,19 @@
 """Laws of sizes and memory; literal figures are of Qwen2.5's shapes and of benchmarks/results."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from benchmarks.plan_memory import recompared
 from services.plan.hardware import GIB, parse_cluster
 from services.plan.memory import EngineOptions, TrainerOptions, engine_memory, peak, total, trainer_table
 from services.plan.shapes import from_config, shape_of
 from services.plan.workload import Lengths, Workload
 from shared.errors import SettingsError
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def workload(model: str, lora: int = 0) -> Workload:
@@ -41,12 +48,11 @@ def test_a_config_without_sizes_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "measured_gb"),
     [
-        ("0.5b", TrainerOptions(1, 1, checkpointing=False, snapshots=False), 27.64),
-        ("0.5b", TrainerOptions(1, 2, offload="optimizer", checkpointing=False, snapshots=False), 20.00),
-        ("0.5b", TrainerOptions(1, 1, snapshots=False, micro_batch_tokens=15_261), 29.7),
-        ("0.5b", TrainerOptions(1, 1, snapshots=False, micro_batch_tokens=46_103), 66.7),
-        ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=False), 72.59),
-        ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=False, micro_batch_tokens=32_768), 76.68),
+        ("0.5b", TrainerOptions(1, 2, offload="optimizer", checkpointing=False, snapshots=0), 20.00),
+        ("0.5b", TrainerOptions(1, 1, snapshots=0, micro_batch_tokens=15_261), 29.7),
+        ("0.5b", TrainerOptions(1, 1, snapshots=0, micro_batch_tokens=46_103), 66.7),
+        ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=0), 72.59),
+        ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=0, micro_batch_tokens=32_768), 76.68),
     ],
 )
 def test_peaks_are_within_three_percent_of_those_measured(
@@ -57,9 +63,38 @@ def test_peaks_are_within_three_percent_of_those_measured(
     assert (peak(table) - context) / 1e9 == pytest.approx(measured_gb, rel=0.03)
 
 
+def test_the_plan_is_within_two_percent_of_every_stored_measurement() -> None:
+    stored = json.loads((RESULTS / "2026-11-23-plan-memory-h200.json").read_text())["result"]
+    measured = [result for result in stored if "error" not in result]
+    assert len(measured) == 8
+    assert {name: off for name, off in map(deviation, measured) if abs(off) > 0.02} == {}
+
+
+def deviation(result: dict[str, Any]) -> tuple[str, float]:
+    compared = recompared(result)
+    return compared["name"], compared["deviation"]
+
+
+def test_the_bucket_of_gradients_is_as_large_for_a_small_adapter() -> None:
+    table, _ = trainer_table(workload("7b", lora=16), TrainerOptions(1, 1), 140 * GIB)
+    reductions = {
+        str(phase): [part.nbytes for part in parts if part.name == "reduction"] for phase, parts in table.items()
+    }
+    assert reductions == {"wait": [], "forward and backward": [1e9], "optimizer": []}
+
+
+def test_a_sharded_snapshot_is_the_bucket_of_the_embeddings_and_a_share_of_the_others() -> None:
+    def snapshots(ranks: int, *, sharded: bool) -> float:
+        table, _ = trainer_table(workload("70b"), TrainerOptions(ranks, 3, sharded=sharded), 140 * GIB)
+        return next(round(part.nbytes / 1e9, 1) for part in table["wait"] if part.name == "snapshots")
+
+    assert snapshots(8, sharded=False) == 282.2
+    assert [snapshots(ranks, sharded=True) for ranks in (1, 8, 32)] == [282.2, 39.0, 12.9]
+
+
 def test_states_are_cut_by_the_zero_stage() -> None:
     def states(stage: int) -> dict[str, float]:
-        table, _ = trainer_table(workload("7b"), TrainerOptions(8, stage, snapshots=False), 140 * GIB)
+        table, _ = trainer_table(workload("7b"), TrainerOptions(8, stage, snapshots=0), 140 * GIB)
         return {part.name: round(part.nbytes / 1e9, 1) for part in table["optimizer"]}
 
     assert [states(stage)["moments"] for stage in (0, 1, 2, 3)] == [60.9, 7.6, 7.6, 7.6]
@@ -76,7 +111,7 @@ def test_an_adapter_has_small_states_and_no_snapshots() -> None:
 
 def test_as_many_layers_keep_their_activations_as_memory_allows() -> None:
     def kept(gib: float) -> int:
-        return trainer_table(workload("7b"), TrainerOptions(2, 3, snapshots=False), gib * GIB)[1]
+        return trainer_table(workload("7b"), TrainerOptions(2, 3, snapshots=0), gib * GIB)[1]
 
     assert (kept(79.6), kept(140.4), kept(1000)) == (1, 18, 28)
 

@@ -43,6 +43,15 @@ def test_what_is_shown_fits() -> None:
         assert all(peak(table) <= plan.planner.limit_bytes * 1.0001 for table in candidate.memory.values())
 
 
+def test_sharded_snapshots_are_planned_only_if_they_are_set() -> None:
+    def ways(*flags: str) -> set[tuple[bool, bool]]:
+        trainers = [each.layout.trainer for each in make(settings_of(None, flags), "4x8xH200", "70b").candidates]
+        return {(trainer.snapshots > 0, trainer.sharded) for trainer in trainers}
+
+    assert ways() == {(False, False)}
+    assert (True, True) in ways("--weights.snapshots", "sharded")
+
+
 def test_a_model_that_fits_nowhere_is_answered_by_component_and_setting() -> None:
     plan = make(settings_of(None, []), "1xL4", "400b")
     assert not plan.candidates

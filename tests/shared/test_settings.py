@@ -43,6 +43,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ("[algorithm]\nmax_lag = 100000000", "expected at most 1,000,000 groups in flight"),
         ("[run]\nsteps = 5\n[trainer]\nwarmup_steps = 6", "expected trainer.warmup_steps <= run.steps, found 6 > 5"),
         ('[[reward.scorers]]\nkind = "answer"\n[[reward.scorers]]\nkind = "answer"', "expected scorers with different names, found ['answer', 'answer']"),
+        ('[weights]\nsnapshots = "sharded"\ntransport = "file"', 'expected weights.transport = "pull" and trainer.zero_stage >= 1 with weights.snapshots = "sharded", found "file" and 1'),
         ("[trainer]\nranks = 2\ngpus = [0]", "expected 2 different numbers in trainer.gpus, one for each of trainer.ranks, found [0]"),
         ("[reward]\nreplicas = 2\ngpus = [3]", "expected as many numbers in reward.gpus for each of 2 reward.replicas, found [3]"),
         ("[rollout]\nreplicas = 2\ngpus = [0, 1, 2]", "expected as many numbers in rollout.gpus for each of 2 rollout.replicas, found [0, 1, 2]"),
@@ -131,16 +132,16 @@ def test_each_held_out_set_has_its_own_settings_or_those_of_all(tmp_path: Path) 
     assert loads(dumps(settings), "again").evaluation == settings.evaluation
 
 
-def test_there_are_at_most_231_settings() -> None:
+def test_there_are_at_most_232_settings() -> None:
     """200; six of the scorer kind `trl`; three of the data: filter, system, chat_template; two each of trackers (sinks,
     project) and of placement (mode, rung); algorithm.wait_s; fabric.require, as NCCL takes sockets silently; and
     run.gpu_hours, a budget; six of sampling (top_p, top_k, min_p, min_new_tokens, stop, by_dataset); data.curriculum;
     data.completion_field; algorithm.distillation; six of teachers (data.teacher_field; reward.teachers with name,
-    model, url, key_source).
+    model, url, key_source); weights.snapshots.
     """
     listed = {entry.key for entry in settings_help.entries() if entry.kind}
     every = {entry.key for entry in settings_help.entries(internal=True) if entry.kind}
-    assert len(listed) <= 231
+    assert len(listed) <= 232
     assert len(every - listed) <= 25
     assert all(key.startswith("internal.") for key in every - listed)
 

@@ -160,7 +160,7 @@ def full_folder(of: Settings) -> dict[str, Any]:
     """Three steps with checkpoints; rank 1 cannot write its part of the second."""
     writes = dist.get_rank() == 0
     publication = Publication(of, "127.0.0.1", lambda: b"")
-    artifacts = Rank0Artifacts(of, publication) if writes else Artifacts(of)
+    artifacts = Rank0Artifacts(of, publication) if writes else Artifacts(of, publication)
     trainer, data, said = Trainer(Rank(of).engine, of, NoMailbox(), artifacts), tuple(test_update.batch()), []
     for step in (1, 2, 3):
         write = _refuse if (step, dist.get_rank()) == (2, 1) else torch.save

@@ -88,8 +88,12 @@ def counts() -> tuple[int, int]:
 
 
 class Trainer:
-    def __init__(self, deadline_s: float, folder: str | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, deadline_s: float, folder: str | None = None, device: str = "cpu", share: tuple[int, int] = (0, 1)
+    ) -> None:
         self.device = torch.device(device)
+        self._share = share
+        self._others: list[str] = []
         self.source = WeightSource(
             "127.0.0.1", 0, weights.secret, deadline_s=deadline_s, file_folder=Path(folder) if folder else None
         )
@@ -103,11 +107,16 @@ class Trainer:
         tensors = policy(seed, scale)
         layout = layout_of(tensors)
         if self.snapshot is None or self.snapshot.layout != layout:
-            self.snapshot = FlatSnapshot(layout, self.device)
-        header = self.snapshot.fill(tensors, PolicyVersion(version), version)
-        self.source.offer(self.snapshot)
+            self.snapshot = FlatSnapshot(layout, self.device, self._share)
+        checksums = FlatSnapshot(layout, CPU).fill(tensors, PolicyVersion(version), version).checksums
+        header = self.snapshot.fill(tensors, PolicyVersion(version), version, lambda _: checksums)
+        self.source.offer(self.snapshot, self._others)
         self._record = record_of(header)
         return self._record
+
+    def name_others(self, addresses: list[str]) -> None:
+        """Name the sources of the other shares to pullers."""
+        self._others = addresses
 
     def arrive(self, version: int, seed: int, buckets: int) -> PolicyRecord:
         """Serve a version of which only the first ``buckets`` have arrived."""

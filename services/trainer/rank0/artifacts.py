@@ -23,23 +23,25 @@ from shared.settings import Settings
 class Artifacts:
     """A rank other than 0, on the training thread."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, publication: Publication) -> None:
         self._settings = settings
+        self._publication = publication
 
     @property
     def snapshots(self) -> Sequence[Tensor]:
         """Memory of the published weights on this rank's device."""
-        return ()
+        return self._publication.buckets
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
         """Publish the weights of ``step`` as ``version``."""
-        engine.take_part(factors=self._settings.publishes_adapters)
+        assert version is not None
+        self._publication.take_part(engine, version, step)
         return None
 
     @property
     def snapshot_bytes(self) -> int:
         """Device memory of published versions."""
-        return 0
+        return self._publication.snapshot_bytes
 
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
@@ -59,23 +61,14 @@ class Rank0Artifacts(Artifacts):
     """Rank 0, on the training thread."""
 
     def __init__(self, settings: Settings, publication: Publication) -> None:
-        super().__init__(settings)
-        self._publication = publication
+        super().__init__(settings, publication)
         self._signer = open_signer(settings)
-
-    @property
-    def snapshots(self) -> Sequence[Tensor]:
-        return self._publication.buckets
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
         """Record the version's number before its commit, then publish the weights."""
         assert version is not None
         note_version(self._settings.run_folder, version)
         return self._publication.publish(engine, version, step)
-
-    @property
-    def snapshot_bytes(self) -> int:
-        return self._publication.snapshot_bytes
 
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str

@@ -41,7 +41,7 @@ class CommandKind(IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """One turn; ``payloads`` are encoded experience, ``version`` and ``state`` are set on rank 0 only."""
+    """One turn; ``payloads`` are encoded experience, ``state`` is set on rank 0 only."""
 
     kind: CommandKind
     folder: str = ""
@@ -84,13 +84,13 @@ def _write(command: Command) -> bytes:
     plan = None if command.plan is None else wire.encode(command.plan)
     payloads = list(command.payloads)
     where, batch = (int(command.kind), command.folder), (payloads, command.lags, command.contexts)
-    fields = (*where, *batch, command.learning_rate, plan, command.rung, command.held_out)
+    fields = (*where, *batch, command.learning_rate, plan, command.rung, command.version, command.held_out)
     data: bytes = msgpack.packb(fields)
     return data
 
 
 def _read(data: bytes) -> Command:
-    kind, folder, payloads, lags, contexts, rate, raw, rung, held_out = msgpack.unpackb(data)
+    kind, folder, payloads, lags, contexts, rate, raw, rung, version, held_out = msgpack.unpackb(data)
     plan = None if raw is None else wire.decode(raw, StepPlan)
     groups = decode_all(payloads)
     return Command(
@@ -101,6 +101,7 @@ def _read(data: bytes) -> Command:
         tuple(lags),
         rate,
         plan,
+        version,
         contexts=tuple(contexts),
         rung=int(rung),
         held_out=tuple(held_out),

@@ -1,4 +1,4 @@
-"""Publish the weights of a step, by pull from this process or by file. Rank 0 only.
+"""Publish the weights of a step, by pull from this process or by file.
 
 ::
 
@@ -6,22 +6,34 @@
                A ◀─── versions 0, 2, 4, …    B ◀─── versions 1, 3, 5, …
 
 Two flat snapshots on the device alternate, without locks: a pull that overlaps an overwrite fails on its checksums. On
-a shared device there is one. A version is offered before its commit, when replicas learn of it.
+a shared device there is one. A version is offered before its commit, when replicas learn of it. Adapters alone
+(``Settings.publishes_adapters``) go by file.
+
+With ``weights.snapshots = "sharded"`` every rank keeps, and serves, its share of each snapshot::
+
+    rank 0     buckets 0, N, 2N, …      ─┐ every rank's address and checksums ─▶ the same header on all
+    rank 1     buckets 1, N + 1, …      ─┤
+    …                                   ─┘ rank 0's source names the others to pullers
+
+All ranks finish publishing before rank 0 answers the driver, so a committed version is whole.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from services.trainer.model.adapter import file_configuration
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.rank0.results import Whereabouts
 from shared.bus.messages import PolicyVersion
+from shared.errors import PeerError
 from shared.peers.handshake import Secret
 from shared.settings import Settings
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Layout, plan_layout
-from shared.weights.format.snapshot import dtype_name, write_adapter, write_snapshot
+from shared.weights.format.snapshot import dtype_name, keep_newest, write_adapter, write_snapshot
 from shared.weights.source.source import WeightSource
 
 log = logging.getLogger(__name__)
@@ -29,15 +41,20 @@ log = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 _BUCKET_BYTES = 512 << 20
 """Few transfers, small enough to stage on a GPU."""
+_BUCKETS_OF_SHARE = 8
+"""At least, so that shares are about equal."""
+
+
+def _unknown() -> bytes:
+    raise PeerError("this rank does not know the run's secret yet")
 
 
 class Publication:
     """Publishes by ``weights.transport``, for replicas that reach ``host``; on the training thread, and closed after
-    it.
-
+    it. Ranks other than 0 do not know the run's ``secret`` at first.
     """
 
-    def __init__(self, settings: Settings, host: str, secret: Secret) -> None:
+    def __init__(self, settings: Settings, host: str, secret: Secret = _unknown) -> None:
         self._settings = settings
         self._host = host
         self._secret = secret
@@ -45,6 +62,7 @@ class Publication:
         self._source: WeightSource | None = None
         self._spare: FlatSnapshot | None = None
         self._offered: FlatSnapshot | None = None
+        self._others: Sequence[str] = ()
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
         """Make the weights of ``step`` available as ``version``; other ranks call ``engine.take_part``.
@@ -62,41 +80,75 @@ class Publication:
         written = write_snapshot(folder, version, step, engine.tensors(), self._dtype)
         return Whereabouts(written.digest, str(written.location), "")
 
+    def take_part(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> None:
+        """Help rank 0 publish, as another rank."""
+        if not self._settings.publishes_adapters and self._is_sharded(engine):
+            self._offer(engine, version, step)
+        else:
+            engine.take_part(factors=self._settings.publishes_adapters)
+
     @property
     def buckets(self) -> list[torch.Tensor]:
         return [bucket for snapshot in (self._spare, self._offered) if snapshot for bucket in snapshot.buckets]
 
     def _offer(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
-        source = self._source or self._open()
-        snapshot = self._spare or FlatSnapshot(self._layout(engine), engine.device)
-        header = snapshot.fill(engine.tensors(), version, step)
-        source.offer(snapshot)
+        rank, ranks = (dist.get_rank(), engine.ranks) if self._is_sharded(engine) else (0, 1)
+        source = self._source or self._open(f"rank-{rank}" if ranks > 1 else "")
+        snapshot = self._spare or FlatSnapshot(self._layout(engine, ranks), _indexed(engine.device), (rank, ranks))
+
+        def join(own: tuple[str, ...]) -> tuple[str, ...]:
+            return own if ranks == 1 else self._join(engine, source.address, own)
+
+        header = snapshot.fill(engine.tensors(), version, step, join)
+        source.offer(snapshot, self._others)
+        if ranks > 1:  # the driver keeps the newest of whole ones
+            keep_newest(self._settings.snapshot_folder / f"rank-{rank}", self._settings.weights.keep)
         # If every replica shares the trainer's device, none pulls while the trainer holds it, so one snapshot is enough.
         alone = self._settings.placement.mode == "shared"
         self._spare, self._offered = snapshot if alone else self._offered, snapshot
         return Whereabouts(header.digest, "", source.address)
+
+    def _is_sharded(self, engine: TrainingEngine) -> bool:
+        return self._settings.weights.snapshots == "sharded" and engine.ranks > 1
+
+    def _join(self, engine: TrainingEngine, address: str, own: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the checksums of all buckets; every rank also learns the other sources and the run's secret."""
+        is_first = dist.get_rank() == 0
+        shares = engine.gathered((address, own, self._secret() if is_first else b""))
+        if not is_first:
+            secret = shares[0][2]
+            self._secret = lambda: secret
+        self._others = [address for address, checksums, _ in shares[1:] if checksums]
+        joined = [""] * sum(len(checksums) for _, checksums, _ in shares)
+        for rank, (_, checksums, _) in enumerate(shares):
+            joined[rank :: len(shares)] = checksums
+        return tuple(joined)
 
     @property
     def snapshot_bytes(self) -> int:
         snapshots = {id(snapshot): snapshot for snapshot in (self._spare, self._offered) if snapshot is not None}
         return sum(bucket.nbytes for snapshot in snapshots.values() for bucket in snapshot.buckets)
 
-    def _open(self) -> WeightSource:
+    def _open(self, folder: str) -> WeightSource:
         weights = self._settings.weights
         self._source = WeightSource(
             self._host,
             0,  # any free port, sent with each version
-            self._secret,
+            lambda: self._secret(),
             deadline_s=weights.deadline_s,
-            file_folder=self._settings.snapshot_folder,
+            file_folder=self._settings.snapshot_folder / folder,
             file_dtype=self._dtype,
         )
         log.info("weights are served", extra={"address": self._source.address})
         return self._source
 
-    def _layout(self, engine: TrainingEngine) -> Layout:
-        shapes = ((name, dtype_name(self._published(dtype)), shape) for name, dtype, shape in engine.shapes())
-        return plan_layout(shapes, _BUCKET_BYTES)
+    def _layout(self, engine: TrainingEngine, ranks: int) -> Layout:
+        shapes = [(name, dtype_name(self._published(dtype)), shape) for name, dtype, shape in engine.shapes()]
+        layout = plan_layout(shapes, _BUCKET_BYTES)
+        share_bytes = layout.nbytes // ranks
+        if ranks == 1 or share_bytes >= _BUCKETS_OF_SHARE * _BUCKET_BYTES:
+            return layout
+        return plan_layout(shapes, share_bytes // _BUCKETS_OF_SHARE)
 
     def _published(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if dtype.is_floating_point else dtype
@@ -107,3 +159,8 @@ class Publication:
         if source is not None:
             source.withdraw(_LEAVE_S)
             source.close()
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return the device for other threads too, whose current one is the first."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device

@@ -6,12 +6,14 @@
     replica   begin(header)      bucket 0 arrives ─▶ mark(0), bucket 1 arrives ─▶ mark(1), …      or void(reason)
     a Source's threads           wait(0) ─▶ send, wait(1) ─▶ send, …
 
+A trainer's rank may hold every N-th bucket only (``share``); the others have no bytes there.
+
 Marks are points in stream order. Storage never moves. One thread writes (fill, begin, mark, void), any number wait.
 Bytes may be overwritten while being read; readers compare checksums.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -29,16 +31,22 @@ _INTERRUPT_EVERY_S = 0.05
 class FlatSnapshot:
     """Buckets of one layout; raises WeightsError if empty."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, share: tuple[int, int] = (0, 1)) -> None:
+        """``share``: rank and number of ranks."""
         if not layout.bucket_bytes:
             raise WeightsError("expected a layout of at least one tensor")
+        self.numbers = range(share[0], len(layout.bucket_bytes), share[1])
+        """Of the buckets that are here."""
         self.layout = layout
         self.layout_digest = layout.digest
         self.device = device
-        self.buckets = tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in layout.bucket_bytes)
+        sizes = [size if number in self.numbers else 0 for number, size in enumerate(layout.bucket_bytes)]
+        self.buckets = tuple(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
         self.header: Header | None = None
         """None: no complete or arriving version."""
-        self._tensors = {entry.name: view(self.buckets[entry.bucket], entry) for entry in layout.tensors}
+        here = [entry for entry in layout.tensors if entry.bucket in self.numbers]
+        self._tensors = {entry.name: view(self.buckets[entry.bucket], entry) for entry in here}
+        self._elsewhere = {entry.name for entry in layout.tensors} - self._tensors.keys()
         self._changed = threading.Condition()
         self._marked = [False] * len(self.buckets)
         self._points = [Point(device) for _ in self.buckets]
@@ -49,22 +57,30 @@ class FlatSnapshot:
 
     @property
     def whole(self) -> bool:
-        """Whether every bucket is complete."""
+        """Whether every bucket that is here is complete."""
         with self._changed:
-            return self.header is not None and all(self._marked)
+            return self.header is not None and all(self._marked[number] for number in self.numbers)
 
-    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], version: PolicyVersion, step: int) -> Header:
+    def fill(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: PolicyVersion,
+        step: int,
+        join: Callable[[tuple[str, ...]], tuple[str, ...]] = tuple,
+    ) -> Header:
         """Copy ``tensors`` (name, tensor on any device) in, cast to the layout's types; return the new header.
 
+        ``join`` makes the checksums of all buckets from those of the buckets that are here.
         Iterators are consumed one tensor at a time. Waits once for the device. Raises WeightsError for tensors that do
         not fit.
         """
         self.void(f"version {version} replaced it: the pull is torn")
         self._copy(tensors)
-        checksums = torch.stack([checksum(bucket) for bucket in self.buckets]).cpu()
-        header = Header(version, step, self.layout_digest, tuple(text(value) for value in checksums))
+        checksums = [checksum(self.buckets[number]) for number in self.numbers]
+        values = torch.stack(checksums).cpu() if checksums else ()
+        header = Header(version, step, self.layout_digest, join(tuple(text(value) for value in values)))
         self.begin(header)
-        for bucket in range(len(self.buckets)):
+        for bucket in self.numbers:
             self.mark(bucket)
         return header
 
@@ -127,12 +143,14 @@ class FlatSnapshot:
         missing = dict(self._tensors)
         with torch.no_grad():
             if isinstance(tensors, Sequence):
-                pairs = [(_take(missing, name, tensor), tensor.detach()) for name, tensor in tensors]
+                here = [pair for pair in tensors if pair[0] not in self._elsewhere]
+                pairs = [(_take(missing, name, tensor), tensor.detach()) for name, tensor in here]
                 if pairs:
                     torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
             else:
                 for name, tensor in tensors:
-                    _take(missing, name, tensor).copy_(tensor.detach())
+                    if name not in self._elsewhere:
+                        _take(missing, name, tensor).copy_(tensor.detach())
         if missing:
             raise WeightsError(f"tensors of the layout are missing: {', '.join(sorted(missing)[:5])}")
 

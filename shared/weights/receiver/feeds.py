@@ -4,6 +4,8 @@
 """
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -42,6 +44,21 @@ class GroupFeed(Feed):
     def land(self) -> None:
         """Poll for the oldest bucket."""
         self._under_way.popleft().land(self._deadline_s, self._interrupt)
+
+
+class SharesFeed(Feed):
+    """Buckets of several sources in turn, one at a time: kernels of several NCCL groups could wait for one another on
+    the GPUs of a replica."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._feeds = feeds
+        self._landing = cycle(feeds)
+
+    def start(self, number: int, into: torch.Tensor) -> None:
+        self._feeds[number % len(self._feeds)].start(number, into)
+
+    def land(self) -> None:
+        next(self._landing).land()
 
 
 class MappedFeed(Feed):

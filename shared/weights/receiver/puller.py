@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from shared.bus.messages import PolicyRecord
@@ -33,6 +34,7 @@ __all__ = ["DeviceLocation", "Puller", "file_offer"]
 
 _KNOWN_LAYOUTS = 4
 _REASON_S = 0.1
+_MAX_SHARES = 1024
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,14 +57,17 @@ class Puller:
 
     async def ask(self, source: str, record: PolicyRecord) -> Offer:
         """Return the offer of ``source`` (host:port) for ``record``'s version, for which it then awaits the ranks."""
-        return await self._question("ask", source, record, self._deadline_s)
+        return await self._whole("ask", source, record, self._deadline_s)
 
     async def ask_for_file(self, source: str, record: PolicyRecord) -> Offer:
         """Let ``source`` write the version to shared storage; return its location, or raise WeightsError."""
-        return await self._question("file", source, record, FILE_DEADLINES * self._deadline_s)
+        return await self._whole("file", source, record, FILE_DEADLINES * self._deadline_s)
 
     async def finish(self, offer: Offer, error: str | None) -> None:
         """Report the end of a pull, unless the source is gone; an error drops the session."""
+        await asyncio.gather(*(self._finish(source, error) for source in offer.sources))
+
+    async def _finish(self, offer: Offer, error: str | None) -> None:
         session = self._sessions.get(offer.source)
         if session is None or offer.transport == "file":
             return
@@ -86,14 +91,33 @@ class Puller:
         for source in list(self._sessions):
             self._drop(source)
 
-    async def _question(self, verb: str, source: str, record: PolicyRecord, deadline_s: float) -> Offer:
+    async def _whole(self, verb: str, source: str, record: PolicyRecord, deadline_s: float) -> Offer:
+        """Return the offer of ``source``, with those of the other sources that it names."""
+        offer, others = await self._question(verb, source, record, deadline_s)
+        try:
+            questions = (self._question(verb, other, record, deadline_s) for other in others)
+            answers = await asyncio.gather(*questions, return_exceptions=True)
+        except BaseException:
+            self._drop(source)
+            raise
+        parts = [answer for answer in answers if not isinstance(answer, BaseException)]
+        offer = dataclasses.replace(offer, parts=tuple(part for part, _ in parts))
+        for error in answers:
+            if isinstance(error, BaseException):
+                await self.finish(offer, str(error))
+                raise error
+        return offer
+
+    async def _question(
+        self, verb: str, source: str, record: PolicyRecord, deadline_s: float
+    ) -> tuple[Offer, Sequence[str]]:
         try:
             async with asyncio.timeout(deadline_s):
                 fields = await self._exchange(verb, source, record)
             if "error" in fields:
                 refusal = str(fields["error"])
             else:
-                return self._understood(fields, source, record)
+                return self._understood(fields, source, record), _addresses(fields)
         except TimeoutError as error:
             self._drop(source)
             raise WeightsError(f"{source} did not answer within {deadline_s:g} s") from error
@@ -161,6 +185,13 @@ class Puller:
         if session is not None:
             with contextlib.suppress(OSError, RuntimeError):
                 session.writer.close()
+
+
+def _addresses(fields: frames.Frame) -> Sequence[str]:
+    addresses = fields.get("others", [])
+    if not isinstance(addresses, list) or len(addresses) >= _MAX_SHARES:
+        raise WeightsError(f"expected less than {_MAX_SHARES} addresses of further sources, found other content")
+    return [str(address) for address in addresses]
 
 
 def file_offer(record: PolicyRecord, deadline_s: float) -> Offer:

@@ -21,7 +21,7 @@ from shared.errors import WeightsError
 from shared.weights.format.checksum import add_checksum, text
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Header
-from shared.weights.receiver.feeds import Feed, FileFeed, GroupFeed, MappedFeed
+from shared.weights.receiver.feeds import Feed, FileFeed, GroupFeed, MappedFeed, SharesFeed
 from shared.weights.stream_order import Lane, Point
 from shared.weights.transport import alarm, ipc
 from shared.weights.transport.group import TransferGroup, open_group
@@ -31,7 +31,7 @@ from shared.weights.transport.sockets import own_address
 from shared.weights.waits import poll
 
 _MAX_SOURCES = 4
-"""Sources with open groups, by recent use."""
+"""Sources with open groups, by recent use, beside those of the other shares."""
 
 _WARM_UP_S = 60.0
 _MAX_MAPPED = 2
@@ -55,6 +55,7 @@ class Receiver:
         _warm_up(device)
         self._sessions: dict[str, _Session] = {}
         """By source, least recently used first."""
+        self._most = _MAX_SOURCES
         self._aborted = threading.Event()
         self._quiet = True
         """Whether no failed transfer may still write into a shadow."""
@@ -70,7 +71,7 @@ class Receiver:
                 self._receive(offer, shadow)
         except BaseException as error:
             shadow.void(f"receiving version {offer.header.version} failed: {error}")
-            self._drop(offer.source)
+            self._leave(offer)
             raise
 
     def receive_each(self, offer: Offer, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -85,7 +86,7 @@ class Receiver:
         try:
             yield from self._receive_each(offer, buffer)
         except BaseException:  # also if the caller stops early: the source would keep sending
-            self._drop(offer.source)
+            self._leave(offer)
             raise
 
     def abort(self) -> None:
@@ -142,6 +143,13 @@ class Receiver:
 
     @contextlib.contextmanager
     def _feed(self, offer: Offer) -> Iterator[Feed]:
+        with contextlib.ExitStack() as until_received:
+            self._most = max(self._most, _MAX_SOURCES + len(offer.parts))
+            feeds = [until_received.enter_context(self._feed_of(source)) for source in offer.sources]
+            yield feeds[0] if len(feeds) == 1 else SharesFeed(feeds)
+
+    @contextlib.contextmanager
+    def _feed_of(self, offer: Offer) -> Iterator[Feed]:
         if offer.transport == "file":
             yield FileFeed(offer, self._check_aborted)
             return
@@ -193,9 +201,13 @@ class Receiver:
             known = _Session(offer.session)
         self._sessions.pop(offer.source, None)
         self._sessions[offer.source] = known
-        while len(self._sessions) > _MAX_SOURCES:
+        while len(self._sessions) > self._most:
             self._drop(next(iter(self._sessions)))
         return known
+
+    def _leave(self, offer: Offer) -> None:
+        for source in offer.sources:
+            self._drop(source.source)
 
     def _drop(self, source: str) -> None:
         session = self._sessions.pop(source, None)

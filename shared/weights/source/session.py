@@ -9,11 +9,13 @@
     puller                                                        source
       (mutual authentication: ``shared.peers.handshake``)
       {verb: ask, version, ranks, known_layout, place}  ──▶
-                                                      ◀──  {offer} | {error}
+                                                      ◀──  {offer, others} | {error}
       (bytes move through the group, or IPC)
       {verb: done, ok, error}                         ──▶
       {verb: file, version, ranks, place}             ──▶
-                                                      ◀──  {offer} | {error}
+                                                      ◀──  {offer, others} | {error}
+
+``others`` are the sources of the remaining buckets, if each of the trainer's ranks has a share.
 
 Failures, including a puller's death during a transfer, close the connection and discard the group.
 """
@@ -171,7 +173,7 @@ class Session:
             store=(self.connection.getsockname()[0], self._rendezvous.port),
             handles=self._handles(snapshot, header, interrupt) if transport == "ipc" else (),
         )
-        self._answer({"offer": offer.pack()})
+        self._answer({"offer": offer.pack(), "others": list(self._shelf.others)})
         if transport != "ipc":
             self._send(offer, question.ranks, snapshot, interrupt)
         poll(lambda: self._done is not None, self._deadline_s, "the puller to say that it is done", interrupt)
@@ -194,7 +196,7 @@ class Session:
             deadline_s=self._deadline_s,
             manifest_digest=written.digest,
         )
-        self._answer({"offer": offer.pack()})
+        self._answer({"offer": offer.pack(), "others": list(self._shelf.others)})
 
     # ------------------------------------------------------------- what moves
 
@@ -203,10 +205,10 @@ class Session:
             group = self._opened(offer, ranks, snapshot.device, interrupt)
             group.meet(offer.pull, interrupt)
             under_way: deque[Transfer] = deque()
-            for number, bucket in enumerate(snapshot.buckets):
+            for number in snapshot.numbers:
                 snapshot.wait(number, self._deadline_s, offer.header, interrupt)
-                under_way.append(group.broadcast(bucket))
-                SENT_BYTES.inc(bucket.numel())
+                under_way.append(group.broadcast(snapshot.buckets[number]))
+                SENT_BYTES.inc(snapshot.buckets[number].numel())
                 if len(under_way) >= group.window:
                     under_way.popleft().land(self._deadline_s, interrupt)
             while under_way:
@@ -247,7 +249,7 @@ class Session:
 
     def _all_there(self, snapshot: FlatSnapshot, header: Header, interrupt: Interrupt) -> None:
         with self._lane(snapshot.device).entered():
-            for number in range(len(snapshot.buckets)):
+            for number in snapshot.numbers:
                 snapshot.wait(number, self._deadline_s, header, interrupt)
             arrived = Point(snapshot.device)
             arrived.set()

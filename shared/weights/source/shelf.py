@@ -5,7 +5,7 @@ The owner's calls lock briefly and never wait, except ``clear``.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shared.bus.messages import PolicyVersion
 from shared.errors import WeightsError
@@ -21,13 +21,15 @@ class Shelf:
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._snapshot: FlatSnapshot | None = None
+        self.others: Sequence[str] = ()
+        """Addresses of the sources of the other shares."""
         self._pulls = 0
         self._cut = 0
         """Pulls that began before this many withdrawals are over."""
 
-    def put(self, snapshot: FlatSnapshot | None) -> None:
+    def put(self, snapshot: FlatSnapshot, others: Sequence[str]) -> None:
         with self._changed:
-            self._snapshot = snapshot
+            self._snapshot, self.others = snapshot, others
 
     def clear(self, wait_s: float) -> None:
         """Stop serving; after ``wait_s``, remaining pulls fail."""

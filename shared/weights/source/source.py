@@ -16,7 +16,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -74,9 +74,9 @@ class WeightSource:
         self.address = f"{reachable(host)}:{self._listener.getsockname()[1]}"
         self._spawn(self._accept, "source")
 
-    def offer(self, snapshot: FlatSnapshot) -> None:
-        """Serve ``snapshot``, complete or not; does not wait."""
-        self._shelf.put(snapshot)
+    def offer(self, snapshot: FlatSnapshot, others: Sequence[str] = ()) -> None:
+        """Serve ``snapshot``, complete or not; does not wait. ``others``: sources of the other shares, by rank."""
+        self._shelf.put(snapshot, others)
 
     def withdraw(self, wait_s: float) -> None:
         """Stop serving; wait up to ``wait_s`` for pulls, then make them fail."""

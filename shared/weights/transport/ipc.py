@@ -16,13 +16,18 @@ _lock = threading.Lock()
 
 
 def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
-    """Return a handle per bucket, made once because torch tracks every handle; raises WeightsError if not shareable."""
+    """Return a handle per bucket (empty if it is not here), made once because torch tracks every handle; raises
+    WeightsError if not shareable."""
     with _lock:
         if snapshot not in _shared:
             storages: list[Any] = [bucket.untyped_storage() for bucket in snapshot.buckets]
+            here = snapshot.numbers
             try:
                 with torch.cuda.device(snapshot.device):
-                    _shared[snapshot] = tuple(tuple(storage._share_cuda_()) for storage in storages)
+                    _shared[snapshot] = tuple(
+                        tuple(storage._share_cuda_()) if number in here else ()
+                        for number, storage in enumerate(storages)
+                    )
             except RuntimeError as error:
                 raise WeightsError(f"CUDA IPC cannot share this memory: {first_line(error)}") from error
         return _shared[snapshot]
@@ -33,7 +38,7 @@ def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torc
     index = device.index if device.index is not None else torch.cuda.current_device()
     try:
         with torch.cuda.device(index):
-            return tuple(_map(handle, index) for handle in handles)
+            return tuple(_map(handle, index) if handle else torch.empty(0, dtype=torch.uint8) for handle in handles)
     except (RuntimeError, TypeError) as error:
         raise WeightsError(f"could not map the source's memory: {first_line(error)}") from error
 

@@ -27,6 +27,13 @@ class Offer:
     """For ``ipc``: arguments of ``torch.UntypedStorage._new_shared_cuda`` per bucket (ints and bytes)."""
     manifest_digest: str = ""
     """For ``file``."""
+    parts: tuple["Offer", ...] = ()
+    """Offers of the trainer's other ranks, of the same version: bucket b is at source b mod N."""
+
+    @property
+    def sources(self) -> tuple["Offer", ...]:
+        """This and its parts, by rank."""
+        return (self, *self.parts)
 
     def pack(self) -> dict[str, Any]:
         return {
@@ -35,15 +42,19 @@ class Offer:
             "header": self.header.encode(),
             "store": list(self.store),
             "handles": [list(handle) for handle in self.handles],
+            "parts": [dataclasses.replace(part, layout=Layout((), ())).pack() for part in self.parts],
         }
 
     @classmethod
     def unpack(cls, fields: dict[str, Any]) -> "Offer":
         host, port = fields["store"]
+        layout = decode_layout(fields["layout"])
+        parts = (cls.unpack(part) for part in fields["parts"])
         return cls(
             **{name: fields[name] for name in _PLAIN},
-            layout=decode_layout(fields["layout"]),
+            layout=layout,
             header=decode_header(fields["header"]),
             store=(host, port),
             handles=tuple(tuple(handle) for handle in fields["handles"]),
+            parts=tuple(dataclasses.replace(part, layout=layout) for part in parts),
         )

@@ -1,5 +1,6 @@
 """Laws of a pull between GPUs: NCCL, or IPC within one (skipped without)."""
 
+import asyncio
 import signal
 import time
 from collections.abc import Iterator
@@ -9,7 +10,10 @@ import torch
 
 from shared.errors import WeightsError
 from shared.weights.format.checksum import checksum, text
-from tests.support.weights_players import Replica, Start, Trainer, fingerprint, players, policy
+from shared.weights.receiver.puller import Puller
+from shared.weights.transport.place import DeviceLocation
+from tests.support import weights
+from tests.support.weights_players import Replica, Start, Trainer, fingerprint, place, players, policy
 
 DEADLINE_S = 5.0
 OPEN_S = 30.0
@@ -45,6 +49,43 @@ def test_pull_after_pull_is_what_was_published(start: Start, trainers: str, repl
         record = trainer.call("publish", version, version, 50)
         assert replica.call("pull", trainer.call("address"), record) == fingerprint(policy(version, 50))
     assert len(replica.call("sessions")) == 1
+
+
+@two_gpus
+def test_shares_of_two_gpus_are_pulled_as_one_version_over_nccl_and_ipc(start: Start) -> None:
+    assert_shares_are_pulled(start, "cuda:0", "cuda:1")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+async def test_two_ranks_of_a_replica_pull_shares_of_two_gpus_over_nccl(start: Start) -> None:
+    sources = [start(Trainer, device=f"cuda:{rank}", share=(rank, 2)) for rank in (0, 1)]
+    ranks = [start(Replica, rank=rank, ranks=2, device=f"cuda:{1 + rank}") for rank in (1, 2)]
+    sources[0].call("name_others", [sources[1].call("address")])
+    places = [place(torch.device(f"cuda:{number}")) for number in (2, 3)]
+    both = DeviceLocation("cuda", tuple(uuid for each in places for uuid in each.gpu_uuids), places[0].boot_id)
+    puller = Puller(both, 2, OPEN_S, weights.secret)
+    for version in (1, 2, 3):
+        record, _ = (source.call("publish", version, version, 50) for source in sources)
+        offer = await puller.ask(sources[0].call("address"), record)
+        calls = [rank.later("receive", offer.pack()) for rank in ranks]
+        results = [await asyncio.to_thread(rank.result, call) for rank, call in zip(ranks, calls, strict=True)]
+        await puller.finish(offer, None)
+        assert results == [fingerprint(policy(version, 50))] * 2
+    await puller.close()
+
+
+def assert_shares_are_pulled(start: Start, first_device: str, second_device: str) -> None:
+    first, second = (
+        start(Trainer, device=first_device, share=(0, 2)),
+        start(Trainer, device=second_device, share=(1, 2)),
+    )
+    replica = start(Replica, device=second_device)
+    first.call("name_others", [second.call("address")])
+    for version in (1, 2, 3):
+        second.call("publish", version, version, 50)
+        record = first.call("publish", version, version, 50)
+        assert replica.call("pull", first.call("address"), record) == fingerprint(policy(version, 50))
+    assert len(replica.call("sessions")) == 2
 
 
 @two_gpus

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.errors import WeightsError
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller, file_offer
 from shared.weights.receiver.receiver import Receiver
 from shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S
+from tests.shared.weights.test_cuda import assert_shares_are_pulled
 from tests.support import weights
-from tests.support.weights_players import CPU, Replica, Start, Trainer, fingerprint, players, policy
+from tests.support.weights_players import CPU, Replica, Start, Trainer, fingerprint, layout_of, players, policy
 
 DEADLINE_S = 3.0
 
@@ -64,6 +66,10 @@ def test_a_replica_that_still_receives_serves_on_what_it_has(start: Start) -> No
         source.until("counts", lambda counts: counts == (1, 0))
 
 
+def test_a_replica_pulls_shares_of_two_processes_as_one_version(start: Start) -> None:
+    assert_shares_are_pulled(start, "cpu", "cpu")
+
+
 async def test_every_rank_of_a_replica_receives_from_one_session(start: Start) -> None:
     trainer, first, two = start(Trainer), start(Replica, rank=1, ranks=2), start(Replica, rank=2, ranks=2)
     puller = Puller(DeviceLocation(), 2, DEADLINE_S, weights.secret)
@@ -98,6 +104,38 @@ async def test_bucket_after_bucket_comes_through_one_buffer(start: Start) -> Non
     assert fingerprint(shadow.tensors().items()) == fingerprint(policy(11))
     receiver.close()
     await puller.close()
+
+
+async def test_shares_of_two_versions_are_refused_and_those_of_one_are_a_version() -> None:
+    tensors = policy(11)
+    layout = layout_of(tensors)
+    whole = FlatSnapshot(layout, CPU).fill(tensors, PolicyVersion(1), 1)
+    shares = [FlatSnapshot(layout, CPU, (rank, 2)) for rank in (0, 1)]
+    puller, receiver, shadow = (
+        Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret),
+        Receiver(1, 1, CPU),
+        FlatSnapshot(layout, CPU),
+    )
+    record = weights.record(1, whole.digest)
+    with weights.serving() as first, weights.serving() as second:
+        for version in (2, 1):
+            shares[0].fill(tensors, PolicyVersion(1), 1, lambda _: whole.checksums)
+            shares[1].fill(tensors, PolicyVersion(version), 1, lambda _: whole.checksums)
+            first.offer(shares[0], [second.address])
+            second.offer(shares[1])
+            if version == 2:
+                with pytest.raises(WeightsError, match="version 2: it is gone"):
+                    await puller.ask(first.address, record)
+        assert [[bucket.numel() > 0 for bucket in share.buckets] for share in shares] == [
+            [True, False] * 3,
+            [False, True] * 3,
+        ]
+        offer = await puller.ask(first.address, record)
+        await asyncio.to_thread(receiver.receive, offer, shadow)
+        await puller.finish(offer, None)
+        assert fingerprint(shadow.tensors().items()) == fingerprint(tensors)
+        receiver.close()
+        await puller.close()
 
 
 async def test_over_a_broken_fabric_a_source_writes_a_file_that_is_held_to_the_same_checksums(

@@ -22,7 +22,7 @@ _MEASURED = ("weights", "gradients", "master weights", "moments")
 def predicted(zero_stage: int, phase: str) -> dict[str, float]:
     shape = from_config(tiny.model(0).config.to_dict(), "tiny")
     work = Workload(shape, 4, 4, 2, 8, Lengths(8, 8, 0.0), 1, 1, 1.0, None, False, 0)
-    table, _ = trainer_table(work, TrainerOptions(1, zero_stage, snapshots=False), 1e12)
+    table, _ = trainer_table(work, TrainerOptions(1, zero_stage, snapshots=0), 1e12)
     parts: Any = {str(name): parts for name, parts in table.items()}[phase]
     return {part.name: part.nbytes for part in parts if part.name in _MEASURED and part.nbytes}
 

@@ -160,3 +160,14 @@ def test_the_largest_number_is_noted_and_never_falls(tmp_path: Path) -> None:
         note_version(tmp_path / "run", PolicyVersion(version))
     assert noted_version(tmp_path / "run") == 4
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["newest_version"]
+
+
+async def test_a_rank_that_does_not_know_the_runs_secret_refuses_every_puller(tmp_path: Path, engine: Any) -> None:
+    publication = Publication(settings(tmp_path), "127.0.0.1")
+    record = publish(publication, engine, 1)
+    for secret in (weights.secret, bytes):
+        puller = Puller(DeviceLocation("cpu", (), boot_id()), 1, 5.0, secret)
+        with pytest.raises(WeightsError, match="could not reach"):
+            await puller.ask(record.source, record)
+        await puller.close()
+    publication.close()

@@ -1,0 +1,83 @@
+"""A trainer whose ranks serve shares of the weights, for ``tests/trainer/test_shares.py``; started by the launcher.
+
+    python -m tests.support.sharing_ranks FOLDER 1,2,3 [held]
+
+For each ZeRO stage: three steps, the third version's record in FOLDER/zero-N.json; then it serves until it is killed.
+``held``: rank 1 serves as if its buckets had not arrived.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.loop import Trainer
+from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
+from services.trainer.rank0.commands import Command, CommandKind
+from services.trainer.rank0.mailbox import NoMailbox
+from services.trainer.rank0.publication import Publication
+from services.trainer.rank0.results import StepMade
+from services.trainer.rank_group import start_ranks
+from shared.bus.messages import PolicyVersion
+from tests.support import trainer_ranks, weights
+from tests.support.weights_players import fingerprint
+from tests.trainer.algorithm import test_update
+
+VERSION = 3
+
+
+def publish(stage: int, folder: Path, *, held: bool) -> dict[str, Any]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    of = trainer_ranks.settings(stage, ranks, folder)
+    sharded = of.weights.model_copy(update={"snapshots": "sharded", "folder": folder / f"weights-{stage}"})
+    of = of.model_copy(update={"weights": sharded})
+    publication = Publication(of, "127.0.0.1", weights.secret) if rank == 0 else Publication(of, "127.0.0.1")
+    artifacts = Rank0Artifacts(of, publication) if rank == 0 else Artifacts(of, publication)
+    trained = trainer_ranks.Rank(of)
+    trainer, data = Trainer(trained.engine, of, NoMailbox(), artifacts), tuple(test_update.batch())
+    for version in range(1, VERSION + 1):
+        made = trainer.execute(
+            Command(CommandKind.TRAIN, groups=data, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(version))
+        )
+    assert isinstance(made, StepMade)
+    whole = trained.weights()
+    if held and rank == 1:
+        assert publication._offered is not None
+        assert publication._offered.header is not None
+        publication._offered.begin(publication._offered.header)
+    pids = trained.engine.gathered(os.getpid())
+    if made.published.weights is None:
+        return {}
+    snapshots = [
+        max(sample.components.get("snapshots", 0.0) for sample in samples if sample.phase == "snapshot")
+        for samples in made.samples
+    ]
+    nbytes = sum(tensor.numel() * 4 for tensor in whole.values())
+    where = dataclasses.asdict(made.published.weights)
+    return {
+        "where": where, "fingerprint": fingerprint(whole.items()), "snapshots": snapshots, "whole": nbytes, "pids": pids,
+    }  # fmt: skip
+
+
+def main(folder: Path, stages: str, *, held: bool) -> None:
+    start_ranks("cpu")
+    torch.set_num_threads(1)
+    for stage in map(int, stages.split(",")):
+        published = publish(stage, folder, held=held)
+        if published:
+            (folder / f".zero-{stage}.json").write_text(json.dumps(published))
+            (folder / f".zero-{stage}.json").rename(folder / f"zero-{stage}.json")
+    while True:
+        time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]), sys.argv[2], held="held" in sys.argv)

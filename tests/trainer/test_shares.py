@@ -1,0 +1,114 @@
+"""Laws of sharded snapshots: real ranks under ZeRO 1 to 3, real pulls by replicas in other processes, over gloo."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.bus.messages import PolicyRecord
+from shared.errors import WeightsError
+from shared.weights.format.flat import FlatSnapshot
+from shared.weights.receiver.puller import Puller
+from shared.weights.receiver.receiver import Receiver
+from shared.weights.transport.offer import Offer
+from shared.weights.transport.place import DeviceLocation
+from tests.conftest import until
+from tests.support import weights
+from tests.support.sharing_ranks import VERSION
+from tests.support.weights_players import CPU, Replica, Start, fingerprint, players
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = (
+    "import sys\nfrom services.trainer.launcher import launch\nfrom shared.settings import TrainerSettings\n"
+    "sys.exit(launch(sys.argv[2:], TrainerSettings(ranks=int(sys.argv[1])), drain_s=0.0))"
+)
+DEADLINE_S = 20.0
+Launch = Callable[..., subprocess.Popen[bytes]]
+
+
+@contextlib.contextmanager
+def trainer(folder: Path, ranks: int, stages: str, *held: str) -> Iterator[subprocess.Popen[bytes]]:
+    program = [sys.executable, "-m", "tests.support.sharing_ranks", str(folder), stages, *held]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(ranks), *program],
+        cwd=ROOT, start_new_session=True,
+        env={**{name: value for name, value in os.environ.items() if name not in names}, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(20)
+
+
+async def published(folder: Path, stage: int, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    path = folder / f"zero-{stage}.json"
+    await until(lambda: path.exists() or process.poll() is not None, 300)
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def record(of: dict[str, Any]) -> PolicyRecord:
+    return weights.record(VERSION, of["where"]["digest"], source=of["where"]["source"])
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    yield from players(DEADLINE_S)
+
+
+async def by_file(asked: PolicyRecord) -> str:
+    puller = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret)
+    offer = await puller.ask_for_file(asked.source, asked)
+    shadow = FlatSnapshot(offer.layout, CPU)
+    await asyncio.to_thread(Receiver(1, 1, CPU).receive, Offer.unpack(offer.pack()), shadow)
+    await puller.close()
+    return fingerprint(shadow.tensors().items())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 3])
+async def test_replicas_pull_the_trained_bytes_from_all_ranks_and_each_rank_keeps_its_share(
+    tmp_path: Path, start: Start, ranks: int
+) -> None:
+    first, second = start(Replica), start(Replica)
+    with trainer(tmp_path, ranks, "1,2,3") as process:
+        for stage in (1, 2, 3):
+            made = await published(tmp_path, stage, process)
+            source = made["where"]["source"]
+            assert first.call("pull", source, record(made)) == made["fingerprint"]
+            assert len(first.call("sessions")) >= ranks
+            assert second.call("pull", first.call("address"), record(made)) == made["fingerprint"]
+            assert await by_file(record(made)) == made["fingerprint"]
+            assert sum(made["snapshots"]) == pytest.approx(2 * made["whole"], rel=0.05)
+            assert max(made["snapshots"]) < 1.35 * 2 * made["whole"] / ranks
+
+
+@pytest.mark.timeout(600)
+async def test_a_rank_killed_during_a_pull_ends_it_and_the_next_trainer_is_pulled(tmp_path: Path, start: Start) -> None:
+    replica = start(Replica)
+    with trainer(tmp_path, 2, "3", "held") as process:
+        made = await published(tmp_path, 3, process)
+        pull = replica.later("pull", made["where"]["source"], record(made))
+        replica.until("arrived", lambda buckets: buckets == 1)  # of rank 0; the second is rank 1's
+        os.kill(made["pids"][1], signal.SIGKILL)
+        with pytest.raises(WeightsError):
+            replica.result(pull, 2 * DEADLINE_S)
+        assert replica.call("holds") is None
+        assert process.wait(60) != 0
+    (tmp_path / "zero-3.json").unlink()
+    with trainer(tmp_path, 2, "3") as process:
+        made = await published(tmp_path, 3, process)
+        assert replica.call("pull", made["where"]["source"], record(made)) == made["fingerprint"]
