@@ -38,7 +38,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
         ('[sampling.by_dataset]\n"train.jsonl" = { group_size = 4 }', 'expected another setting in sampling.by_dataset."train.jsonl" than group_size'),
         ('[sampling.by_dataset]\n"train.jsonl" = { max_new_tokens = 300 }', 'expected max_new_tokens <= 256, that of [sampling], in sampling.by_dataset."train.jsonl", found 300'),
         ('[sampling.by_dataset]\n"train.jsonl" = { topp = 0.9 }', "topp"),
-        ('[algorithm]\nloss = "clipp"', "expected 'clip', 'gspo', 'cispo', 'policy_gradient', 'dpo' or an import path 'package.module:function', found 'clipp'"),
+        ('[algorithm]\nloss = "clipp"', "expected 'clip', 'gspo', 'cispo', 'policy_gradient', 'dpo', 'cross_entropy' or an import path 'package.module:function', found 'clipp'"),
         ("[algorithm]\nmax_lag = -1", "algorithm.max_lag: expected greater than or equal to 0, found -1: change algorithm.max_lag"),
         ("[algorithm]\nmax_lag = 100000000", "expected at most 1,000,000 groups in flight"),
         ("[run]\nsteps = 5\n[trainer]\nwarmup_steps = 6", "expected trainer.warmup_steps <= run.steps, found 6 > 5"),
