@@ -33,7 +33,7 @@ _LONGEST_S = 0.5
 
 
 async def _kill(run: Run, bus: Bus, holder: str, after_s: float) -> None:
-    """Kill ``holder`` while it has the device, ``after_s`` into its turn unless that ends before."""
+    """Kill ``holder`` while it has the device, ``after_s`` into its turn, or earlier in a shorter one."""
 
     async def is_held() -> bool:
         grant = (await look_at_devices(bus, 1)).grants[0]

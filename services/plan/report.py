@@ -25,8 +25,11 @@ class Plan:
 
 
 def accepted(layout: Layout, cluster: Cluster) -> bool:
-    """Whether the settings accept a layout: devices are shared on one host, by replicas of one GPU and one engine."""
-    return layout.placement == "separate" or (cluster.nodes, layout.tensor_parallel, layout.engines) == (1, 1, 1)
+    """Whether the settings accept a layout with vLLM, whose rates the plan assumes; devices are shared on one host, by
+    replicas of one GPU and one engine.
+    """
+    alone = (cluster.nodes, layout.tensor_parallel, layout.engines) == (1, 1, 1)
+    return layout.placement == "separate" or (layout.placement == "shared" and alone)
 
 
 def text(plan: Plan) -> str:

@@ -17,7 +17,7 @@ from services.cli.plan import make, preferences, settings_of, with_outputs
 from services.client.views import RunView
 from services.plan import certain, picture, report
 from services.plan.files import run_values
-from services.plan.layouts import PLACEMENTS, Layout, Placement
+from services.plan.layouts import Layout, Placement
 from services.plan.measured import measured
 from services.plan.memory import peak
 from services.up.display import view
@@ -185,11 +185,11 @@ def test_lengths_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:
     assert plan.planner.work.lengths.sample == (10, 30, 20)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["separate", "shared"])
 def test_the_settings_accept_what_the_plan_says_they_do(placement: Placement) -> None:
     settings = load(ROOT / "config/two-gpus.toml", environment={})
     trainer = dataclasses.replace(preferences(settings).trainer, ranks=2)
-    own, borrowed = (0, 2) if placement == "shared" else (2, 2 if placement == "lend" else 0)
+    own, borrowed = (0, 2) if placement == "shared" else (2, 0)
     layout = Layout(placement, trainer, 1, own, borrowed=borrowed, shadow=placement != "shared")
     plan = make(settings, "4xH200", "7b")
     rates = plan.planner.rates(layout, 28, 16)
@@ -210,3 +210,4 @@ def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
         assert not report.accepted(parallel, one_host)
         assert not report.accepted(several, one_host)
         assert not report.accepted(Layout(placement, trainer, 1, 1, borrowed=1), two_hosts)
+    assert not report.accepted(Layout("lend", trainer, 1, 1, borrowed=1), one_host)

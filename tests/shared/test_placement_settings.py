@@ -16,6 +16,8 @@ REFUSED = [
     (LEND + 'rollout.engine = "scripted"', 'expected the engine "vllm" or "transformers" with placement.mode = "lend"'),
     (LEND + 'trainer.nodes = 2\ntrainer.rendezvous = "a:1"', 'expected trainer.nodes = 1 with placement.mode = "lend"'),
     (LEND + TWO, 'expected rollout.vllm.tensor_parallel_size = 1 with placement.mode = "lend", where a replica has one device'),
+    (LEND + "trainer.ranks = 2", 'expected trainer.ranks = 1 with placement.mode = "lend"'),
+    (LEND + 'rollout.engine = "vllm"', 'expected the engine "transformers" with placement.mode = "lend"'),
     (LEND + "trainer.gpus = [0]\nrollout.gpus = [0]", "expected other GPUs in rollout.gpus than in trainer.gpus"),
     (LEND + 'weights.update = "drain"', 'expected weights.update = "inflight" with placement.mode = "lend"'),
     (VLLM + 'run.device = "cpu"\nplacement.rung = 1', "expected placement.rung = 0 for vLLM on a CPU, found 1"),
@@ -43,17 +45,15 @@ def test_replica_i_sees_the_gpu_of_rank_i() -> None:
     assert (shown["trainer-0"], shown["rollout-0"], shown["rollout-1"]) == ("3,5", "3", "5")
 
 
-def test_a_guest_beside_each_rank_sees_its_gpu() -> None:
-    text = (
-        LEND + 'trainer.ranks = 2\nrollout.replicas = 3\ntrainer.gpus = [3, 5]\nrollout.gpus = [0, 1, 2]\nrun.id = "a"'
-    )
+def test_a_guest_beside_the_trainer_sees_its_gpu() -> None:
+    text = LEND + 'rollout.replicas = 3\ntrainer.gpus = [5]\nrollout.gpus = [0, 1, 2]\nrun.id = "a"'
     plans = services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {})
     shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans if plan.service == "rollout"}
-    assert shown == {"rollout-0": "0", "rollout-1": "1", "rollout-2": "2", "guest-0": "3", "guest-1": "5"}
+    assert shown == {"rollout-0": "0", "rollout-1": "1", "rollout-2": "2", "guest-0": "5"}
 
 
 def test_a_replica_shares_the_device_of_its_rank_where_the_mode_says_so() -> None:
-    lend, shared = loads(LEND + "trainer.ranks = 2", "run.toml"), loads(SHARED, "run.toml")
+    lend, shared = loads(LEND, "run.toml"), loads(SHARED, "run.toml")
     names = ("guest-0", "guest-1", "guest-2", "rollout-0", "trainer-0", "guest", "guest--1", "guest-01")
-    assert [lend.shared_device(name) for name in names] == [0, 1, None, None, None, None, None, None]
+    assert [lend.shared_device(name) for name in names] == [0, None, None, None, None, None, None, None]
     assert [shared.shared_device(name) for name in ("rollout-0", "rollout-1", "guest-0")] == [0, None, None]
