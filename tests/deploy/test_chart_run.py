@@ -19,8 +19,9 @@ from tests.support.chart import Json, Release, merged, play, render, values
 from tests.support.fake_kubernetes import JOB_SET
 from tests.support.pods import Cluster, Pod
 from tests.support.raw_redis import raw
+from tests.support.trackers import tensorboard
 
-SERVICES = ("coordinator", "rollout", "reward", "trainer", "executor")
+SERVICES = ("coordinator", "rollout", "reward", "trainer", "executor", "tracking")
 JOBS = ("trainer", "rollout", "reward")
 PATIENCE_S = 200.0
 
@@ -30,8 +31,10 @@ def revisions() -> list[Json]:
     smoke_values = values("cpu-smoke")
     config = re.sub(r"(?m)^(every_steps|problems) = .*$", r"\1 = 4", smoke_values["run"]["config"])  # short evaluations
     config = config.replace("groups_per_step = 32", "groups_per_step = 4").replace("steps = 200", "steps = 100000")
-    executor = {"enabled": True, "image": smoke_values["coordinator"]["image"]}
-    first = merged(smoke_values, {"run": {"config": config, "kind": "workloads"}, "executor": executor})
+    config += '\n[tracking]\nsinks = ["tensorboard"]\n'
+    own = {"image": smoke_values["coordinator"]["image"]}
+    more = {"executor": {"enabled": True, **own}, "tracking": own}
+    first = merged(smoke_values, {"run": {"config": config, "kind": "workloads"}, **more})
     first["networkPolicy"] = {"enabled": False}  # nothing enforces them between these processes
     images: Json = {
         role: {"image": smoke_values["coordinator"]["image"].replace("0.1.0", "0.1.1")} for role in SERVICES
@@ -124,12 +127,13 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
     trainer = made.pods["trainer"].process
     assert trainer is not None
     assert await asyncio.to_thread(trainer.wait, PATIENCE_S) == 0  # by itself, by which the JobSet is complete
-    for role in ("executor", "reward", "rollout", "coordinator"):
+    for role in ("executor", "reward", "rollout", "tracking", "coordinator"):
         expected = 143 if role in JOBS else 0  # a Job restarts what was evicted
         assert await made.pods[role].ends() == expected, made.pods[role].log.read_text()[-3000:]
     assert await made.pods["bus"].ends() == 0
     runs = made.folder / "claims" / "demo-penstock-runs" / "demo"
     assert len((runs / "metrics.jsonl").read_text().splitlines()) >= 7
+    assert len(tensorboard(runs, "demo", "train/reward")) >= 7
 
 
 @pytest.mark.slow
@@ -203,7 +207,7 @@ async def _trains(made: Cluster, api: Api, count: int) -> None:
 
 
 async def _is_upgraded(made: Cluster, bus: Bus) -> None:
-    names = {made.pods[role].name for role in ("coordinator", "rollout", "reward", "trainer")}
+    names = {made.pods[role].name for role in SERVICES if role != "executor"}  # it has no bus
     await until(lambda: _are_there(bus, names), timeout_s=PATIENCE_S)
     folder = Path(made.folder / "claims" / "demo-penstock-runs" / "demo" / "checkpoints")
     await until(lambda: len(list(folder.iterdir())) >= 2, timeout_s=PATIENCE_S)  # each second step, not each fiftieth
