@@ -1,8 +1,8 @@
 """A trainer whose ranks serve shares of the weights, for ``tests/trainer/test_shares.py``; started by the launcher.
 
-    python -m tests.support.sharing_ranks FOLDER 1,2,3 [held]
+    python -m tests.support.sharing_ranks FOLDER 1,2,3,3-merged [held]
 
-For each ZeRO stage: three steps, the third version's record in FOLDER/zero-N.json; then it serves until it is killed.
+For each ZeRO stage, at last with adapters that are merged: three steps, the third version's record in FOLDER/zero-N.json; then it serves until it is killed.
 ``held``: rank 1 serves as if its buckets had not arrived.
 """
 
@@ -33,10 +33,13 @@ from tests.trainer.algorithm import test_update
 VERSION = 3
 
 
-def publish(stage: int, folder: Path, *, held: bool) -> dict[str, Any]:
+def publish(name: str, folder: Path, *, held: bool) -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    of = trainer_ranks.settings(stage, ranks, folder)
-    sharded = of.weights.model_copy(update={"snapshots": "sharded", "folder": folder / f"weights-{stage}"})
+    lora = trainer_ranks.LORA if name.endswith("merged") else {}
+    of = trainer_ranks.settings(int(name[0]), ranks, folder, lora=lora)
+    sharded = of.weights.model_copy(
+        update={"snapshots": "sharded", "lora": "merged", "folder": folder / f"weights-{name}"}
+    )
     of = of.model_copy(update={"weights": sharded})
     publication = Publication(of, "127.0.0.1", weights.secret) if rank == 0 else Publication(of, "127.0.0.1")
     artifacts = Rank0Artifacts(of, publication) if rank == 0 else Artifacts(of, publication)
@@ -69,7 +72,7 @@ def publish(stage: int, folder: Path, *, held: bool) -> dict[str, Any]:
 def main(folder: Path, stages: str, *, held: bool) -> None:
     start_ranks("cpu")
     torch.set_num_threads(1)
-    for stage in map(int, stages.split(",")):
+    for stage in stages.split(","):
         published = publish(stage, folder, held=held)
         if published:
             (folder / f".zero-{stage}.json").write_text(json.dumps(published))

@@ -53,7 +53,7 @@ def trainer(folder: Path, ranks: int, stages: str, *held: str) -> Iterator[subpr
         process.wait(20)
 
 
-async def published(folder: Path, stage: int, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+async def published(folder: Path, stage: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     path = folder / f"zero-{stage}.json"
     await until(lambda: path.exists() or process.poll() is not None, 300)
     result: dict[str, Any] = json.loads(path.read_text())
@@ -84,8 +84,8 @@ async def test_replicas_pull_the_trained_bytes_from_all_ranks_and_each_rank_keep
     tmp_path: Path, start: Start, ranks: int
 ) -> None:
     first, second = start(Replica), start(Replica)
-    with trainer(tmp_path, ranks, "1,2,3") as process:
-        for stage in (1, 2, 3):
+    with trainer(tmp_path, ranks, "1,2,3,3-merged") as process:
+        for stage in ("1", "2", "3", "3-merged"):
             made = await published(tmp_path, stage, process)
             source = made["where"]["source"]
             assert first.call("pull", source, record(made)) == made["fingerprint"]
@@ -100,7 +100,7 @@ async def test_replicas_pull_the_trained_bytes_from_all_ranks_and_each_rank_keep
 async def test_a_rank_killed_during_a_pull_ends_it_and_the_next_trainer_is_pulled(tmp_path: Path, start: Start) -> None:
     replica = start(Replica)
     with trainer(tmp_path, 2, "3", "held") as process:
-        made = await published(tmp_path, 3, process)
+        made = await published(tmp_path, "3", process)
         pull = replica.later("pull", made["where"]["source"], record(made))
         replica.until("arrived", lambda buckets: buckets == 1)  # of rank 0; the second is rank 1's
         os.kill(made["pids"][1], signal.SIGKILL)
@@ -110,5 +110,5 @@ async def test_a_rank_killed_during_a_pull_ends_it_and_the_next_trainer_is_pulle
         assert process.wait(60) != 0
     (tmp_path / "zero-3.json").unlink()
     with trainer(tmp_path, 2, "3") as process:
-        made = await published(tmp_path, 3, process)
+        made = await published(tmp_path, "3", process)
         assert replica.call("pull", made["where"]["source"], record(made)) == made["fingerprint"]
