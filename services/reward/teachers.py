@@ -125,6 +125,11 @@ class Teachers:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        if settings.algorithm.distillation and not settings.reward.teachers:
+            raise SettingsError(
+                f"expected [[reward.teachers]] with algorithm.distillation = {settings.algorithm.distillation:g}, found none: "
+                "change one of them"
+            )
         self._named: Mapping[str, Teacher] = {
             of.name: EndpointTeacher(settings, of) if of.url else Reference(settings, of)
             for of in settings.reward.teachers

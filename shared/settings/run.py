@@ -86,8 +86,8 @@ class DataSettings(Section):
     """Column with the scorers of a problem, as a list or separated by commas. All scorers apply where it is empty or
     not set."""
     teacher_field: str = Field(default="")
-    """Column with the teachers of a problem, as a list or separated by commas: their mixture. A problem has no teacher
-    where it is empty. Not set: the mixture of all teachers."""
+    """Column with the teachers of a problem, as a list or separated by commas: their mixture. Every
+    training row must name one. Not set: the mixture of all teachers."""
     max_bad_rows: NonNegativeInt = Field(default=10)
     """Unreadable rows that are skipped; one more refuses the start."""
     shuffle: bool = Field(default=True)

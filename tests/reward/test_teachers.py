@@ -154,6 +154,13 @@ def test_what_would_be_another_distribution_is_refused(tables: dict[str, Any], s
     assert sentence in str(refused.value)
 
 
+def test_distillation_without_a_teacher_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingsError, match=r"expected \[\[reward.teachers\]\] with algorithm.distillation = 0.5, found none"
+    ):
+        make_scoring(settings(tmp_path, algorithm={"distillation": 0.5}), Status())
+
+
 def far(endpoint: Endpoint, policy: Path) -> Settings:
     teacher = {"name": "far", "model": "teacher", "url": endpoint.url}
     return settings(policy, teacher, sampling={"temperature": 1.0})

@@ -50,7 +50,7 @@ async def test_demonstrations_are_trained_once_whatever_is_killed_and_rl_begins_
 
 
 async def _reinforce(folder: Path, run: Run) -> None:
-    flags = ["--run.id=rl", f"--run.folder={folder}", "--run.steps=1", "--rollout.replicas=1"]
+    flags = ["--run.id=rl", f"--run.folder={folder}", "--run.steps=1", "--trainer.warmup_steps=0"]
     await forge.up(["config/arithmetic.toml", "--from", run.folder, *flags], folder / "rl.txt")
     first = json.loads((folder / "rl" / "evaluations.jsonl").read_text().splitlines()[0])
     assert first["accuracy"] >= 0.60, "before: 0.352"

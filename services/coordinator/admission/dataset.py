@@ -234,7 +234,12 @@ def _problem(
         extra = {name: dataset_files.plain(value, name) for name, value in row.items() if name not in named}
         problem = Problem(source, text, messages, answer, extra, _names(row, data.scorers_field, scorers, "scorers"))
         if teachers:
-            problem = dataclasses.replace(problem, teachers=_names(row, data.teacher_field, teachers, "teachers"))
+            taught_by = _names(row, data.teacher_field, teachers, "teachers")
+            if data.teacher_field and not taught_by:
+                raise BadRow(
+                    f"expected the name of a teacher ({', '.join(teachers)}) in {data.teacher_field!r}, found none"
+                )
+            problem = dataclasses.replace(problem, teachers=taught_by)
         wire.encode(problem.prompt(0, _PROBE))
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise BadRow(f"a value cannot be put into a message: {error}") from error

@@ -248,16 +248,17 @@ def test_a_row_that_names_no_scorer_of_the_run_is_bad(tmp_path: Path, value: obj
 
 def test_a_training_row_names_its_teachers_and_an_unknown_one_is_bad(tmp_path: Path) -> None:
     path = tmp_path / "taught.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": "1+1=", "by": value}) + "\n" for value in ("large", "large, small", None))
-    )
+    path.write_text("".join(json.dumps({"prompt": "1+1=", "by": value}) + "\n" for value in ("large", "large, small")))
     settings = DataSettings.model_validate({"path": path, "teacher_field": "by", "max_bad_rows": 0})
     problems = dataset.load_training(settings, teachers=["large", "small"]).problems
-    assert [problem.prompt(0, dataset._PROBE).teachers for problem in problems] == [("large",), ("large", "small"), ()]
-    assert [problem.extra for problem in problems] == [{}, {}, {}]
+    assert [problem.prompt(0, dataset._PROBE).teachers for problem in problems] == [("large",), ("large", "small")]
+    assert [problem.extra for problem in problems] == [{}, {}]
     with pytest.raises(SettingsError, match=r"expected names of teachers \(large\) in 'by', found \"small\""):
         dataset.load_training(settings, teachers=["large"])
-    assert len(dataset.load(path, settings, "evaluation.path")) == 3
+    assert len(dataset.load(path, settings, "evaluation.path")) == 2
+    path.write_text(json.dumps({"prompt": "1+1=", "by": None}))
+    with pytest.raises(SettingsError, match=r"expected the name of a teacher \(large\) in 'by', found none"):
+        dataset.load_training(settings, teachers=["large"])
 
 
 @pytest.mark.parametrize("role", ["assistant", "Assistant", "model"])

@@ -354,7 +354,7 @@ SAMPLES, PROMPT = ("group", "samples"), ("group", "prompt")
         ((*PROMPT, "sampling", "samples"), 1, "expected at most the 1 samples of the prompt, found 2"),
         ((*PROMPT, "sampling", "temperature"), float("nan"), "temperature: expected a finite number"),
         ((*PROMPT, "extra"), {"a": msgpack.Timestamp(1, 1)}, "extra: expected what JSON can say, found Timestamp"),
-        ((*PROMPT, "purpose"), "spy", "purpose: expected one of train, evaluate, ask, found 'spy'"),
+        ((*PROMPT, "purpose"), "spy", "purpose: expected one of train, evaluate, ask, demonstrate, found 'spy'"),
         (
             ("rewards",),
             np.array([1.0, np.inf], np.float32),
