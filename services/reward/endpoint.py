@@ -169,7 +169,8 @@ class Endpoint:
 
     async def _bounded(self, path: str, body: Mapping[str, object]) -> httpx.Response:
         content = bytearray()
-        async with self._http.stream("POST", self._url.join(f"{self._url.path}/{path}"), json=body) as response:
+        url = self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{path}")
+        async with self._http.stream("POST", url, json=body) as response:
             async for part in response.aiter_bytes():
                 content += part
                 if len(content) > _LARGEST_RESPONSE_BYTES:

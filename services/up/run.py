@@ -40,7 +40,7 @@ def plans_with_prometheus(run: Prepared, bus_url: str) -> Sequence[ProcessPlan]:
 
 
 @run_folder.private_files()
-def go(run: Prepared, planner: Planner = service_plans) -> Ending:
+def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | None = None) -> Ending:
     socket = embedded.socket_path(run.settings.run.id) if run.settings.bus.url == EMBEDDED else None
     try:
         url = run.settings.bus.url if socket is None else embedded.url(socket)
@@ -49,7 +49,7 @@ def go(run: Prepared, planner: Planner = service_plans) -> Ending:
             plans.insert(0, plan.valkey(socket, run.folder / "valkey", plan.current_environment()))
         (run.folder / "coordinator.json").unlink(missing_ok=True)
         process_tree.inherit_orphans()
-        return asyncio.run(_go(run, plans, url))
+        return asyncio.run(_go(run, plans, url, restarts or Restarts()))
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
             file.unlink(missing_ok=True)  # the ports may be reused
@@ -59,11 +59,11 @@ def go(run: Prepared, planner: Planner = service_plans) -> Ending:
             shutil.rmtree(socket.parent, ignore_errors=True)
 
 
-async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str) -> Ending:
+async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restarts: Restarts) -> Ending:
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
         token = read_token(run.settings.coordinator.token_file)
         watch = Watch(run.folder, screen.tell, token)
-        supervisor = Supervisor(run.folder, plans, bus_url, Restarts(), screen.tell, watch.finished)
+        supervisor = Supervisor(run.folder, plans, bus_url, restarts, screen.tell, watch.finished)
         screen.tell(f"run folder: {run.folder}")
         for child in (child for child in plans if child.service == plan.PROMETHEUS):
             screen.tell(f"Prometheus: {prometheus.url(child)}")

@@ -190,7 +190,7 @@ class Driver:
         """Return the samples that the next batch lacks."""
         whole = self._settings.run.deterministic == "run"  # entries are groups then
         samples = 1 if whole else self._settings.sampling.group_size
-        unfinished, *complete = await self._bus.ask_all(*(("XLEN", stream) for stream in TRAINING_STREAMS))
+        unfinished, *complete = [depth.entries for depth in await self._bus.depths(*TRAINING_STREAMS)]
         in_flight = await self._ledger.in_flight()
         return missing_samples(
             self._live.settings.algorithm.groups_per_step, samples, in_flight, sum(complete), unfinished
