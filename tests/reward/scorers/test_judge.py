@@ -133,6 +133,15 @@ async def test_a_verdict_becomes_a_value_on_the_declared_scale() -> None:
     assert "Response:\n46" in messages[1]["content"]
 
 
+@pytest.mark.parametrize(("below", "path"), [("", ""), ("/", ""), ("/v1/", "/v1"), ("/a/b%20c", "/a/b%20c")])
+async def test_the_request_goes_below_the_urls_path(below: str, path: str) -> None:
+    async with serving(sequence(says("Score: 7"))) as endpoint:
+        endpoint.url = endpoint.url.removesuffix("/v1") + below
+        (score,) = await judged(endpoint, "46")
+    assert score.status is ScoreStatus.OK
+    assert endpoint.heads[0].startswith(f"POST {path}/chat/completions HTTP/1.1")
+
+
 @pytest.mark.parametrize(
     "failure",
     [
