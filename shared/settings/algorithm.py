@@ -111,6 +111,9 @@ class AlgorithmSettings(Section):
     distillation: NonNegativeFloat = Field(default=0.0)
     """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
     teacher."""
+    distillation_skew: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the policy itself in what it is compared with, (1 − skew) × teacher + skew × policy: bounds what a token
+    costs that the teacher finds impossible. 0: the teacher alone."""
     loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
     gradient, preferences between a group's best and worst sample (dpo), or your own function of the tokens' logprobs
@@ -297,6 +300,8 @@ class AlgorithmSettings(Section):
                 "learned from: change one of them"
             )
         if not self.distillation:
+            if self.distillation_skew:
+                return "expected algorithm.distillation > 0 with algorithm.distillation_skew, found 0: change one of them"
             return ""
         if self.loss not in ("clip", "cispo", "policy_gradient") or self.advantage == "gae" or self.dynamic_sampling:
             return (

@@ -24,7 +24,7 @@ from services.trainer.algorithm.advantages import (
 )
 from services.trainer.algorithm.aggregation import sequence_sums
 from services.trainer.algorithm.diagnostics import moments
-from services.trainer.algorithm.kl import estimate
+from services.trainer.algorithm.kl import MAX_LOG_RATIO, estimate
 from services.trainer.batch.token_data import LossInputs
 from shared.bus.messages import Float32Array
 from shared.settings.algorithm import AlgorithmSettings
@@ -48,7 +48,9 @@ def assign(
     if algorithm.distillation:
         for micro_batch in inputs:
             assert micro_batch.advantages_N is not None
-            micro_batch.advantages_N -= algorithm.distillation * teacher_kl(micro_batch)
+            micro_batch.advantages_N -= algorithm.distillation * skewed(
+                teacher_kl(micro_batch), algorithm.distillation_skew
+            )
 
 
 def teacher_kl(micro_batch: LossInputs) -> Tensor:
@@ -60,6 +62,18 @@ def teacher_kl(micro_batch: LossInputs) -> Tensor:
     old_N = micro_batch.proximal_logprobs_N
     assert micro_batch.teacher_logprobs_N is not None
     return (micro_batch.behavior_logprobs_N if old_N is None else old_N) - micro_batch.teacher_logprobs_N
+
+
+def skewed(teacher_kl_N: Tensor, skew: float) -> Tensor:
+    """Return the cost of each token whose policy gradient is in the mean that of KL(π ‖ m), m = (1 − skew) teacher + skew π.
+
+    m depends on π: log π − log m − skew (π / m − 1), from 0 where the teacher agrees to −log skew − 1 + skew where it finds
+    the token impossible (skewed reverse KL: Ko et al. 2024, DistiLLM, arXiv:2402.03898).
+    """
+    if not skew:
+        return teacher_kl_N
+    share_N = (1 - skew) * torch.exp(-teacher_kl_N.clamp(min=-MAX_LOG_RATIO)) + skew
+    return -torch.log(share_N) - skew * (1 / share_N - 1)
 
 
 def _by_group(
