@@ -301,7 +301,9 @@ class AlgorithmSettings(Section):
             )
         if not self.distillation:
             if self.distillation_skew:
-                return "expected algorithm.distillation > 0 with algorithm.distillation_skew, found 0: change one of them"
+                return (
+                    "expected algorithm.distillation > 0 with algorithm.distillation_skew, found 0: change one of them"
+                )
             return ""
         if self.loss not in ("clip", "cispo", "policy_gradient") or self.advantage == "gae" or self.dynamic_sampling:
             return (
