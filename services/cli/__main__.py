@@ -24,6 +24,8 @@ from services.cli.connection import (
     RunArgument,
     TokenFile,
     Url,
+    Words,
+    WordsOrNone,
     connected,
     named,
     split,
@@ -65,14 +67,7 @@ def _top(
 
 @app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})
 def up(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [--TABLE.SETTING VALUE]...",
-            help="The run's TOML file, and settings to override.",
-            show_default=False,
-        ),
-    ] = None,
+    words: WordsOrNone = None,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="RUN_FOLDER", help="Continue the run in this folder.", show_default=False),
@@ -144,14 +139,7 @@ def _supervise(prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
 
 @app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})
 def sft(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG [--TABLE.SETTING VALUE]...",
-            help="The run's TOML file, and settings to override.",
-            show_default=False,
-        ),
-    ] = None,
+    words: Words = None,
     epochs: Annotated[
         float | None,
         typer.Option("--epochs", min=0.0, metavar="N", help="Passes over the data, instead of `run.steps`."),
@@ -331,14 +319,7 @@ def export(
 
 @app.command(rich_help_panel=_TOOLS, context_settings={"ignore_unknown_options": True})
 def plan(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [--TABLE.SETTING VALUE]...",
-            help="The run's TOML file, and settings to override.",
-            show_default=False,
-        ),
-    ] = None,
+    words: WordsOrNone = None,
     gpus: Annotated[
         str, typer.Option("--gpus", "--nodes", metavar="GPUS", help="Such as 8xH200, 4x80GiB or 8x8xH100.")
     ] = "8xH200",
@@ -395,12 +376,7 @@ def plan(
 
 @app.command(rich_help_panel=_TOOLS, context_settings={"ignore_unknown_options": True})
 def calibrate(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG [--TABLE.SETTING VALUE]...", help="The run's TOML file, and settings to override."
-        ),
-    ] = None,
+    words: Words = None,
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="The file to write.")] = Path("calibration.json"),
     seconds: Annotated[float, typer.Option("--seconds", min=0.1, metavar="S", help="For each rate.")] = 15.0,
 ) -> None:

@@ -29,6 +29,16 @@ TokenFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason, recorded with the change.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
+_WORDS = "The run's TOML file, and settings to override."
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="CONFIG [--TABLE.SETTING VALUE]...", help=_WORDS, show_default=False),
+]
+WordsOrNone = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [--TABLE.SETTING VALUE]...", help=_WORDS, show_default=False),
+]
+"""For commands that need no file."""
 Most = Annotated[int, typer.Option("--most", min=1, metavar="N", help="The maximum number of rows.")]
 
 

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from services.rollout.engines.engine import GeneratedSample, GenerationRequest
+from services.rollout.engines.engine import GeneratedSample, GenerationRequest, with_texts
 from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.service import seed_of
-from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sample, Sampling
+from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
 from shared.errors import PenstockError
 from shared.model.tokenizer import TokenizerCodec
 from shared.settings import Settings
@@ -78,14 +78,5 @@ class LocalPolicy:
         self, prompt: Prompt, request: GenerationRequest, generated: Sequence[GeneratedSample], started_at_s: float
     ) -> RolloutGroup:
         texts = self._codec.decode([sample.token_ids for sample in generated])
-        samples = tuple(
-            Sample(
-                token_ids=sample.token_ids,
-                behavior_logprobs=sample.behavior_logprobs,
-                version_spans=sample.version_spans,
-                finish_reason=sample.finish_reason,
-                text=text,
-            )
-            for sample, text in zip(generated, texts, strict=True)
-        )
+        samples = with_texts(generated, texts, supports=False)
         return RolloutGroup(prompt, request.prompt_token_ids, samples, "local", started_at_s, time.time())

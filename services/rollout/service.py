@@ -23,7 +23,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.rollout.device_turns import DeviceTurns
-from services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest
+from services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest, with_texts
 from services.rollout.engines.prompts import Codec
 from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.eval_priority import Precedence
@@ -35,7 +35,7 @@ from shared.bus import streams
 from shared.bus.assembly import bare
 from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
-from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample, no_ids
+from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup
 from shared.bus.streams import Stream
 from shared.bus.worker import Patience, Worker
 from shared.process.telemetry import HandlerFailures, Status
@@ -126,22 +126,10 @@ class Generation:
                 generated = await self._engine.generate(request)
         self._count(prompt, generated)
         texts = self._codec.decode([sample.token_ids for sample in generated.samples])
-        samples = tuple(
-            Sample(
-                token_ids=sample.token_ids,
-                behavior_logprobs=sample.behavior_logprobs,
-                version_spans=sample.version_spans,
-                finish_reason=sample.finish_reason,
-                text=text,
-                support_sizes=sample.support_sizes if training else no_ids(),
-                support_ids=sample.support_ids if training else no_ids(),
-            )
-            for sample, text in zip(generated.samples, texts, strict=True)
-        )
         return RolloutGroup(
             prompt=prompt if prompt.sample is None else bare(prompt),
             prompt_token_ids=token_ids,
-            samples=samples,
+            samples=with_texts(generated.samples, texts, supports=training),
             replica=self._replica,
             started_at_s=generated.started_at_s,
             finished_at_s=generated.finished_at_s,

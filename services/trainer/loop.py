@@ -25,7 +25,7 @@ from services.trainer.algorithm.step_totals import NotFinite
 from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.memory import components
+from services.trainer.model.memory import Storages, components
 from services.trainer.model.residency import Residency
 from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts
@@ -127,7 +127,7 @@ class Trainer:
         memory = collections.Counter[str]()
         for residency in self._residencies:
             memory.update(residency.memory())
-        return {**memory, "snapshot": float(self._artifacts.snapshot_bytes)}
+        return {**memory, "snapshot": float(Storages(self._engine.device).add(self._artifacts.snapshots))}
 
     def _reload(self) -> None:
         with self._phases.measure("reload"):

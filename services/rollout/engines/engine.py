@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sampling, no_ids
+from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sample, Sampling, no_ids
 from shared.errors import StateLost
 from shared.process.memory_timeline import Held
 
@@ -58,6 +58,22 @@ class GeneratedSample:
     support_sizes: Int32Array = dataclasses.field(default_factory=no_ids)
     """As in :class:`Sample`; empty without restrictions."""
     support_ids: Int32Array = dataclasses.field(default_factory=no_ids)
+
+
+def with_texts(generated: Sequence[GeneratedSample], texts: Sequence[str], *, supports: bool) -> tuple[Sample, ...]:
+    """Return the samples of a message; ``supports``: with the tokens that could be drawn."""
+    return tuple(
+        Sample(
+            token_ids=sample.token_ids,
+            behavior_logprobs=sample.behavior_logprobs,
+            version_spans=sample.version_spans,
+            finish_reason=sample.finish_reason,
+            text=text,
+            support_sizes=sample.support_sizes if supports else no_ids(),
+            support_ids=sample.support_ids if supports else no_ids(),
+        )
+        for sample, text in zip(generated, texts, strict=True)
+    )
 
 
 def unstopped(length: int, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Int32Array, Int32Array]:

@@ -38,11 +38,6 @@ class Artifacts:
         self._publication.take_part(engine, version, step)
         return None
 
-    @property
-    def snapshot_bytes(self) -> int:
-        """Device memory of published versions."""
-        return self._publication.snapshot_bytes
-
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
     ) -> Saved:

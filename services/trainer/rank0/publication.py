@@ -124,11 +124,6 @@ class Publication:
             joined[rank :: len(shares)] = checksums
         return tuple(joined)
 
-    @property
-    def snapshot_bytes(self) -> int:
-        snapshots = {id(snapshot): snapshot for snapshot in (self._spare, self._offered) if snapshot is not None}
-        return sum(bucket.nbytes for snapshot in snapshots.values() for bucket in snapshot.buckets)
-
     def _open(self, folder: str) -> WeightSource:
         weights = self._settings.weights
         self._source = WeightSource(
