@@ -5,13 +5,13 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.tracking.points import Point
 from services.tracking.sinks.sink import TrackedRun
+from shared.process.children import kill_group, reap
 from shared.settings import ENVIRONMENT_PREFIX
 
 _ANSWER_BYTES = 1 << 20
@@ -52,11 +52,8 @@ class SinkClient:
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
+        kill_group(process.pid)
+        await reap(process)
 
     async def _start(self) -> None:
         try:

@@ -24,6 +24,7 @@ from typing import BinaryIO
 from services.up import process_tree
 from services.up.plan import ProcessPlan
 from shared.backoff import Backoff
+from shared.process.children import kill_group
 
 WRONG_SETTINGS = 2
 _LAST_LINES = 15
@@ -111,7 +112,7 @@ class Child:
         self._asked.set()
         self._hurry.set()
         if self.pid is not None:
-            process_tree.kill_group(self.pid)
+            kill_group(self.pid)
 
     # ---------------------------------------------------------------- one life
 
@@ -128,7 +129,7 @@ class Child:
         try:
             code = await self._until_gone(process)
         finally:
-            process_tree.kill_group(process.pid)  # its remaining children
+            kill_group(process.pid)  # its remaining children
         self.pid = None
         self._around.changed()
         return code
@@ -166,7 +167,7 @@ class Child:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.plan.stop_s):
                 await self._hurry.wait()
-        process_tree.kill_group(process.pid)
+        kill_group(process.pid)
 
     def _judge(self, code: int) -> ProcessFailure | None:
         """Count a death; return why the run fails, or None to restart."""

@@ -58,12 +58,6 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def kill_group(pid: int) -> None:
-    """SIGKILL the process group of ``pid``, if it exists."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
 def started_at_s(pid: int) -> float | None:
     try:
         return float(psutil.Process(pid).create_time())

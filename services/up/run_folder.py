@@ -17,6 +17,7 @@ from typing import TextIO
 from services.up import process_tree
 from shared.bus.keys import RUN_ID_PATTERN
 from shared.errors import SettingsError
+from shared.process.children import kill_group
 from shared.settings import SETTINGS_FILE, Settings
 
 NEXT_SETTINGS_FILE = "settings.next.toml"
@@ -102,7 +103,7 @@ def end_leftovers(folder: Path) -> int:
         return 0
     alive = [pid for pid, started_s in processes if _is_same(pid, started_s)]
     for pid in alive:
-        process_tree.kill_group(pid)
+        kill_group(pid)
     deadline = time.monotonic() + _LEFTOVER_S
     while any(process_tree.is_alive(pid) for pid in alive) and time.monotonic() < deadline:
         time.sleep(0.02)

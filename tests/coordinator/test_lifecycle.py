@@ -211,7 +211,7 @@ async def test_a_stop_ends_the_run_with_what_there_is(bus: Bus, tmp_path: Path) 
 async def test_the_end_waits_for_a_trainer_that_still_works(bus: Bus, tmp_path: Path) -> None:
     run = settings(tmp_path, steps=1, bus={"drain_s": 60.0})
     working, stop = Status(state="working"), asyncio.Event()
-    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.02, working).run(stop))
+    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.5, working).run(stop))
     async with running(make(bus, run)) as parts, replicas(bus):
         trainer = await Trainer(bus).start()
         await trainer.step()

@@ -45,7 +45,7 @@ def test_activities_are_bounded() -> None:
 async def test_a_heartbeat_says_what_the_process_does_until_it_is_ready(bus: Bus) -> None:
     status, stop = Status(), asyncio.Event()
     status.start.begin("building the engine", 1000.0)
-    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.05, status).run(stop))
+    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.5, status).run(stop))
 
     async def activity() -> list[tuple[str, float]]:
         return [(beat.activity, beat.activity_since_s) for beat in await heartbeats(bus)]

@@ -49,7 +49,7 @@ def test_a_versions_descendants_are_its_whole_branch() -> None:
 async def replica(bus: Bus, version: int) -> AsyncIterator[Status]:
     status = Status(state="working", version=V(version))
     done = asyncio.Event()
-    beating = asyncio.create_task(Presence(bus, "rollout", "rollout-0", 0.05, status).run(done))
+    beating = asyncio.create_task(Presence(bus, "rollout", "rollout-0", 0.5, status).run(done))
     try:
         yield status
     finally:

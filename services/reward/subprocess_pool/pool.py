@@ -20,13 +20,13 @@ import contextlib
 import json
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from prometheus_client import Counter
 
 from shared.bus.messages import Json
 from shared.errors import PenstockError, TemporaryError
+from shared.process.children import kill_group, reap
 from shared.process.environment import FOR_PYTHON
 
 log = logging.getLogger(__name__)
@@ -124,16 +124,13 @@ class _Place:
 
     def kill(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
 
     async def empty(self) -> None:
         self.kill()
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            await process.wait()
+            await reap(process)
 
 
 class Processes:

@@ -24,6 +24,7 @@ from pathlib import Path
 from shared.bus.bus import Bus
 from shared.bus.stores.exports import ExportRequest, ExportResult, Exports, export_folder
 from shared.bus.stores.ledger import Ledger
+from shared.process.children import reap
 from shared.process.telemetry import tell
 from shared.settings import BusSettings, Settings, dumps
 
@@ -101,7 +102,7 @@ class Exporter:
         finally:
             if process.returncode is None:
                 process.kill()
-                await _reap(process)
+            await reap(process)
 
     async def _end_of(self, process: Process, order: ExportRequest) -> ExportResult | None:
         without_bus = self._settings.model_copy(update={"bus": BusSettings()})
@@ -120,17 +121,6 @@ class Exporter:
             await asyncio.gather(talking, return_exceptions=True)
         said, wrong = talking.result()
         return _ending(process.returncode or 0, said.decode(), wrong.decode(errors="replace"))
-
-
-async def _reap(process: Process) -> None:
-    cancelled: asyncio.CancelledError | None = None
-    while process.returncode is None:
-        try:
-            await process.wait()
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
 
 
 def _environment() -> dict[str, str]:

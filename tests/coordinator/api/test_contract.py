@@ -232,7 +232,7 @@ async def test_a_replica_that_starts_again_after_it_died_is_an_event_and_one_tha
     http: httpx.AsyncClient, bus: Bus
 ) -> None:
     async def live(*, leaves: bool) -> None:
-        presence, stop = Presence(bus, "trainer", "trainer-0", 0.01, Status(state="working")), asyncio.Event()
+        presence, stop = Presence(bus, "trainer", "trainer-0", 5.0, Status(state="working")), asyncio.Event()
         starts = len(await raw(bus).smembers(bus.keys.named("starts:trainer-0")))  # before it counts its own
         beating = asyncio.create_task(presence.run(stop))
         await until(lambda: _started(bus, starts + 1))

@@ -39,7 +39,7 @@ async def replica(bus: Bus) -> AsyncIterator[list[Prompt]]:
     """A replica that answers every text and refuses messages; yield what it was asked."""
     asked, stop, questions = list[Prompt](), asyncio.Event(), Questions(bus, "rollout-0")
     await questions.read()
-    presence = Presence(bus, "rollout", "rollout-0", 0.05, Status(state="working"))
+    presence = Presence(bus, "rollout", "rollout-0", 5.0, Status(state="working"))
 
     async def answer() -> None:
         while True:
@@ -127,7 +127,7 @@ async def test_a_question_is_drawn_as_samples_of_training_are(bus: Bus, tmp_path
 @contextlib.asynccontextmanager
 async def silent_replica(bus: Bus) -> AsyncIterator[None]:
     """A replica that takes work and answers nothing."""
-    stop, presence = asyncio.Event(), Presence(bus, "rollout", "rollout-0", 0.05, Status(state="working"))
+    stop, presence = asyncio.Event(), Presence(bus, "rollout", "rollout-0", 5.0, Status(state="working"))
     beating = asyncio.create_task(presence.run(stop))
     await until(lambda: _beats(bus))
     yield
