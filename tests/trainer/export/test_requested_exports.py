@@ -301,6 +301,7 @@ def test_a_coordinator_that_is_gone_or_leads_another_run_is_not_asked(
         json.dumps({"url": "http://127.0.0.1:9", "run_id": "exported"})
     )
     words = ["export", str(run.settings.run_folder), "--version", "7"]
+    capsys.readouterr()  # what saving the model printed
     assert main(words) == 1
     assert capsys.readouterr().err.startswith("penstock export: there are no weights of version 7 of run exported")
     assert main([*words, "--url", "http://127.0.0.1:9"]) == 1
