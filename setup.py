@@ -21,7 +21,7 @@ _NAMED = re.compile(rf"""((?<=["'])|(?<=-m )){_INNER}(?=\w+\.[a-z_{{])""")
 def moved(source: str) -> str:
     """Return Python code with its imports, and the modules that it names in strings, below `penstock`.
 
-    >>> moved('from shared.bus import wire; run("-m", "services.rollout", f"services.{name}")')
+    >>> moved('from shared.bus.encoding import wire; run("-m", "services.rollout", f"services.{name}")')
     'from penstock.shared.bus import wire; run("-m", "penstock.services.rollout", f"penstock.services.{name}")'
     """
     return _NAMED.sub(r"\1penstock.", _IMPORT.sub(r"\1penstock.", source))

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from benchmarks.wire import make_experience, make_group
-from shared.bus import embedded, wire
+from shared.bus import embedded
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.keys import ASSEMBLY, GENERATING
 from shared.bus.messages import RolloutGroup
 from shared.bus.streams import EXPERIENCE, ROLLOUTS

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.learning import ROOT, learn
 from services.coordinator.admission.curriculum import Curriculum
 from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
-from shared.bus.stores.signals import RATE, signal
+from shared.bus.stores.experience.signals import RATE, signal
 
 _PROBLEMS = 200
 

@@ -38,8 +38,9 @@ from benchmarks import hostile_texts
 from benchmarks.hostile_texts import TESTS, Family
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.protocol import Job
-from shared.bus import embedded, wire
+from shared.bus import embedded
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from shared.errors import PenstockError, TemporaryError

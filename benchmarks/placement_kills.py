@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.bus.bus import Bus
-from shared.bus.stores.device_leases import look_at_devices
+from shared.bus.stores.replicas.device_leases import look_at_devices
 from shared.settings.placement import RUNGS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running

@@ -143,7 +143,8 @@ class _Trainer:
 
         from benchmarks.trainer_shapes import random_model
         from services.trainer.batch.packing import plan
-        from services.trainer.model import adapter, memory
+        from services.trainer.model import adapter
+        from services.trainer.model import held_tensors as memory
         from services.trainer.model.critic import Critic
         from services.trainer.model.engine import TrainingEngine
         from services.trainer.model.layers import attention, kernels

@@ -52,9 +52,9 @@ from shared.bus.messages import (
     ScoreStatus,
     StepReport,
 )
-from shared.bus.stores import records
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.run import records
 from shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.errors import TemporaryError

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from shared.bus import embedded, streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion, Prompt
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
 from shared.settings import Settings, dump
 
 GROUPS_PER_S, CONNECTIONS, SLOTS = 400, 32, 64

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.bus import messages, wire
+from shared.bus import messages
+from shared.bus.encoding import wire
 from shared.bus.messages import (
     ChatMessage,
     Event,

@@ -76,3 +76,8 @@ class StateLost(PenstockError):
 
 class Fenced(PenstockError):
     """Another process took this one's place."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a device or the host refused torch memory; torch has no class for the host's error."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)

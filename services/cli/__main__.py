@@ -427,7 +427,7 @@ def memory(
 
     **Examples:** `penstock memory` · `penstock memory runs/math-… --plan`
     """
-    from services.cli import memory as memories
+    from services.cli.reports import memory as memories
 
     memories.show(named(run), plan=plan, as_json=as_json)
 
@@ -442,7 +442,7 @@ def compare_runs(
 
     **Example:** `penstock diff runs/math-a runs/math-b`
     """
-    from services.cli import diff
+    from services.cli.reports import diff
 
     diff.compare(named(a), named(b), as_json=as_json)
 
@@ -458,7 +458,7 @@ def check_data(
 
     **Example:** `penstock data check my-run.toml --prompts 5`
     """
-    from services.cli import data_check
+    from services.cli.reports import data_check
     from shared.settings import load
 
     raise typer.Exit(0 if data_check.check(load(config), shown) else 1)
@@ -486,7 +486,7 @@ def audit_rewards(
 
     **Examples:** `penstock audit-rewards latest` · `penstock audit-rewards runs/math-… --sample 500 --above 0.9 --json`
     """
-    from services.cli import audit_rewards as audits
+    from services.cli.reports import audit_rewards as audits
     from shared.settings import load_run
 
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.offline.stored import export
-from shared.bus.stores.exports import check_free
+from shared.bus.stores.policy.exports import check_free
 from shared.errors import PenstockError, SettingsError
 from shared.files.durable import whole_folder
 from shared.settings import load_run

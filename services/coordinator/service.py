@@ -51,11 +51,11 @@ from services.coordinator.run.release import Release
 from services.coordinator.schemas.run import NoticeView
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores import held_out as held_out_store
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.rehearsal import offer
+from shared.bus.stores.experience.rehearsal import offer
+from shared.bus.stores.policy import held_out as held_out_store
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import SettingsError
 from shared.files.durable import LEAST_BYTES, free_bytes
 from shared.process.service import Context, serve

@@ -10,7 +10,7 @@ from services.offline.generation import LocalPolicy
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
 from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup
-from shared.bus.stores.evaluations import Description, EvaluationRequest
+from shared.bus.stores.policy.evaluations import Description, EvaluationRequest
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.process.telemetry import Status
 from shared.settings import Settings

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.exports import export_folder
+from shared.bus.stores.policy.exports import export_folder
 from shared.errors import PenstockError
 from shared.settings import Settings
 

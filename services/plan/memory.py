@@ -29,7 +29,7 @@ _BUCKET = 5e8
 _GATHERED = 2e9
 """Weights that live at a time at ZeRO stage 3."""
 _RESERVE = 1.1
-"""By which the trainer overestimates what it keeps (services/trainer/model/recomputation.py)."""
+"""By which the trainer overestimates what it keeps (services/trainer/model/memory/recomputation.py)."""
 _SUB_GROUP = 4e9
 """Gradients in float32 of DeepSpeed's 1 billion weights that stage 3 steps at a time."""
 _LOGIT_BYTES = 4.3
@@ -41,7 +41,7 @@ _LOGIT_COPIES = 6
 _GRAPHS = 1.5 * GIB
 """CUDA graphs and activations of an engine."""
 USED = 0.85
-"""Share of the memory that activations may fill (services/trainer/model/recomputation.py)."""
+"""Share of the memory that activations may fill (services/trainer/model/memory/recomputation.py)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from prometheus_client import Counter, Gauge
 
-from shared.bus.stores.heartbeats import PartFailure
+from shared.bus.stores.replicas.heartbeats import PartFailure
 from shared.process.telemetry import Status
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from shared.bus.bus import Bus
 from shared.bus.messages import Prompt, Purpose
-from shared.bus.stores.score_statistics import observe
+from shared.bus.stores.experience.score_statistics import observe
 
 
 class Normaliser:

@@ -16,7 +16,7 @@ from services.reward.failures import DRY_RUN_SILENT_S, Failures, part_of
 from services.reward.scorers.scorer import Scorer
 from shared.bus.bus import Bus
 from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample, ScoreStatus
-from shared.bus.stores import rehearsal
+from shared.bus.stores.experience import rehearsal
 from shared.bus.streams import EVAL_ROLLOUTS, ROLLOUTS
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.settings.rewards.scorers import JudgeScorer, PythonScorer, TrlScorer

@@ -14,7 +14,7 @@ from services.rollout.engines.engine import Engine, SuspendableEngine
 from services.rollout.engines.prompts import CharacterCodec, Codec
 from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
 from services.rollout.engines.vllm.start_report import followed
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.errors import SettingsError
 from shared.model.tokenizer import TokenizerCodec
 from shared.peers.addresses import use_interfaces

@@ -31,8 +31,8 @@ from shared.backoff import Backoff
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.errors import NotHere, WeightsError
 from shared.process.telemetry import Status, tell
 from shared.weights.receiver.puller import Puller, file_offer

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt, Purpose
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
 from shared.errors import PermanentError
 from shared.settings import Settings
 

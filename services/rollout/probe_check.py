@@ -13,7 +13,7 @@ from prometheus_client import Counter, Gauge
 from services.rollout.engines.engine import Engine
 from shared.bus.bus import Bus
 from shared.bus.messages import Float32Array, PolicyRecord, Probe
-from shared.bus.stores.heartbeats import PartFailure
+from shared.bus.stores.replicas.heartbeats import PartFailure
 from shared.process.telemetry import WEIGHTS_PROBE, Status, tell
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from shared.bus.bus import Bus
 from shared.bus.messages import Prompt, Purpose, RolloutGroup
-from shared.bus.stores.questions import WITHIN_S, Questions
+from shared.bus.stores.replicas.questions import WITHIN_S, Questions
 from shared.bus.worker import ENDS_PROCESS
 from shared.errors import PermanentError
 

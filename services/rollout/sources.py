@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from shared.bus.messages import PolicyRecord, PolicyUpdate
-from shared.bus.stores.heartbeats import Heartbeat
+from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.settings.placement import is_guest
 
 SourceKind = Literal["peer", "trainer", "requested_file", "file"]

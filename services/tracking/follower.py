@@ -12,11 +12,12 @@ from services.tracking.offset import Offset
 from services.tracking.points import results_of
 from services.tracking.sink_client import SinkClient, SinkFailure
 from shared.backoff import Backoff
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import StepReport
-from shared.bus.stores.evaluations import evaluated, results
-from shared.bus.stores.records import following, wait_for_any
+from shared.bus.stores.policy.evaluations import evaluated, results
+from shared.bus.stores.run.records import following, wait_for_any
 from shared.errors import MessageError
 
 log = logging.getLogger(__name__)

@@ -25,14 +25,13 @@ from services.trainer.algorithm.step_totals import NotFinite
 from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.memory import Storages, components
-from services.trainer.model.residency import Residency
+from services.trainer.model.held_tensors import Storages, components
+from services.trainer.model.memory.residency import Residency
 from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts
-from services.trainer.rank0.commands import Command, CommandKind, decode_all, share
-from services.trainer.rank0.mailbox import Mailbox, NoMailbox
-from services.trainer.rank0.probe import Prober
-from services.trainer.rank0.results import (
+from services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all, share
+from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
+from services.trainer.rank0.mailbox.results import (
     Freed,
     Published,
     Replayed,
@@ -42,6 +41,7 @@ from services.trainer.rank0.results import (
     StepSkipped,
     StopRequested,
 )
+from services.trainer.rank0.probe import Prober
 from shared.bus.messages import Experience, StepPlan
 from shared.errors import SettingsError
 from shared.settings import Settings

@@ -16,7 +16,7 @@ import threading
 
 from services.trainer.launcher import LAUNCHER
 from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.mailbox import Mailbox, NoMailbox
+from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
 from shared.process import log
 from shared.process.device import DeviceLease, leased
 from shared.process.endpoints import Endpoints

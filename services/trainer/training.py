@@ -13,8 +13,8 @@ from services.trainer.model.engine import TrainingEngine, make_deterministic, pi
 from services.trainer.model.layers import kernels
 from services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
 from services.trainer.rank0.artifacts import Artifacts
-from services.trainer.rank0.mailbox import Mailbox, NoMailbox
-from services.trainer.rank0.results import Began, ModelLoaded, SelfTested
+from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
+from services.trainer.rank0.mailbox.results import Began, ModelLoaded, SelfTested
 from services.trainer.rank_group import start_ranks
 from services.trainer.self_test import self_test
 from shared.model.context import check_context, own_context, read_config

@@ -3,8 +3,8 @@
 import dataclasses
 import re
 
+from shared.dataset_source import hub_dataset
 from shared.errors import SettingsError
-from shared.settings.dataset_source import hub_dataset
 
 
 def pinned(source: str, setting: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shared.bus import embedded
-from shared.process.environment import FOR_PYTHON
+from shared.process.parent import FOR_PYTHON
 from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
 from shared.settings.placement import GUEST

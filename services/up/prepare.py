@@ -18,7 +18,8 @@ from services.up import run_folder
 from services.up.continuation import check_steps_left, check_unchanged
 from services.up.hub_revision import pinned
 from services.up.plan import executor_address, is_own_executor, metrics_ports
-from shared.bus import connection
+from shared.bus.client import connection
+from shared.dataset_source import absolute, hub_dataset
 from shared.errors import BusUnavailable, SettingsError
 from shared.files.durable import write_whole
 from shared.files.secret_file import make_secret, read_secret
@@ -26,7 +27,6 @@ from shared.model.context import check_context, read_config
 from shared.model.model_source import check_model, check_source
 from shared.process.service import own_host
 from shared.settings import SETTINGS_FILE, Settings, dump, load, sources
-from shared.settings.dataset_source import absolute, hub_dataset
 from shared.settings.rewards.models import ModelScorer
 from shared.settings.rewards.scorers import Scorer
 from shared.settings.section import Section

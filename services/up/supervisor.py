@@ -12,7 +12,7 @@ from pathlib import Path
 from services.up import process_tree
 from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
 from services.up.process import Child, ChildState, ProcessFailure, Restarts, Surroundings
-from shared.bus import connection
+from shared.bus.client import connection
 from shared.errors import BusUnavailable, SettingsError
 from shared.files.durable import Kept
 from shared.text.redaction import redact

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.bus import wire
-from shared.bus.columns import join_columns
+from shared.bus.encoding import wire
+from shared.bus.encoding.columns import join_columns
 from shared.bus.messages import Prompt, RolloutGroup
 from shared.errors import MessageError
 

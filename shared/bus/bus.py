@@ -12,9 +12,11 @@ from typing import Any, Generic, NewType, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
-from shared.bus import connection, streams, wire
+from shared.bus import streams
 from shared.bus.assembly import part_of
-from shared.bus.commands import Commands, block, rows, text
+from shared.bus.client import connection
+from shared.bus.client.commands import Commands, block, rows, text
+from shared.bus.encoding import wire
 from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, key
 from shared.bus.messages import Prompt
 from shared.bus.streams import Row, Stream

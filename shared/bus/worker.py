@@ -30,9 +30,9 @@ from typing import Any, Generic, TypeVar
 from prometheus_client import Counter
 
 from shared.backoff import Backoff
-from shared.bus import wire
 from shared.bus.bus import Bus, Delivery, EntryId
 from shared.bus.crowd import Crowd
+from shared.bus.encoding import wire
 from shared.bus.streams import Stream
 from shared.errors import Fenced, NotHere, PermanentError, SettingsError, StateLost, TemporaryError
 

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from shared.bus.bus import Bus
-from shared.bus.stores.device_leases import (
+from shared.bus.stores.replicas.device_leases import (
     DeviceRequest,
     Phase,
     Renewal,

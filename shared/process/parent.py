@@ -1,10 +1,12 @@
-"""End a process with its parent (Linux; elsewhere without effect)."""
+"""What ties a process to its parent: its end (Linux; elsewhere without effect) and its environment."""
 
 import ctypes
 import os
 import signal
 import sys
 
+FOR_PYTHON = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TMPDIR")
+"""The environment of processes with untrusted code or text: no credentials or settings."""
 _SET_PARENT_DEATH_SIGNAL = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 

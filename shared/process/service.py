@@ -25,14 +25,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shared.bus import connection
 from shared.bus.bus import Bus
+from shared.bus.client import connection
 from shared.bus.messages import Json
-from shared.bus.stores.cordon import Cordon
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.owner import claim
-from shared.bus.stores.registry import registered_settings
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.replicas.cordon import Cordon
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.replicas.run_secret import RunSecret
+from shared.bus.stores.run.owner import claim
+from shared.bus.stores.run.registry import registered_settings
 from shared.bus.worker import Patience
 from shared.errors import BusUnavailable, SettingsError
 from shared.process import event_loop, log

@@ -14,7 +14,7 @@ from prometheus_client import Gauge
 
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Json, PolicyVersion
-from shared.bus.stores.heartbeats import Heartbeat, PartFailure, beat_once, count_start, note_left
+from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure, beat_once, count_start, note_left
 from shared.bus.streams import EVENTS, MEMORY
 from shared.process.memory_timeline import MemoryTimeline
 from shared.process.start_up import StartUp

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from shared.settings.dataset_source import DatasetSource
+from shared.dataset_source import DatasetSource
 from shared.settings.section import Section
 
 ONLY_SET = "heldout"

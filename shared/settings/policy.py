@@ -1,4 +1,5 @@
-"""The model that is trained, and how its versions reach the replicas: ``[policy]``, ``[policy.lora]``, ``[weights]``."""
+"""The model that is trained, and how its versions reach the replicas: ``[policy]``, ``[policy.lora]``, ``[weights]``,
+``[fabric]``."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -64,3 +65,11 @@ class WeightsSettings(Section):
     """With policy.lora, what is published: the `adapter` alone, by file in weights.folder, which trainer and replicas
     must share (vLLM only), or whole weights with the adapter `merged`, by weights.transport. `auto`: the adapter
     if rollout.engine is "vllm"."""
+
+
+class FabricSettings(Section):
+    """What connects GPUs of several pods or machines."""
+
+    require: Literal["any", "rdma"] = Field(default="any")
+    """`rdma`: the trainer ends at its start if NCCL chose sockets between machines, as it does without an error if a
+    device, a library or locked memory is missing."""

@@ -13,11 +13,10 @@ from shared.errors import SettingsError
 from shared.expression import Expression
 from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.evaluation import EvaluationSettings
-from shared.settings.fabric import FabricSettings
 from shared.settings.guards import GuardsSettings
 from shared.settings.internal import InternalSettings
 from shared.settings.placement import GUEST, PlacementSettings, check_placement
-from shared.settings.policy import PolicySettings, WeightsSettings
+from shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.models import ModelWork
 from shared.settings.rewards.reward import RewardSettings
 from shared.settings.rollout import RolloutSettings, SamplingSettings

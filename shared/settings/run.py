@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
+from shared.dataset_source import DatasetSource
 from shared.errors import SettingsError
 from shared.expression import Condition
-from shared.settings.dataset_source import DatasetSource
 from shared.settings.section import Section
 
 _OWN_ARGUMENTS = frozenset(

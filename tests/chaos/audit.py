@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from shared.bus import wire
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, PolicyUpdate
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.streams import AUDIT, JOURNAL, POLICY, TRAINING_STREAMS
 from tests.support.raw_redis import raw
 

@@ -28,9 +28,9 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.cordon import Word, tell_replica
-from shared.bus.stores.heartbeats import Heartbeat, heartbeats
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.cordon import Word, tell_replica
+from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
 from shared.bus.streams import EXPERIENCE
 from shared.files.durable import write_whole
 from tests.chaos.alarms import Alarms

@@ -19,11 +19,12 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import StepReport
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.streams import Stream
 from shared.errors import MessageError
 from tests.chaos.run import Run, left_behind, running

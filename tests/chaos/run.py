@@ -27,7 +27,7 @@ import pytest
 from services.client.coordinator import TOKEN_FILE, read_token
 from shared.bus import embedded
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.conftest import PATIENCE_S, free_port, until, words
 from tests.support import forge
 from tests.support.fault_proxy import FaultProxy

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping
 
 from shared.bus.bus import Bus
-from shared.bus.stores.device_leases import DEVICE, Grant, Phase, look_at_devices
+from shared.bus.stores.replicas.device_leases import DEVICE, Grant, Phase, look_at_devices
 from tests.chaos.run import Run
 from tests.support.raw_redis import raw
 

@@ -13,10 +13,10 @@ import pytest
 
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
-from shared.bus import connection
 from shared.bus.bus import Bus
+from shared.bus.client import connection
 from shared.bus.messages import Event
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import RUN_ID, TcpServer, answers, harmed, running

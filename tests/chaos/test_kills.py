@@ -16,7 +16,7 @@ import pytest
 
 from shared.bus.bus import Bus
 from shared.bus.messages import Event
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running

@@ -9,7 +9,7 @@ import pytest
 from services.coordinator.run.leader_lease import TTL_S
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import heartbeats
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, harmed
 from tests.conftest import PATIENCE_S, until

@@ -8,8 +8,15 @@ import pytest
 from services.coordinator.run.device_grants import Decision, DeviceGrants, decide, lowest_rung
 from shared.bus.bus import Bus
 from shared.bus.keys import RUN
-from shared.bus.stores.device_leases import DEVICE, DeviceLook, DeviceRequest, Grant, grant_devices, look_at_devices
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.device_leases import (
+    DEVICE,
+    DeviceLook,
+    DeviceRequest,
+    Grant,
+    grant_devices,
+    look_at_devices,
+)
 from shared.errors import Fenced
 from shared.process.device import DeviceLease
 from shared.settings import loads

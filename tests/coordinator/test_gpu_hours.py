@@ -7,9 +7,9 @@ import pytest
 from services.coordinator.records import summary
 from services.coordinator.run.gpu_hours import GpuHours
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import Heartbeat
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.heartbeats import Heartbeat
+from shared.bus.stores.replicas.live_settings import Live
 from shared.process.gpus import held_gpus
 from shared.settings import Settings, loads
 

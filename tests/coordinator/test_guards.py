@@ -11,11 +11,11 @@ from prometheus_client import REGISTRY
 
 from services.coordinator.run import guards
 from services.coordinator.service import Coordinator
-from shared.bus import wire
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Event, PolicyVersion, RolloutGroup, StepReport
-from shared.bus.stores.heartbeats import PartFailure, heartbeats
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.heartbeats import PartFailure, heartbeats
 from shared.bus.streams import EVENTS, EXPERIENCE, ROLLOUTS
 from shared.process.telemetry import WEIGHTS_PROBE, Presence, Status
 from shared.settings.guards import GuardsSettings

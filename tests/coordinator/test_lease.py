@@ -10,7 +10,7 @@ from services.coordinator.run.leader_lease import Lease
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.conftest import until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer

@@ -12,7 +12,7 @@ from services.coordinator.service import Coordinator
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience, Prompt
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.process.telemetry import Presence, Status
 from tests.conftest import until
 from tests.support import builders

@@ -13,8 +13,8 @@ from services.coordinator.run.notices import compose, notice
 from services.coordinator.schemas.run import GuardView
 from services.up.display import view
 from services.up.display.screen import PlainDisplay
-from shared.bus.stores.heartbeats import Heartbeat, PartFailure
-from shared.bus.stores.ledger import RunState, RunStatus, read_status
+from shared.bus.stores.policy.ledger import RunState, RunStatus, read_status
+from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 
 REASON = "guard unscored: none of the last 16 groups could be scored; the newest: scorer 'mine' unavailable: KeyError: 'limit' (mine.py:4)"
 

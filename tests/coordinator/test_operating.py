@@ -17,13 +17,14 @@ from services.reward.service import make_scoring
 from services.rollout.engines.scripted import ScriptedEngine
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Event, Experience, PolicyVersion, Prompt
-from shared.bus.stores.cordon import Cordon, Word, tell_replica
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import CHANGEABLE, Live
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.cordon import Cordon, Word, tell_replica
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.replicas.live_settings import CHANGEABLE, Live
 from shared.bus.worker import Patience, Worker
 from shared.process.telemetry import Presence, Status
 from shared.settings import Settings

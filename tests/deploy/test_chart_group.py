@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
-from shared.bus.stores.heartbeats import heartbeats
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.streams import PROMPTS, ROLLOUTS
 from shared.weights.format.snapshot import write_snapshot
 from tests.conftest import need_module, until

@@ -15,8 +15,8 @@ import pytest
 
 from services.coordinator.run.release import KubernetesScale, Release
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import Heartbeat
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.heartbeats import Heartbeat
 from tests.support.chart import (
     ALL_CRDS,
     CASES,

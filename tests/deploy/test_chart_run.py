@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import heartbeats
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, TRAINING_STREAMS
 from tests.chaos.audit import Watcher, audit_groups, audit_versions
 from tests.conftest import need, need_module, until

@@ -15,8 +15,8 @@ import torch
 from services.reward.scorers.answer.scorer import COMMAND
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
-from shared.bus import wire
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, RolloutGroup
 from shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
 from shared.bus.worker import Patience, Worker

@@ -14,7 +14,7 @@ from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
 from services.reward.service import make_scoring
 from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.model.policy import Policy, load_reference
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Prompt, Purpose, RolloutGroup
 from shared.errors import SettingsError, TemporaryError
 from shared.process.telemetry import Status

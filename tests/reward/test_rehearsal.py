@@ -13,8 +13,8 @@ from services.reward.scorers.scorer import Scorer, unavailable, valued
 from services.reward.scoring import Scoring
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Prompt, RolloutGroup, Score, ScoreStatus
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.rehearsal import offer
+from shared.bus.stores.experience.rehearsal import offer
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.streams import EVENTS, ROLLOUTS
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.expression import Expression

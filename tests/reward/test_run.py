@@ -13,7 +13,7 @@ from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 from shared.bus import embedded
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import AUDIT, TRAINING_STREAMS
 from tests.conftest import PATIENCE_S
 from tests.support import forge

@@ -19,13 +19,13 @@ from services.reward.scorers.scorer import Scorer, unavailable, valued
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring, work
 from shared.backoff import Backoff
-from shared.bus import wire
 from shared.bus.bus import Bus, Delivery
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Purpose, RolloutGroup, Score, ScoreStatus
-from shared.bus.stores.cordon import Cordon
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.replicas.cordon import Cordon
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.bus.streams import EVAL_RESULTS, EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS, Stream
 from shared.bus.worker import Patience, Worker
 from shared.errors import PermanentError, SettingsError, TemporaryError

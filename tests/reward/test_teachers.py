@@ -24,7 +24,7 @@ from services.reward.service import make_scoring
 from services.reward.teachers import EndpointTeacher, taught
 from services.trainer.model.policy import load_reference
 from shared.backoff import Backoff
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Purpose, RolloutGroup
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.process.telemetry import Status

@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from services.rollout.device_turns import DeviceTurns
-from shared.bus import wire
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.keys import RUN
 from shared.bus.messages import Prompt, RolloutGroup
-from shared.bus.stores.device_leases import ask_back, grant_devices, look_at_devices
+from shared.bus.stores.replicas.device_leases import ask_back, grant_devices, look_at_devices
 from shared.bus.streams import PROMPTS, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.process.device import DeviceLease

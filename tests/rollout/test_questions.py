@@ -12,7 +12,7 @@ from services.rollout.engines.scripted import ScriptedEngine
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import ChatMessage, Prompt, Purpose, RolloutGroup
-from shared.bus.stores.questions import Questions, ask, new_id
+from shared.bus.stores.replicas.questions import Questions, ask, new_id
 from shared.errors import PermanentError
 from shared.process.telemetry import Status
 from tests.conftest import PATIENCE_S, until

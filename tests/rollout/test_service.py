@@ -23,8 +23,9 @@ from services.rollout.eval_priority import Precedence
 from services.rollout.follower import Follower
 from services.rollout.plausibility import Plausibility
 from services.rollout.service import Rate, Rollout, seed_of
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus, Delivery
+from shared.bus.encoding import wire
 from shared.bus.messages import (
     Event,
     FinishReason,
@@ -36,9 +37,9 @@ from shared.bus.messages import (
     RolloutGroup,
     Sampling,
 )
-from shared.bus.stores.evaluations import Holding
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.evaluations import Holding
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import Stream
 from shared.bus.worker import Patience
 from shared.errors import NotHere, PermanentError

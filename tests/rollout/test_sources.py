@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from services.coordinator.evaluation.evaluator import candidates
 from services.coordinator.policies.relay_tree import serving, sources
 from services.rollout.sources import PullAttempt, attempts, holders
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
-from shared.bus.stores.evaluations import Holding
-from shared.bus.stores.heartbeats import Heartbeat
+from shared.bus.stores.policy.evaluations import Holding
+from shared.bus.stores.replicas.heartbeats import Heartbeat
 
 TRAINER = "trainer:1"
 

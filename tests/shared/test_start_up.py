@@ -10,7 +10,7 @@ import pytest
 from services.client.views import ReplicaView, RunView
 from services.up.display import view
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import heartbeats
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.process.start_up import StartUp
 from shared.process.telemetry import Presence, Status
 from tests.conftest import until

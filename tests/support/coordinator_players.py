@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from services.coordinator.service import Coordinator, assemble, load_data
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.keys import GENERATING
 from shared.bus.messages import (
     Experience,
@@ -27,8 +28,8 @@ from shared.bus.messages import (
     ScoreStatus,
     StepReport,
 )
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import Stream
 from shared.bus.worker import Patience, Worker
 from shared.process.telemetry import Status

@@ -11,16 +11,16 @@ from services.trainer.loop import Trainer
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.rank0.artifacts import Rank0Artifacts
 from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.mailbox import Mailbox
+from services.trainer.rank0.mailbox.queues import Mailbox
+from services.trainer.rank0.mailbox.results import ModelLoaded
 from services.trainer.rank0.publication import Publication
-from services.trainer.rank0.results import ModelLoaded
-from shared.bus import wire
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Event, Experience
-from shared.bus.stores.cordon import Cordon
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.cordon import Cordon
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.bus.streams import EVENTS, EXPERIENCE
 from shared.process.service import Context
 from shared.process.telemetry import Status

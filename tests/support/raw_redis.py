@@ -3,7 +3,7 @@
 from typing import Any
 
 from shared.bus.bus import Bus
-from shared.bus.lua import SCRIPTS
+from shared.bus.client.lua import SCRIPTS
 
 
 def raw(bus: Bus) -> Any:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from services.trainer.loop import Trainer
 from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
-from services.trainer.rank0.commands import Command, CommandKind
-from services.trainer.rank0.mailbox import NoMailbox
+from services.trainer.rank0.mailbox.commands import Command, CommandKind
+from services.trainer.rank0.mailbox.queues import NoMailbox
+from services.trainer.rank0.mailbox.results import StepMade
 from services.trainer.rank0.publication import Publication
-from services.trainer.rank0.results import StepMade
 from services.trainer.rank_group import start_ranks
 from shared.bus.messages import PolicyVersion
 from tests.support import trainer_ranks, weights

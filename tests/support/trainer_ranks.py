@@ -26,10 +26,10 @@ from services.trainer.model.layers import spans
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
-from services.trainer.rank0.commands import Command, CommandKind
-from services.trainer.rank0.mailbox import NoMailbox
+from services.trainer.rank0.mailbox.commands import Command, CommandKind
+from services.trainer.rank0.mailbox.queues import NoMailbox
+from services.trainer.rank0.mailbox.results import Saved
 from services.trainer.rank0.publication import Publication
-from services.trainer.rank0.results import Saved
 from services.trainer.rank_group import start_ranks
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.settings import Settings

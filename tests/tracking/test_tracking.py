@@ -22,7 +22,7 @@ from services.tracking.sinks.sink import TrackedRun
 from shared.backoff import Backoff
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.stores.evaluations import EVALUATIONS
+from shared.bus.stores.policy.evaluations import EVALUATIONS
 from shared.errors import SettingsError
 from tests.conftest import Server, until
 from tests.support.coordinator_players import report

@@ -19,11 +19,11 @@ from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.loop import Trainer
 from services.trainer.model.policy import Policy
 from services.trainer.rank0.artifacts import Rank0Artifacts
-from services.trainer.rank0.commands import Command, CommandKind
-from services.trainer.rank0.mailbox import NoMailbox
+from services.trainer.rank0.mailbox.commands import Command, CommandKind
+from services.trainer.rank0.mailbox.queues import NoMailbox
+from services.trainer.rank0.mailbox.results import Replayed, Result, StepMade
 from services.trainer.rank0.publication import Publication
-from services.trainer.rank0.results import Replayed, Result, StepMade
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.errors import SettingsError
 from shared.settings import LoraSettings, Settings

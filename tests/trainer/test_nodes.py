@@ -13,7 +13,7 @@ import pytest
 
 from services.trainer.checkpoint import local_store
 from services.up.prepare import prepare
-from shared.bus.stores.ledger import RunState
+from shared.bus.stores.policy.ledger import RunState
 from shared.errors import SettingsError
 from shared.settings import load
 from tests.conftest import PATIENCE_S, Server, free_port

@@ -16,15 +16,16 @@ from services.coordinator.service import Coordinator
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.rank0.resume import may_load
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion
-from shared.bus.stores.exports import Exports
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.operations import OperationState
-from shared.bus.stores.policies import PolicyState
-from shared.bus.stores.rollback import Rollback, Stage, descendants
-from shared.bus.stores.signals import read_signals
+from shared.bus.stores.experience.signals import read_signals
+from shared.bus.stores.policy.exports import Exports
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.policy.policies import PolicyState
+from shared.bus.stores.policy.rollback import Rollback, Stage, descendants
+from shared.bus.stores.run.operations import OperationState
 from shared.process.telemetry import Presence, Status
 from shared.weights.format.snapshot import read_snapshot
 from tests.chaos.run import TcpServer

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, FinishReason, GroupId, PolicyRecord, Probe, RolloutGroup, Sample
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.run_secret import RunSecret
-from shared.bus.stores.signals import read_signals
+from shared.bus.stores.experience.signals import read_signals
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.bus.streams import EXPERIENCE, PUBLISHED, Stream
 from shared.settings import Settings
 from shared.weights.format.flat import FlatSnapshot

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 from tests.conftest import PATIENCE_S

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
 from tests.chaos.run import running
 from tests.conftest import PATIENCE_S, free_port, need, need_module, until
 from tests.support.listeners import Listener, listeners

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.cli import export
-from services.cli.audit_rewards import fresh_executor
+from services.cli.reports.audit_rewards import fresh_executor
 from services.coordinator.evaluation.results import sentence
 from services.offline.stored import Stored, stored_version
 from services.up.display import console

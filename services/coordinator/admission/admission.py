@@ -25,8 +25,8 @@ from services.coordinator.admission.demonstrations import experience
 from services.coordinator.admission.mixing import MixedOrder
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, PolicyVersion, Prompt, Sampling
-from shared.bus.stores.ledger import AdmissionState, Ledger, RunState
-from shared.bus.stores.signals import read_current
+from shared.bus.stores.experience.signals import read_current
+from shared.bus.stores.policy.ledger import AdmissionState, Ledger, RunState
 from shared.errors import BusFull
 from shared.settings import SamplingSettings, Settings
 

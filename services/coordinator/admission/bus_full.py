@@ -5,7 +5,7 @@ import time
 from prometheus_client import Gauge
 
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
 from shared.process.telemetry import tell
 
 BUS_FULL = Gauge(

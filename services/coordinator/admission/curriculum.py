@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from services.coordinator.admission.dataset import Dataset, EpochOrder
 from services.coordinator.admission.mixing import MixedOrder
-from shared.bus.stores.signals import UNSEEN
+from shared.bus.stores.experience.signals import UNSEEN
 from shared.errors import SettingsError
 
 FLOOR = UNSEEN / 20

@@ -22,7 +22,7 @@ from services.coordinator.admission import dataset_files
 from services.coordinator.admission.dataset_files import BadRow, DatasetRow
 from services.coordinator.admission.demonstrations import Demonstration, Demonstrations
 from services.coordinator.admission.row_filter import RowFilter
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
 from shared.errors import SettingsError
 from shared.settings import DataSettings

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 from services.coordinator.admission import hub
 from shared.bus.messages import Json
+from shared.dataset_source import hub_dataset
 from shared.errors import SettingsError
-from shared.settings.dataset_source import hub_dataset
 
 _BATCH_ROWS = 1024
 

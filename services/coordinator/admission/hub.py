@@ -6,8 +6,8 @@ Files are kept in the cache of the library `datasets`, which reads data only: no
 from collections.abc import Iterator
 from typing import Any
 
+from shared.dataset_source import HubDataset
 from shared.errors import SettingsError
-from shared.settings.dataset_source import HubDataset
 
 
 def read(dataset: HubDataset, setting: str) -> Iterator[tuple[str, dict[str, object]]]:

@@ -17,9 +17,9 @@ from services.coordinator.run.commands import Steering
 from services.coordinator.run.monitor import Monitor
 from services.coordinator.schemas.resources import Page
 from shared.bus.bus import Bus
-from shared.bus.stores import records
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.run import records
 from shared.bus.streams import Stream
 from shared.process.telemetry import Status
 

@@ -31,7 +31,7 @@ from services.coordinator.api.bodies import Bodies, BodyRefused
 from services.coordinator.api.errors import ANSWER_WITHIN_S, bus_away, problem
 from services.coordinator.api.routes.page import SESSION_PATH, page_type, session_cookie
 from shared.bus.bus import Bus
-from shared.bus.stores.idempotency import begin_answer, forget_answer, keep_answer
+from shared.bus.stores.run.idempotency import begin_answer, forget_answer, keep_answer
 from shared.errors import BusUnavailable
 
 log = logging.getLogger(__name__)

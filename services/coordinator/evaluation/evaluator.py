@@ -25,9 +25,9 @@ from services.coordinator.evaluation.results import (
 )
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose
-from shared.bus.stores import evaluations as store
-from shared.bus.stores.evaluations import Description, EvaluationRequest, Holding, appoint, holding
-from shared.bus.stores.heartbeats import Heartbeat, heartbeats
+from shared.bus.stores.policy import evaluations as store
+from shared.bus.stores.policy.evaluations import Description, EvaluationRequest, Holding, appoint, holding
+from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
 from shared.bus.streams import EVAL_RESULTS, EVALUATION_STREAMS, Stream
 from shared.errors import MessageError
 from shared.process.telemetry import tell

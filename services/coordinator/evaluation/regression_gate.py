@@ -16,8 +16,8 @@ from services.coordinator.policies.lineage import ancestors
 from services.coordinator.policies.rollback import Rollbacks
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.evaluations import decisions, note_decision
-from shared.bus.stores.ledger import Ledger, RunState, RunStatus
+from shared.bus.stores.policy.evaluations import decisions, note_decision
+from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
 from shared.process.telemetry import tell
 from shared.settings.evaluation import EvaluationSettings, GateSettings
 

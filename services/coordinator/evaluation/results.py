@@ -8,7 +8,7 @@ from typing import Any
 from services.coordinator.evaluation.statistics import Estimate, estimate, pass_at
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.evaluations import Description, EvaluationRequest, results
+from shared.bus.stores.policy.evaluations import Description, EvaluationRequest, results
 from shared.settings.evaluation import ONLY_SET
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Json, PolicyRecord, Prompt, RolloutGroup
-from shared.bus.stores.dead_letters import DeadLetter, DeadLetterSource
+from shared.bus.stores.experience.dead_letters import DeadLetter, DeadLetterSource
 from shared.errors import MessageError
 
 _SHOWN_ELEMENTS = 256

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from shared.bus.bus import Bus
 from shared.bus.messages import Json
-from shared.bus.stores.operations import Operation, OperationState, OperationStore
+from shared.bus.stores.run.operations import Operation, OperationState, OperationStore
 from shared.errors import PenstockError
 
 log = logging.getLogger(__name__)

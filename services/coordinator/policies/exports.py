@@ -6,10 +6,10 @@ import time
 from services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
 from shared.bus.bus import Bus
 from shared.bus.messages import Json, PolicyRecord, PolicyVersion
-from shared.bus.stores.exports import ExportRequest, ExportResult, Exports
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.operations import Operation, OperationState
+from shared.bus.stores.policy.exports import ExportRequest, ExportResult, Exports
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.run.operations import Operation, OperationState
 from shared.settings import Settings
 
 KIND = "export"

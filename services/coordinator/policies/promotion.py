@@ -12,9 +12,9 @@ from prometheus_client import Histogram
 from services.coordinator.policies.relay_tree import serving, sources
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.evaluations import holding
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.evaluations import holding
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.streams import PUBLISHED
 from shared.errors import MessageError
 

@@ -13,7 +13,7 @@ Buckets are pipelined, so a level adds one bucket's time. A failed parent's chil
 
 from collections.abc import Iterable, Mapping
 
-from shared.bus.stores.heartbeats import Heartbeat
+from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.settings.placement import is_guest
 
 FAN_OUT = 2

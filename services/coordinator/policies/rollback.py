@@ -22,11 +22,9 @@ from prometheus_client import Counter
 from services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
 from shared.bus.bus import Bus
 from shared.bus.messages import Json, PolicyVersion
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
-from shared.bus.stores.operations import Operation, OperationState
-from shared.bus.stores.policies import PolicyState
-from shared.bus.stores.rollback import (
+from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.policy.policies import PolicyState
+from shared.bus.stores.policy.rollback import (
     OVER,
     SOURCE,
     Rollback,
@@ -35,6 +33,8 @@ from shared.bus.stores.rollback import (
     current_rollback,
     steer_rollback,
 )
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.run.operations import Operation, OperationState
 from shared.process.telemetry import tell
 from shared.settings.placement import is_guest
 

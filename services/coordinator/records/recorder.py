@@ -21,11 +21,12 @@ from pathlib import Path
 from services.coordinator.evaluation.results import evaluations
 from services.coordinator.records.jsonl import Lines
 from services.coordinator.records.memory import MEMORY_FILE, MemoryLines, memory_line
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Event, Experience, Json, MemoryReport, Prompt, StepReport
-from shared.bus.stores.evaluations import evaluated
-from shared.bus.stores.records import following, page, wait_for_any
+from shared.bus.stores.policy.evaluations import evaluated
+from shared.bus.stores.run.records import following, page, wait_for_any
 from shared.bus.streams import Row, Stream
 from shared.errors import MessageError
 from shared.files.durable import no_room

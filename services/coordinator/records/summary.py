@@ -15,7 +15,7 @@ from pathlib import Path
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.records.jsonl import finite
 from shared.bus.messages import Json
-from shared.bus.stores.ledger import ENDED, RunState, RunStatus
+from shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
 from shared.files.durable import write_whole
 from shared.settings import Settings
 

@@ -8,11 +8,11 @@ from services.coordinator.operations.operations import OperationOutcome, Report,
 from services.coordinator.policies.rollback import Rollbacks
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.stores.cordon import Word, cordons
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.operations import Operation, OperationState
-from shared.bus.stores.rollback import OVER
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.policy.rollback import OVER
+from shared.bus.stores.replicas.cordon import Word, cordons
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.run.operations import Operation, OperationState
 from shared.process.telemetry import tell
 
 _LOOK_S = 0.1

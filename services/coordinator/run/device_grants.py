@@ -11,9 +11,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from shared.bus.bus import Bus
-from shared.bus.stores.device_leases import DeviceLook, DeviceRequest, Grant, ask_back, grant_devices, look_at_devices
-from shared.bus.stores.heartbeats import Heartbeat
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.device_leases import (
+    DeviceLook,
+    DeviceRequest,
+    Grant,
+    ask_back,
+    grant_devices,
+    look_at_devices,
+)
+from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.settings import Settings
 from shared.settings.placement import RUNGS
 

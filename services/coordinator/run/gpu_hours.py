@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import Heartbeat
-from shared.bus.stores.ledger import Ledger, RunState, RunStatus
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
+from shared.bus.stores.replicas.heartbeats import Heartbeat
+from shared.bus.stores.replicas.live_settings import Live
 from shared.process.telemetry import tell
 
 _LOOK_S = 1.0

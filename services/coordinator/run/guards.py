@@ -33,9 +33,9 @@ from pydantic import TypeAdapter
 from services.coordinator.schemas.run import GuardView, RunView
 from shared.bus.bus import Bus
 from shared.bus.messages import StepReport
-from shared.bus.stores.dead_letters import DeadLetterSource, newest_reason
-from shared.bus.stores.heartbeats import Heartbeat
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.experience.dead_letters import DeadLetterSource, newest_reason
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.process.telemetry import WEIGHTS_PROBE, tell
 from shared.settings.guards import GUARDS, Action, Guard, GuardsSettings
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from prometheus_client import Gauge
 
 from shared.bus.bus import Bus
-from shared.bus.stores.leader_lease import claim_lease, leave_lease
+from shared.bus.stores.run.leader_lease import claim_lease, leave_lease
 from shared.errors import BusUnavailable
 
 log = logging.getLogger(__name__)

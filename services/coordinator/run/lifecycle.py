@@ -29,8 +29,8 @@ from services.coordinator.records.recorder import Recorder
 from services.coordinator.records.report import write_report
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.errors import BusFull
 from shared.process.telemetry import tell
 from shared.settings import Settings

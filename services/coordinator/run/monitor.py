@@ -18,14 +18,15 @@ from services.coordinator.run.guards import read_guards
 from services.coordinator.run.notices import compose
 from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
 from shared.advice import advice
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import StepReport
-from shared.bus.stores.heartbeats import Heartbeat, heartbeats
-from shared.bus.stores.ledger import RunState, RunStatus
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.overview import overview
-from shared.bus.stores.records import newer
+from shared.bus.stores.policy.ledger import RunState, RunStatus
+from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.run.overview import overview
+from shared.bus.stores.run.records import newer
 from shared.errors import MessageError
 from shared.process.telemetry import Status
 

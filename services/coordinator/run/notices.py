@@ -6,8 +6,8 @@ from typing import Literal
 
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.schemas.run import GuardView, NoticeView
-from shared.bus.stores.heartbeats import Heartbeat, PartFailure
-from shared.bus.stores.ledger import RunState, RunStatus
+from shared.bus.stores.policy.ledger import RunState, RunStatus
+from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 
 _RECENT_S = 600.0
 """How long a recovered part is mentioned."""

@@ -19,8 +19,8 @@ import httpx
 from services.coordinator.run.notices import notice
 from services.coordinator.schemas.run import NoticeView
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import Heartbeat
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.errors import PenstockError
 from shared.process.telemetry import tell
 

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import ConfigDict, Field
 
 from services.coordinator.schemas.run import Command, EvaluationView, ResponseModel
-from shared.bus.stores.cordon import Word
-from shared.bus.stores.dead_letters import DeadLetterSource
-from shared.bus.stores.ledger import RunState
-from shared.bus.stores.operations import OperationState
-from shared.bus.stores.policies import PolicyState
+from shared.bus.stores.experience.dead_letters import DeadLetterSource
+from shared.bus.stores.policy.ledger import RunState
+from shared.bus.stores.policy.policies import PolicyState
+from shared.bus.stores.replicas.cordon import Word
+from shared.bus.stores.run.operations import OperationState
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shared.bus.messages import FinishReason
-from shared.bus.stores.ledger import RunState
+from shared.bus.stores.policy.ledger import RunState
 
 
 class ResponseModel(BaseModel):

@@ -6,9 +6,8 @@ from typing import Any, TypeVar
 import torch
 
 from services.reward.models.batcher import NoRoom
-from shared.errors import SettingsError
+from shared.errors import SettingsError, is_out_of_memory
 from shared.process import memory_timeline
-from shared.process.allocation import is_out_of_memory
 from shared.process.memory_timeline import Held
 
 Done = TypeVar("Done")

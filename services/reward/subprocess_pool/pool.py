@@ -27,7 +27,7 @@ from prometheus_client import Counter
 from shared.bus.messages import Json
 from shared.errors import PenstockError, TemporaryError
 from shared.process.children import kill_group, reap
-from shared.process.environment import FOR_PYTHON
+from shared.process.parent import FOR_PYTHON
 
 log = logging.getLogger(__name__)
 

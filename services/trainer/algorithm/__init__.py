@@ -1,6 +1,6 @@
-"""The update rule: ``update`` is one step; other modules are formulas.
+"""The update rule: ``update`` is one step.
 
 rewards ──▶ advantages ──▶ token_advantages ──▶ objective ──▶ step
                                                    ▲
-                    losses, corrections, kl, dpo, aggregation
+                              loss: formulas of the objective
 """

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch.distributed as dist
 
-from services.trainer.algorithm.aggregation import Count, Stream
-from services.trainer.algorithm.dpo import best_and_worst
+from services.trainer.algorithm.loss.aggregation import Count, Stream
+from services.trainer.algorithm.loss.dpo import best_and_worst
 from services.trainer.batch import token_data
 from services.trainer.batch.oom_split import rows_by_place
 from services.trainer.batch.packing import MicroBatch, PackedRow, plan

@@ -22,9 +22,9 @@ from services.trainer.algorithm.advantages import (
     normalise,
     token_rewards,
 )
-from services.trainer.algorithm.aggregation import sequence_sums
 from services.trainer.algorithm.diagnostics import moments
-from services.trainer.algorithm.kl import MAX_LOG_RATIO, estimate
+from services.trainer.algorithm.loss.aggregation import sequence_sums
+from services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, estimate
 from services.trainer.batch.token_data import LossInputs
 from shared.bus.messages import Float32Array
 from shared.settings.algorithm import AlgorithmSettings

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import shaped_rewards
-from services.trainer.algorithm.aggregation import Count, divisor
 from services.trainer.algorithm.diagnostics import StepSums, explained_variance, moments
-from services.trainer.algorithm.kl import next_coefficient
+from services.trainer.algorithm.loss.aggregation import Count, divisor
+from services.trainer.algorithm.loss.kl import next_coefficient
+from services.trainer.algorithm.loss.objective import Objective, objective
 from services.trainer.algorithm.minibatches import Minibatch, lay_out
-from services.trainer.algorithm.objective import Objective, objective
 from services.trainer.algorithm.reference import Reference
 from services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
 from services.trainer.algorithm.step_totals import Tally, check_finite

@@ -25,7 +25,7 @@ from services.trainer.checkpoint.signatures import UNSIGNED, Signer
 from shared.backoff import Backoff
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.ledger import JournalEntry, Ledger, RunStatus
+from shared.bus.stores.policy.ledger import JournalEntry, Ledger, RunStatus
 from shared.errors import SettingsError, StoreError, WeightsError
 from shared.process.telemetry import tell
 

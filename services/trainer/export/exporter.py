@@ -22,8 +22,8 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
 from shared.bus.bus import Bus
-from shared.bus.stores.exports import ExportRequest, ExportResult, Exports, export_folder
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.exports import ExportRequest, ExportResult, Exports, export_folder
+from shared.bus.stores.policy.ledger import Ledger
 from shared.process.children import reap
 from shared.process.telemetry import tell
 from shared.settings import BusSettings, Settings, dumps

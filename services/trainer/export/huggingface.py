@@ -30,7 +30,7 @@ from services.trainer.model.engine import saved_tensors
 from services.trainer.model.named_tensors import published
 from services.trainer.model.policy import export, export_adapter, load_model, outline
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.exports import check_free
+from shared.bus.stores.policy.exports import check_free
 from shared.errors import PenstockError, WeightsError
 from shared.settings import Settings
 from shared.weights.format import manifest

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from services.trainer.checkpoint import pickles
 from services.trainer.checkpoint.local_store import digest
 from services.trainer.checkpoint.manifests import CheckpointFile
-from services.trainer.model import adapter, recomputation
+from services.trainer.model import adapter
+from services.trainer.model.memory import recomputation
+from services.trainer.model.memory.recomputation import Kept, Recomputation
+from services.trainer.model.memory.residency import Residency
 from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw
-from services.trainer.model.recomputation import Kept, Recomputation
-from services.trainer.model.residency import Residency
 from shared.errors import SettingsError, WeightsError
 from shared.model.flops import ModelSizes
 from shared.process.importing import importing, uncompiled

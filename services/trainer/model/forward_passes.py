@@ -25,7 +25,7 @@ from services.trainer.batch.packing import MicroBatch, PackedRow
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.engine import TrainingEngine
 from shared.bus.messages import Misfit
-from shared.process.allocation import is_out_of_memory
+from shared.errors import is_out_of_memory
 
 log = logging.getLogger(__name__)
 

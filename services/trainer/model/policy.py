@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from services.trainer.batch.packing import MicroBatch, Support
 from services.trainer.model.layers import attention, kernels
 from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
-from services.trainer.model.sizes import measure
+from services.trainer.model.memory.sizes import measure
 from services.trainer.model.stochastic_layers import train_without_noise
 from services.trainer.model.trunk import Packing, Trunk
 from shared.errors import SettingsError

@@ -14,8 +14,8 @@ from services.trainer.model.adapter import file_configuration
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import export, export_adapter
 from services.trainer.rank0.branch import note_version
+from services.trainer.rank0.mailbox.results import PolicyWritten, Saved, Whereabouts
 from services.trainer.rank0.publication import Publication
-from services.trainer.rank0.results import PolicyWritten, Saved, Whereabouts
 from shared.bus.messages import PolicyVersion
 from shared.settings import Settings
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.trainer.batch.staleness import group_lag
-from services.trainer.rank0.results import Published
+from services.trainer.rank0.mailbox.results import Published
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, StepPlan, StepReport
-from shared.bus.stores.ledger import Ledger, RunStatus
-from shared.bus.stores.signals import SignalChange
+from shared.bus.stores.experience.signals import SignalChange
+from shared.bus.stores.policy.ledger import Ledger, RunStatus
 from shared.errors import Fenced
 from shared.files.durable import NO_ROOM, no_room, write_whole
 

@@ -26,19 +26,19 @@ from services.trainer import metrics as measures
 from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics
-from services.trainer.rank0 import results
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commands import TURN_S, Command, CommandKind
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.lending import Lending, missing_samples
-from services.trainer.rank0.mailbox import Mailbox
+from services.trainer.rank0.mailbox import results
+from services.trainer.rank0.mailbox.commands import TURN_S, Command, CommandKind
+from services.trainer.rank0.mailbox.queues import Mailbox
+from services.trainer.rank0.mailbox.results import Notice, R, Result, StepMade, StepSkipped
 from services.trainer.rank0.opening import Opening
-from services.trainer.rank0.results import Notice, R, Result, StepMade, StepSkipped
 from services.trainer.rank0.retention import Retention
 from shared.bus.messages import PolicyRecord, StepReport
-from shared.bus.stores import held_out
-from shared.bus.stores.ledger import ENDED, Ledger, RunState
-from shared.bus.stores.signals import SignalChange
+from shared.bus.stores.experience.signals import SignalChange
+from shared.bus.stores.policy import held_out
+from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState
 from shared.bus.streams import JOURNAL, TRAINING_STREAMS
 from shared.errors import WeightsError
 from shared.process.device import DeviceLease

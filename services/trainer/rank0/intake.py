@@ -31,9 +31,9 @@ from services.trainer.metrics import LEFT
 from shared.bus.assembly import part_of_group
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose, RolloutGroup
-from shared.bus.stores.ledger import Ledger, Standing
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.signals import SignalChange, signal
+from shared.bus.stores.experience.signals import SignalChange, signal
+from shared.bus.stores.policy.ledger import Ledger, Standing
+from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EXPERIENCE
 from shared.errors import MessageError
 from shared.settings import Settings

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commands import Command, CommandKind, decode_all
+from services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all
 from services.trainer.rank0.resume import find_resume, may_load
 from services.trainer.rank0.retention import Retention
-from shared.bus.stores.ledger import JournalEntry, Ledger
+from shared.bus.stores.policy.ledger import JournalEntry, Ledger
 from shared.errors import SettingsError
 from shared.process.service import Context
 from shared.process.telemetry import tell

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from services.trainer.model.adapter import file_configuration
 from services.trainer.model.engine import TrainingEngine
-from services.trainer.rank0.results import Whereabouts
+from services.trainer.rank0.mailbox.results import Whereabouts
 from shared.bus.messages import PolicyVersion
 from shared.errors import PeerError
 from shared.peers.handshake import Secret

@@ -26,9 +26,9 @@ from services.trainer.checkpoint.signatures import open_signer
 from services.trainer.rank0.branch import noted_version
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.ledger import ENDED, Ledger, RunState, RunStatus
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.rollback import begin_rollback, count_load, current_rollback, steer_rollback
+from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.policy.rollback import begin_rollback, count_load, current_rollback, steer_rollback
+from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import SettingsError
 from shared.process.telemetry import tell
 from shared.settings import Settings

@@ -24,9 +24,9 @@ from services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
 from services.trainer.rank0.resume import Resume
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.signals import read_signals
+from shared.bus.stores.experience.signals import read_signals
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import StoreError
 from shared.process.telemetry import tell
 from shared.settings import Settings

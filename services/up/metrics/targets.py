@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.client.views import ReplicaView
 from services.up.plan import PROMETHEUS, ProcessPlan
-from shared.bus.stores.cordon import Word
+from shared.bus.stores.replicas.cordon import Word
 from shared.files.durable import Kept
 
 

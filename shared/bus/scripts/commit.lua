@@ -8,7 +8,7 @@
 -- ARGV: revision plan change rate entries...
 -- The parent must be the tip: the newest version, or a rollback's target. A mark of each version keeps the number of
 -- trained groups and the dataset place of the first untrained prompt. `change`, if any, is of the problems' signals: each
--- group's moves its problem's by `rate` towards it (the first one is it), or all are replaced (`shared/bus/stores/signals.py`).
+-- group's moves its problem's by `rate` towards it (the first one is it), or all are replaced (`shared/bus/stores/experience/signals.py`).
 -- Returns 'ok', or 'fenced' (another trainer started), 'diverged:<step>' (the ledger is at another step),
 -- 'missing:<entry>' (no longer ours).
 local state = redis.call('HMGET', run, 'trainer_epoch', 'step', 'newest_version', 'last_commit', 'tip', 'cursor', 'shift')

@@ -13,7 +13,7 @@ from services.trainer.checkpoint import local_store
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import Policy, load_model
 from services.trainer.phases import Phases
-from services.trainer.rank0.commands import Command, CommandKind
+from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from shared.bus.bus import Bus
 from shared.errors import SettingsError
 from shared.settings import Settings

@@ -11,8 +11,8 @@ from services.coordinator.policies.promotion import CONSUMER, Promotion
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, Sampling
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.policies import PolicyState
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.policy.policies import PolicyState
 from shared.settings import Settings
 from tests.conftest import until
 from tests.support.coordinator_players import Trainer, generating, record

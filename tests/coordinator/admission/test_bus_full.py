@@ -12,8 +12,8 @@ from services.coordinator.run.leader_lease import Lease
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.errors import BusFull, SettingsError
 from shared.process.telemetry import Presence, Status, tell
 from tests.chaos.run import TcpServer, answers

@@ -11,7 +11,7 @@ from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
 from services.coordinator.admission.mixing import MixedOrder
 from shared.bus.bus import Bus
 from shared.bus.messages import Sampling
-from shared.bus.stores.signals import SignalChange
+from shared.bus.stores.experience.signals import SignalChange
 from shared.errors import SettingsError
 from tests.coordinator.admission.test_admission import start
 from tests.support.coordinator_players import generating, record

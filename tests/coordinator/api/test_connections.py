@@ -18,7 +18,7 @@ from services.coordinator.api.connections import ConnectionBounds
 from services.coordinator.api.routes.events import OpenStreams
 from services.coordinator.api.server import Server
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
 from tests.conftest import until
 from tests.support.coordinator_players import make, settings
 

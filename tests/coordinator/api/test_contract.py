@@ -17,8 +17,8 @@ from prometheus_client import REGISTRY, generate_latest
 from services.coordinator.api.app import make_app
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.errors import SettingsError
 from shared.process.telemetry import Presence, Status
 from shared.settings import dump

@@ -14,9 +14,9 @@ from services.coordinator.api.app import make_app
 from services.coordinator.api.routes import generate as routes
 from shared.bus.bus import Bus
 from shared.bus.messages import Prompt, Sampling
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.questions import Questions
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.replicas.questions import Questions
 from shared.bus.streams import QUESTIONS, Stream
 from shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, until

@@ -22,9 +22,9 @@ from services.reward.failures import Failures
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.cordon import Word, cordons
-from shared.bus.stores.exports import Exports
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.exports import Exports
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.cordon import Word, cordons
 from shared.peers import tickets
 from shared.process.telemetry import Presence, Status, tell
 from tests.conftest import until

@@ -12,9 +12,10 @@ from services.coordinator.api.app import make_app
 from services.coordinator.api.routes import records as routes
 from services.coordinator.records.jsonl import newest_first
 from services.coordinator.service import Coordinator
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import Ledger
+from shared.bus.encoding import wire
+from shared.bus.stores.policy.ledger import Ledger
 from tests.support import builders
 from tests.support.coordinator_players import make, report, settings
 from tests.support.raw_redis import raw

@@ -16,7 +16,7 @@ from services.coordinator.api.auth import Access, Role, open_access
 from services.coordinator.api.routes import registry as registry_routes
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
 from shared.errors import SettingsError
 from shared.settings import CoordinatorSettings
 from tests.support.coordinator_players import make, running, settings

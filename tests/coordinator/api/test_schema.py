@@ -14,7 +14,7 @@ from services.coordinator.api.openapi import description
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt
-from shared.bus.stores.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger
 from shared.process.telemetry import Presence, Status
 from shared.settings import dump
 from tests.conftest import PATIENCE_S, Server, need_module, until

@@ -14,8 +14,8 @@ from services.coordinator.service import load_data, make_evaluator
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose
-from shared.bus.stores.evaluations import Description, EvaluationRequest
-from shared.bus.stores.ledger import Ledger, RunState, RunStatus
+from shared.bus.stores.policy.evaluations import Description, EvaluationRequest
+from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
 from shared.errors import PermanentError
 from shared.settings.evaluation import HeldOutSet
 from tests.conftest import until

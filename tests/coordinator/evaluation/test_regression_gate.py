@@ -11,9 +11,9 @@ from services.coordinator.evaluation.results import Evaluation, evaluations, sum
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt
-from shared.bus.stores.evaluations import Description, EvaluationRequest
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.policies import PolicyState
+from shared.bus.stores.policy.evaluations import Description, EvaluationRequest
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.policy.policies import PolicyState
 from shared.settings.evaluation import GateSettings
 from tests.conftest import until
 from tests.support.coordinator_players import Trainer, make, record, replicas, running, settings

@@ -11,9 +11,9 @@ import pytest
 
 from services.coordinator.evaluation.results import Evaluation, evaluations
 from shared.bus.bus import Bus
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.policies import PolicyState
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.policy.policies import PolicyState
+from shared.bus.stores.replicas.live_settings import Live
 from shared.settings import load
 from tests.conftest import PATIENCE_S, until
 from tests.support import forge

@@ -11,7 +11,7 @@ from services.coordinator.records.summary import digest, one_line_a_step, traini
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, PolicyVersion, RolloutGroup
-from shared.bus.stores.ledger import Ledger, RunState, RunStatus
+from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
 from shared.process.telemetry import tell
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, report, settings

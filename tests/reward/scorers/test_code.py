@@ -13,8 +13,8 @@ import pytest
 from services.reward.executor.protocol import Execution, Job, Outcome, execution_frame, read_job
 from services.reward.scorers.code.scorer import CodeTester
 from services.reward.service import make_scoring
-from shared.bus import wire
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import RolloutGroup, ScoreStatus
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from shared.bus.worker import Patience, Worker

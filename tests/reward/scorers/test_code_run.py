@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import ROLLOUTS
 from tests.chaos.audit import audit_groups
 from tests.chaos.run import ROOT, Run, left_behind, running

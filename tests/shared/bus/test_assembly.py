@@ -8,12 +8,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from shared.bus import wire
 from shared.bus.assembly import part_of_group
 from shared.bus.bus import Bus, Delivery
+from shared.bus.encoding import wire
 from shared.bus.messages import PolicyRecord, PolicyVersion, Prompt, RolloutGroup
-from shared.bus.stores.dead_letters import DeadLetterSource, discard, read_page, revive
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.experience.dead_letters import DeadLetterSource, discard, read_page, revive
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import AUDIT, PROMPTS, PUBLISHED, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.errors import MessageError, TemporaryError

@@ -11,10 +11,12 @@ from typing import cast
 
 import pytest
 
-from shared.bus import connection, streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus, Delivery
+from shared.bus.client import connection
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
-from shared.bus.stores.ledger import Ledger, RunState
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from shared.errors import BusUnavailable, MessageError, SettingsError
 from shared.text.redaction import redact, redacted

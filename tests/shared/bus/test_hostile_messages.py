@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import (
     Event,
     Experience,

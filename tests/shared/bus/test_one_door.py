@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shared.bus import keys, streams
-from shared.bus.commands import Commands
+from shared.bus.client.commands import Commands
+from shared.bus.client.lua import SCRIPTS
+from shared.bus.client.server import Server
 from shared.bus.keys import DECLARED, Key
-from shared.bus.lua import SCRIPTS
-from shared.bus.server import Server
 from shared.bus.streams import Stream
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +62,7 @@ def test_nothing_outside_of_shared_bus_speaks_redis() -> None:
 
 
 def declarations() -> dict[str, str]:
-    files = [ROOT / "shared/bus/keys.py", ROOT / "shared/bus/bus.py", *(ROOT / "shared/bus/stores").glob("*.py")]
+    files = [ROOT / "shared/bus/keys.py", ROOT / "shared/bus/bus.py", *(ROOT / "shared/bus/stores").rglob("*.py")]
     for file in files:
         importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     sources = [(file.stem, file.read_text(encoding="utf-8")) for file in files]

@@ -3,7 +3,7 @@
 import pytest
 
 from shared.bus.bus import Bus
-from shared.bus.stores.owner import claim
+from shared.bus.stores.run.owner import claim
 from shared.errors import SettingsError
 
 

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shared.bus import wire
 from shared.bus.bus import Bus, EntryId
+from shared.bus.encoding import wire
 from shared.bus.messages import Prompt, RolloutGroup
 from shared.bus.streams import PROMPTS, ROLLOUTS, Stream
 from shared.bus.worker import Patience, Worker

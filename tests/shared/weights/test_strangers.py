@@ -13,7 +13,7 @@ import torch
 
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.errors import PeerError, WeightsError
 from shared.peers import frames
 from shared.peers.handshake import Newcomers, admit, introduce

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.objective import objective
+from services.trainer.algorithm.loss.objective import objective
 from services.trainer.algorithm.token_advantages import assign, skewed
 from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.batch.token_data import LossInputs, add_teacher, of
 from services.trainer.model.layers.logits import TokenLogprobs
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Sample
 from shared.errors import SettingsError
 from shared.settings import Settings

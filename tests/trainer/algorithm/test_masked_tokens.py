@@ -12,7 +12,7 @@ from services.trainer.algorithm.minibatches import lay_out
 from services.trainer.batch import oom_split
 from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.model.policy import Policy
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, StepPlan
 from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT

@@ -10,8 +10,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.trainer.algorithm import advantages, aggregation, corrections, diagnostics, dpo, kl, losses, objective
+from services.trainer.algorithm import advantages, diagnostics
 from services.trainer.algorithm.advantages import group_advantages
+from services.trainer.algorithm.loss import aggregation, corrections, dpo, kl, losses, objective
 from services.trainer.batch import token_data
 from services.trainer.model import critic
 from services.trainer.model.layers.logits import TokenLogprobs

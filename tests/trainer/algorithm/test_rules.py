@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.algorithm.advantages import group_advantages
-from services.trainer.algorithm.kl import estimate
-from services.trainer.algorithm.losses import clipped_ratio
+from services.trainer.algorithm.loss.kl import estimate
+from services.trainer.algorithm.loss.losses import clipped_ratio
 from services.trainer.algorithm.schedule import learning_rate
 from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
 from services.trainer.batch.staleness import find_contexts, is_fenced, lag_steps

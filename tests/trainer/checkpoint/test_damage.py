@@ -15,11 +15,12 @@ from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore
 from services.trainer.checkpoint.s3 import ObjectStore
 from services.trainer.rank0.resume import Resume, find_resume
-from shared.bus import streams, wire
+from shared.bus import streams
 from shared.bus.bus import Bus
+from shared.bus.encoding import wire
 from shared.bus.messages import Event, PolicyVersion
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import SettingsError
 from shared.settings import Settings
 from tests.conftest import Server, until

@@ -26,8 +26,8 @@ from services.trainer.rank0.resume import Resume, find_resume
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyVersion
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EVENTS, JOURNAL
 from shared.errors import SettingsError, StoreError, WeightsError
 from shared.settings import Settings, load
@@ -350,7 +350,7 @@ async def resume_of(bus: Bus, of: Settings) -> Resume:
 
 
 async def events(bus: Bus) -> list[str]:
-    from shared.bus import wire
+    from shared.bus.encoding import wire
 
     rows = await raw(bus).xrange(bus.keys.of(EVENTS))
     return [wire.decode(fields[b"data"], Event).name for _, fields in rows]

@@ -24,15 +24,15 @@ from services.trainer.checkpoint import local_store
 from services.trainer.export import exporter
 from services.trainer.export.exporter import Exporter
 from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.mailbox import Mailbox
+from services.trainer.rank0.mailbox.queues import Mailbox
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyVersion
-from shared.bus.stores.cordon import Cordon
-from shared.bus.stores.exports import Exports
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.policy.exports import Exports
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.cordon import Cordon
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.bus.streams import EVENTS
 from shared.process.service import Context
 from shared.process.telemetry import Presence, Status
@@ -112,7 +112,7 @@ import asyncio, sys
 from pathlib import Path
 from services.trainer.export.exporter import Exporter
 from shared.bus.bus import Bus
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.settings import load
 
 async def main(url, run_id, folder):

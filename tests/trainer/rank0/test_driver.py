@@ -14,12 +14,12 @@ import torch
 from services.trainer.checkpoint import local_store
 from services.trainer.model.policy import Policy
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commands import Command, CommandKind
-from services.trainer.rank0.mailbox import Mailbox
-from services.trainer.rank0.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
+from services.trainer.rank0.mailbox.commands import Command, CommandKind
+from services.trainer.rank0.mailbox.queues import Mailbox
+from services.trainer.rank0.mailbox.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
-from shared.bus.stores.ledger import RunState
+from shared.bus.stores.policy.ledger import RunState
 from shared.bus.streams import STEPS
 from shared.errors import Fenced, SettingsError
 from shared.settings import Settings

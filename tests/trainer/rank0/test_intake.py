@@ -11,12 +11,12 @@ import pytest
 
 from services.trainer.rank0 import intake as intake_module
 from services.trainer.rank0.intake import CONSUMER, Intake
-from shared.bus import wire
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
+from shared.bus.encoding import wire
 from shared.bus.keys import GENERATING
 from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose, RolloutGroup
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, until

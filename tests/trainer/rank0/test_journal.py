@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from services.trainer.rank0.commands import Command, CommandKind, _read, _write
-from shared.bus import wire
+from services.trainer.rank0.mailbox.commands import Command, CommandKind, _read, _write
 from shared.bus.bus import Bus, Delivery
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Misfit, StepPlan
-from shared.bus.stores.ledger import Ledger
-from shared.bus.stores.signals import SignalChange, read_signals, signal
+from shared.bus.stores.experience.signals import SignalChange, read_signals, signal
+from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import EXPERIENCE, JOURNAL
 from shared.errors import Fenced
 from tests.support import builders

@@ -10,15 +10,15 @@ import pytest
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commands import Command, CommandKind
+from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.opening import Opening
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.cordon import Cordon
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.live_settings import Live
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.cordon import Cordon
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.errors import SettingsError
 from shared.process.service import Context
 from shared.process.telemetry import Status

@@ -27,8 +27,8 @@ from services.trainer.rank0.publication import Publication
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.ledger import Ledger, RunState
-from shared.bus.stores.live_settings import Live
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.live_settings import Live
 from tests.conftest import until
 from tests.support.driven import Driven, settings_of
 from tests.support.object_storage import Storage

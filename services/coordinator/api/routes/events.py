@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
 from services.coordinator.api.errors import RETRY_AFTER_S
 from services.coordinator.schemas.resources import EventView, Page
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Event
-from shared.bus.stores import records
+from shared.bus.stores.run import records
 from shared.bus.streams import EVENTS
 from shared.errors import MessageError
 

@@ -12,8 +12,8 @@ from services.coordinator.api.dependencies import Parts, soon
 from services.coordinator.api.errors import RETRY_AFTER_S, Conflict
 from services.coordinator.schemas.run import Answer, Generated, Question
 from shared.bus.messages import ChatMessage, Prompt, Purpose, RolloutGroup, Sampling
-from shared.bus.stores.heartbeats import heartbeats
-from shared.bus.stores.questions import WITHIN_S, ask, new_id
+from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.replicas.questions import WITHIN_S, ask, new_id
 from shared.errors import MessageError, PermanentError
 from shared.settings import Settings
 

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 
 from services.coordinator.api.dependencies import Parts, soon
 from shared.bus.bus import Bus
-from shared.bus.stores import idempotency
+from shared.bus.stores.run import idempotency
 from shared.peers.tickets import PAGE_S
 
 FOLDER = Path(__file__).parents[1] / "page"

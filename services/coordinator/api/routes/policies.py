@@ -17,7 +17,7 @@ from services.coordinator.run.monitor import evaluation_view, numbers
 from services.coordinator.schemas.resources import Comparison, OperationView, Page, PolicyMark, PolicyView
 from services.coordinator.schemas.run import Command, Export
 from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policies import PolicyState
+from shared.bus.stores.policy.policies import PolicyState
 from shared.process.telemetry import tell
 
 Version = Annotated[int, Path(ge=0, le=2**53, description="The version's number.")]

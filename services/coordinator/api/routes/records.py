@@ -25,9 +25,9 @@ from services.coordinator.records.recorder import rollout_line
 from services.coordinator.run.monitor import numbers
 from services.coordinator.schemas.records import MemoryView, RolloutView, StepView, rollout_view
 from services.coordinator.schemas.resources import Page
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Experience, Json, MemoryReport, StepReport
-from shared.bus.stores import records
+from shared.bus.stores.run import records
 from shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
 from shared.errors import MessageError
 

@@ -9,7 +9,7 @@ from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
 from services.coordinator.api.errors import Conflict
 from services.coordinator.schemas.resources import Page, RunSummary
 from shared.bus.keys import RUN_ID_PATTERN
-from shared.bus.stores.registry import Registry
+from shared.bus.stores.run.registry import Registry
 from shared.errors import SettingsError
 from shared.process.telemetry import tell
 from shared.settings import dumps, loads

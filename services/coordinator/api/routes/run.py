@@ -18,9 +18,9 @@ from services.coordinator.schemas.resources import (
 )
 from services.coordinator.schemas.run import Command, Pause, RunChange, RunView
 from shared.bus.messages import Json
-from shared.bus.stores.ledger import RunState
-from shared.bus.stores.live_settings import Revision
-from shared.bus.stores.operations import Operation
+from shared.bus.stores.policy.ledger import RunState
+from shared.bus.stores.replicas.live_settings import Revision
+from shared.bus.stores.run.operations import Operation
 from shared.bus.streams import HISTORY
 from shared.process.telemetry import tell
 

@@ -21,10 +21,10 @@ from services.coordinator.schemas.resources import (
     ServiceView,
 )
 from services.coordinator.schemas.run import Command
-from shared.bus.stores import dead_letters
-from shared.bus.stores.cordon import Word, cordons, tell_replica, uncordon
-from shared.bus.stores.dead_letters import CURSOR_PATTERN, ENTRY_PATTERN, DeadLetter, DeadLetterSource
-from shared.bus.stores.heartbeats import Heartbeat, heartbeats
+from shared.bus.stores.experience import dead_letters
+from shared.bus.stores.experience.dead_letters import CURSOR_PATTERN, ENTRY_PATTERN, DeadLetter, DeadLetterSource
+from shared.bus.stores.replicas.cordon import Word, cordons, tell_replica, uncordon
+from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
 from shared.process.telemetry import tell
 
 Replica = Annotated[str, Path(min_length=1, max_length=200, description="The replica's name.")]

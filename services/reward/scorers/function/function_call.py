@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, cast
 
 from services.reward.scorers.scorer import Result
 from services.reward.subprocess_pool import child
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Prompt, RolloutGroup, Sample, ScoreStatus
 
 ENTRY_POINTS = "penstock.scorers"

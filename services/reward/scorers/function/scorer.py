@@ -7,7 +7,7 @@ import sys
 
 from services.reward.scorers.scorer import unavailable, valued
 from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
 from shared.errors import SettingsError, TemporaryError
 from shared.settings.rewards.scorers import PythonScorer

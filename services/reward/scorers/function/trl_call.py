@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias, cast
 from services.reward.scorers.function.function_call import describe, load
 from services.reward.scorers.function.function_call import load_object as named_object
 from services.reward.subprocess_pool import child
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import RolloutGroup
 
 _MIB = 1024**2

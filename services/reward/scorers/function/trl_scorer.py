@@ -12,7 +12,7 @@ from prometheus_client import Gauge
 
 from services.reward.scorers.scorer import unavailable, valued
 from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
-from shared.bus import wire
+from shared.bus.encoding import wire
 from shared.bus.messages import Json, RolloutGroup, Score, ScoreStatus
 from shared.errors import SettingsError, TemporaryError
 from shared.settings.rewards.scorers import TrlScorer

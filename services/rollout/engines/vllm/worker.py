@@ -35,10 +35,9 @@ from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from services.rollout.engines.vllm.token_record import Finished, TokenRecord
 from services.rollout.engines.vllm.windows import check_windows
 from services.rollout.engines.vllm.worker_channel import Reporter
-from shared.errors import PeerError, SettingsError, WeightsError
+from shared.errors import PeerError, SettingsError, WeightsError, is_out_of_memory
 from shared.peers.frames import Frame
 from shared.process import memory_timeline
-from shared.process.allocation import is_out_of_memory
 from shared.process.parent import die_with
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.receiver.receiver import Receiver

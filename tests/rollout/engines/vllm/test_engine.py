@@ -28,7 +28,7 @@ from services.rollout.engines.vllm.start_report import FILE, followed
 from services.rollout.engines.vllm.worker import adapter_request
 from shared.bus.bus import Bus
 from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyRecord, PolicyVersion, Sampling
-from shared.bus.stores.run_secret import RunSecret
+from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.errors import PeerError, PermanentError, SettingsError, WeightsError
 from shared.peers.handshake import introduce
 from shared.weights.format.layout import Header, Layout

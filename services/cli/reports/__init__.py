@@ -1,0 +1,1 @@
+"""Commands that read a run's files or its bus and print what they found: they change nothing."""

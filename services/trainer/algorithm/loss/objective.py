@@ -1,0 +1,134 @@
+"""The objective of a forward pass by ``[algorithm]``, by stream (``aggregation``): loss × correction − entropy, KL."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithm import functions
+from services.trainer.algorithm.diagnostics import TokenFigures
+from services.trainer.algorithm.loss import corrections, losses
+from services.trainer.algorithm.loss.aggregation import Stream, sequence_sums, total
+from services.trainer.algorithm.loss.dpo import dpo
+from services.trainer.algorithm.loss.kl import estimate
+from services.trainer.batch.token_data import LossInputs
+from services.trainer.model.layers.logits import TokenLogprobs
+from shared.settings.algorithm import AlgorithmSettings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Objective:
+    sums: Mapping[Stream, Tensor]
+    """Undivided."""
+    figures: TokenFigures
+    margins_P: Tensor | None = None
+
+
+def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float) -> Objective:
+    if algorithm.loss == "dpo":
+        return _preferences(inputs, out, algorithm)
+    if algorithm.is_supervised:
+        never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
+        return Objective(
+            _sums(inputs, out, {}, algorithm), _figures(inputs, out, algorithm, (never_N, never_N, never_N))
+        )
+    assert inputs.advantages_N is not None
+    anchor_N = _anchor(inputs, out.policy_logprobs_N, algorithm)
+    loss = _loss(inputs, out, anchor_N, inputs.advantages_N, algorithm)
+    loss_N, masked_N, losses_N = loss.loss_N, torch.zeros_like(loss.clipped_low_N), dict[Stream, Tensor]()
+    if algorithm.correction != "none" and algorithm.correction != "ignored" and algorithm.correction != "ratio":
+        weights_N = corrections.weights(
+            anchor_N, inputs.behavior_logprobs_N, inputs.lengths_S,
+            algorithm.correction, *algorithm.correction_band,
+        )  # fmt: skip
+        loss_N, masked_N = loss_N * weights_N, weights_N == 0.0
+    if algorithm.kl.where == "loss" and kl_coefficient:
+        assert inputs.reference_logprobs_N is not None
+        kl_N = estimate(out.policy_logprobs_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
+        losses_N["reference_kl"] = kl_coefficient * kl_N
+    if algorithm.entropy_bonus:
+        loss_N = loss_N - algorithm.entropy_bonus * out.entropy_N
+    losses_N["rl"] = loss_N
+    figures = _figures(inputs, out, algorithm, (loss.clipped_low_N, loss.clipped_high_N, masked_N))
+    return Objective(_sums(inputs, out, losses_N, algorithm), figures)
+
+
+def _sums(
+    inputs: LossInputs, out: TokenLogprobs, losses_N: dict[Stream, Tensor], algorithm: AlgorithmSettings
+) -> dict[Stream, Tensor]:
+    """Return the sum of each stream over its own tokens."""
+    if inputs.demonstrated_N is not None:
+        nothing_N = torch.zeros_like(out.policy_logprobs_N)
+        losses_N = {name: torch.where(inputs.demonstrated_N, nothing_N, each_N) for name, each_N in losses_N.items()}
+        losses_N["ce"] = torch.where(inputs.demonstrated_N, -out.policy_logprobs_N, nothing_N)
+    return {name: total(each_N, inputs.lengths_S, algorithm.aggregation) for name, each_N in losses_N.items()}
+
+
+def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmSettings) -> Tensor:
+    """Return the ratio's anchor; for a policy gradient the policy itself."""
+    if algorithm.loss == "policy_gradient":
+        return policy_logprobs_N.detach()
+    if algorithm.proximal == "log_linear":
+        return corrections.log_linear(inputs.behavior_logprobs_N, policy_logprobs_N, inputs.lags_N)
+    if algorithm.proximal == "recomputed":
+        assert inputs.proximal_logprobs_N is not None
+        return inputs.proximal_logprobs_N
+    return inputs.behavior_logprobs_N
+
+
+def _loss(
+    inputs: LossInputs, out: TokenLogprobs, anchor_N: Tensor, advantages_N: Tensor, algorithm: AlgorithmSettings
+) -> losses.PolicyLoss:
+    policy_N, (low, high) = out.policy_logprobs_N, algorithm.clip
+    if ":" in algorithm.loss:
+        return _own_loss(inputs, out, anchor_N, advantages_N, algorithm.loss)
+    if algorithm.loss == "gspo":
+        return losses.sequence_clipped_ratio(policy_N, anchor_N, advantages_N, inputs.lengths_S, low, high)
+    if algorithm.loss == "cispo":
+        return losses.clipped_weight(policy_N, anchor_N, advantages_N, high)
+    if algorithm.loss == "policy_gradient":
+        return losses.policy_gradient(policy_N, advantages_N)
+    return losses.clipped_ratio(policy_N, anchor_N, advantages_N, low, high, algorithm.dual_clip)
+
+
+def _own_loss(
+    inputs: LossInputs, out: TokenLogprobs, anchor_N: Tensor, advantages_N: Tensor, name: str
+) -> losses.PolicyLoss:
+    tensors = {
+        "policy_logprobs": out.policy_logprobs_N,
+        "anchor_logprobs": anchor_N,
+        "behavior_logprobs": inputs.behavior_logprobs_N,
+        "advantages": advantages_N,
+        "entropy": out.entropy_N.detach(),
+        "lags": inputs.lags_N,
+        "lengths": inputs.lengths_S,
+    }
+    never_N = torch.zeros_like(advantages_N, dtype=torch.bool)
+    return losses.PolicyLoss(functions.loss(name, tensors), never_N, never_N)
+
+
+def _preferences(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> Objective:
+    assert inputs.reference_logprobs_N is not None
+    loss = dpo(
+        sequence_sums(out.policy_logprobs_N, inputs.lengths_S),
+        sequence_sums(inputs.reference_logprobs_N, inputs.lengths_S),
+        algorithm.dpo_beta,
+    )
+    whole = loss.loss_P.sum()
+    if algorithm.entropy_bonus:
+        whole = whole - algorithm.entropy_bonus * sequence_sums(out.entropy_N, inputs.lengths_S).sum()
+    never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
+    return Objective({"rl": whole}, _figures(inputs, out, algorithm, (never_N, never_N, never_N)), loss.margins_P)
+
+
+def _figures(
+    inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, taken: tuple[Tensor, Tensor, Tensor]
+) -> TokenFigures:
+    policy_N, entropy_N = out.policy_logprobs_N.detach(), out.entropy_N.detach()
+    behavior_N, kl_N = inputs.behavior_logprobs_N, torch.zeros_like(policy_N)
+    if inputs.demonstrated_N is not None:  # no policy drew them
+        behavior_N = torch.where(inputs.demonstrated_N, policy_N, behavior_N)
+    if inputs.reference_logprobs_N is not None:
+        kl_N = estimate(policy_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
+    return TokenFigures(policy_N, behavior_N, entropy_N, *taken, reference_kl_N=kl_N)

@@ -1,0 +1,112 @@
+"""Commands to all ranks, which run the same loop.
+
+Rank 0 broadcasts them as MessagePack, and idle ones while it waits, so that collectives do not time out.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from services.trainer.checkpoint.manifests import CheckpointState
+from shared.bus.encoding import wire
+from shared.bus.messages import Experience, PolicyVersion, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+TURN_S = 2.0
+"""Rank 0's maximum wait before it sends IDLE or WAIT."""
+
+
+class CommandKind(IntEnum):
+    """What to do."""
+
+    IDLE = 0
+    LOAD = 1
+    REPLAY = 2
+    TRAIN = 3
+    STOP = 4
+    CHECKPOINT = 5
+    WAIT = 6
+    TRY = 7
+    PUBLISH = 8
+    EXPORT = 9
+    FREE = 10
+    FINISH = 11
+    """Like STOP, and the run is over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """One turn; ``payloads`` are encoded experience, ``state`` is set on rank 0 only."""
+
+    kind: CommandKind
+    folder: str = ""
+    payloads: tuple[bytes, ...] = ()
+    groups: tuple[Experience, ...] = ()
+    lags: tuple[int, ...] = ()
+    """Of the groups, in steps."""
+    learning_rate: float = 0.0
+    """Peak of this step."""
+    plan: StepPlan | None = None
+    version: PolicyVersion | None = None
+    state: CheckpointState | None = None
+    contexts: tuple[int, ...] = ()
+    """How many first tokens of each sample are not trained; empty: none."""
+    rung: int = 0
+    """Of the ladder, for FREE."""
+    held_out: tuple[bytes, ...] = ()
+    """Encoded demonstrations whose loss is reported with the step."""
+
+
+def share(command: Command | None, device: "torch.device") -> Command:
+    """Return rank 0's command on every rank; the others pass None."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_world_size() == 1:
+        assert command is not None
+        return command
+    data = b"" if command is None else _write(command)
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if command is not None:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, src=0)
+    return command if command is not None else _read(buffer.cpu().numpy().tobytes())
+
+
+def _write(command: Command) -> bytes:
+    plan = None if command.plan is None else wire.encode(command.plan)
+    payloads = list(command.payloads)
+    where, batch = (int(command.kind), command.folder), (payloads, command.lags, command.contexts)
+    fields = (*where, *batch, command.learning_rate, plan, command.rung, command.version, command.held_out)
+    data: bytes = msgpack.packb(fields)
+    return data
+
+
+def _read(data: bytes) -> Command:
+    kind, folder, payloads, lags, contexts, rate, raw, rung, version, held_out = msgpack.unpackb(data)
+    plan = None if raw is None else wire.decode(raw, StepPlan)
+    groups = decode_all(payloads)
+    return Command(
+        CommandKind(kind),
+        folder,
+        tuple(payloads),
+        groups,
+        tuple(lags),
+        rate,
+        plan,
+        version,
+        contexts=tuple(contexts),
+        rung=int(rung),
+        held_out=tuple(held_out),
+    )
+
+
+def decode_all(payloads: Sequence[bytes]) -> tuple[Experience, ...]:
+    return tuple(wire.decode(payload, Experience) for payload in payloads)

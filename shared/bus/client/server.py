@@ -1,0 +1,132 @@
+"""Run commands and scripts on a bus server that may be away.
+
+Calls wait with capped exponential backoff; scripts may be repeated.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    ConnectionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
+
+from shared.backoff import Backoff
+from shared.bus.client import connection
+from shared.bus.client.lua import Argument, Script
+from shared.errors import BusFull, BusUnavailable
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_UNAVAILABLE = (
+    ConnectionError,
+    TimeoutError,
+    BusyLoadingError,
+    ReadOnlyError,
+    ClusterDownError,
+    TryAgainError,
+    OSError,
+)
+_BACKOFF = Backoff(0.05, longest_s=2.0)
+
+
+class Server:
+    """A server that may be away. ``client``: from :func:`connection.open_client`. ``wait_s``: timeout of a call; None:
+    forever.
+    """
+
+    def __init__(self, client: connection.Client, *, wait_s: float | None = None) -> None:
+        self._client = client
+        self.reconnects = 0
+        self.available = True
+        self._wait_s = wait_s
+
+    def wait_for_ever(self) -> None:
+        self._wait_s = None
+
+    async def close(self) -> None:
+        await connection.close_client(self._client)
+
+    async def call(self, command: Callable[[], Awaitable[R]]) -> R:
+        """Run ``command``, repeatedly while the server is unreachable or cannot write to disk. Raises BusUnavailable:
+        no answer for ``wait_s``.
+        """
+        started_s, failures = time.monotonic(), 0
+        cancels = _cancels()
+        while True:
+            try:
+                result = await _answered(command)
+                _raise_swallowed(cancels)
+            except (*_UNAVAILABLE, BusUnavailable) as error:
+                waited_s = time.monotonic() - started_s
+                if self._wait_s is not None and waited_s > self._wait_s:
+                    raise BusUnavailable(
+                        f"the Redis or Valkey server did not answer within {self._wait_s:.0f} s: {error}"
+                    ) from error
+                self._note_lost(error)
+                _raise_swallowed(cancels)
+                failures += 1
+                await asyncio.sleep(_BACKOFF.jittered_s(failures))
+            else:
+                self._note_back()
+                return result
+
+    def _note_lost(self, error: BaseException) -> None:
+        if self.available:
+            self.available = False
+            log.warning("bus unavailable, waiting", extra={"error": str(error)})
+
+    def _note_back(self) -> None:
+        if not self.available:
+            self.available = True
+            self.reconnects += 1
+            log.info("bus available again", extra={"reconnects": self.reconnects})
+
+    async def evaluate(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
+        """Run a script atomically."""
+        words = (len(keys), *keys, *arguments)
+        try:
+            return await self.call(lambda: self._evaluate(script, words))
+        except OutOfMemoryError as error:
+            raise BusFull(f"the bus is out of memory ({error}): raise its maxmemory") from error
+
+    async def _evaluate(self, script: Script, words: Sequence[Argument]) -> Any:
+        try:
+            return await self._client.execute_command("EVALSHA", script.digest, *words)
+        except NoScriptError:  # a new or restarted server
+            return await self._client.execute_command("EVAL", script.text, *words)
+
+
+async def _answered(command: Callable[[], Awaitable[R]]) -> R:
+    try:
+        return await command()
+    except ResponseError as error:
+        if "MISCONF" not in str(error):
+            raise
+        raise BusUnavailable(f"the server cannot write its data to disk, so it takes no writes: {error}") from error
+
+
+def _cancels() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _raise_swallowed(cancels: int) -> None:
+    """Raise the cancellation that redis-py swallowed since there were ``cancels``.
+
+    Before Python 3.12, its ``asyncio.wait_for`` may swallow one just as the command is sent.
+    """
+    if _cancels() > cancels:
+        raise asyncio.CancelledError

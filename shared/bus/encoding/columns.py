@@ -1,0 +1,144 @@
+"""Columnar encoding of many small records of one kind.
+
+::
+
+    {"rows": 2, "text": ["46", "47"], "token_ids": {"lengths": [3, 2], "joined": array}}
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.bus.encoding.validation import INVALID, Reader, shown
+
+_MOST_ROWS = 65_536
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """The concatenated arrays of one column and their lengths."""
+
+    joined: npt.NDArray[Any]
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def written(self) -> dict[str, Any]:
+        return {"lengths": self.lengths, "joined": self.joined}
+
+    def split(self) -> list[npt.NDArray[Any]]:
+        ends = list(accumulate(self.lengths))
+        return list(map(self.joined.__getitem__, map(slice, [0, *ends], ends)))
+
+
+class Rows(tuple[Any, ...]):
+    """Decoded records, with their columns as they are written: to send them on, nothing is joined again."""
+
+    columns: dict[str, Any]
+
+
+ColumnCheck = Callable[[Mapping[str, Joined]], None]
+"""Raises ValueError if array columns do not belong together."""
+
+
+def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, Any]:
+    if type(records) is Rows:
+        return records.columns
+    written: dict[str, Any] = {"rows": len(records)}
+    for name in names if records else ():
+        column = list(map(operator.attrgetter(name), records))
+        if isinstance(column[0], np.ndarray):
+            written[name] = Joined(np.concatenate(column), list(map(len, column))).written()
+        else:
+            written[name] = column
+    return written
+
+
+def join_columns(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns of tables with a row each, as they are written; of columns that all tables have.
+
+    Raises:
+        ValueError: a column has not one row.
+    """
+    joined: dict[str, Any] = {"rows": len(tables)}
+    for name in tables[0]:
+        cells = [table[name] for table in tables if name in table]
+        if len(cells) < len(tables) or name == "rows":
+            continue
+        if type(cells[0]) is list:
+            joined[name] = _one_each(name, cells)
+        else:
+            arrays = [cell["joined"] for cell in cells]
+            lengths = _one_each(name, [cell["lengths"] for cell in cells])
+            if lengths != list(map(len, arrays)) or len({array.dtype for array in arrays}) > 1:
+                raise ValueError(f"{name}: expected an array of its length from each part, found others")
+            joined[name] = {"lengths": lengths, "joined": np.concatenate(arrays)}
+    return joined
+
+
+def _one_each(name: str, cells: Sequence[Any]) -> list[Any]:
+    if not all(type(cell) is list and len(cell) == 1 for cell in cells):
+        raise ValueError(f"{name}: expected one row from each part, found others")
+    return [cell[0] for cell in cells]
+
+
+def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck | None, length: int) -> Reader:
+    most = min(length, _MOST_ROWS)
+
+    def read(written: Any) -> tuple[Any, ...]:
+        rows = written["rows"]
+        if type(rows) is not int or not 0 <= rows <= most:
+            raise ValueError(f"expected 0 to {most} rows, found {shown(rows)}")
+        if rows == 0:
+            return ()
+        columns = {
+            name: _read_column(name, reader, written[name]) for name, reader in readers.items() if name in written
+        }
+        if any(len(column) != rows for column in columns.values()):
+            lengths = {name: len(column) for name, column in columns.items()}
+            raise ValueError(f"expected columns of {rows} rows, found {lengths}")
+        if check is not None:
+            check({name: column for name, column in columns.items() if type(column) is Joined})
+        cells: list[list[Any]] = [
+            column.split() if isinstance(column, Joined) else column for column in columns.values()
+        ]
+        if len(columns) == len(readers):
+            return _rows(row, cells, {"rows": rows, **columns})
+        return tuple([row(**dict(zip(columns, values, strict=True))) for values in zip(*cells, strict=True)])
+
+    return Reader(read)
+
+
+def _rows(row: type, cells: Sequence[list[Any]], columns: Mapping[str, Any]) -> Rows:
+    records = Rows(map(row, *cells))
+    records.columns = {name: column.written() if type(column) is Joined else column for name, column in columns.items()}
+    return records
+
+
+def _read_column(name: str, reader: Reader, column: Any) -> Joined | list[Any]:
+    try:
+        if type(column) is dict:
+            return _read_joined(reader, column)
+        if type(column) is not list:
+            raise TypeError(f"expected a column, found {shown(column)}")
+        cells = reader.read_all(column)
+        if np.ndarray in set(map(type, cells)):
+            raise TypeError("expected arrays of all rows, joined, or of none")
+        return cells
+    except INVALID as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _read_joined(reader: Reader, column: Mapping[str, Any]) -> Joined:
+    joined, lengths = reader.read(column["joined"]), column["lengths"]
+    if not isinstance(joined, np.ndarray) or type(lengths) is not list:
+        raise TypeError("expected an array and the lengths of its parts")
+    if not {int}.issuperset(map(type, lengths)) or min(lengths, default=0) < 0 or sum(lengths) != len(joined):
+        raise ValueError(f"expected lengths that add up to {len(joined)}, found others")
+    return Joined(joined, lengths)

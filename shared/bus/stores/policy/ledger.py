@@ -1,0 +1,413 @@
+"""The run's state and the policy's history. Every change is one script.
+
+::
+
+    created ──▶ running ◀──▶ paused          published ──▶ live ──▶ retired
+        └──────────┴──────────┴──▶ stopped                    └──────────┴──▶ revoked
+                   └──▶ finished (and running again, if run.steps is raised)
+
+A new trainer takes the next *epoch*; commits under older epochs are refused.
+"""
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal
+
+from shared.bus import streams
+from shared.bus.bus import Bus, Delivery, EntryId, read_counts
+from shared.bus.client.commands import text
+from shared.bus.client.lua import Argument
+from shared.bus.encoding import wire
+from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, RUN, key
+from shared.bus.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
+from shared.bus.stores.experience.signals import RATE, SignalChange
+from shared.bus.stores.policy.policies import Policies
+from shared.bus.streams import Row
+from shared.errors import Fenced
+
+TRAINED = key(
+    "trained", "string", "the run's", "one bit per group id whose experience was committed: a copy of it is not trained"
+)
+TRYING = key(
+    "trying", "string", "until the next batch", "entries of the batch that the trainer works on: suspects, if it dies"
+)
+
+
+class RunState(StrEnum):
+    """State of a run."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+
+
+ENDED = (RunState.STOPPED, RunState.FINISHED)
+
+
+_SELF_TEST = "self_test:"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunStatus:
+    state: RunState
+    reason: str
+    created_at_s: float
+    changed_at_s: float
+    step: int
+    """Committed optimizer steps."""
+    cursor: int
+    """Prompts admitted; the next group id."""
+    shift: int
+    """The next prompt's dataset place is ``cursor - shift``; rollbacks move only that back."""
+    head: PolicyVersion | None
+    newest_version: PolicyVersion | None
+    """Newest commit; to become the head."""
+    tip: PolicyVersion | None
+    """Parent of the next version: the newest, or a rollback's target."""
+    trainer_epoch: int
+    first_admission_s: float | None
+    last_commit_s: float | None
+    paused_s: float
+    bus_full: str = ""
+    """Why admission waits for bus memory; or empty."""
+    doing: str = ""
+    """The leader's secondary activity."""
+    closed: bool = False
+    """The run has ended, with complete records."""
+    self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
+    """By part (policy, critic): outcome of the newest self-test."""
+    gpu_s: float = 0.0
+    """GPU-seconds held by the run's processes."""
+    gpu_until_s: float = 0.0
+    """Until when they are counted, Unix seconds."""
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the run has ended, with complete records, and will not be extended to ``steps``."""
+        return self.closed and (self.state is RunState.STOPPED or self.step >= steps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """A group trained in a committed step."""
+
+    entry: EntryId
+    step: int
+    settings_revision: int
+    data: bytes
+    plan: StepPlan | None = None
+    """None if committed by an older Penstock."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """What the bus knows about a group."""
+
+    admitted: bool
+    """True for every id if the bus lost its data."""
+    trained: bool
+    newest_version: PolicyVersion | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """Progress; None if the bus lost its data."""
+
+    cursor: int | None
+    newest_version: PolicyVersion | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdmissionState:
+    """Inputs of admission, from one round trip."""
+
+    state: RunState
+    cursor: int
+    shift: int
+    newest_version: PolicyVersion | None
+    head: PolicyVersion | None
+    step: int
+    in_flight: int
+
+
+_MOST_BITS = (1 << 32) - 1
+
+IN_FLIGHT = (("HLEN", GENERATING), ("XLEN", streams.ROLLOUTS), ("XLEN", streams.EXPERIENCE))
+"""Their answers add up to the groups in flight."""
+
+
+class Ledger(Policies):
+    def __init__(self, bus: Bus) -> None:
+        super().__init__(bus)
+        self.term: int | None = None
+        """Lease term; None: not checked."""
+
+    def _term(self) -> Argument:
+        return "" if self.term is None else self.term
+
+    # ---------------------------------------------------------------- run
+
+    async def create(self) -> None:
+        """Create the run in state ``created``, unless it exists."""
+        await self._bus.write(RUN, "HSETNX", "created_at_s", time.time())
+        await self._bus.write(RUN, "HSETNX", "state", RunState.CREATED.value)
+
+    async def status(self) -> RunStatus:
+        return read_status(await self._bus.hgetall(RUN))
+
+    async def is_known(self) -> bool:
+        """Whether the bus knows a committed step; not if it lost its data."""
+        return await self._bus.hget(RUN, "step") is not None
+
+    async def extent(self) -> Extent:
+        cursor, newest = await self._bus.hmget(RUN, "cursor", "newest_version")
+        return Extent(None if cursor is None else int(cursor), _version(newest))
+
+    async def account(self) -> tuple[RunStatus, dict[str, int]]:
+        """Return status and endings of groups, of one moment."""
+        run, ended = await self._bus.ask_all(("HGETALL", RUN), ("HGETALL", COUNTS), at_once=True)
+        return read_status(run), read_counts(ended)
+
+    async def close(self) -> None:
+        """Note that the run has ended, with complete records."""
+        await self._bus.write(RUN, "HSET", "closed_at_s", time.time())
+
+    async def reopen(self) -> None:
+        """Note that a finished run continues."""
+        await self._bus.write(RUN, "HDEL", "closed_at_s")
+
+    async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
+        """Change the state if in ``allowed``; return whether it did, and the previous state."""
+        changed, state = await self._bus.script(
+            "transition", to=to.value, reason=reason, now_s=time.time(),
+            history_entries=streams.HISTORY.max_entries or 0, allowed=[state.value for state in allowed],
+        )  # fmt: skip
+        return bool(changed), RunState(state.decode() or "created")
+
+    async def note(self, name: Literal["doing", "guards", "gpu_time"], said: str) -> None:
+        """Publish the leader's activity; no effect from others."""
+        await self._bus.script("note", term=self._term(), field=name, text=said)
+
+    async def note_self_test(self, part: str, outcome: str) -> None:
+        """Record the outcome of a self-test."""
+        await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
+
+    async def admit(
+        self,
+        prompts: Sequence[Prompt] | Sequence[Experience],
+        slots: int,
+        groups_per_step: int,
+        steps: int,
+        newest: PolicyVersion,
+        *,
+        whole: bool = False,
+    ) -> int:
+        """Admit ``prompts``, in order, into free slots, never more than the remaining steps can use; group ids start
+        at the cursor. Every sample is an entry, of as many in each group, unless the groups stay ``whole``;
+        demonstrations, which are experience already, go to the trainer.
+
+        Returns the number admitted; -1 if not running or not the leader; -2 if the cursor or newest version changed.
+        """
+        admitted = await self._bus.script(
+            "admit", slots=slots, groups_per_step=groups_per_step, steps=steps, now_s=time.time(), term=self._term(),
+            expected_cursor=prompts[0].group_id if prompts else 0, expected_newest=newest,
+            samples=_entries(prompts, whole=whole),
+            assemblies=[ASSEMBLY.of(str(prompt.group_id)) for prompt in prompts],
+            payloads=[wire.encode(prompt) for prompt in prompts],
+        )  # fmt: skip
+        return int(admitted)
+
+    async def admission_state(self) -> AdmissionState:
+        names = ("state", "cursor", "shift", "newest_version", "head", "step")
+        fields, *in_flight = await self._bus.ask_all(("HMGET", RUN, *names), *IN_FLIGHT)
+        state, cursor, shift, newest, head, step = fields
+        return AdmissionState(
+            RunState((state or b"created").decode()), int(cursor or 0), int(shift or 0), _version(newest), _version(head),
+            int(step or 0), sum(in_flight),
+        )  # fmt: skip
+
+    async def set_bus_full(self, sentence: str) -> None:
+        """Record why admission waits; or ""."""
+        await self._bus.write(RUN, "HSET", "bus_full", sentence)
+
+    async def in_flight(self) -> int:
+        return sum(await self._bus.ask_all(*IN_FLIGHT))
+
+    # ---------------------------------------------------------------- trainer
+
+    async def take_epoch(self) -> int:
+        """Become the run's only trainer: older ones' commits are refused."""
+        return int(await self._bus.write(RUN, "HINCRBY", "trainer_epoch", 1))
+
+    async def epochs(self) -> tuple[int, int]:
+        """Return the epochs of the trainer and of the newest rollback (0: none)."""
+        trainer, rollback = await self._bus.hmget(RUN, "trainer_epoch", "rollback_epoch")
+        return int(trainer or 0), int(rollback or 0)
+
+    async def note_batch(self, entries: Sequence[EntryId]) -> None:
+        """Record the batch about to be trained."""
+        await self._bus.write(TRYING, "SET", " ".join(entries))
+
+    async def noted_batch(self) -> frozenset[str]:
+        """Return the previous trainer process's last batch."""
+        return frozenset((await self._bus.get(TRYING) or b"").decode().split())
+
+    async def restore(
+        self,
+        step: int,
+        cursor: int,
+        position: int,
+        newest: PolicyVersion,
+        counts: Mapping[str, int],
+        gpu_time: tuple[float, float],
+    ) -> bool:
+        """Restore an empty bus from a checkpoint; False if it knows the run.
+
+        Groups then in flight count as ``dropped:bus_lost``; their prompts are drawn again.
+        """
+        lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
+        fields: dict[str, Argument] = {
+            "step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest,
+            "gpu_time": "{!r} {!r}".format(*gpu_time),
+        }  # fmt: skip
+        ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
+        words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
+        return bool(await self._bus.script("restore", run_pairs=len(fields), fields=words))
+
+    async def commit(
+        self,
+        epoch: int,
+        record: PolicyRecord,
+        deliveries: Sequence[Delivery[Experience]],
+        report: StepReport | None,
+        plan: StepPlan | None = None,
+        change: SignalChange | None = None,
+    ) -> None:
+        """Atomically move ``deliveries`` and ``plan`` to the journal, publish ``record`` and ``change`` signals.
+
+        Without deliveries, ``record`` is another version of the committed step.
+
+        Raises:
+            Fenced: another trainer took over, the ledger is at another step, or an entry is no longer ours.
+        """
+        answer = await self._bus.script(
+            "commit", epoch=epoch, commit_id=uuid.uuid4().hex, step=record.step, version=record.version,
+            parent="" if record.parent is None else record.parent, record=wire.encode(record),
+            report=b"" if report is None else wire.encode(report), group=streams.EXPERIENCE.group or "",
+            audit_entries=self._bus.audit_entries, report_entries=streams.STEPS.max_entries or 0, now_s=time.time(),
+            revision=record.settings_revision, plan=b"" if plan is None else wire.encode(plan),
+            change="" if change is None else change.encoded(), rate=RATE,
+            entries=[delivery.entry_id for delivery in deliveries],
+        )  # fmt: skip
+        if answer != b"ok":
+            raise Fenced(f"expected to commit step {record.step} as version {record.version}, found {answer.decode()}")
+
+    async def standing(self, group_id: int) -> Standing:
+        """Return what the bus knows about a group."""
+        (cursor, newest), trained = await self._bus.ask_all(
+            ("HMGET", RUN, "cursor", "newest_version"), ("GETBIT", TRAINED, min(group_id, _MOST_BITS))
+        )
+        return Standing(
+            admitted=cursor is None or group_id < int(cursor), trained=bool(trained), newest_version=_version(newest)
+        )
+
+    async def is_overtaken(self, group_id: int) -> bool:
+        """Whether a group admitted before ``group_id`` is still generated or scored."""
+        return bool(await self._bus.script("overtaken", group_id=group_id))
+
+    async def journal(self, after: str) -> list[JournalEntry]:
+        """Return the journal after an entry, in commit order."""
+        rows = await self._bus.xrange(streams.JOURNAL, f"({after}" if after else "-")
+        return [_journal_entry(row) for row in rows]
+
+    async def last_journal_entry(self) -> str:
+        """Return the last entry, even if trimmed; "" if none."""
+        if not await self._bus.ask("EXISTS", streams.JOURNAL):
+            return ""
+        return text((await self._bus.ask("XINFO STREAM", streams.JOURNAL))["last-generated-id"])
+
+    async def trim_journal(self, through: str) -> None:
+        """Trim the journal through an entry."""
+        milliseconds, _, sequence = through.partition("-")
+        after = f"{milliseconds}-{int(sequence or 0) + 1}"
+        await self._bus.write(streams.JOURNAL, "XTRIM", "MINID", after)
+
+    # ---------------------------------------------------------------- promotion
+
+    async def promote(
+        self, delivery: Delivery[PolicyRecord], sources: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    ) -> bool:
+        """Make a version the head and notify every replica; False if it, or a newer one, already was.
+
+        ``sources``: by replica, addresses to pull from.
+        """
+        record = delivery.message()
+        update = PolicyUpdate(record=record, promoted_at_s=time.time(), sources=dict(sources))
+        promoted = await self._bus.script(
+            "promote", group=streams.PUBLISHED.group or "", entry_id=delivery.entry_id, version=record.version,
+            payload=wire.encode(update), policy_entries=streams.POLICY.max_entries or 0, term=self._term(),
+        )  # fmt: skip
+        return bool(promoted)
+
+
+def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
+    fields = {name.decode(): value.decode() for name, value in raw.items()}
+    gpu_s, gpu_until_s = map(float, fields.get("gpu_time", "0 0").split())
+    return RunStatus(
+        state=RunState(fields.get("state", "created")),
+        reason=fields.get("reason", ""),
+        created_at_s=float(fields.get("created_at_s", 0)),
+        changed_at_s=float(fields.get("changed_at_s", 0)),
+        step=int(fields.get("step", 0)),
+        cursor=int(fields.get("cursor", 0)),
+        shift=int(fields.get("shift", 0)),
+        head=_version(fields.get("head")),
+        newest_version=_version(fields.get("newest_version")),
+        tip=_version(fields.get("tip", fields.get("newest_version"))),
+        trainer_epoch=int(fields.get("trainer_epoch", 0)),
+        first_admission_s=_optional_float(fields.get("first_admission_s")),
+        last_commit_s=_optional_float(fields.get("last_commit_s")),
+        paused_s=float(fields.get("paused_s", 0)),
+        bus_full=fields.get("bus_full", ""),
+        doing=fields.get("doing", ""),
+        closed="closed_at_s" in fields,
+        self_tests={
+            name.removeprefix(_SELF_TEST): outcome
+            for name, outcome in sorted(fields.items())
+            if name.startswith(_SELF_TEST)
+        },
+        gpu_s=gpu_s,
+        gpu_until_s=gpu_until_s,
+    )
+
+
+def _entries(groups: Sequence[Prompt] | Sequence[Experience], *, whole: bool) -> Argument:
+    first = groups[0] if groups else None
+    if isinstance(first, Experience):
+        return "ready"
+    return 0 if whole or first is None else first.sampling.samples
+
+
+def _journal_entry(row: Row) -> JournalEntry:
+    entry, fields = row
+    plan = fields.get(b"plan")
+    return JournalEntry(
+        entry=EntryId(entry),
+        step=int(fields[b"step"]),
+        settings_revision=int(fields.get(b"revision", 0)),
+        data=fields[b"data"],
+        plan=wire.decode(plan, StepPlan) if plan else None,
+    )
+
+
+def _version(number: str | bytes | None) -> PolicyVersion | None:
+    return None if number is None else PolicyVersion(int(number))
+
+
+def _optional_float(number: str | None) -> float | None:
+    return None if number is None else float(number)

@@ -1,0 +1,121 @@
+"""Rollbacks: begin one atomically, and track it until every replica serves the version."""
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+
+from shared.bus import streams
+from shared.bus.bus import Bus
+from shared.bus.encoding import wire
+from shared.bus.keys import key
+from shared.bus.messages import Event, PolicyRecord, PolicyVersion
+from shared.bus.stores.policy.ledger import Ledger, RunStatus
+
+ROLLBACK = key("rollback", "hash", "until the next one", "the rollback under way, or the last one (`Rollback`)")
+SOURCE = "rollback"
+
+
+def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> list[PolicyVersion]:
+    """Return all descendants of ``ancestor``, oldest first; parents are older than their children."""
+    lineage = {ancestor}
+    for record in sorted(records, key=lambda record: record.version):
+        if record.parent in lineage:
+            lineage.add(record.version)
+    return sorted(lineage - {ancestor})
+
+
+async def begin_rollback(
+    bus: Bus, ledger: Ledger, status: RunStatus, records: Sequence[PolicyRecord], target: PolicyRecord, reason: str
+) -> str:
+    """Take the run back to ``target``.
+
+    Returns:
+        "ok", "moved" (read again), "busy" (another is under way), "no_checkpoint", or "state:<state>" (neither running nor paused).
+    """
+    counts, mark = await bus.counts(), await ledger.mark(target.version)
+    now_s, left = time.time(), descendants(records, target.version)
+    sentence = f"rolling back to version {target.version}" + (f": {reason}" if reason else "")
+    undone = 0 if mark is None else counts.get("trained", 0) - mark[0]
+    detail = f"{sentence}; from step {status.step}: {len(left)} versions revoked, {undone} groups undone"
+    event = wire.encode(Event(now_s, SOURCE, "rollback begun", detail, {"target": int(target.version)}))
+    begun = await bus.script(
+        "roll_back", expected_newest=-1 if status.newest_version is None else status.newest_version,
+        target=target.version, target_step=target.step, now_s=now_s, reason=sentence, id=uuid.uuid4().hex[:12],
+        event=event, event_entries=streams.EVENTS.max_entries or 0, history_entries=streams.HISTORY.max_entries or 0,
+        versions=left,
+    )  # fmt: skip
+    return str(begun.decode())
+
+
+class Stage(StrEnum):
+    LOADING = "loading"
+    PULLING = "pulling"
+    LIVE = "live"
+    FAILED = "failed"
+
+
+OVER = (Stage.LIVE, Stage.FAILED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rollback:
+    id: str
+    target: PolicyVersion
+    stage: Stage
+    reason: str
+    from_step: int
+    revoked: int
+    undone: int
+    """Groups trained on the abandoned branch."""
+    resumes: bool
+    """Whether the run continues once the version is live."""
+    version: PolicyVersion | None
+    """With the target's weights; None until published."""
+    detail: str
+    """What it waits for, or why it failed."""
+    unloadable: str
+    """Why the checkpoint cannot be loaded; or empty."""
+    started_at_s: float
+    changed_at_s: float
+
+    @property
+    def strands(self) -> bool:
+        """Whether the run has nothing to continue from."""
+        return self.stage is Stage.FAILED and bool(self.unloadable)
+
+
+async def current_rollback(bus: Bus) -> Rollback | None:
+    raw = await bus.hgetall(ROLLBACK)
+    return _read({name.decode(): value.decode() for name, value in raw.items()}) if raw else None
+
+
+async def steer_rollback(bus: Bus, rollback: str, **fields: str | int) -> bool:
+    """Update this rollback; False if it is over."""
+    words = [word for pair in fields.items() for word in pair]
+    return bool(await bus.script("steer_rollback", id=rollback, now_s=time.time(), fields=words))
+
+
+async def count_load(bus: Bus) -> int:
+    """Count and return the trainer's attempts to load the checkpoint."""
+    return int(await bus.write(ROLLBACK, "HINCRBY", "loads", 1))
+
+
+def _read(fields: Mapping[str, str]) -> Rollback:
+    version = fields.get("version")
+    return Rollback(
+        id=fields["id"],
+        target=PolicyVersion(int(fields["target"])),
+        stage=Stage(fields["state"]),
+        reason=fields["reason"],
+        from_step=int(fields["from_step"]),
+        revoked=int(fields["revoked"]),
+        undone=int(fields["undone"]),
+        resumes=fields["resumes"] == "1",
+        version=None if version is None else PolicyVersion(int(version)),
+        detail=fields.get("detail", "the trainer loads the checkpoint"),
+        unloadable=fields.get("unloadable", ""),
+        started_at_s=float(fields["started_at_s"]),
+        changed_at_s=float(fields["changed_at_s"]),
+    )

@@ -1,0 +1,93 @@
+"""`penstock data check`, and datasets on a hub that is served here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli.reports.data_check import histogram
+from tests.support.hub_server import COMMIT, hub
+
+ROOT = Path(__file__).parents[3]
+TRAIN = b'{"prompt": "12+34=", "answer": 46}\n{"prompt": "1+1=", "answer": 2}\n{"question": "?"}\n'
+
+
+def python(folder: Path, url: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(folder / "cache")}
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def settings(folder: Path, source: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(
+        f'[policy]\nmodel = "examples/arithmetic/policy"\n[sampling]\nmax_new_tokens = 4\n[data]\nshuffle = false\n'
+        f'path = "{source}"\nfilter = "prompt_characters > 4"\n'
+    )
+    return str(path)
+
+
+def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> None:
+    with hub("own/sums", {"train.jsonl": TRAIN, "test.jsonl": TRAIN[:35]}) as url:
+        checked = python(
+            tmp_path, url, "-m", "services.cli", "data", "check", settings(tmp_path, "hf://own/sums@main:train")
+        )
+    assert checked.returncode == 0, checked.stderr
+    assert "bad row" not in checked.stderr
+    assert checked.stdout.splitlines() == [
+        "training: hf://own/sums@main:train: 1 problems",
+        "training: 1 problems, 1 bad rows, 1 rows left out by data.filter",
+        "  bad row own/sums/train:3: expected a column 'prompt' or 'messages', found 'answer', 'prompt', 'question'",
+        "",
+        "prompt 1 (own/sums/train:1, 6 tokens, answer '46'):",
+        "12+34=",
+        "",
+        "prompt tokens: mean 6.0, longest 6",
+        "  6: 1 ████████████████████████████████████████",
+        "",
+        "warning: 1 rows of hf://own/sums@main:train cannot be used; `penstock data check` names them and the reasons",
+    ]
+
+
+PINNING = """
+import json, sys
+from services.up.hub_revision import pinned
+from shared.errors import SettingsError
+shown = [pinned(source, "data.path") for source in sys.argv[1:-1]]
+try:
+    pinned(sys.argv[-1], "data.path")
+except SettingsError as error:
+    shown.append(str(error))
+print(json.dumps(shown))
+"""
+
+
+def test_a_run_pins_its_hub_datasets_to_a_commit(tmp_path: Path) -> None:
+    sources = ("hf://own/sums:train", "hf://own/sums@main:small/train", f"hf://own/sums@{'7' * 40}:train", "/a.jsonl")
+    with hub("own/sums", {"train.jsonl": TRAIN}) as url:
+        shown = python(tmp_path, url, "-c", PINNING, *sources, "hf://own/none:train")
+    *pins, refusal = json.loads(shown.stdout)
+    assert pins == [
+        f"hf://own/sums@{COMMIT}:train",
+        f"hf://own/sums@{COMMIT}:small/train",
+        f"hf://own/sums@{'7' * 40}:train",
+        "/a.jsonl",
+    ]
+    assert refusal.startswith("expected a dataset on the hub at hf://own/none:train, found: ")
+    assert refusal.endswith("change data.path, or check HF_ENDPOINT and HF_TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [
+        ([3], ["3: 1 ████████████████████████████████████████"]),
+        ([1] * 4 + [2], ["1: 4 ████████████████████████████████████████", "2: 1 ██████████"]),
+        ([10, 29], ["10-12: 1 " + "█" * 40, *(f"{at}-{at + 2}: 0" for at in range(13, 26, 3)), "28-30: 1 " + "█" * 40]),
+    ],
+)
+def test_lengths_are_counted_in_ranges(tokens: list[int], rows: list[str]) -> None:
+    assert histogram(tokens) == rows

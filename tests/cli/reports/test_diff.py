@@ -1,0 +1,87 @@
+"""`penstock diff`: two runs by their settings and records."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.cli.__main__ import main
+from services.cli.reports.diff import Curve, Group, curves, same_prompts, settings_differences
+from shared.settings import load_run
+
+
+def run(folder: Path, rate: str, rewards: list[float], accuracies: list[float]) -> Path:
+    folder.mkdir()
+    (folder / "settings.toml").write_text(
+        f'[run]\nid = "{folder.name}"\n[trainer]\nlearning_rate = {rate}\n[data]\npath = "train.jsonl"\n'
+    )
+    steps = [{"step": step, "reward_mean": reward, "scorer_mean_answer": 1} for step, reward in enumerate(rewards, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    lines = [{"set": "heldout", "accuracy": accuracy} for accuracy in accuracies]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    first = run(tmp_path / "first", "1e-6", [0.1, 0.2, 0.3], [0.25, 0.5])
+    return first, run(tmp_path / "second", "2e-6", [0.1, 0.4, 0.4, 0.9], [0.25, 0.75])
+
+
+def test_settings_that_differ_are_shown_without_names_and_places(runs: tuple[Path, Path]) -> None:
+    first, second = map(load_run, runs)
+    assert settings_differences(first, second) == {"trainer.learning_rate": (1e-6, 2e-6)}
+
+
+def test_curves_are_compared_over_the_steps_that_both_runs_have(runs: tuple[Path, Path]) -> None:
+    steps, drawn = curves(*runs)
+    assert steps == 3
+    assert drawn == [
+        Curve("reward_mean", [0.1, 0.2, 0.3], [0.1, 0.4, 0.4]),
+        Curve("scorer_mean_answer", [1, 1, 1], [1, 1, 1]),
+        Curve("accuracy heldout", [0.25, 0.5], [0.25, 0.75], last=1),
+    ]
+    assert drawn[2].ends == (0.5, 0.75)
+
+
+def test_the_comparison_is_printed(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *map(str, runs)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["trainer.learning_rate", "1e-06", "2e-06"] in rows
+    assert ["reward_mean", "0.2", "▁▅█", "0.3", "▁██"] in rows
+    assert ["accuracy", "heldout", "0.5", "▁█", "0.75", "▁█"] in rows
+
+
+def test_rollouts_for_the_same_prompts_are_compared_those_that_differ_most_first(
+    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first: list[tuple[str, list[float]]] = [("a", [0, 1]), ("b", [1, 1]), ("a", [0, 0.5])]
+    second: list[tuple[str, list[float]]] = [("a", [0, 0.5]), ("b", [0, 0])]
+    for folder, rewards in zip(runs, (first, second), strict=True):
+        lines = [
+            {"step": step, "problem": name, "completions": [{"text": f"{r}", "reward": r} for r in both]}
+            for step, (name, both) in enumerate(rewards, 1)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "rollouts.jsonl").write_text('{"from": "another version"}\n' + text)
+    assert list(same_prompts(*runs).items()) == [
+        ("b", (Group(2, 1.0, "1"), Group(2, 0.0, "0"))),
+        ("a", (Group(3, 0.25, "0.5"), Group(1, 0.25, "0.5"))),
+    ]
+    assert main(["diff", *map(str, runs)]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert ['step 2: reward 1, "1"', 'step 2: reward 0, "0"'] in [
+        [cell.strip() for cell in row if cell][1:] for row in rows
+    ]
+
+
+def test_equal_runs_have_no_difference(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(runs[0]), str(runs[0]), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["settings"], shown["steps"]) == ({}, 3)
+    assert shown["last"]["accuracy heldout"] == [0.5, 0.5]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert "no run's folder or settings file at" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""Laws of ``penstock memory``: the latest and the peak of each phase, and the plan beside it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.cli.reports import memory
+from services.coordinator.records.memory import memory_line
+from shared.bus.messages import MemoryReport, MemorySample
+from shared.errors import PenstockError
+
+GIB = float(1 << 30)
+
+
+def line(number: int, replica: str, phase: str, **components: float) -> str:
+    parts = {name.replace("_", " "): nbytes for name, nbytes in components.items()}
+    sample = MemorySample("host GPU-1", phase, number, 1.0, sum(parts.values()), 140.0 * GIB, parts)
+    return json.dumps(memory_line(f"{number}-0", MemoryReport(replica, (sample,)))) + "\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = {
+        "model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8192, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "settings.toml").write_text(f'[policy]\nmodel = "{tmp_path}"\n[weights]\ntransport = "file"\n')
+    weights = 4 * (4 * 1024 * 1024 + 3 * 1024 * 4096) + 8192 * 1024
+    (tmp_path / "memory.jsonl").write_text(
+        line(1, "trainer-0", "wait", weights=2.0 * weights, master_weights=4.0 * weights, moments=8.0 * weights)
+        + line(2, "trainer-0", "wait", weights=2.0 * weights)
+        + line(3, "rollout-0", "generate", weights=2.0 * weights, shadow=2.0 * weights)
+    )
+    return tmp_path
+
+
+def test_the_latest_and_the_peak_of_each_phase_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory.show(run, plan=False, as_json=False)
+    shown = capsys.readouterr().out
+    assert "trainer-0 on host GPU-1: 140.0 GiB" in shown
+    assert [word.split()[:3] for word in shown.splitlines() if word.startswith(("wait", "generate"))] == [
+        ["generate", "0.281", "0.281"],
+        ["wait", "0.141", "0.984"],
+    ]
+    assert "moments 0.562" in " ".join(shown.split())
+
+
+def test_the_plan_predicts_what_a_run_of_its_settings_holds(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory.show(run, plan=True, as_json=True)
+    rollout, trainer = json.loads(capsys.readouterr().out)
+    for name in ("weights", "master weights", "moments"):
+        assert trainer["predicted"][name] == trainer["components"][name]
+    assert rollout["predicted"]["shadow"] == rollout["components"]["shadow"]
+    memory.show(run, plan=True, as_json=False)
+    assert ["weights", "0.141", "0.141", "+0%"] in [row.split() for row in capsys.readouterr().out.splitlines()]
+
+
+def test_a_folder_without_records_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PenstockError, match=r"no records of memory in .*memory\.jsonl"):
+        memory.show(tmp_path, plan=False, as_json=False)
