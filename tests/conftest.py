@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from shared.bus import embedded
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 # spinning threads would take the cores from parallel tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# no timed tests: an example may take long on a busy machine
+hypothesis.settings.register_profile(
+    "penstock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize="CI" in os.environ
+)
+hypothesis.settings.load_profile("penstock")
 
 _PRELOADED = os.environ.get("LD_PRELOAD")
 PATIENCE_S = 180.0

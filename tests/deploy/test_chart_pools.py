@@ -68,7 +68,7 @@ def test_no_workload_or_budget_of_a_pool_selects_pods_of_another_and_policies_se
 
 
 @given(entries=st.integers(0, 3000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pools_are_filled_in_their_order(scaled: Json, entries: int) -> None:
     """The reserved pool holds 2 × 256 entries; the others need spot replicas of 64 each."""
     advanced = scaled["advanced"]["scalingModifiers"]

@@ -311,7 +311,7 @@ def test_backlogs_of_the_run_set_the_number_of_replicas() -> None:
     replicas=st.integers(1, 1000),
     tolerance=st.sampled_from([0.0, 0.1]),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_keda_reaches_as_many_replicas_as_entries_need_from_any_number(
     scaled_object: Json, entries: list[int], target: int, replicas: int, tolerance: float
 ) -> None:

@@ -69,7 +69,7 @@ def planners(draw: st.DrawFn) -> Planner:
 
 
 @given(planners())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_whatever_is_accepted_fits_in_every_phase_and_whatever_is_refused_does_not(planner: Planner) -> None:
     candidates, problems = planner.compare()
     for candidate in candidates:
@@ -83,7 +83,7 @@ def test_whatever_is_accepted_fits_in_every_phase_and_whatever_is_refused_does_n
 
 
 @given(works(), st.integers(1, 3), st.integers(2, 64))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_more_ranks_never_need_more_memory(work: Workload, zero_stage: int, ranks: int) -> None:
     def needed(count: int) -> list[float]:
         options = TrainerOptions(count, zero_stage, checkpointing=True)

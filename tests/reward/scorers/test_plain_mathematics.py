@@ -173,7 +173,7 @@ def test_the_corpus_has_the_same_verdicts_with_and_without(table: dict[str, list
 
 
 @given(TEXT)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_what_is_read_means_the_same_to_math_verify(text: str) -> None:
     form = read(text)
     if form is not None:
@@ -186,7 +186,7 @@ def test_what_is_read_means_the_same_to_math_verify(text: str) -> None:
         *(st.tuples(kind, kind) for kind in (NEGATIVE, POLYNOMIAL, BRACKETED, TIGHT, MATRIX)), st.tuples(TEXT, TEXT)
     )
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_a_verdict_is_that_of_math_verify(pair: tuple[str, str]) -> None:
     verdict = compare(*pair)
     if verdict is not None:

@@ -93,7 +93,7 @@ def plan_of(layer: Fused, tensors: dict[str, Tensor]) -> CopyPlan:
     return trace(layer.load_weights, tensors, layer.parameters_by_name())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     ranks=st.sampled_from([1, 2, 4]),
     width=st.sampled_from([4, 8, 12]),
