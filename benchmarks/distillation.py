@@ -4,6 +4,7 @@ The teacher is the arithmetic example's policy after more of its warm start, wit
 has ``--teacher`` of problems that were set aside. The student is the example's policy; every run has the same seed, problems and learning rate.
 
     python -m benchmarks.distillation                     steps to the teacher's accuracy − 0.02, greedy, held-out
+    python -m benchmarks.distillation --top-k 8           the same, by the teacher's 8 most probable tokens
     python -m benchmarks.distillation --cost --rounds 2   time of a step with the teacher in the reward service / without
 """
 
@@ -36,6 +37,8 @@ GRPO: Mapping[str, Any] = {"max_lag": 1, "clip": [0.2, 0.28]}
 DISTILLED: Mapping[str, Any] = {
     **GRPO, "advantage": "none", "distillation": 1.0, "distillation_skew": 0.1, "groups_per_step": 256,
 }  # fmt: skip
+UNBOUNDED: Mapping[str, Any] = {name: value for name, value in DISTILLED.items() if name != "distillation_skew"}
+"""The KL over a teacher's most probable tokens has no term to bound."""
 GROUP_SIZE = 2
 """Of the distilled student: as many samples a step as GRPO's 32 × 16. A teacher's signal needs no groups."""
 FORGETS = 0.05
@@ -72,12 +75,16 @@ def steps_to(run: Path, accuracy: float) -> int | None:
 def compare(folder: Path, teacher: Path, accuracy: float, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run both students; return their steps to ``accuracy``."""
     steps: dict[str, int | None] = {}
+    distilled: Mapping[str, Any] = (
+        {**UNBOUNDED, "distillation_top_k": arguments.top_k} if arguments.top_k else DISTILLED
+    )
     for name, algorithm, most, every in (
-        ("distilled", DISTILLED, arguments.steps // 5, 1),
+        ("distilled", distilled, arguments.steps // 5, 1),
         ("grpo", GRPO, arguments.steps, 5),
     ):
         if name not in arguments.students:
             continue
+        algorithm = {**algorithm, "minibatches": arguments.minibatches}
         changes: dict[str, dict[str, Any]] = {
             "evaluation": {"every_steps": every, "problems": 500},
             "run": {"seed": arguments.seed},
@@ -86,9 +93,10 @@ def compare(folder: Path, teacher: Path, accuracy: float, arguments: argparse.Na
         }
         learned = learn(folder, name, algorithm, changes, most)
         steps[name] = steps_to(folder / name, accuracy)
-        print(name, steps[name], learned.accuracy_after, learned.seconds, flush=True)
-    distilled, grpo = steps.get("distilled"), steps.get("grpo")
-    return {"steps": steps, "ratio": round(distilled / grpo, 3) if distilled and grpo else None, "accuracy": accuracy}
+        curve = [[row["step"], row["accuracy"]] for row in evaluations(folder / name)]
+        print(name, steps[name], learned.accuracy_after, learned.seconds, curve, flush=True)
+    taught, grpo = steps.get("distilled"), steps.get("grpo")
+    return {"steps": steps, "ratio": round(taught / grpo, 3) if taught and grpo else None, "accuracy": accuracy}
 
 
 def cost(folder: Path, teacher: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -112,6 +120,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of GRPO, and of each run of --cost")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--students", nargs="+", choices=("distilled", "grpo"), default=["distilled", "grpo"])
+    parser.add_argument("--top-k", type=int, default=0, help="the teacher's most probable tokens; 0: the sampled one")
+    parser.add_argument("--minibatches", type=int, default=1, help="optimizer updates of a step, of every student")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
@@ -123,7 +133,14 @@ def main() -> None:
             result = cost(folder, folder / "teacher", arguments)
         else:
             result = compare(folder, folder / "teacher", accuracy - 0.02, arguments)
-    shown = {"seed": arguments.seed, "most_steps": arguments.steps, "cores": os.cpu_count(), "load": os.getloadavg()}
+    shown = {
+        "seed": arguments.seed,
+        "most_steps": arguments.steps,
+        "top_k": arguments.top_k,
+        "minibatches": arguments.minibatches,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+    }
     print(json.dumps({"benchmark": "distillation", "teacher_accuracy": accuracy, **shown, **result}))
 
 

@@ -38,8 +38,10 @@ SECONDS = Histogram(
 )
 
 _PASSING = frozenset({408, 409, 425, 429})
+_REFUSALS = frozenset({400, 422})
 _LONGEST_ERROR = 120
-_LARGEST_RESPONSE_BYTES = 4 * 1024**2
+LARGEST_BYTES = 4 * 1024**2
+"""Of a response."""
 ATTEMPTS = 4
 """Requests per sample before its group is retried through the bus."""
 BACKOFF_S = 0.5
@@ -55,6 +57,10 @@ T = TypeVar("T")
 
 class NoAnswer(TemporaryError):
     """The endpoint gave no answer within all attempts."""
+
+
+class Refused(NoAnswer):
+    """The endpoint understood the request and refused it (HTTP 400 or 422)."""
 
 
 class NoVerdict(NoAnswer):
@@ -77,6 +83,7 @@ class Endpoint:
         of: its name in metrics.
         setting: its table, in messages.
         expected: what an answer has.
+        largest_bytes: of a response.
 
     Raises:
         SettingsError: an invalid URL or key.
@@ -93,7 +100,9 @@ class Endpoint:
         timeout_s: float,
         concurrency: int = 16,
         requests_per_s: float = 0.0,
+        largest_bytes: int = LARGEST_BYTES,
     ) -> None:
+        self._largest_bytes = largest_bytes
         self._of, self._expected, self._timeout_s = of, expected, timeout_s
         try:
             self._url = httpx.URL(url.rstrip("/"))
@@ -173,8 +182,8 @@ class Endpoint:
         async with self._http.stream("POST", url, json=body) as response:
             async for part in response.aiter_bytes():
                 content += part
-                if len(content) > _LARGEST_RESPONSE_BYTES:
-                    raise Passing(f"the response has more than {_LARGEST_RESPONSE_BYTES} bytes")
+                if len(content) > self._largest_bytes:
+                    raise Passing(f"the response has more than {self._largest_bytes} bytes")
         headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
         return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
 
@@ -184,7 +193,8 @@ class Endpoint:
             raise Passing(f"found HTTP {status}: {self._shown(response.text)}", retry_after_s(response))
         if status != 200:
             REQUESTS.labels(self._of, "refused").inc()
-            raise NoAnswer(f"expected HTTP 200 from {response.url}, found {status}: {self._shown(response.text)}")
+            ending = Refused if status in _REFUSALS else NoAnswer
+            raise ending(f"expected HTTP 200 from {response.url}, found {status}: {self._shown(response.text)}")
         try:
             return parse(response.json())
         except (ValueError, LookupError, TypeError, RecursionError) as error:

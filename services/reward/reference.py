@@ -6,11 +6,10 @@ The reference's travel with the group (``Experience.reference_logprobs``), so no
 import asyncio
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from services.reward.models.batcher import Batcher, NoRoom
+from services.reward.models.reading import Reading, check, join
 from services.reward.scorers.reward_model import require_libraries
-from shared.bus.messages import Float32Array, RolloutGroup
+from shared.bus.messages import RolloutGroup
 from shared.errors import PermanentError, TemporaryError
 from shared.model.model_source import check_model
 from shared.process.importing import importing
@@ -32,12 +31,13 @@ class Reference:
         self._where = f"model of {teacher.setting}" if teacher else "policy.model"
         require_libraries(teacher.setting if teacher else 'algorithm.reference = "reward"')
         check_model(self._where, self._model)
+        self._top_k = settings.algorithm.distillation_top_k if teacher else 0
         self._policy: FrozenPolicy | None = None
-        self._batcher: Batcher[TokenSequence, Float32Array] | None = None
+        self._batcher: Batcher[TokenSequence, Reading] | None = None
 
-    async def start(self) -> None:
-        """Load the model in a thread. Raises SettingsError."""
-        self._policy = await asyncio.to_thread(_open, self._settings, self._model, self._where)
+    async def start(self, words: int = 0) -> None:
+        """Load the model in a thread; a teacher's most probable tokens are of the first ``words``. Raises SettingsError."""
+        self._policy = await asyncio.to_thread(_open, self._settings, self._model, self._where, self._top_k, words)
         self._batcher = Batcher(self._policy, self._settings.model_work, self.name)
         self._batcher.start()
 
@@ -52,11 +52,11 @@ class Reference:
         if self._batcher is not None:
             await self._batcher.close()
 
-    async def logprobs(self, group: RolloutGroup) -> Float32Array:
+    async def read(self, group: RolloutGroup) -> Reading:
         """Return the logprobs of all samples' tokens, concatenated (nats).
 
         Raises:
-            TemporaryError: no memory for them now.
+            TemporaryError: no memory for them now, or the model gave none.
             PermanentError: the model does not know a token.
         """
         from services.reward.models.frozen_policy import TokenSequence
@@ -72,14 +72,14 @@ class Reference:
         temperature = group.prompt.sampling.temperature
         sequences = [TokenSequence(group.prompt_token_ids, sample.token_ids, temperature) for sample in group.samples]
         try:
-            logprobs = await self._batcher.run(sequences)
+            readings = await self._batcher.run(sequences)
         except NoRoom as error:
             raise TemporaryError(f"{self.name} unavailable: {error}") from error
-        return np.concatenate(logprobs)
+        return check(join(readings), self.name, group, self._top_k)
 
 
-def _open(settings: Settings, model: str, where: str) -> "FrozenPolicy":
+def _open(settings: Settings, model: str, where: str, top_k: int, words: int) -> "FrozenPolicy":
     with importing():
         from services.reward.models.frozen_policy import FrozenPolicy
 
-        return FrozenPolicy(settings, model, where)
+        return FrozenPolicy(settings, model, where, top_k, words)

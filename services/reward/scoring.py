@@ -11,6 +11,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
+from services.reward.models.reading import Reading
 from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
 from services.reward.scorers.reward_model import RewardModel
@@ -69,7 +70,7 @@ def _scored_places(columns: Sequence[Sequence[Score]]) -> list[int]:
     ]
 
 
-def _raised(result: Float32Array | BaseException) -> Float32Array:
+def _raised(result: Reading | BaseException) -> Reading:
     if isinstance(result, BaseException):
         raise result
     return result
@@ -201,10 +202,10 @@ class Scoring:
 
         If one raises, the others still finish, since cancelling may be costly.
         """
-        asked = asyncio.gather(*(self._timed(scorer, group) for scorer in scorers), return_exceptions=True)
         trained = group.prompt.purpose is not Purpose.EVALUATE
         models: list[Teacher] = [self._reference] if trained and self._reference is not None else []
         teachers = self._teachers.of(group) if trained and self._teachers is not None else []
+        asked = asyncio.gather(*(self._timed(scorer, group) for scorer in scorers), return_exceptions=True)
         reading = asyncio.gather(*(self._read(model, group) for model in (*models, *teachers)), return_exceptions=True)
         answers, logprobs = await asyncio.gather(asked, reading)
         columns: list[list[Score]] = []
@@ -219,7 +220,7 @@ class Scoring:
                 )
             columns.append(answer)
         read = [_raised(part) for part in logprobs]
-        return columns, read[0] if models else None, taught(group, read[len(models) :])
+        return columns, read[0].logprobs_N if models else None, taught(group, read[len(models) :])
 
     async def _timed(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
         started_s = time.monotonic()
@@ -274,11 +275,11 @@ class Scoring:
             whole = Held(place, components, max(held.total_bytes for held in together))
             self._status.memory.note(whole.during("score", _LOOK_EVERY_S))
 
-    async def _read(self, model: Teacher, group: RolloutGroup) -> Float32Array:
+    async def _read(self, model: Teacher, group: RolloutGroup) -> Reading:
         """Return the logprobs of the samples' tokens under the reference or a teacher. Raises TemporaryError."""
         started_s = time.monotonic()
         try:
-            logprobs = await model.logprobs(group)
+            reading = await model.read(group)
         except TemporaryError as error:
             self._failures.set_available(model.name, str(error))
             await self._failures.failed(model.name, group.prompt.problem, str(error))
@@ -286,7 +287,7 @@ class Scoring:
         SECONDS.labels(model.name).observe(time.monotonic() - started_s)
         self._failures.set_available(model.name, None)
         self._failures.succeeded(model.name)
-        return logprobs
+        return reading
 
     async def _note(self, columns: list[list[Score]], problem: str) -> Score | None:
         """Record successes and failures on the row ``problem``; return the first missing score."""

@@ -5,6 +5,7 @@
     group ──▶ its teachers ──┬── in this service ──▶ Reference: the model's own batches
                              └── at a url ──▶ POST /v1/completions with prompt_logprobs, a request per sample
           ──▶ log of the mean probability over its teachers ──▶ Sample.teacher_logprobs
+              and of one teacher, with algorithm.distillation_top_k, its most probable tokens ──▶ Sample.teacher_top_*
 
 A teacher whose vocabulary differs from the policy's is refused: at the start, or as soon as its endpoint answers.
 """
@@ -19,10 +20,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from services.reward.endpoint import Endpoint, NoAnswer
+from services.reward.endpoint import LARGEST_BYTES, Endpoint, NoAnswer, Refused
+from services.reward.models.reading import Reading, check, join
 from services.reward.reference import Reference
-from shared.bus.messages import Float32Array, RolloutGroup, Sample
-from shared.errors import SettingsError, TemporaryError
+from shared.bus.messages import RolloutGroup
+from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.process.importing import importing
 from shared.settings import Settings
 from shared.settings.rewards.models import TeacherSettings
@@ -44,12 +46,23 @@ class EndpointTeacher:
     def __init__(self, settings: Settings, teacher: TeacherSettings) -> None:
         self.name = teacher.name
         self._settings, self._teacher = settings, teacher
+        self._top_k = settings.algorithm.distillation_top_k
         self._endpoint = Endpoint(
-            teacher.name, teacher.setting, teacher.url, teacher.key_source, "logprob of each token", timeout_s=TIMEOUT_S
+            teacher.name,
+            teacher.setting,
+            teacher.url,
+            teacher.key_source,
+            f"logprob of each token and of {self._top_k} most probable ones"
+            if self._top_k
+            else "logprob of each token",
+            timeout_s=TIMEOUT_S,
+            largest_bytes=LARGEST_BYTES * (1 + self._top_k),
         )
         self._comparing = asyncio.Lock()
         self._tokenizer: Any = None
         self._compared = False
+        self._words = 0
+        """The policy's vocabulary, once it was compared."""
 
     async def start(self) -> None:
         """Compare the vocabularies, if the endpoint is up. Raises SettingsError."""
@@ -62,36 +75,50 @@ class EndpointTeacher:
         """Stop."""
         await self._endpoint.close()
 
-    async def logprobs(self, group: RolloutGroup) -> Float32Array:
+    async def read(self, group: RolloutGroup) -> Reading:
         """Return the logprobs of all samples' tokens, concatenated (nats).
 
         Raises:
             TemporaryError: the endpoint cannot work now.
         """
+        prompt = group.prompt_token_ids.tolist()
         try:
             await self._compare()
-            parts = await asyncio.gather(*(self._ask(group, sample) for sample in group.samples))
+            parts = await asyncio.gather(*(self._ask(prompt, each.token_ids.tolist()) for each in group.samples))
         except (TemporaryError, SettingsError) as error:
-            raise TemporaryError(f"{self.name} unavailable: {error}") from error
-        return np.concatenate(parts)
+            raise TemporaryError(f"{self.name} unavailable: {error} ({group.prompt.problem})") from error
+        reading = check(join(parts), self.name, group, self._top_k)
+        if reading.top_ids_NK is not None and (largest := int(reading.top_ids_NK.max())) >= self._words:
+            raise TemporaryError(
+                f"{self.name} unavailable: expected most probable tokens below {self._words}, the policy's vocabulary, found {largest} "
+                f"({group.prompt.problem}): lower algorithm.distillation_top_k, or give the teacher's folder as its model"
+            )
+        return reading
 
-    async def _ask(self, group: RolloutGroup, sample: Sample) -> Float32Array:
-        token_ids = [*group.prompt_token_ids.tolist(), *sample.token_ids.tolist()]
-        completion = sample.token_ids.tolist()
+    async def _ask(self, prompt: Sequence[int], completion: Sequence[int]) -> Reading:
+        token_ids = [*prompt, *completion]
         body = {
             "model": self._teacher.model,
             "prompt": token_ids,
             "max_tokens": 1,
             "temperature": 1.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": self._top_k,
         }
 
-        def parse(answer: Any) -> Float32Array:
+        def parse(answer: Any) -> Reading:
             rows = answer["choices"][0]["prompt_logprobs"]
             if not isinstance(rows, list) or len(rows) != len(token_ids):
                 raise ValueError("another number of tokens")
-            pairs = zip(rows[-len(completion) :], completion, strict=True)
-            return np.array([_logprob(row, token_id) for row, token_id in pairs], dtype=np.float32)
+            rows = rows[-len(completion) :]
+            logprobs = [_logprob(row, token_id) for row, token_id in zip(rows, completion, strict=True)]
+            logprobs_N = np.array(logprobs, dtype=np.float32)
+            if not self._top_k:
+                return Reading(logprobs_N)
+            tops = [_most_probable(row, self._top_k) for row in rows]
+            ids_NK = np.array([[token_id for token_id, _ in row] for row in tops], dtype=np.int32)
+            return Reading(
+                logprobs_N, ids_NK, np.array([[value for _, value in row] for row in tops], dtype=np.float32)
+            )
 
         return await self._endpoint.ask("completions", body, parse, _as_is)
 
@@ -105,7 +132,21 @@ class EndpointTeacher:
             ids = sorted(self._tokenizer.get_vocab().values())
             for start in range(0, len(ids), _IDS_PER_REQUEST):
                 await self._compare_text(ids[start : start + _IDS_PER_REQUEST])
+            self._words = ids[-1] + 1
+            if self._top_k:
+                await self._try_out(ids[:2])
             self._compared = True
+
+    async def _try_out(self, ids: Sequence[int]) -> None:
+        """Ask for the most probable tokens once. Raises SettingsError or TemporaryError."""
+        _check_top_k(self._top_k, self._words)
+        try:
+            await self._ask(ids[:1], ids[1:])
+        except Refused as error:
+            raise SettingsError(
+                f"expected a server that gives the {self._top_k} most probable tokens of {self._teacher.setting}, but it refused: {error}: "
+                f"start it with --max-logprobs {self._top_k}, or lower algorithm.distillation_top_k"
+            ) from error
 
     async def _compare_text(self, ids: Sequence[int]) -> None:
         body = {"model": self._teacher.model, "tokens": ids}
@@ -143,29 +184,49 @@ class Teachers:
     async def start(self) -> None:
         """Compare the vocabularies and load the models. Raises SettingsError."""
         for of in self._settings.reward.teachers:
-            if not of.url:
-                await asyncio.to_thread(_check_vocabulary, self._settings, of)
-            await self._named[of.name].start()
+            teacher = self._named[of.name]
+            if isinstance(teacher, EndpointTeacher):
+                await teacher.start()
+                continue
+            words = await asyncio.to_thread(_check_vocabulary, self._settings, of)
+            _check_top_k(self._settings.algorithm.distillation_top_k, words)
+            await teacher.start(words)
 
     def of(self, group: RolloutGroup) -> Sequence[Teacher]:
-        """Return the teachers of a group's problem."""
-        names = group.prompt.teachers if self._settings.data.teacher_field else self._named
+        """Return the teachers of a group's problem. Raises PermanentError."""
+        names = list(group.prompt.teachers if self._settings.data.teacher_field else self._named)
+        if self._settings.algorithm.distillation_top_k and len(names) > 1:
+            raise PermanentError(
+                f"expected one teacher of {group.prompt.problem} with algorithm.distillation_top_k, as a mixture's most probable tokens "
+                f"are not known from theirs, found {', '.join(names)}: name one in the column data.teacher_field, or set "
+                "algorithm.distillation_top_k = 0"
+            )
         return [self._named[name] for name in names]
 
 
-def taught(group: RolloutGroup, logprobs: Sequence[Float32Array]) -> RolloutGroup:
-    """Return ``group`` with the logprobs of its teachers' mixture, each concatenated over the samples.
+def taught(group: RolloutGroup, readings: Sequence[Reading]) -> RolloutGroup:
+    """Return ``group`` with the logprobs of its teachers' mixture, and the most probable tokens of a single teacher.
 
     The mixture's probability of a token is the mean of the teachers', so that of one teacher is its own.
     """
-    if not logprobs:
+    if not readings:
         return group
-    mixture = np.logaddexp.reduce(np.stack(logprobs).astype(np.float64), axis=0) - math.log(len(logprobs))
-    whole = np.minimum(mixture, 0.0).astype(np.float32)
-    parts = np.split(whole, np.cumsum([len(sample.token_ids) for sample in group.samples])[:-1])
-    samples = zip(group.samples, parts, strict=True)
+    logprobs = np.stack([reading.logprobs_N for reading in readings]).astype(np.float64)
+    mixture = np.logaddexp.reduce(logprobs, axis=0) - math.log(len(readings))
+    ends = np.cumsum([len(sample.token_ids) for sample in group.samples])[:-1]
+    changes: list[dict[str, Any]] = [
+        {"teacher_logprobs": part} for part in np.split(np.minimum(mixture, 0.0).astype(np.float32), ends)
+    ]
+    ids_NK, top_NK = readings[0].top_ids_NK, readings[0].top_logprobs_NK
+    if ids_NK is not None and top_NK is not None:
+        tops = zip(np.split(ids_NK, ends), np.split(top_NK, ends), strict=True)
+        changes = [
+            {**change, "teacher_top_ids": ids, "teacher_top_logprobs": top}
+            for change, (ids, top) in zip(changes, tops, strict=True)
+        ]
+    samples = zip(group.samples, changes, strict=True)
     return dataclasses.replace(
-        group, samples=tuple(dataclasses.replace(sample, teacher_logprobs=part) for sample, part in samples)
+        group, samples=tuple(dataclasses.replace(sample, **change) for sample, change in samples)
     )
 
 
@@ -173,18 +234,35 @@ async def _as_is(answer: T) -> T:
     return answer
 
 
-def _logprob(row: Any, token_id: int) -> float:
+def _logprob(row: Any, token_id: int | str) -> float:
     value = row[str(token_id)]["logprob"]
     if type(value) not in (int, float) or not _LEAST_LOGPROB <= value <= _ROUNDING:
         raise ValueError("no logprob")
     return float(value)
 
 
-def _check_vocabulary(settings: Settings, teacher: TeacherSettings) -> None:
+def _most_probable(row: Any, top_k: int) -> list[tuple[int, float]]:
+    """Return the ``top_k`` most probable tokens of an answer's row, by id; the sampled token may be there besides them."""
+    found = {int(token_id): min(_logprob(row, token_id), 0.0) for token_id in row}
+    if len(found) < top_k or not 0 <= min(found) <= max(found) < 1 << 31:
+        raise ValueError("too few tokens, or others")
+    return sorted(sorted(found.items(), key=lambda pair: -pair[1])[:top_k])
+
+
+def _check_top_k(top_k: int, words: int) -> None:
+    if top_k > words:
+        raise SettingsError(
+            f"expected algorithm.distillation_top_k up to {words}, the tokens of the policy's vocabulary, found {top_k}: lower it"
+        )
+
+
+def _check_vocabulary(settings: Settings, teacher: TeacherSettings) -> int:
+    """Return the number of words that teacher and policy share. Raises SettingsError."""
     own = _open_tokenizer(settings, "", "policy.tokenizer")
     theirs = _open_tokenizer(settings, teacher.model, f"model of {teacher.setting}")
     if own.get_vocab() != theirs.get_vocab():
         raise _other_vocabulary(teacher)
+    return int(max(own.get_vocab().values())) + 1
 
 
 def _other_vocabulary(teacher: TeacherSettings) -> SettingsError:

@@ -84,6 +84,7 @@ class _Loading:
             fused_logits=kernels.fuses_logits(trainer.kernels),
             logits=trainer.logits,
             packing=trainer.packing,
+            distils=settings.algorithm.distillation_top_k > 0,
         ).train()
         return self._engine("policy", policy)
 

@@ -38,9 +38,12 @@ def bare(prompt: Prompt) -> Prompt:
 
 
 def part_of_group(group: RolloutGroup, place: int) -> bytes:
-    """Return the encoded part of one sample of a whole group."""
+    """Return the encoded part of one sample of a whole group, as a replica made it: without its teacher's logprobs."""
     prompt = bare(dataclasses.replace(group.prompt, sample=place))
-    return wire.encode(dataclasses.replace(group, prompt=prompt, samples=(group.samples[place],)))
+    generated = dataclasses.replace(
+        group.samples[place], teacher_logprobs=None, teacher_top_ids=None, teacher_top_logprobs=None
+    )
+    return wire.encode(dataclasses.replace(group, prompt=prompt, samples=(generated,)))
 
 
 def join(pieces: Sequence[Any]) -> dict[str, Any]:

@@ -24,6 +24,10 @@ PolicyVersion = NewType("PolicyVersion", int)
 """Number of a set of weights; never reused. 0 is the initial policy."""
 
 MOST_SAMPLES = 65_536
+MOST_TEACHER_TOKENS = 64
+"""Most probable tokens of a teacher that travel with a position."""
+LARGEST_MASS = 1.001
+"""Largest sum of probabilities of different tokens: float32 rounds."""
 _ID = FieldLimits(0, (1 << 53) - 1)
 _INT32 = FieldLimits(0, (1 << 31) - 1)
 _NAME = FieldLimits(length=1024)
@@ -34,6 +38,8 @@ _LOGPROB = FieldLimits(-80.0, 0.1)
 _LARGEST = float(np.finfo(np.float32).max)
 _ANY_LOGPROB = FieldLimits(-1e6, 0.1)
 _TEACHER_LOGPROB = FieldLimits(-1e6, 0.0)
+_TOP_IDS = FieldLimits(0, (1 << 31) - 1, shape=(None, None))
+_TOP_LOGPROBS = FieldLimits(-1e6, 0.0, shape=(None, None))
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -145,6 +151,8 @@ def _check_samples(arrays: Mapping[str, Joined]) -> None:
         _check_supports(arrays["token_ids"], arrays.get("support_sizes"), arrays.get("support_ids"))
     if "teacher_logprobs" in arrays and tokens != arrays["teacher_logprobs"].lengths:
         raise ValueError("expected one teacher logprob a token, found other lengths")
+    if "teacher_top_ids" in arrays or "teacher_top_logprobs" in arrays:
+        _check_tops(arrays["token_ids"], arrays.get("teacher_top_ids"), arrays.get("teacher_top_logprobs"))
     if tokens != arrays["behavior_logprobs"].lengths:
         raise ValueError("expected one behavior logprob a token, found other lengths")
     if min(tokens) < 1 or min(spans.lengths) < 1:
@@ -170,6 +178,27 @@ def _check_supports(tokens: Joined, sizes: Joined | None, ids: Joined | None) ->
     hits = np.bincount(owner[ids.joined == drawn[owner]], minlength=len(counts))
     if ((hits > 0) != (sizes.joined > 0))[sizes.joined != 0].any():
         raise ValueError("expected drawn tokens within their support, found others")
+
+
+def _check_tops(tokens: Joined, ids: Joined | None, logprobs: Joined | None) -> None:
+    """Check that each position has as many different tokens, whose probabilities are those of a distribution."""
+    if ids is None or logprobs is None or not tokens.lengths == ids.lengths == logprobs.lengths:
+        raise ValueError("expected a teacher's most probable tokens and their logprobs at every position, found others")
+    if ids.joined.shape != logprobs.joined.shape or not 1 <= ids.joined.shape[1] <= MOST_TEACHER_TOKENS:
+        raise ValueError(
+            f"expected 1 to {MOST_TEACHER_TOKENS} most probable tokens of a teacher with a logprob each, found "
+            f"{ids.joined.shape[1]} with {logprobs.joined.shape[1]}"
+        )
+    if wrong := no_distribution(ids.joined, logprobs.joined):
+        raise ValueError(f"expected a teacher's most probable tokens, found {wrong}")
+
+
+def no_distribution(ids_NK: Int32Array, logprobs_NK: Float32Array) -> str:  # noqa: N803 (shapes)
+    """Return why the rows cannot be tokens of a distribution and their logprobs, or nothing."""
+    if (ids_NK[:, 1:] <= ids_NK[:, :-1]).any():
+        return "ids that do not ascend"
+    largest = float(np.exp(logprobs_NK).sum(1).max(initial=0.0))
+    return "" if largest <= LARGEST_MASS else f"probabilities whose sum is {largest:.4g}"
 
 
 def _ascend(starts: Int32Array, spans: list[int], tokens: list[int]) -> bool:
@@ -215,6 +244,10 @@ class Sample:
     support_ids: Annotated[Int32Array, _INT32] = dataclasses.field(default_factory=no_ids)
     teacher_logprobs: Annotated[Float32Array, _TEACHER_LOGPROB] | None = None
     """Of the tokens, under the problem's teachers, at the sampling temperature; None: the problem has no teacher."""
+    teacher_top_ids: Annotated[Int32Array, _TOP_IDS] | None = None
+    """The teacher's k most probable tokens at each position (T × k), ascending by id; None: not asked for."""
+    teacher_top_logprobs: Annotated[Float32Array, _TOP_LOGPROBS] | None = None
+    """Their logprobs (T × k), over the whole vocabulary, at the sampling temperature."""
 
     @property
     def oldest_version(self) -> PolicyVersion:

@@ -59,6 +59,25 @@ def restrict(logits_NV: Tensor, support_NK: Tensor, sizes_N: Tensor) -> Tensor:
     return logits_NV.masked_fill(~possible_NV, -torch.inf)
 
 
+def partition(logits_NV: Tensor, ids_NK: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logprobs of different tokens (N × K), and of all others together (N; −∞ if there are no others).
+
+    The others' logprob is a sum over their logits: 1 − Σ p would be rounding where the K tokens are almost certain.
+    """
+    chosen_NK = _wide(logits_NV.gather(-1, ids_NK)) / temperatures_N[:, None]
+    if ids_NK.shape[1] == logits_NV.shape[1]:
+        others_N = chosen_NK.new_full(chosen_NK.shape[:1], -torch.inf)
+    else:
+        others_NV = logits_NV.scatter(-1, ids_NK, -torch.inf)
+        others_N = torch.logsumexp(_wide(others_NV) / temperatures_N[:, None], dim=-1)
+    normalizer_N = torch.logaddexp(torch.logsumexp(chosen_NK, dim=-1), others_N)
+    return chosen_NK - normalizer_N[:, None], others_N - normalizer_N
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> Tensor:
     if logits_NV.is_cuda and _has_triton():
         return logprobs_and_entropies(logits_NV, targets_N, temperatures_N)[0]

@@ -114,6 +114,10 @@ class AlgorithmSettings(Section):
     distillation_skew: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the policy itself in what it is compared with, (1 − skew) × teacher + skew × policy: bounds what a token
     costs that the teacher finds impossible. 0: the teacher alone."""
+    distillation_top_k: int = Field(default=0, ge=0, le=64)
+    """How many of its most probable tokens a teacher gives at each position: instead of an advantage, distillation times
+    the KL from teacher to policy over these tokens and all others together is added to the loss. 0: only the logprob of
+    the sampled token."""
     loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
     gradient, preferences between a group's best and worst sample (dpo), or your own function of the tokens' logprobs
@@ -300,11 +304,15 @@ class AlgorithmSettings(Section):
                 "learned from: change one of them"
             )
         if not self.distillation:
-            if self.distillation_skew:
-                return (
-                    "expected algorithm.distillation > 0 with algorithm.distillation_skew, found 0: change one of them"
-                )
+            for name in ("distillation_skew", "distillation_top_k"):
+                if getattr(self, name):
+                    return f"expected algorithm.distillation > 0 with algorithm.{name}, found 0: change one of them"
             return ""
+        if self.distillation_skew and self.distillation_top_k:
+            return (
+                "expected algorithm.distillation_skew = 0 with algorithm.distillation_top_k, which has no term to bound, found "
+                f"{self.distillation_skew:g}: change one of them"
+            )
         if self.loss not in ("clip", "cispo", "policy_gradient") or self.advantage == "gae" or self.dynamic_sampling:
             return (
                 'expected algorithm.loss "clip", "cispo" or "policy_gradient", an advantage other than "gae" and dynamic_sampling = false '

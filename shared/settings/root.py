@@ -31,6 +31,11 @@ from shared.settings.run import (
 from shared.settings.section import Section, shown
 from shared.settings.trainer import TrainerSettings
 
+_TOP_BYTES = 8
+"""Of a token id and its logprob."""
+_MOST_TOP_BYTES = 256 * 1024**2
+"""A message is one value of Redis, of at most 512 MiB."""
+
 
 class Settings(Section):
     """One run."""
@@ -136,6 +141,7 @@ class Settings(Section):
         for rule in (
             _check_scorers,
             _check_teachers,
+            _check_top_k,
             _check_warm_up,
             _check_gpus,
             _check_engines,
@@ -189,6 +195,22 @@ def _check_teachers(settings: Settings) -> None:
         raise ValueError(
             "expected temperature = 1 in [sampling] with a teacher at a url, whose logprobs are at that temperature: change one of "
             "them, or give the teacher's folder as model in [[reward.teachers]]"
+        )
+
+
+def _check_top_k(settings: Settings) -> None:
+    sampling, top_k = settings.sampling, settings.algorithm.distillation_top_k
+    if top_k and len(settings.reward.teachers) > 1 and not settings.data.teacher_field:
+        raise ValueError(
+            "expected data.teacher_field with algorithm.distillation_top_k and several [[reward.teachers]], whose mixture's most probable "
+            "tokens are not known from theirs: name a teacher in each row, or keep one"
+        )
+    most_bytes = sampling.group_size * sampling.max_new_tokens * top_k * _TOP_BYTES
+    if most_bytes > _MOST_TOP_BYTES:
+        raise ValueError(
+            f"expected at most {_MOST_TOP_BYTES >> 20} MiB of teachers' logprobs in a group, found {most_bytes >> 20}, {_TOP_BYTES} bytes for each of "
+            f"algorithm.distillation_top_k = {top_k} tokens × {sampling.group_size} samples × {sampling.max_new_tokens} tokens: lower "
+            "algorithm.distillation_top_k, sampling.group_size or sampling.max_new_tokens"
         )
 
 

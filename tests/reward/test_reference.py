@@ -130,7 +130,7 @@ def test_a_prompt_of_one_token_and_completions_of_one_token_are_sequences_too(tm
     (actual,) = policy.compute([token_sequence])
     with torch.no_grad():
         logits = tiny.model()(input_ids=torch.tensor([[5]])).logits[0, -1] / TEMPERATURE
-    assert actual.tolist() == pytest.approx([float(torch.log_softmax(logits, -1)[7])], abs=FORWARD)
+    assert actual.logprobs_N.tolist() == pytest.approx([float(torch.log_softmax(logits, -1)[7])], abs=FORWARD)
 
 
 def test_experience_written_before_references_travelled_stays_readable() -> None:

@@ -20,6 +20,8 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from services.reward import endpoint as endpoints
+from services.reward.models import frozen_policy
+from services.reward.models.reading import Reading, check
 from services.reward.service import make_scoring
 from services.reward.teachers import EndpointTeacher, taught
 from services.trainer.model.policy import load_reference
@@ -83,6 +85,102 @@ async def test_the_policy_as_its_own_teacher_gives_the_logprobs_of_the_trainer(t
         assert experience.reference_logprobs is None
 
 
+@pytest.mark.parametrize("chunk_tokens", [4, 2048])
+async def test_the_most_probable_tokens_of_a_teacher_have_the_logprobs_of_its_whole_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    """Of the 41 words in a vocabulary padded to 48: what is beyond is not sent, and counts."""
+    monkeypatch.setattr(frozen_policy, "CHUNK_TOKENS", chunk_tokens)
+    of = settings(
+        tiny.save(tmp_path),
+        {"name": "own", "model": str(tmp_path)},
+        algorithm={"distillation": 1.0, "distillation_top_k": 5},
+    )
+    made = group(2, 11)
+    (experience,) = await taught_by(of, made)
+    np.testing.assert_allclose(
+        whole(experience), trainers_own(load_reference(of.policy, torch.float32, "cpu"), made), atol=FORWARD
+    )
+    model = tiny.model()
+    for sample in experience.group.samples:
+        ids = torch.from_numpy(np.concatenate([made.prompt_token_ids, sample.token_ids])).long()
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, len(made.prompt_token_ids) - 1 : -1]
+        expected = torch.log_softmax(logits.double() / TEMPERATURE, -1)
+        chosen = expected[:, : len(tiny.tokenizer().get_vocab())].topk(5).indices.sort(-1).values
+        assert sample.teacher_top_ids is not None
+        assert sample.teacher_top_logprobs is not None
+        assert sample.teacher_top_ids.tolist() == chosen.tolist()
+        np.testing.assert_allclose(sample.teacher_top_logprobs, expected.gather(-1, chosen), atol=FORWARD)
+
+
+async def test_with_its_most_probable_tokens_a_row_has_one_teacher(tmp_path: Path) -> None:
+    folder, made = tiny.save(tmp_path), group()
+    of = settings(
+        folder,
+        *({"name": name, "model": str(folder)} for name in ("own", "other")),
+        data={"teacher_field": "teacher"},
+        algorithm={"distillation": 1.0, "distillation_top_k": 5},
+    )
+    with pytest.raises(PermanentError, match=r"one teacher of train.jsonl:1 with .*top_k.*found own, other"):
+        await taught_by(of, of_problem(made, "own", "other"))
+
+
+async def test_more_most_probable_tokens_than_words_are_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path)
+    of = settings(
+        folder, {"name": "own", "model": str(folder)}, algorithm={"distillation": 1.0, "distillation_top_k": 64}
+    )
+    with pytest.raises(
+        SettingsError, match=r"distillation_top_k up to \d+, the tokens of the policy's vocabulary, found 64"
+    ):
+        await taught_by(of, group())
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+async def test_a_teacher_without_finite_numbers_is_unavailable_and_named_with_the_row(
+    tmp_path: Path, top_k: int
+) -> None:
+    of = settings(
+        tiny.save(tmp_path), {"name": "own", "model": str(tmp_path)},
+        algorithm={"distillation": 1.0, "distillation_top_k": top_k},
+    )  # fmt: skip
+    scoring = make_scoring(of, Status())
+    await scoring.start()
+    try:
+        model: Any = scoring._parts()[-1]
+        with torch.no_grad():
+            model._policy._placed.module.get_input_embeddings().weight[7] = math.nan
+        with pytest.raises(TemporaryError, match=r"own unavailable: expected finite logprobs.*\(train.jsonl:1\)"):
+            await scoring(group())
+    finally:
+        await scoring.close()
+
+
+ROWS = np.array([[1, 2]] * 3, np.int32), np.full((3, 2), -1.0, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("reading", "reason"),
+    [
+        (Reading(np.zeros(2, np.float32), *ROWS), "a logprob of each of 3 tokens, found 2"),
+        (Reading(np.zeros(3, np.float32)), "2 most probable tokens at each of 3 positions"),
+        (Reading(np.zeros(3, np.float32), ROWS[0][:2], ROWS[1][:2]), "2 most probable tokens at each of 3 positions"),
+        (Reading(np.zeros(3, np.float32), ROWS[0], ROWS[1] * np.nan), "finite logprobs of the most probable tokens"),
+        (Reading(np.zeros(3, np.float32), ROWS[0][:, ::-1], ROWS[1]), "different most probable tokens, found ids that"),
+        (Reading(np.zeros(3, np.float32), ROWS[0], ROWS[1] * 0), "different most probable tokens, found probabilities"),
+    ],
+)
+def test_a_reading_of_other_tokens_or_of_no_distribution_names_its_teacher_and_row(
+    reading: Reading, reason: str
+) -> None:
+    made = builders.group(0, ("46",))
+    with pytest.raises(TemporaryError, match=rf"far unavailable: expected {reason}.*\(train.jsonl:1\)"):
+        check(reading, "far", made, 2)
+    good = Reading(np.zeros(3, np.float32), *ROWS)
+    assert check(good, "far", made, 2) is good
+
+
 async def test_a_row_names_its_teachers_and_several_are_the_mean_of_their_probabilities(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "policy")
     tiny.save(tmp_path / "other", seed=1)
@@ -107,8 +205,8 @@ async def test_a_row_names_its_teachers_and_several_are_the_mean_of_their_probab
 
 def test_the_mixture_of_a_half_and_a_quarter_is_three_eighths() -> None:
     made = builders.group(0, ("46",))
-    logprobs = [np.log(np.full(3, share, np.float32)) for share in (0.5, 0.25)]
-    (sample,) = taught(made, logprobs).samples
+    readings = [Reading(np.log(np.full(3, share, np.float32))) for share in (0.5, 0.25)]
+    (sample,) = taught(made, readings).samples
     assert sample.teacher_logprobs is not None
     assert np.exp(sample.teacher_logprobs).tolist() == pytest.approx([0.375] * 3)
 
@@ -206,8 +304,8 @@ async def test_an_answer_without_the_logprobs_is_unavailable_and_a_good_one_coun
         teacher = EndpointTeacher(far(endpoint, folder), far(endpoint, folder).reward.teachers[0])
         await teacher.start()
         with pytest.raises(TemporaryError, match="far unavailable"):
-            await teacher.logprobs(made)
-        assert (await teacher.logprobs(made)).tolist() == [-1.0, -2.0, -3.0]
+            await teacher.read(made)
+        assert (await teacher.read(made)).logprobs_N.tolist() == [-1.0, -2.0, -3.0]
         await teacher.close()
 
 
@@ -220,7 +318,87 @@ async def test_an_endpoint_of_another_vocabulary_is_refused_at_the_start_and_wai
         with pytest.raises(SettingsError, match="expected a teacher with the policy's vocabulary"):
             await teacher.start()
         with pytest.raises(TemporaryError, match="expected a teacher with the policy's vocabulary"):
-            await teacher.logprobs(made)
+            await teacher.read(made)
+        await teacher.close()
+
+
+def far_with_top_k(endpoint: Endpoint, policy: Path, top_k: int = 2) -> Settings:
+    teacher = {"name": "far", "model": "teacher", "url": endpoint.url}
+    algorithm = {"distillation": 1.0, "distillation_top_k": top_k}
+    return settings(policy, teacher, sampling={"temperature": 1.0}, algorithm=algorithm)
+
+
+def entries(**values: float) -> dict[str, Any]:
+    return {name.lstrip("t"): {"logprob": value, "rank": 1, "decoded_token": "a"} for name, value in values.items()}
+
+
+PROBE = prompt_logprobs([None, entries(t3=-1.0, t5=-2.0)])
+
+
+@pytest.mark.usefixtures("quick")
+async def test_the_most_probable_tokens_of_an_endpoint_are_read_with_the_sampled_one_beside_them(
+    tmp_path: Path,
+) -> None:
+    folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
+    rows = [entries(t0=-9.0, t7=-1.0, t4=-0.6), entries(t1=-0.5, t0=-3.0), entries(t2=-5.0, t9=-1.0, t3=-2.0)]
+    answer = prompt_logprobs([None, None, None, *rows])
+    async with serving(sequence(vocabulary_text(folder), PROBE, answer)) as endpoint:
+        of = far_with_top_k(endpoint, folder)
+        teacher = EndpointTeacher(of, of.reward.teachers[0])
+        await teacher.start()
+        reading = await teacher.read(made)
+        await teacher.close()
+    assert reading.logprobs_N.tolist() == [-9.0, -0.5, -5.0]
+    assert reading.top_ids_NK is not None
+    assert reading.top_logprobs_NK is not None
+    assert reading.top_ids_NK.tolist() == [[4, 7], [0, 1], [3, 9]]
+    assert reading.top_logprobs_NK.tolist() == [
+        pytest.approx(row) for row in ([-0.6, -1.0], [-3.0, -0.5], [-2.0, -1.0])
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        entries(t0=-1.0),
+        entries(t0=-1.0, t5=math.nan),
+        entries(t0=-1.0, t5=3.0),
+        {**entries(t0=-1.0), "-4": {"logprob": -1.0}},
+        {**entries(t0=-1.0), str(1 << 40): {"logprob": -1.0}},
+        {**entries(t0=-1.0), "x": {"logprob": -1.0}},
+        entries(t0=-0.1, t5=-0.2),
+        entries(t0=-1.0, t47=-2.0),
+    ],
+)
+@pytest.mark.usefixtures("quick")
+async def test_most_probable_tokens_that_are_of_no_distribution_over_the_vocabulary_are_unavailable(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
+    answer = prompt_logprobs(
+        [None, None, None, row, *({**entries(t9=-1.0), str(i): {"logprob": -2.0}} for i in (1, 2))]
+    )
+    async with serving(sequence(vocabulary_text(folder), PROBE, answer, answer)) as endpoint:
+        of = far_with_top_k(endpoint, folder)
+        teacher = EndpointTeacher(of, of.reward.teachers[0])
+        await teacher.start()
+        with pytest.raises(TemporaryError, match=r"far unavailable: .*\(train.jsonl:1\)"):
+            await teacher.read(made)
+        await teacher.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_server_that_gives_fewer_most_probable_tokens_is_refused_at_the_start(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path)
+    message = "Requested prompt logprobs of 40, which is greater than max allowed: 20"
+    refusal: Reply = 400, {}, json.dumps({"error": {"message": message}})
+    async with serving(sequence(vocabulary_text(folder), refusal)) as endpoint:
+        of = far_with_top_k(endpoint, folder, 40)
+        teacher = EndpointTeacher(of, of.reward.teachers[0])
+        with pytest.raises(
+            SettingsError, match=r"gives the 40 most .*start it with --max-logprobs 40, or lower algorithm"
+        ):
+            await teacher.start()
         await teacher.close()
 
 
@@ -229,7 +407,7 @@ def model_for_vllm() -> Any:
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=tiny.VOCABULARY,
+            vocab_size=len(tiny.tokenizer()),  # no padding, from which an endpoint cannot choose
             hidden_size=64,
             intermediate_size=96,
             num_hidden_layers=2,
@@ -268,7 +446,12 @@ async def test_the_policy_behind_a_vllm_server_gives_the_logprobs_of_the_trainer
     pytest.importorskip("vllm")
     folder = tiny.save(tmp_path / "policy", of=model_for_vllm())
     with vllm_server(folder) as url:
-        of = settings(folder, {"name": "far", "model": "teacher", "url": url}, sampling={"temperature": 1.0})
+        of = settings(
+            folder,
+            {"name": "far", "model": "teacher", "url": url},
+            sampling={"temperature": 1.0},
+            algorithm={"distillation": 1.0, "distillation_top_k": 20},
+        )
 
         async def healthy() -> bool:
             async with httpx.AsyncClient() as client:
@@ -280,5 +463,28 @@ async def test_the_policy_behind_a_vllm_server_gives_the_logprobs_of_the_trainer
         plain = group(0, 5)
         made = of_problem(plain, sampling=dataclasses.replace(plain.prompt.sampling, temperature=1.0))
         (experience,) = await taught_by(of, made)
+        teacher = EndpointTeacher(over := with_top_k(of, 21), over.reward.teachers[0])
+        with pytest.raises(
+            SettingsError, match="start it with --max-logprobs 21, or lower algorithm.distillation_top_k"
+        ):
+            await teacher.start()
+        await teacher.close()
     policy = load_reference(of.policy, torch.float32, "cpu")
     np.testing.assert_allclose(whole(experience), trainers_own(policy, made, 1.0), atol=VLLM)
+    here = settings(
+        folder,
+        {"name": "far", "model": str(folder)},
+        sampling={"temperature": 1.0},
+        algorithm={"distillation": 1.0, "distillation_top_k": 20},
+    )
+    (expected,) = await taught_by(here, made)
+    for sample, local in zip(experience.group.samples, expected.group.samples, strict=True):
+        assert sample.teacher_top_ids is not None
+        assert sample.teacher_top_logprobs is not None
+        assert local.teacher_top_logprobs is not None
+        assert sample.teacher_top_ids.tolist() == local.teacher_top_ids.tolist()  # type: ignore[union-attr]
+        np.testing.assert_allclose(sample.teacher_top_logprobs, local.teacher_top_logprobs, atol=VLLM)
+
+
+def with_top_k(of: Settings, top_k: int) -> Settings:
+    return of.model_copy(update={"algorithm": of.algorithm.model_copy(update={"distillation_top_k": top_k})})

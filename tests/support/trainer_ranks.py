@@ -33,7 +33,7 @@ from services.trainer.rank0.publication import Publication
 from services.trainer.rank_group import start_ranks
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.settings import Settings
-from tests.support import tiny, tiny_hybrids, tolerance
+from tests.support import teaching, tiny, tiny_hybrids, tolerance
 from tests.trainer.algorithm import test_update
 
 LORA = {"rank": 4}
@@ -52,6 +52,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "critic": {"learning_rate": 1e-3},
     },
     "dpo": {"preset": "dpo"},
+    "top-k": {"advantage": "none", "distillation": 1.0, "distillation_top_k": 3},
 }
 HYBRID: dict[str, Any] = {
     "model": "short convolution",
@@ -83,7 +84,13 @@ class Rank:
         torch.manual_seed(0)
         make = tiny_hybrids.HYBRIDS.get(of.policy.model, tiny.model)
         model = adapter.add(make().requires_grad_(True), of.policy)
-        policy = Policy(model, chunk_tokens=of.internal.logits_chunk_tokens, packing=of.trainer.packing)
+        self._top_k = of.algorithm.distillation_top_k
+        policy = Policy(
+            model,
+            chunk_tokens=of.internal.logits_chunk_tokens,
+            packing=of.trainer.packing,
+            distils=self._top_k > 0,
+        )
         self.engine = TrainingEngine(policy.train(), of, "cpu")
         critic = None
         if of.algorithm.needs_critic:
@@ -98,6 +105,8 @@ class Rank:
 
     def learn(self, step: int, longer: int = 0, plan: StepPlan | None = None) -> dict[str, float]:
         data = test_update.batch(longer=longer)
+        if self._top_k:
+            data = teaching.with_tops(data, 5, self._top_k)
         return self._learner.learn(data, [1] * len(data), step, repeated=plan)
 
     def try_out(self, group: Experience) -> None:
@@ -198,6 +207,7 @@ def _found(folder: Path) -> dict[str, Any]:
     actual: dict[str, Any] = {f"zero-{stage}": two_steps(settings(stage, 2)) for stage in (1, 3)}
     actual |= {f"tried-{stage}": with_trials(settings(stage, 2)) for stage in (1, 3)}
     actual["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
+    actual["top-k chunks"] = two_steps(settings(3, 2, trainer=CHUNKED, algorithm=ALGORITHMS["top-k"]), LONGER)
     for name, tables in ALGORITHMS.items():
         for stage in (1, 3):
             actual[f"{name}-{stage}"] = two_steps(settings(stage, 2, algorithm=tables))

@@ -68,6 +68,8 @@ def test_trials_between_two_steps_of_two_ranks_change_nothing(two: dict[str, Any
 
 def test_ranks_with_parts_of_the_weights_may_need_different_numbers_of_chunks_of_logits(two: dict[str, Any]) -> None:
     assert_same(two["chunks"], on_one_rank(trainer_ranks.LONGER))
+    top_k = trainer_ranks.ALGORITHMS["top-k"]
+    assert_same(two["top-k chunks"], on_one_rank(trainer_ranks.LONGER, algorithm=top_k))
 
 
 @pytest.mark.parametrize("algorithm", list(trainer_ranks.ALGORITHMS))

@@ -2,6 +2,7 @@
 
     logprob of token t = log_softmax(logits at t − 1 / its temperature)_t       (shared/model/logits.py)
 
+With ``top_k``, also the most probable tokens at each position, at the same temperature and over the same logits.
 Sequences are right-padded rows, with logits in chunks for completion tokens only. If ``self_test`` finds a difference
 to the unmodified model, sequences are computed one by one.
 """
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.reward.models.placement import Placed, first_line, pick_device, pick_dtype
+from services.reward.models.reading import Reading
 from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Int32Array
 from shared.errors import SettingsError
@@ -51,11 +53,15 @@ class TokenSequence:
 class FrozenPolicy:
     """``model``, as the setting ``where`` names it; "" for ``policy.model``.
 
+    With ``top_k``, its readings have its most probable tokens among the first ``words`` of its vocabulary.
+
     Raises:
         SettingsError: it does not load, or its logit scaling or positions are unsupported.
     """
 
-    def __init__(self, settings: Settings, model: str = "", where: str = "policy.model") -> None:
+    def __init__(
+        self, settings: Settings, model: str = "", where: str = "policy.model", top_k: int = 0, words: int = 0
+    ) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -77,7 +83,7 @@ class FrozenPolicy:
         self._transform = logits_transform(module)
         self._logits = settings.trainer.logits  # as in the policy, so that logprobs differ by weights only
         projection(module.get_output_embeddings(), self._logits)  # fail now rather than at the first group
-        self._where = where
+        self._where, self._top_k, self._words = where, top_k, words
         self._placed = Placed(module, device, work.threads)
         self._alone = False
         self._alone = self._placed.guarded(self._test)
@@ -93,29 +99,28 @@ class FrozenPolicy:
 
         def reference(sequence: TokenSequence) -> Float32Array:
             with eager_attention(module):
-                return self._plainly(sequence)
+                return self._plainly(sequence).logprobs_N
 
         return choose_alone(
             [TokenSequence(prompt, completion, 1.0) for prompt, completion in drawn],
-            self._logprobs,
+            lambda batch: [reading.logprobs_N for reading in self._read(batch)],
             reference,
             half=module.dtype != torch.float32,
             setting=self._where,
         )
 
-    def _plainly(self, sequence: TokenSequence) -> Float32Array:
+    def _plainly(self, sequence: TokenSequence) -> Reading:
         inputs_BT = torch.from_numpy(sequence.input_ids[None]).long().to(self._placed.device)
         logits_TV = self._placed.module(input_ids=inputs_BT, use_cache=False).logits[
             0, len(sequence.prompt_token_ids) - 1 :
         ]
         targets_T = torch.from_numpy(sequence.token_ids).long().to(logits_TV.device)
         temperatures_T = torch.full(targets_T.shape, sequence.temperature, device=logits_TV.device)
-        logprobs_T: Float32Array = logprobs(logits_TV.float(), targets_T, temperatures_T).cpu().numpy()
-        return logprobs_T
+        return _reading(self._of_logits(logits_TV.float(), targets_T, temperatures_T))
 
-    def compute(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
+    def compute(self, batch: Sequence[TokenSequence]) -> list[Reading]:
         """Return the logprobs of each completion's tokens (float32, nats). Raises NoRoom."""
-        return self._placed.guarded(lambda: self._logprobs(batch))
+        return self._placed.guarded(lambda: self._read(batch))
 
     @property
     def vocabulary(self) -> int:
@@ -133,7 +138,7 @@ class FrozenPolicy:
         """Move them back. Raises NoRoom."""
         self._placed.restore()
 
-    def _logprobs(self, batch: Sequence[TokenSequence]) -> list[Float32Array]:
+    def _read(self, batch: Sequence[TokenSequence]) -> list[Reading]:
         if self._alone:
             return [self._plainly(sequence) for sequence in batch]
         hidden_ND = self._hidden_states(batch)
@@ -149,9 +154,16 @@ class FrozenPolicy:
         for start in range(0, len(targets_N), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
             logits_NV = self._transform.after(output(self._transform.before(hidden_ND[chunk])))
-            parts.append(logprobs(logits_NV, targets_N[chunk], temperatures_N[chunk]))
-        logprobs_N: Float32Array = torch.cat(parts).cpu().numpy()
-        return np.split(logprobs_N, np.cumsum([len(sequence.token_ids) for sequence in batch])[:-1])
+            parts.append(self._of_logits(logits_NV, targets_N[chunk], temperatures_N[chunk]))
+        lengths = [len(sequence.token_ids) for sequence in batch]
+        whole = (torch.split(torch.cat(column), lengths) for column in zip(*parts, strict=True))
+        return [_reading(tensors) for tensors in zip(*whole, strict=True)]
+
+    def _of_logits(self, logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, ...]:
+        logprobs_N = logprobs(logits_NV, targets_N, temperatures_N)
+        if not self._top_k:
+            return (logprobs_N,)
+        return logprobs_N, *most_probable(logits_NV, temperatures_N, self._top_k, self._words)
 
     def _hidden_states(self, batch: Sequence[TokenSequence]) -> Tensor:
         """Return the states that predict completion tokens (N × D)."""
@@ -168,3 +180,21 @@ class FrozenPolicy:
             use_cache=False,
         ).last_hidden_state
         return hidden_BTD[torch.from_numpy(predicts_BT).to(device)]
+
+
+def most_probable(logits_NV: Tensor, temperatures_N: Tensor, top_k: int, words: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of the ``top_k`` most probable of the first ``words`` tokens, ascending, and their logprobs over all.
+
+    A model's vocabulary may be padded beyond the tokenizer's words, and not alike in teacher and policy.
+    """
+    x_NV = logits_NV.float() / temperatures_N[:, None]
+    ids_NK = x_NV[:, :words].topk(top_k, dim=-1).indices.sort(dim=-1).values
+    return ids_NK, x_NV.gather(-1, ids_NK) - torch.logsumexp(x_NV, dim=-1, keepdim=True)
+
+
+def _reading(tensors: Sequence[Tensor]) -> Reading:
+    logprobs_N: Float32Array = tensors[0].cpu().numpy()
+    if len(tensors) == 1:
+        return Reading(logprobs_N)
+    top_NK: Float32Array = tensors[2].clamp(max=0.0).cpu().numpy()
+    return Reading(logprobs_N, tensors[1].cpu().numpy().astype(np.int32), top_NK)

@@ -69,7 +69,7 @@ def _counts(layout: Sequence[Sequence[MicroBatch]], demonstrated_M: Sequence[boo
         for place, length in zip(micro_batch.places_S, micro_batch.lengths_S, strict=True):
             lengths[demonstrated_M[place]].append(int(length))
     sampled, demonstrated = (Count(sum(lengths[kind]), len(lengths[kind])) for kind in (False, True))
-    return {"rl": sampled, "ce": demonstrated, "reference_kl": sampled}
+    return {"rl": sampled, "ce": demonstrated, "reference_kl": sampled, "distillation": sampled}
 
 
 def _rows(

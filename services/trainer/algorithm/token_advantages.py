@@ -45,7 +45,7 @@ def assign(
         _by_group(inputs, rewards, algorithm, cost)
     else:
         _by_token(inputs, rewards, algorithm, cost)
-    if algorithm.distillation:
+    if algorithm.distillation and not algorithm.distillation_top_k:
         for micro_batch in inputs:
             assert micro_batch.advantages_N is not None
             micro_batch.advantages_N -= algorithm.distillation * skewed(

@@ -144,7 +144,7 @@ class Learner:
                 for micro_batch in inputs:
                     micro_batch.reference_logprobs_N = self._reference(micro_batch.batch).policy_logprobs_N
         if self._algorithm.distillation:
-            token_data.add_teacher(inputs, batch)
+            token_data.add_teacher(inputs, batch, self._algorithm.distillation_top_k)
         if self._critic is not None:
             with self._phases.measure("critic"):
                 for micro_batch in inputs:

@@ -107,6 +107,14 @@ class Support:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TeacherTokens:
+    """The teacher's most probable tokens at each position, and their logprobs."""
+
+    ids_NK: Int32Array
+    logprobs_NK: Float32Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MicroBatch:
     """One forward pass on one rank. ``columns_N`` predict the trained tokens, in sample order."""
 
@@ -124,6 +132,8 @@ class MicroBatch:
     flops: float = 0.0
     support: Support | None = None
     """None: every token could be drawn."""
+    teacher: TeacherTokens | None = None
+    """None: not all samples have them."""
 
     @property
     def tokens(self) -> int:
@@ -247,6 +257,7 @@ def micro_batch(rows: Sequence[PackedRow], sizes: ModelSizes = TOKENS_ALONE) -> 
         places_S=np.array([place for row in rows for place in row.places], dtype=np.int64),
         flops=sum(row.flops(sizes) for row in rows),
         support=_support(samples, contexts),
+        teacher=_teacher(samples, contexts),
     )
 
 
@@ -265,6 +276,14 @@ def _support(samples: Sequence[Sample], contexts: Sequence[int]) -> Support | No
     parts = zip(samples, contexts, strict=True)
     trained_N = _join([np.arange(len(sample.token_ids)) >= context for sample, context in parts], np.bool_)
     return Support(np.where(inside_NK, ids_NK, ids_NK[:, :1])[trained_N], sizes_N[trained_N])
+
+
+def _teacher(samples: Sequence[Sample], contexts: Sequence[int]) -> TeacherTokens | None:
+    ids = [sample.teacher_top_ids for sample in samples if sample.teacher_top_ids is not None]
+    logprobs = [sample.teacher_top_logprobs for sample in samples if sample.teacher_top_logprobs is not None]
+    if not len(ids) == len(logprobs) == len(samples) or len({part.shape[1] for part in ids}) != 1:
+        return None
+    return TeacherTokens(_trained(ids, contexts, np.int32), _trained(logprobs, contexts, np.float32))
 
 
 def _lay_out(rows: Sequence[PackedRow]) -> tuple[Int64Array, Int64Array, list[Int64Array]]:

@@ -57,9 +57,17 @@ def add_reference(inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> 
         micro_batch.reference_logprobs_N = _of_trained_tokens(logprobs_M, micro_batch)
 
 
-def add_teacher(inputs: Sequence[LossInputs], batch: Sequence[Experience]) -> None:
-    """Raises SettingsError: a journalled group has none, as it was trained without distillation."""
+def add_teacher(inputs: Sequence[LossInputs], batch: Sequence[Experience], top_k: int = 0) -> None:
+    """Raises SettingsError: a journalled group has none, or other most probable tokens than ``top_k``, as it was trained
+    with another algorithm.distillation or distillation_top_k.
+    """
     logprobs_M = [logprobs for experience in batch for logprobs in _teacher_of_samples(experience)]
+    for experience in batch:
+        if top_k and (found := most_probable(experience)) != top_k:
+            raise SettingsError(
+                f"expected the teacher's {top_k} most probable tokens with group {experience.group.prompt.group_id} in the journal, "
+                f"found {found}: it was trained with algorithm.distillation_top_k = {found}; set that"
+            )
     for micro_batch in inputs:
         micro_batch.teacher_logprobs_N = _of_trained_tokens(logprobs_M, micro_batch)
 
@@ -79,6 +87,12 @@ def _teacher_of_samples(experience: Experience) -> list[Float32Array]:
             "with algorithm.distillation = 0; set that"
         )
     return logprobs
+
+
+def most_probable(experience: Experience) -> int:
+    """Return how many of its teacher's most probable tokens every position of a group has."""
+    ids = [sample.teacher_top_ids for sample in experience.group.samples]
+    return min(0 if part is None else part.shape[1] for part in ids)
 
 
 def _reference_of_samples(experience: Experience) -> list[Float32Array]:

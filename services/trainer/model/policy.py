@@ -34,6 +34,7 @@ class Policy(nn.Module):
         fused_logits: by one GPU kernel.
         logits: their number type.
         packing: see ``trunk``.
+        distils: forward passes with a gradient also return the logprobs of the teacher's most probable tokens.
 
     Raises:
         CannotPack: ``packing`` is "rows", and a module cannot be packed.
@@ -50,6 +51,7 @@ class Policy(nn.Module):
         fused_logits: bool = True,
         logits: LogitsType = "model",
         packing: Packing = "auto",
+        distils: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -59,6 +61,7 @@ class Policy(nn.Module):
         self._chunk_tokens = chunk_tokens
         self._fused_logits = fused_logits
         self._logits: LogitsType = logits
+        self._distils = distils
         self.keeps_logits = False
         projection(model.get_output_embeddings(), logits)  # fails now rather than at the first batch
         self._transform = logits_transform(model)
@@ -84,13 +87,14 @@ class Policy(nn.Module):
             kind=self._logits,
             keep=self.keeps_logits,
             support=_on(batch.support, hidden_ND.device),
+            tops_NK=_tops(batch, hidden_ND.device) if self._distils and torch.is_grad_enabled() else None,
         )
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of a token's kept logits; 0 with torch's operations, which keep several copies."""
+        """Bytes of a token's kept logits; 0 with torch's operations, which keep several copies, also for a teacher."""
         output = self.model.get_output_embeddings().weight
-        if not (self._fused_logits and self._chunk_tokens and output.is_cuda):
+        if self._distils or not (self._fused_logits and self._chunk_tokens and output.is_cuda):
             return 0
         return int(self.model.config.get_text_config().vocab_size) * (
             4 if self._logits == "float32" else output.element_size()
@@ -101,6 +105,10 @@ def _on(support: Support | None, device: torch.device) -> tuple[Tensor, Tensor] 
     if support is None:
         return None
     return torch.from_numpy(support.ids_NK).to(device, torch.int64), torch.from_numpy(support.sizes_N).to(device)
+
+
+def _tops(batch: MicroBatch, device: torch.device) -> Tensor | None:
+    return None if batch.teacher is None else torch.from_numpy(batch.teacher.ids_NK).to(device, torch.int64)
 
 
 def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_tokens: int = 0) -> Any:

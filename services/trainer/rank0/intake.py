@@ -27,6 +27,7 @@ import numpy as np
 
 from services.trainer.algorithm.advantages import has_signal, shaped_rewards
 from services.trainer.batch.staleness import Granularity, find_contexts, is_fenced
+from services.trainer.batch.token_data import most_probable
 from services.trainer.metrics import LEFT
 from shared.bus.assembly import part_of_group
 from shared.bus.bus import Bus, Delivery
@@ -176,7 +177,8 @@ class Intake:
         if self.context_tokens and longest > self.context_tokens:
             raise MessageError(f"expected sequences within the model's {self.context_tokens} tokens, found {longest}")
         samples = group.samples
-        ids = (group.prompt_token_ids, *(s.token_ids for s in samples), *(s.support_ids for s in samples))
+        ids = [group.prompt_token_ids, *(s.token_ids for s in samples), *(s.support_ids for s in samples)]
+        ids += [s.teacher_top_ids for s in samples if s.teacher_top_ids is not None]
         largest = max(int(part.max(initial=0)) for part in ids)
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
@@ -185,6 +187,12 @@ class Intake:
             raise MessageError(
                 f"expected teacher logprobs of every sample with algorithm.distillation > 0, found none for {group.prompt.problem}: name "
                 "its teacher in the reward service, or set algorithm.distillation = 0"
+            )
+        top_k = self._settings.algorithm.distillation_top_k
+        if top_k and (found := most_probable(experience)) != top_k:
+            raise MessageError(
+                f"expected the teacher's {top_k} most probable tokens at every position with algorithm.distillation_top_k = {top_k}, found "
+                f"{found} for {group.prompt.problem}: start the reward service with the same settings"
             )
         if self._settings.algorithm.reference_travels and experience.reference_logprobs is None:
             raise MessageError(

@@ -220,6 +220,19 @@ def test_joined_parts_are_the_group_of_their_samples() -> None:
     assert wire.encode(wire.decode(array(*pieces), RolloutGroup)) == wire.encode(whole)
 
 
+def test_a_kept_sample_joins_new_ones_without_what_its_teacher_said() -> None:
+    whole = builders.group(7, ("1", "2"))
+    taught = dataclasses.replace(
+        whole.samples[0],
+        teacher_logprobs=np.full(3, -1.0, np.float32),
+        teacher_top_ids=np.array([[1, 2]] * 3, np.int32),
+        teacher_top_logprobs=np.full((3, 2), -1.0, np.float32),
+    )
+    kept = part_of_group(dataclasses.replace(whole, samples=(taught, whole.samples[1])), 0)
+    read = wire.decode(array(wire.encode(whole.prompt), kept, part_of_group(whole, 1)), RolloutGroup)
+    assert wire.encode(read) == wire.encode(whole)
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

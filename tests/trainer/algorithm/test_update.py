@@ -42,8 +42,8 @@ def settings(micro_batch_tokens: int = 4096, **algorithm: Any) -> Settings:
     )
 
 
-def policy(entropy_gradient: bool = False) -> Policy:
-    return Policy(tiny.model(0).requires_grad_(True), entropy_gradient=entropy_gradient).train()
+def policy(entropy_gradient: bool = False, distils: bool = False) -> Policy:
+    return Policy(tiny.model(0).requires_grad_(True), entropy_gradient=entropy_gradient, distils=distils).train()
 
 
 class One:
@@ -52,7 +52,7 @@ class One:
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             algorithm = of.algorithm
-            trained_policy = policy(algorithm.entropy_bonus > 0)
+            trained_policy = policy(algorithm.entropy_bonus > 0, algorithm.distillation_top_k > 0)
             trained_policy.model = adapter.add(trained_policy.model, of.policy)
             self.engine = TrainingEngine(trained_policy, of, "cpu")
             self.critic: TrainingEngine | None = None

@@ -14,7 +14,7 @@ from services.trainer.rank0.intake import CONSUMER, Intake
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
 from shared.bus.encoding import wire
 from shared.bus.keys import GENERATING
-from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose, RolloutGroup
+from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose, RolloutGroup, Sample
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
@@ -419,6 +419,42 @@ async def test_a_group_of_another_kind_or_without_its_teacher_is_buried(
     await bus.append(EXPERIENCE, {"id": "0", "data": wire.encode(group)})
     of = Settings.model_validate({"algorithm": {"groups_per_step": 1, **algorithm}})
     async with filling(Intake(bus, Live(bus, of), {V(0): 0})):
+        await until(lambda: bus.length(EXPERIENCE.dead))
+    ((_, fields),) = await raw(bus).xrange(bus.keys.of(EXPERIENCE.dead))
+    assert sentence in fields[b"reason"].decode()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "largest", "sentence"),
+    [
+        (0, 0, "expected the teacher's 2 most probable tokens at every position with algorithm.distillation_top_k = 2, found 0"),
+        (3, 5, "expected the teacher's 2 most probable tokens at every position with algorithm.distillation_top_k = 2, found 3"),
+        (2, 50, "expected token ids below the model's 48, found 50"),
+    ],
+)  # fmt: skip
+async def test_a_group_with_other_most_probable_tokens_than_asked_for_is_buried(
+    bus: Bus, top_k: int, largest: int, sentence: str
+) -> None:
+    made = builders.experience(0)
+
+    def taught(sample: Sample) -> Sample:
+        tokens = len(sample.token_ids)
+        changed = dataclasses.replace(sample, teacher_logprobs=np.full(tokens, -1.0, np.float32))
+        if not top_k:
+            return changed
+        ids = np.tile(np.arange(largest - top_k + 1, largest + 1, dtype=np.int32), (tokens, 1))
+        return dataclasses.replace(
+            changed, teacher_top_ids=ids, teacher_top_logprobs=np.full((tokens, top_k), -2.0, np.float32)
+        )
+
+    samples = tuple(taught(sample) for sample in made.group.samples)
+    group = dataclasses.replace(made, group=dataclasses.replace(made.group, samples=samples))
+    await bus.append(EXPERIENCE, {"id": "0", "data": wire.encode(group)})
+    algorithm = {"groups_per_step": 1, "distillation": 1.0, "distillation_top_k": 2}
+    of = Settings.model_validate({"algorithm": algorithm})
+    intake = Intake(bus, Live(bus, of), {V(0): 0})
+    intake.vocabulary = 48
+    async with filling(intake):
         await until(lambda: bus.length(EXPERIENCE.dead))
     ((_, fields),) = await raw(bus).xrange(bus.keys.of(EXPERIENCE.dead))
     assert sentence in fields[b"reason"].decode()

@@ -5,6 +5,7 @@ A batch's loss is the sum of its *streams*, each over tokens of its own::
     rl             the policy loss, with the entropy bonus      tokens that a policy drew
     ce             −log π of each token                         tokens of demonstrations
     reference_kl   the KL penalty, with kl.where = "loss"       as rl
+    distillation   the KL to the teacher's top k (``top_k``)    as rl
 
 A stream's loss is a sum over its tokens (:func:`total`) over its own divisor (:func:`divisor`). Both cover all
 micro-batches of all ranks of one optimizer update, and only trained tokens; so neither packing nor a split for lack of
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 Aggregation = Literal["token", "sequence", "constant"]
-Stream = Literal["rl", "ce", "reference_kl"]
+Stream = Literal["rl", "ce", "reference_kl", "distillation"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 

@@ -12,6 +12,7 @@ from services.trainer.algorithm.loss import corrections, losses
 from services.trainer.algorithm.loss.aggregation import Stream, sequence_sums, total
 from services.trainer.algorithm.loss.dpo import dpo
 from services.trainer.algorithm.loss.kl import estimate
+from services.trainer.algorithm.loss.top_k import top_k_kl
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.layers.logits import TokenLogprobs
 from shared.settings.algorithm import AlgorithmSettings
@@ -47,6 +48,8 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
         assert inputs.reference_logprobs_N is not None
         kl_N = estimate(out.policy_logprobs_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
         losses_N["reference_kl"] = kl_coefficient * kl_N
+    if algorithm.distillation_top_k:
+        losses_N["distillation"] = algorithm.distillation * _teacher_kl(inputs, out)
     if algorithm.entropy_bonus:
         loss_N = loss_N - algorithm.entropy_bonus * out.entropy_N
     losses_N["rl"] = loss_N
@@ -106,6 +109,17 @@ def _own_loss(
     }
     never_N = torch.zeros_like(advantages_N, dtype=torch.bool)
     return losses.PolicyLoss(functions.loss(name, tensors), never_N, never_N)
+
+
+def _teacher_kl(inputs: LossInputs, out: TokenLogprobs) -> Tensor:
+    policy_N, teacher = out.policy_logprobs_N, inputs.batch.teacher
+    if teacher is None:
+        assert policy_N.numel() == 0
+        return torch.zeros_like(policy_N)
+    assert out.top_logprobs_NK is not None
+    assert out.others_logprobs_N is not None
+    teacher_NK = torch.from_numpy(teacher.logprobs_NK).to(policy_N.device)
+    return top_k_kl(teacher_NK, out.top_logprobs_NK, out.others_logprobs_N)
 
 
 def _preferences(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> Objective:

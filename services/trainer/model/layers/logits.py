@@ -18,17 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shared.model.logits import logprobs_and_entropies, restrict
+from shared.model.logits import logprobs_and_entropies, partition, restrict
 from shared.model.logits_projection import LogitsType, projection
 from shared.model.logits_transform import PLAIN, LogitsTransform
 
 
 @dataclasses.dataclass(frozen=True)  # no slots: ZeRO stage 3 searches the output's __dict__
 class TokenLogprobs:
-    """Logprob of each trained token, and entropy of its distribution, in nats."""
+    """Logprob of each trained token, and entropy of its distribution, in nats.
+
+    With ``tops_NK``, also the logprobs of these tokens, and of all others together.
+    """
 
     policy_logprobs_N: Tensor
     entropy_N: Tensor
+    top_logprobs_NK: Tensor | None = None
+    others_logprobs_N: Tensor | None = None
 
 
 def token_logprobs(
@@ -44,6 +49,7 @@ def token_logprobs(
     kind: LogitsType = "model",
     keep: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
+    tops_NK: Tensor | None = None,
 ) -> TokenLogprobs:
     """Return logprob and entropy of each target.
 
@@ -59,29 +65,33 @@ def token_logprobs(
         kind: number type of the logits.
         keep: logits for the backward pass.
         support: ids (N × K) and sizes (N) of what could be drawn (:func:`shared.model.logits.restrict`); None: all.
+        tops_NK: ids of tokens whose logprobs are returned too, over all tokens; not with a support.
     """
+    assert support is None or tops_NK is None
     logits = projection(output, kind)
 
-    def of(hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor, *support: Tensor) -> tuple[Tensor, Tensor]:
+    def of(hidden_ND: Tensor, targets_N: Tensor, temperatures_N: Tensor, *ids: Tensor) -> tuple[Tensor, ...]:
         logits_NV = transform.after(logits(transform.before(hidden_ND)))
-        return logprobs_and_entropies(
-            restrict(logits_NV, *support) if support else logits_NV,
+        sampled = logprobs_and_entropies(
+            restrict(logits_NV, *ids) if support is not None else logits_NV,
             targets_N,
             temperatures_N,
             entropy_gradient=entropy_gradient,
             fused=fused,
         )
+        return sampled if tops_NK is None else (*sampled, *partition(logits_NV, ids[0], temperatures_N))
 
-    def in_chunks(*whole: Tensor) -> tuple[Tensor, Tensor]:
+    def in_chunks(*whole: Tensor) -> tuple[Tensor, ...]:
         if not chunk_tokens or len(targets_N) <= chunk_tokens:
             return of(*whole)
         chunks = zip(*(torch.split(tensor, chunk_tokens) for tensor in whole), strict=True)
         again = torch.is_grad_enabled() and not keep
         parts = [_recomputed(of, *chunk) if again else of(*chunk) for chunk in chunks]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
+    ids = support if support is not None else () if tops_NK is None else (tops_NK,)
     with _forward(output, in_chunks):
-        return TokenLogprobs(*output(hidden_ND, targets_N, temperatures_N, *(support or ())))
+        return TokenLogprobs(*output(hidden_ND, targets_N, temperatures_N, *ids))
 
 
 @contextlib.contextmanager
@@ -96,7 +106,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             module.__dict__["forward"] = before
 
 
-def _recomputed(of: Callable[..., tuple[Tensor, Tensor]], *chunk: Tensor) -> tuple[Tensor, Tensor]:
+def _recomputed(of: Callable[..., tuple[Tensor, ...]], *chunk: Tensor) -> tuple[Tensor, ...]:
     # ZeRO stage 3 changes the shapes of released weights, which the check would refuse.
-    outputs: tuple[Tensor, Tensor] = checkpoint(of, *chunk, use_reentrant=False, determinism_check="none")
+    outputs: tuple[Tensor, ...] = checkpoint(of, *chunk, use_reentrant=False, determinism_check="none")
     return outputs

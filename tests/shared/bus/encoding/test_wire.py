@@ -101,6 +101,71 @@ def test_teacher_logprobs_that_are_none_of_the_tokens_are_refused(
         wire.decode(wire.encode(taught(*logprobs)), RolloutGroup)
 
 
+def topped(*tops: tuple[list[list[int]], list[list[float]]] | None) -> RolloutGroup:
+    group = builders.group(0, ("46", "47"))
+    parts = [
+        {}
+        if top is None
+        else {"teacher_top_ids": np.array(top[0], np.int32), "teacher_top_logprobs": np.array(top[1], np.float32)}
+        for top in tops
+    ]
+    samples = zip(group.samples, parts, strict=True)
+    return dataclasses.replace(group, samples=tuple(dataclasses.replace(sample, **part) for sample, part in samples))  # type: ignore[arg-type]
+
+
+IDS, LOGPROBS = [[1, 4], [0, 7], [2, 3]], [[-1.0, -0.5], [-3.0, -0.25], [0.0, -1e6]]
+
+
+def test_a_teachers_most_probable_tokens_travel_and_older_messages_have_none() -> None:
+    read = wire.decode(wire.encode(topped((IDS, LOGPROBS), (IDS, LOGPROBS))), RolloutGroup)
+    for sample in read.samples:
+        assert sample.teacher_top_ids is not None
+        assert sample.teacher_top_logprobs is not None
+        assert sample.teacher_top_ids.tolist() == IDS
+        assert sample.teacher_top_logprobs.tolist() == LOGPROBS
+    again = wire.decode(wire.encode(read), RolloutGroup)
+    assert [sample.teacher_top_ids.tolist() for sample in again.samples if sample.teacher_top_ids is not None] == [
+        IDS,
+        IDS,
+    ]
+    older = wire.unpack(wire.encode(topped(None, None)), RolloutGroup)
+    del older["samples"]["teacher_top_ids"], older["samples"]["teacher_top_logprobs"]
+    read = wire.decode(msgpack.packb(older, default=wire._plain), RolloutGroup)
+    assert [sample.teacher_top_ids for sample in read.samples] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "reason"),
+    [
+        (IDS[:2], LOGPROBS[:2], "most probable tokens and their logprobs at every position"),
+        (IDS, LOGPROBS[:2], "most probable tokens and their logprobs at every position"),
+        (IDS, [[-1.0]] * 3, "1 to 64 most probable tokens of a teacher with a logprob each, found 2 with 1"),
+        ([[]] * 3, [[]] * 3, "1 to 64 most probable tokens of a teacher with a logprob each, found 0 with 0"),
+        ([list(range(65))] * 3, [[-9.0] * 65] * 3, "1 to 64 most probable tokens"),
+        ([[4, 1], [0, 7], [2, 3]], LOGPROBS, "found ids that do not ascend"),
+        ([[1, 1], [0, 7], [2, 3]], LOGPROBS, "found ids that do not ascend"),
+        ([[-1, 1], [0, 7], [2, 3]], LOGPROBS, "teacher_top_ids: expected numbers from 0"),
+        (IDS, [[-0.1, -0.2], [-3.0, -0.25], [0.0, -1e6]], "found probabilities whose sum is 1.724"),
+        (IDS, [[-1.0, math.nan], [-3.0, -0.25], [0.0, -1e6]], "teacher_top_logprobs: expected numbers from -1e"),
+        (IDS, [[-1.0, -math.inf], [-3.0, -0.25], [0.0, -1e6]], "teacher_top_logprobs: expected numbers from -1e"),
+        (IDS, [[-1.0, 0.01], [-3.0, -0.25], [0.0, -1e6]], "teacher_top_logprobs: expected numbers from -1e"),
+        ([1, 2, 3], [-1.0, -2.0, -3.0], "expected an array of int32 with 2 dimensions"),
+    ],
+)
+def test_most_probable_tokens_that_are_of_no_distribution_are_refused(ids: Any, logprobs: Any, reason: str) -> None:
+    with pytest.raises(MessageError, match=reason):
+        wire.decode(wire.encode(topped((ids, logprobs), (ids, logprobs))), RolloutGroup)
+
+
+def test_most_probable_tokens_without_logprobs_or_of_one_sample_are_refused() -> None:
+    alone = wire.unpack(wire.encode(topped((IDS, LOGPROBS), (IDS, LOGPROBS))), RolloutGroup)
+    alone["samples"]["teacher_top_logprobs"] = [None, None]
+    with pytest.raises(MessageError, match="most probable tokens and their logprobs at every position"):
+        wire.decode(msgpack.packb(alone, default=wire._plain), RolloutGroup)
+    with pytest.raises(MessageError, match="teacher_top_ids: expected arrays of all rows, joined, or of none"):
+        wire.decode(wire.encode(topped(None, (IDS, LOGPROBS))), RolloutGroup)
+
+
 def restricted(sizes: list[list[int]], ids: list[list[int]]) -> RolloutGroup:
     group = builders.experience(0, (1.0, 0.0)).group
     samples = tuple(
