@@ -60,7 +60,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
     return tokenizer
 
 
-class Reader(Protocol):
+class PromptReader(Protocol):
     @property
     def context_tokens(self) -> int:
         """Maximum tokens of a prompt plus its completion."""
@@ -72,7 +72,7 @@ class Reader(Protocol):
 
 class TokenizerCodec:
     def __init__(
-        self, tokenizer: Tokenizer, reader: Reader, template_arguments: Mapping[str, Any] | None = None
+        self, tokenizer: Tokenizer, reader: PromptReader, template_arguments: Mapping[str, Any] | None = None
     ) -> None:
         self._template_arguments = dict(template_arguments or {})
         self._tokenizer = tokenizer

@@ -192,9 +192,10 @@ async def test_a_device_that_dies_stops_the_replica_and_another_scores_what_it_h
 async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(bus: Bus, folder: Path) -> None:
     replica = Replica(bus, settings(folder, mode="math"))
     await replica.scoring.start()
-    matchers = children(COMMAND[-1], recursive=True)
-    assert matchers
-    for matcher in matchers:
+    templates = children(COMMAND[-1])
+    assert templates
+    await until(lambda: all(template.children() for template in templates))  # forked, which follows their being ready
+    for matcher in children(COMMAND[-1], recursive=True):
         matcher.suspend()
     sentences = ("it is $\\sqrt[3]{97336}$", "it is $\\sqrt[3]{103823}$")  # need computer algebra
     group = builders.group(0, sentences)

@@ -16,7 +16,7 @@ from services.coordinator.api.app import make_app
 from services.coordinator.api.bodies import Bodies, BodyBounds, BodyRefused
 from services.coordinator.api.connections import ConnectionBounds
 from services.coordinator.api.routes.events import OpenStreams
-from services.coordinator.api.server import Server
+from services.coordinator.api.server import ApiServer
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger
 from tests.conftest import until
@@ -26,10 +26,10 @@ BOUNDS = ConnectionBounds(connections=6, connections_each=4, head_bytes=4096, he
 
 
 @contextlib.asynccontextmanager
-async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIterator[Server]:
+async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIterator[ApiServer]:
     await Ledger(bus).create()
     parts = make(bus, settings(folder, coordinator={"autostart": False}))
-    server = Server("127.0.0.1", 0, bounds)
+    server = ApiServer("127.0.0.1", 0, bounds)
     task = asyncio.create_task(server.run(make_app(parts.api), folder / "coordinator.json", "test"))
     try:
         await server.answers.wait()
@@ -39,7 +39,7 @@ async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIter
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def answer(server: Server, request: bytes) -> tuple[int, dict[str, object]]:
+async def answer(server: ApiServer, request: bytes) -> tuple[int, dict[str, object]]:
     reader, writer = await connect(server)
     writer.write(request)
     text = await reader.read()
@@ -48,12 +48,12 @@ async def answer(server: Server, request: bytes) -> tuple[int, dict[str, object]
     return int(head.split()[1]), json.loads(body)
 
 
-async def connect(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(server: ApiServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = server.address.partition(":")
     return await asyncio.open_connection(host, int(port))
 
 
-async def works(server: Server) -> None:
+async def works(server: ApiServer) -> None:
     async with httpx.AsyncClient(base_url=server.url) as http:
         assert (await http.get("/healthz")).json() == {"status": "ok"}
 

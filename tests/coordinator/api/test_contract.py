@@ -359,7 +359,7 @@ def test_what_a_process_cannot_start_with_is_a_sentence(server: Server, tmp_path
 
 
 def test_a_host_of_another_machine_is_refused() -> None:
-    from services.coordinator.api.server import Server as HttpServer
+    from services.coordinator.api.server import ApiServer as HttpServer
 
     with pytest.raises(SettingsError, match=r"change coordinator\.port"):
         HttpServer("192.0.2.1", 0)

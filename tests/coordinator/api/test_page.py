@@ -16,7 +16,7 @@ from services.client.coordinator import page_link
 from services.coordinator.api.app import make_app
 from services.coordinator.api.auth import Access, Role
 from services.coordinator.api.routes.page import FOLDER
-from services.coordinator.api.server import Server
+from services.coordinator.api.server import ApiServer
 from services.coordinator.service import Coordinator
 from services.reward.failures import Failures
 from shared.bus import streams
@@ -54,7 +54,7 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 
 @contextlib.asynccontextmanager
 async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncIterator[str]:
-    server = Server("127.0.0.1", 0)
+    server = ApiServer("127.0.0.1", 0)
     announced = folder / "coordinator.json"
     app = make_app(dataclasses.replace(parts.api, access=access))
     serving = asyncio.create_task(server.run(app, announced, "test"))
