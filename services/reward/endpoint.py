@@ -83,7 +83,6 @@ class Endpoint:
         of: its name in metrics.
         setting: its table, in messages.
         expected: what an answer has.
-        largest_bytes: of a response.
 
     Raises:
         SettingsError: an invalid URL or key.
@@ -100,9 +99,7 @@ class Endpoint:
         timeout_s: float,
         concurrency: int = 16,
         requests_per_s: float = 0.0,
-        largest_bytes: int = LARGEST_BYTES,
     ) -> None:
-        self._largest_bytes = largest_bytes
         self._of, self._expected, self._timeout_s = of, expected, timeout_s
         try:
             self._url = httpx.URL(url.rstrip("/"))
@@ -124,10 +121,11 @@ class Endpoint:
         body: Mapping[str, object],
         parse: Callable[[Any], Answer],
         read: Callable[[Answer], Awaitable[T]],
+        largest_bytes: int = LARGEST_BYTES,
     ) -> T:
         """POST ``body`` to ``path`` below the URL; return ``read(parse(JSON))``. Both may raise Passing, to ask again.
 
-        ``parse`` may raise LookupError, TypeError and ValueError for JSON that is not as expected.
+        A response of more than ``largest_bytes`` is no answer. ``parse`` may raise LookupError, TypeError and ValueError for JSON that is not as expected.
 
         Raises:
             NoVerdict: the last answer was unreadable.
@@ -136,7 +134,7 @@ class Endpoint:
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                answer = await self._ask_once(path, body, parse)
+                answer = await self._ask_once(path, body, parse, largest_bytes)
                 try:
                     value = await read(answer)
                 except Passing:
@@ -155,35 +153,37 @@ class Endpoint:
                     await asyncio.sleep(_BACKOFF.jittered_s(attempt))
         raise AssertionError("expected at least one attempt")
 
-    async def _ask_once(self, path: str, body: Mapping[str, object], parse: Callable[[Any], Answer]) -> Answer:
+    async def _ask_once(
+        self, path: str, body: Mapping[str, object], parse: Callable[[Any], Answer], largest_bytes: int
+    ) -> Answer:
         async with self._places:
             await self._pace.turn()
             started_s = time.monotonic()
             try:
-                answer = self._read(await self._post(path, body), parse)
+                answer = self._read(await self._post(path, body, largest_bytes), parse)
             except Passing:
                 REQUESTS.labels(self._of, "retried").inc()
                 raise
         SECONDS.labels(self._of).observe(time.monotonic() - started_s)
         return answer
 
-    async def _post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
+    async def _post(self, path: str, body: Mapping[str, object], largest_bytes: int) -> httpx.Response:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._bounded(path, body)
+                return await self._bounded(path, body, largest_bytes)
         except TimeoutError as error:
             raise Passing(f"there was no answer within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise Passing(f"found {type(error).__name__}: {self._shown(str(error))}") from error
 
-    async def _bounded(self, path: str, body: Mapping[str, object]) -> httpx.Response:
+    async def _bounded(self, path: str, body: Mapping[str, object], largest_bytes: int) -> httpx.Response:
         content = bytearray()
         url = self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{path}")
         async with self._http.stream("POST", url, json=body) as response:
             async for part in response.aiter_bytes():
                 content += part
-                if len(content) > self._largest_bytes:
-                    raise Passing(f"the response has more than {self._largest_bytes} bytes")
+                if len(content) > largest_bytes:
+                    raise Passing(f"the response has more than {largest_bytes} bytes")
         headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
         return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
 

@@ -88,7 +88,7 @@ async def test_the_policy_as_its_own_teacher_gives_the_logprobs_of_the_trainer(t
 async def test_the_most_probable_tokens_of_a_teacher_have_the_logprobs_of_its_whole_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
 ) -> None:
-    """Of the 41 words in a vocabulary padded to 48: what is beyond is not sent, and counts."""
+    """Of the 42 words in a vocabulary padded to 48: what is beyond is not sent, and counts."""
     monkeypatch.setattr(frozen_policy, "CHUNK_TOKENS", chunk_tokens)
     of = settings(
         tiny.save(tmp_path),
@@ -100,13 +100,13 @@ async def test_the_most_probable_tokens_of_a_teacher_have_the_logprobs_of_its_wh
     np.testing.assert_allclose(
         whole(experience), trainers_own(load_reference(of.policy, torch.float32, "cpu"), made), atol=FORWARD
     )
-    model = tiny.model()
+    model, words = tiny.model(), len(AutoTokenizer.from_pretrained(tmp_path))
     for sample in experience.group.samples:
         ids = torch.from_numpy(np.concatenate([made.prompt_token_ids, sample.token_ids])).long()
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, len(made.prompt_token_ids) - 1 : -1]
         expected = torch.log_softmax(logits.double() / TEMPERATURE, -1)
-        chosen = expected[:, : len(tiny.tokenizer().get_vocab())].topk(5).indices.sort(-1).values
+        chosen = expected[:, :words].topk(5).indices.sort(-1).values
         assert sample.teacher_top_ids is not None
         assert sample.teacher_top_logprobs is not None
         assert sample.teacher_top_ids.tolist() == chosen.tolist()
@@ -331,7 +331,8 @@ def entries(**values: float) -> dict[str, Any]:
     return {name.lstrip("t"): {"logprob": value, "rank": 1, "decoded_token": "a"} for name, value in values.items()}
 
 
-PROBE = prompt_logprobs([None, entries(t3=-1.0, t5=-2.0)])
+PROBE = prompt_logprobs([None, entries(t1=-2.0, t3=-1.0, t5=-2.0)])
+UNREADABLE = "no logprob of each token and of 2 most probable ones"
 
 
 @pytest.mark.usefixtures("quick")
@@ -357,21 +358,22 @@ async def test_the_most_probable_tokens_of_an_endpoint_are_read_with_the_sampled
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "reason"),
     [
-        entries(t0=-1.0),
-        entries(t0=-1.0, t5=math.nan),
-        entries(t0=-1.0, t5=3.0),
-        {**entries(t0=-1.0), "-4": {"logprob": -1.0}},
-        {**entries(t0=-1.0), str(1 << 40): {"logprob": -1.0}},
-        {**entries(t0=-1.0), "x": {"logprob": -1.0}},
-        entries(t0=-0.1, t5=-0.2),
-        entries(t0=-1.0, t47=-2.0),
+        (entries(t0=-1.0), UNREADABLE),
+        ([], UNREADABLE),
+        (entries(t0=-1.0, t5=math.nan), UNREADABLE),
+        (entries(t0=-1.0, t5=3.0), UNREADABLE),
+        ({**entries(t0=-1.0), "-4": {"logprob": -1.0}}, UNREADABLE),
+        ({**entries(t0=-1.0), str(1 << 40): {"logprob": -1.0}}, UNREADABLE),
+        ({**entries(t0=-1.0), "x": {"logprob": -1.0}}, UNREADABLE),
+        (entries(t0=-0.1, t5=-0.2), "different most probable tokens, found probabilities whose sum is 1.7"),
+        (entries(t0=-1.0, t47=-2.0), "tokens below 42, the policy's vocabulary, found 47"),
     ],
 )
 @pytest.mark.usefixtures("quick")
 async def test_most_probable_tokens_that_are_of_no_distribution_over_the_vocabulary_are_unavailable(
-    tmp_path: Path, row: dict[str, Any]
+    tmp_path: Path, row: Any, reason: str
 ) -> None:
     folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
     answer = prompt_logprobs(
@@ -381,8 +383,28 @@ async def test_most_probable_tokens_that_are_of_no_distribution_over_the_vocabul
         of = far_with_top_k(endpoint, folder)
         teacher = EndpointTeacher(of, of.reward.teachers[0])
         await teacher.start()
-        with pytest.raises(TemporaryError, match=r"far unavailable: .*\(train.jsonl:1\)"):
+        with pytest.raises(TemporaryError, match=rf"far unavailable: .*{reason}.*\(train.jsonl:1\)"):
             await teacher.read(made)
+        await teacher.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_an_answer_that_is_larger_than_that_of_its_tokens_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 tokens with 2 × 128 bytes each, beside the bytes that any answer may have."""
+    monkeypatch.setattr("services.reward.teachers.LARGEST_BYTES", 1000)
+    folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
+    rows = [{**entries(t9=-1.0), str(i): {"logprob": -2.0}} for i in range(3)]
+    good = prompt_logprobs([None, None, None, *rows])
+    padded = 200, {}, good[2] + " " * (1001 + 6 * 2 * 128 - len(good[2]))
+    async with serving(sequence(vocabulary_text(folder), PROBE, padded, padded, good)) as endpoint:
+        of = far_with_top_k(endpoint, folder)
+        teacher = EndpointTeacher(of, of.reward.teachers[0])
+        await teacher.start()
+        with pytest.raises(TemporaryError, match="far unavailable: the response has more than 2536 bytes"):
+            await teacher.read(made)
+        assert (await teacher.read(made)).logprobs_N.tolist() == [-2.0, -2.0, -2.0]
         await teacher.close()
 
 

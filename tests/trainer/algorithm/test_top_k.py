@@ -21,7 +21,7 @@ from shared.settings import Settings
 from tests.support import tiny
 from tests.support.teaching import with_tops
 from tests.support.tolerance import FORWARD, GRADIENT, ULPS
-from tests.trainer.algorithm.test_update import One, batch, policy, settings, timeless
+from tests.trainer.algorithm.test_update import Rank, batch, policy, settings, timeless
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -153,7 +153,7 @@ def test_the_loss_of_a_step_is_the_mean_over_tokens_of_the_kl_of_whole_sequences
             p, q = (torch.cat([x.gather(-1, ids_NK), 1 - x.gather(-1, ids_NK).sum(-1, keepdim=True)], -1)
                     for x in (teacher_NV, policy_NV))  # fmt: skip
             losses += (p * (p / q).log()).sum(-1).tolist()
-    measured = One(settings(**{**ALONE, "distillation": 0.5})).learn(taught())
+    measured = Rank(settings(**{**ALONE, "distillation": 0.5})).learn(taught())
     assert measured["distillation_loss"] == pytest.approx(0.5 * float(np.mean(losses)), rel=FORWARD)
     assert measured["rl_loss"] == 0.0
     assert measured["loss"] == measured["distillation_loss"]
@@ -167,17 +167,17 @@ def _logits(model: Any, row: PackedRow) -> Tensor:
 
 
 def test_a_teacher_that_is_the_policy_moves_no_weight_and_another_one_is_approached() -> None:
-    own = One(settings(**ALONE)).learn(taught(0))
+    own = Rank(settings(**ALONE)).learn(taught(0))
     assert own["distillation_loss"] == pytest.approx(0.0, abs=1e-5)
     assert own["grad_norm"] < 1e-3
-    student = One(settings(**ALONE))
+    student = Rank(settings(**ALONE))
     steps = [student.learn(taught(), step)["distillation_loss"] for step in range(1, 7)]
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] < 0.9 * steps[0]
 
 
 def test_rewards_are_learned_from_beside_the_teacher_and_the_sampled_logprob_is_not() -> None:
-    alone, with_teacher = One(settings()).learn(batch()), One(settings(distillation=1.0, distillation_top_k=3))
+    alone, with_teacher = Rank(settings()).learn(batch()), Rank(settings(distillation=1.0, distillation_top_k=3))
     measured = with_teacher.learn(taught())
     assert measured["rl_loss"] == alone["rl_loss"]
     assert measured["loss"] == measured["rl_loss"] + measured["distillation_loss"]
@@ -187,7 +187,7 @@ def test_rewards_are_learned_from_beside_the_teacher_and_the_sampled_logprob_is_
 def test_forward_passes_of_any_size_and_replays_give_the_same_also_with_contexts(aggregation: str) -> None:
     contexts = (0, 2, 3, 1) * 4
     chosen = {**ALONE, "aggregation": aggregation, "minibatches": 2, "epochs": 2}
-    whole, cut, again = (One(settings(micro_batch_tokens=tokens, **chosen)) for tokens in (4096, 18, 18))
+    whole, cut, again = (Rank(settings(micro_batch_tokens=tokens, **chosen)) for tokens in (4096, 18, 18))
     in_one_pass, other = (each.learn(taught(), contexts=contexts) for each in (whole, cut))
     assert in_one_pass["distillation_loss"] == pytest.approx(other["distillation_loss"], rel=FORWARD)
     assert in_one_pass["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * GRADIENT)
@@ -221,7 +221,7 @@ def test_a_journalled_group_with_other_most_probable_tokens_is_refused_by_name(
 ) -> None:
     groups = taught()
     with pytest.raises(SettingsError, match=f"with group 2 in the journal, found {number}: .* = {number}; set that"):
-        One(settings(**ALONE)).learn([*groups[:2], change(groups[2]), groups[3]])
+        Rank(settings(**ALONE)).learn([*groups[:2], change(groups[2]), groups[3]])
 
 
 @pytest.mark.parametrize(
