@@ -245,10 +245,10 @@ def _logprob(row: Any, token_id: int | str) -> float:
 
 def _most_probable(row: Any, top_k: int) -> list[tuple[int, float]]:
     """Return the ``top_k`` most probable tokens of an answer's row, by id; the sampled token may be there besides them."""
-    found = {int(token_id): min(_logprob(row, token_id), 0.0) for token_id in row}
-    if len(found) < top_k or not 0 <= min(found) <= max(found) < 1 << 31:
+    logprobs = {int(token_id): min(_logprob(row, token_id), 0.0) for token_id in row}
+    if len(logprobs) < top_k or not 0 <= min(logprobs) <= max(logprobs) < 1 << 31:
         raise ValueError("too few tokens, or others")
-    return sorted(sorted(found.items(), key=lambda pair: -pair[1])[:top_k])
+    return sorted(sorted(logprobs.items(), key=lambda pair: -pair[1])[:top_k])
 
 
 def _check_top_k(top_k: int, words: int) -> None:

@@ -397,7 +397,7 @@ async def test_an_answer_that_is_larger_than_that_of_its_tokens_is_unavailable(
     folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
     rows = [{**entries(t9=-1.0), str(i): {"logprob": -2.0}} for i in range(3)]
     good = prompt_logprobs([None, None, None, *rows])
-    padded = 200, {}, good[2] + " " * (1001 + 6 * 2 * 128 - len(good[2]))
+    padded: Reply = 200, {}, good[2] + " " * (1001 + 6 * 2 * 128 - len(good[2]))
     async with serving(sequence(vocabulary_text(folder), PROBE, padded, padded, good)) as endpoint:
         of = far_with_top_k(endpoint, folder)
         teacher = EndpointTeacher(of, of.reward.teachers[0])

@@ -63,10 +63,10 @@ def add_teacher(inputs: Sequence[LossInputs], batch: Sequence[Experience], top_k
     """
     logprobs_M = [logprobs for experience in batch for logprobs in _teacher_of_samples(experience)]
     for experience in batch:
-        if top_k and (found := most_probable(experience)) != top_k:
+        if top_k and (number := most_probable(experience)) != top_k:
             raise SettingsError(
                 f"expected the teacher's {top_k} most probable tokens with group {experience.group.prompt.group_id} in the journal, "
-                f"found {found}: it was trained with algorithm.distillation_top_k = {found}; set that"
+                f"found {number}: it was trained with algorithm.distillation_top_k = {number}; set that"
             )
     for micro_batch in inputs:
         micro_batch.teacher_logprobs_N = _of_trained_tokens(logprobs_M, micro_batch)

@@ -189,10 +189,10 @@ class Intake:
                 "its teacher in the reward service, or set algorithm.distillation = 0"
             )
         top_k = self._settings.algorithm.distillation_top_k
-        if top_k and (found := most_probable(experience)) != top_k:
+        if top_k and (number := most_probable(experience)) != top_k:
             raise MessageError(
                 f"expected the teacher's {top_k} most probable tokens at every position with algorithm.distillation_top_k = {top_k}, found "
-                f"{found} for {group.prompt.problem}: start the reward service with the same settings"
+                f"{number} for {group.prompt.problem}: start the reward service with the same settings"
             )
         if self._settings.algorithm.reference_travels and experience.reference_logprobs is None:
             raise MessageError(
