@@ -4,7 +4,8 @@ The teacher is the arithmetic example's policy after more of its warm start, wit
 has ``--teacher`` of problems that were set aside. The student is the example's policy; every run has the same seed, problems and learning rate.
 
     python -m benchmarks.distillation                     steps to the teacher's accuracy − 0.02, greedy, held-out
-    python -m benchmarks.distillation --top-k 8           the same, by the teacher's 8 most probable tokens
+    python -m benchmarks.distillation --top-k 8 --minibatches 4 --students distilled
+                                                          the same student, by the teacher's 8 most probable tokens
     python -m benchmarks.distillation --cost --rounds 2   time of a step with the teacher in the reward service / without
 """
 
