@@ -156,7 +156,7 @@ def test_logprobs_of_other_models_are_asked_of_samples_only() -> None:
         group = dataclasses.replace(e.group, samples=samples)
         return dataclasses.replace(e, group=group, reference_logprobs=np.concatenate(own))
 
-    drawn, shown = [scored(e, -1.0) for e in batch()[:2]], demonstrated(batch()[2:])
+    drawn, shown = [scored(e, -3.7) for e in batch()[:2]], demonstrated(batch()[2:])
     of: dict[str, Any] = {"distillation": 0.5, "kl": {"coefficient": 0.1}, "reference": "reward"}
     measured, expected = One(settings(imitation=WEIGHT, **of)).learn([*shown, *drawn]), One(settings(**of)).learn(drawn)
     assert expected["teacher_kl"] != 0

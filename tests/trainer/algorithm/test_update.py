@@ -36,6 +36,7 @@ def settings(micro_batch_tokens: int = 4096, **algorithm: Any) -> Settings:
         {
             "policy": {"dtype": "float32"},
             "sampling": {"max_new_tokens": 8},
+            "data": {"path": {"problems.jsonl": 1, "demonstrations.jsonl": 1}},
             "algorithm": {"groups_per_step": GROUPS, **algorithm},
             "trainer": {"learning_rate": 1e-3, "zero_stage": 0, "micro_batch_tokens": micro_batch_tokens},
         }

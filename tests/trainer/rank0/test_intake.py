@@ -424,7 +424,7 @@ async def test_a_group_of_another_kind_or_without_its_teacher_is_buried(
     assert sentence in fields[b"reason"].decode()
 
 
-def mixed(**algorithm: Any) -> Settings:
+def mixing(**algorithm: Any) -> Settings:
     data = {"path": {"problems.jsonl": 1, "shown.jsonl": 1}, "curriculum": True}
     return Settings.model_validate(
         {"algorithm": {"groups_per_step": 3, "max_lag": 1, "imitation": 0.1, **algorithm}, "data": data}
@@ -457,7 +457,7 @@ async def test_demonstrations_keep_their_places_and_do_not_overtake_samples(bus:
     await generate(bus, 0, 2, 4)
     for group_id in (1, 3, 5):
         await show(bus, group_id)
-    intake = Intake(bus, Live(bus, mixed()), {V(0): 0})
+    intake = Intake(bus, Live(bus, mixing()), {V(0): 0})
     async with filling(intake):
         await until(lambda: len(intake._held) == 3)
         assert await intake.next_batch(0, wait_s=0.5) is None, "a step of demonstrations alone would be another mixture"
@@ -479,7 +479,7 @@ async def test_where_no_sample_comes_before_them_demonstrations_make_a_step(bus:
     for group_id in (0, 1, 2):
         await show(bus, group_id)
     await generate(bus, 3, 4, 5)
-    intake = Intake(bus, Live(bus, mixed()), {V(0): 0})
+    intake = Intake(bus, Live(bus, mixing()), {V(0): 0})
     async with filling(intake):
         assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [0, 1, 2]
 
@@ -489,7 +489,7 @@ async def test_demonstrations_are_never_stale_nor_without_signal_and_have_no_sig
     await show(bus, 0, version=0)
     await put(bus, 1, version=9)
     await put(bus, 2, version=9)
-    of = mixed(on_stale=on_stale, dynamic_sampling=True)
+    of = mixing(on_stale=on_stale, dynamic_sampling=True)
     intake = Intake(bus, Live(bus, of), {V(0): 0, V(9): 9})
     async with filling(intake):
         batch = await intake.next_batch(9, wait_s=PATIENCE_S)
@@ -509,7 +509,7 @@ async def test_a_demonstration_of_a_revoked_version_is_fenced_as_its_place_is_dr
     await raw(bus).execute_command("SADD", bus.keys.named("revoked"), 7)
     for group_id, version in ((0, 7), (1, 0), (2, 0), (3, 0)):
         await show(bus, group_id, version)
-    intake = Intake(bus, Live(bus, mixed()), {V(0): 0, V(7): 0})
+    intake = Intake(bus, Live(bus, mixing()), {V(0): 0, V(7): 0})
     async with filling(intake):
         await until(lambda: len(intake._held) == 4)
         assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [1, 2, 3]
@@ -517,7 +517,7 @@ async def test_a_demonstration_of_a_revoked_version_is_fenced_as_its_place_is_dr
 
 
 async def test_a_mixed_run_takes_demonstrations_without_a_teacher_or_a_reference(bus: Bus) -> None:
-    of = mixed(distillation=1.0, reference="reward", kl={"coefficient": 0.1})
+    of = mixing(distillation=1.0, reference="reward", kl={"coefficient": 0.1})
     intake = Intake(bus, Live(bus, of), {V(0): 0})
     await put(bus, 0)
     for group_id in (1, 2, 3):
