@@ -56,7 +56,7 @@ class Bigrams:
             return self.forward(micro_batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self, rate: float) -> float:
         return 1.0
@@ -82,7 +82,7 @@ def gradient_of_cross_entropy(groups: Sequence[Experience], aggregation: str) ->
         "sequence": torch.stack([each.mean() for each in terms]).mean(),
         "constant": torch.cat(terms).sum() / (len(terms) * 8),  # max_new_tokens
     }[aggregation]
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert policy.logits_VV.grad is not None
     return policy.logits_VV.grad
 
