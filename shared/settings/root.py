@@ -323,15 +323,15 @@ def _check_supervised(settings: Settings) -> None:
 def _check_mixture(settings: Settings) -> None:
     if not settings.algorithm.is_mixed:
         return
-    found = f"found {settings.algorithm.imitation:g}"
+    weight = f"{settings.algorithm.imitation:g}"
     if len(settings.data.sources) < 2:
         raise ValueError(
-            f"expected several datasets in data.path with algorithm.imitation > 0, {found} and one: name the problems and the "
+            f"expected several datasets in data.path with algorithm.imitation > 0, found {weight} and one: name the problems and the "
             "demonstrations, each with its weight, or set algorithm.imitation = 0"
         )
     if settings.placement.mode == "lend":
         raise ValueError(
-            f'expected another placement.mode than "lend" with algorithm.imitation > 0, {found}: how long a step still waits is not '
+            f'expected another placement.mode than "lend" with algorithm.imitation > 0, found {weight}: how long a step still waits is not '
             "predicted with demonstrations; change one of them"
         )
 

@@ -197,12 +197,12 @@ def _check_mixture(parts: Sequence[Dataset], data: DataSettings) -> None:
     shown = [part.shows for part in parts]
     if any(shown) and not all(shown):
         return
-    found, advice = "only demonstrations", 'train them alone by `penstock sft`, or by algorithm.loss = "cross_entropy"'
+    kinds, advice = "only demonstrations", 'train them alone by `penstock sft`, or by algorithm.loss = "cross_entropy"'
     if not any(shown):
-        found, advice = "none", "change data.completion_field, or set algorithm.imitation = 0"
+        kinds, advice = "none", "change data.completion_field, or set algorithm.imitation = 0"
     raise SettingsError(
         f"expected datasets of demonstrations, of which every row has a completion in {data.completion_field!r}, beside others in "
-        f"data.path with algorithm.imitation > 0, found {found}: {advice}"
+        f"data.path with algorithm.imitation > 0, found {kinds}: {advice}"
     )
 
 
