@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -20,6 +22,7 @@ import pytest
 
 from shared.bus import embedded
 from shared.bus.bus import Bus
+from shared.bus.stores.replicas import heartbeats
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
@@ -67,6 +70,12 @@ def _nothing_preloaded() -> Iterator[None]:
         os.environ["LD_PRELOAD"] = _PRELOADED
 
 
+@pytest.fixture(autouse=True)
+def _heartbeats_outlive_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may keep this process from writing the next one in time."""
+    monkeypatch.setattr(heartbeats, "MISSED_HEARTBEATS", 10_000)
+
+
 class Server:
     def __init__(self, folder: Path) -> None:
         self.data = folder / "valkey"
@@ -82,7 +91,7 @@ class Server:
     def stop(self, with_signal: int = signal.SIGKILL) -> None:
         assert self.process is not None
         self.process.send_signal(with_signal)
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -108,7 +117,7 @@ def own_server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 async def bus(server: Server) -> AsyncIterator[Bus]:
-    connected_bus = await Bus.connect(server.url, f"test-{uuid.uuid4().hex[:8]}", wait_s=10.0)
+    connected_bus = await Bus.connect(server.url, f"test-{uuid.uuid4().hex[:8]}", wait_s=PATIENCE_S)
     yield connected_bus
     await connected_bus.close()
 
@@ -139,10 +148,22 @@ def helm() -> None:
     need_module("kubernetes_validate", "kubernetes-validate")
 
 
+def _ports() -> Iterator[int]:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(max(1024, lowest - 16_000), lowest) or range(1024, 32_768)
+    return itertools.cycle(random.SystemRandom().sample(ports, len(ports)))
+
+
+_PORTS = _ports()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that the kernel gives to no other process, as it is below those of connections and of port 0."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:

@@ -20,7 +20,7 @@ from services.trainer.phases import Phases
 from shared.bus.messages import Experience
 from tests.support import tiny
 from tests.support.tolerance import FORWARD
-from tests.trainer.algorithm.test_update import One, batch, demonstrated, settings
+from tests.trainer.algorithm.test_update import Rank, batch, demonstrated, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -127,7 +127,7 @@ def test_the_gradient_is_that_of_the_samples_plus_the_weighted_one_of_the_demons
 )
 def test_figures_of_samples_do_not_know_of_demonstrations(algorithm: dict[str, Any]) -> None:
     drawn, shown = batch()[:2], demonstrated(batch()[2:])
-    mixed, alone = One(settings(imitation=WEIGHT, **algorithm)), One(settings(**algorithm))
+    mixed, alone = Rank(settings(imitation=WEIGHT, **algorithm)), Rank(settings(**algorithm))
     measured, expected = mixed.learn([*shown, *drawn]), alone.learn(drawn)
     once = algorithm.get("epochs", 1) == 1  # later, the demonstrations have moved the policy
     for name in OF_SAMPLES if once else ("reference_kl_loss",):
@@ -141,11 +141,11 @@ def test_figures_of_samples_do_not_know_of_demonstrations(algorithm: dict[str, A
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce_pp"])
 def test_a_step_of_demonstrations_alone_has_no_figures_of_samples(preset: str) -> None:
     of = settings(preset=preset, imitation=WEIGHT, kl={"coefficient": 0.1})
-    measured = One(of).learn(demonstrated(batch()))
+    measured = Rank(of).learn(demonstrated(batch()))
     assert not {"kl_mean", "entropy", "ess", "reference_kl", "teacher_kl", "explained_variance"} & measured.keys()
-    alone = One(settings(loss="cross_entropy")).learn(demonstrated(batch()))
+    alone = Rank(settings(loss="cross_entropy")).learn(demonstrated(batch()))
     assert measured["loss"] == pytest.approx(WEIGHT * alone["loss"], abs=FORWARD)
-    One(of).try_out(demonstrated(batch())[0])
+    Rank(of).try_out(demonstrated(batch())[0])
 
 
 def test_logprobs_of_other_models_are_asked_of_samples_only() -> None:
@@ -158,7 +158,10 @@ def test_logprobs_of_other_models_are_asked_of_samples_only() -> None:
 
     drawn, shown = [scored(e, -3.7) for e in batch()[:2]], demonstrated(batch()[2:])
     of: dict[str, Any] = {"distillation": 0.5, "kl": {"coefficient": 0.1}, "reference": "reward"}
-    measured, expected = One(settings(imitation=WEIGHT, **of)).learn([*shown, *drawn]), One(settings(**of)).learn(drawn)
+    measured, expected = (
+        Rank(settings(imitation=WEIGHT, **of)).learn([*shown, *drawn]),
+        Rank(settings(**of)).learn(drawn),
+    )
     assert expected["teacher_kl"] != 0
     for name in ("rl_loss", "reference_kl_loss", "reference_kl", "teacher_kl"):
         assert measured[name] == pytest.approx(expected[name], abs=FORWARD), name
@@ -183,7 +186,7 @@ def test_your_own_functions_see_samples_only() -> None:
         return dataclasses.replace(e, group=group, rewards=e.rewards[:1], scores=e.scores[:1])
 
     of = settings(loss=f"{__name__}:own_loss", advantage=f"{__name__}:own_advantage", imitation=WEIGHT)
-    trained = One(of)
+    trained = Rank(of)
     SEEN.clear()
     trained.learn([*demonstrated([single(e) for e in batch()[2:]]), *batch()[:2]])
     assert SEEN == [(8, 28)]
@@ -204,7 +207,7 @@ def test_a_split_forward_pass_keeps_which_samples_are_demonstrations() -> None:
 
 def test_a_replay_of_a_mixed_step_repeats_it_to_the_bit() -> None:
     groups = [*demonstrated(batch()[:2]), *batch()[2:]]
-    first, second = One(settings(18, imitation=WEIGHT)), One(settings(18, imitation=WEIGHT))
+    first, second = Rank(settings(18, imitation=WEIGHT)), Rank(settings(18, imitation=WEIGHT))
     first.learn(groups)
     second.learn(groups, plan=first.learner.plan)
     before, after = first.weights(), second.weights()

@@ -262,7 +262,7 @@ async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
         async def busy_share(self) -> float:
             return 0.45
 
-    monkeypatch.setattr(start, "Gpu", MeasuredGpu)
+    monkeypatch.setattr(start, "NvmlGpu", MeasuredGpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6, 7})
     arguments = {**tiny_arguments(tmp_path, MODELS[0]), "max_num_seqs": 16}
