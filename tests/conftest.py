@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -59,6 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             allowed_s.setdefault(item.path, []).append(600.0 if limit is None else limit.args[0])
     most_s = {path: (max(allowances), sum(allowances)) for path, allowances in allowed_s.items()}
     items.sort(key=lambda item: most_s.get(item.path, (0.0, 0.0)), reverse=True)
+
+
+def pytest_sessionfinish() -> None:
+    """Wait for threads that blocking calls were left to: torch aborts a process that ends while their timeouts raise."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("bounded: "):
+            thread.join(PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)

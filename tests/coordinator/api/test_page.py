@@ -231,7 +231,7 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         await shows(page, "dialog", "No more groups are admitted")
         await page.keyboard.press("Escape")
         assert (await Ledger(bus).status()).state is RunState.RUNNING
-        assert await page.evaluate("document.activeElement.id") == "pause"  # the focus has not moved
+        await until(lambda: page.evaluate("document.activeElement.id === 'pause'"))  # the focus has not moved
         await page.keyboard.press("Enter")
         await (
             page.locator("dialog[open]").get_by_label("Reason").fill(f"lunch {HOSTILE}")
@@ -304,7 +304,7 @@ async def test_a_version_is_pinned_released_and_exported_from_its_own_dialog_and
             await page.get_by_role("button", name="Export", exact=True).click()
             await shows(page, "#operations", "export: waiting, for the trainer")
             assert [(entry.version, entry.adapter) for entry in await Exports(bus).orders()] == [(1, False)]
-            assert await page.evaluate("document.activeElement.ariaLabel") == "More of version 1…"
+            await until(lambda: page.evaluate("document.activeElement.ariaLabel === 'More of version 1…'"))
             await page.get_by_role("button", name="Stop…").click()
             await shows(page, "dialog", "cannot be resumed")
             await page.get_by_label("Reason").fill(HOSTILE)

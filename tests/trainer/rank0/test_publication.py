@@ -47,7 +47,7 @@ def settings(folder: Path, transport: str = "pull", dtype: str = "float32") -> S
         {
             "run": {"id": "test", "folder": folder},
             "policy": {"dtype": dtype},
-            "weights": {"transport": transport, "folder": folder / "weights", "deadline_s": 5.0},
+            "weights": {"transport": transport, "folder": folder / "weights", "deadline_s": 20.0},
         }
     )
 
