@@ -302,7 +302,8 @@ class Driver:
                 held_out=await self._held_out(),
             )
         )
-        figures = batch_figures(groups, self._step, self._branch.steps, contexts)
+        is_mixed = self._settings.algorithm.is_mixed
+        figures = batch_figures(groups, self._step, self._branch.steps, contexts, is_mixed=is_mixed)
         result = await self._result(Result)
         await self._device.confirm()
         if isinstance(result, StepSkipped):
