@@ -272,11 +272,10 @@ class Intake:
         """Whether groups have arrived since a batch was chosen; asked last, as groups only move on to there."""
         return await self._bus.length(EXPERIENCE) > len(self._known()) or self._arrived.is_set()
 
-    async def release(self, batch: list[Taken]) -> None:
+    def release(self, batch: list[Taken]) -> None:
         """Forget a committed batch."""
         for taken in batch:
             del self._held[taken.experience.group_id]
-            await self._forget(taken.delivery)
         self._useless = 0
 
     def take_signals(self, batch: list[Taken]) -> SignalChange | None:
@@ -294,7 +293,7 @@ class Intake:
         """Drop a batch untrained, group by group, so that a crash loses none."""
         for taken in batch:
             await self._drop(taken.delivery, reason, detail)
-        await self.release(batch)
+        self.release(batch)
 
     async def take_left(self) -> Counter[str]:
         """Return the groups left untrained since the last call, by reason."""
@@ -340,11 +339,6 @@ class Intake:
         self._count(reason)
         log.info("group dropped", extra={"group": delivery.group_id, "reason": reason, "detail": detail})
         await self._bus.drop(delivery, reason, detail)
-        await self._forget(delivery)
-
-    async def _forget(self, delivery: Delivery[Experience]) -> None:
-        if delivery.crashes:
-            await self._bus.forget(delivery)
 
     def _count(self, reason: str) -> None:
         self.left[reason] += 1
@@ -354,7 +348,6 @@ class Intake:
         self._count("buried")
         log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
         await self._bus.bury(delivery, reason)
-        await self._bus.forget(delivery)
 
 
 def _is_shown(experience: Experience) -> bool:

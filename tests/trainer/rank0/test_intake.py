@@ -211,7 +211,7 @@ async def _train_until_death(bus: Bus, intake: Intake, trained: list[int], poiso
             return True
         for taken in batch:
             await bus.drop(taken.delivery, "trained")
-        await intake.release(batch)
+        intake.release(batch)
         trained += groups
     return False
 
@@ -469,7 +469,7 @@ async def test_demonstrations_keep_their_places_and_do_not_overtake_samples(bus:
         assert ids(batch) == [1, 2, 4], "samples overtake samples"
         for taken in batch:
             await bus.drop(taken.delivery, "test")
-        await intake.release(batch)
+        intake.release(batch)
         assert await intake.next_batch(1, wait_s=0.5) is None
         await arrive(bus, 0)
         assert ids(await intake.next_batch(1, wait_s=PATIENCE_S)) == [3, 5, 0]
