@@ -78,6 +78,9 @@ GAUGES = {
     "grad_norm": Gauge("penstock_trainer_grad_norm", "Global gradient norm before clipping."),
     "learning_rate": Gauge("penstock_trainer_learning_rate", "Learning rate of the last step."),
     "truncated_fraction": Gauge("penstock_trainer_truncated_ratio", "Share of samples cut at the length limit."),
+    "demonstrations": Gauge(
+        "penstock_trainer_demonstrations", "Demonstrations of the last step, trained beside samples of the policy."
+    ),
     "zero_std_groups": Gauge("penstock_trainer_zero_std_groups", "Groups of the last step without reward spread."),
     "tokens_per_s": Gauge("penstock_trainer_tokens_per_second", "Generated tokens trained on per second."),
     "samples_per_s": Gauge("penstock_trainer_samples_per_second", "Samples trained on per second."),
@@ -105,8 +108,15 @@ def batch_figures(
     step: int,
     steps_of_versions: Mapping[PolicyVersion, int],
     contexts: Sequence[int] = (),
+    *,
+    is_mixed: bool = False,
 ) -> BatchFigures:
-    """Return the figures of a batch trained after ``step`` steps; ``contexts`` as in its command."""
+    """Return the figures of a batch trained after ``step`` steps; ``contexts`` as in its command.
+
+    With ``is_mixed``, they are of the groups that a policy generated; samples and tokens are of all.
+    """
+    if is_mixed:
+        return _of_mixture(batch, step, steps_of_versions, contexts)
     samples = [sample for experience in batch for sample in experience.group.samples]
     contexts, first = contexts or (0,) * len(samples), 0
     lags: Counter[int] = Counter()
@@ -131,6 +141,30 @@ def batch_figures(
         **_lenient_shares(batch),
     }
     return BatchFigures(metrics, lags, lags.total(), sum(lengths) - sum(contexts))
+
+
+def _of_mixture(
+    batch: Sequence[Experience], step: int, steps_of_versions: Mapping[PolicyVersion, int], contexts: Sequence[int]
+) -> BatchFigures:
+    drawn, shown, kept, first = [], [], list[int](), 0
+    for experience in batch:
+        end = first + len(experience.group.samples)
+        if experience.group.prompt.purpose is Purpose.DEMONSTRATE:
+            shown.append(experience)
+        else:
+            drawn.append(experience)
+            kept += contexts[first:end]
+        first = end
+    figures = BatchFigures({}, Counter(), 0, 0)
+    if drawn:
+        figures = batch_figures(drawn, step, steps_of_versions, kept)
+    samples = [sample for experience in shown for sample in experience.group.samples]
+    return BatchFigures(
+        {**figures.metrics, "demonstrations": float(len(shown))},
+        figures.lag_counts,
+        figures.samples + len(samples),
+        figures.tokens + sum(len(sample.token_ids) for sample in samples),
+    )
 
 
 def _reward_figures(scored: Sequence[Experience]) -> dict[str, float]:

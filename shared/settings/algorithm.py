@@ -118,6 +118,10 @@ class AlgorithmSettings(Section):
     """How many of its most probable tokens a teacher gives at each position: instead of an advantage, distillation times
     the KL from teacher to policy over these tokens and all others together is added to the loss. 0: only the logprob of
     the sampled token."""
+    imitation: NonNegativeFloat = Field(default=0.0)
+    """Weight of the loss of demonstrations, trained in the same steps as problems: those datasets of data.path of which
+    every row has a completion. The loss of a step is that of its samples plus this times the mean cross-entropy of its
+    demonstrations, each over its own count. 0: completions are columns like any other."""
     loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
     gradient, preferences between a group's best and worst sample (dpo), or your own function of the tokens' logprobs
@@ -193,6 +197,11 @@ class AlgorithmSettings(Section):
         return self.loss == "cross_entropy"
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether demonstrations are trained beside samples of the policy."""
+        return self.imitation > 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether something is compared with the frozen initial policy."""
         return self.kl.coefficient > 0 or self.loss == "dpo"
@@ -261,6 +270,11 @@ class AlgorithmSettings(Section):
         return ""
 
     def _of_dpo(self) -> str:
+        if self.imitation:
+            return (
+                'expected algorithm.imitation = 0 with algorithm.loss = "dpo", which is over pairs of samples, found '
+                f"{self.imitation:g}: change one of them"
+            )
         expected = {"correction": "none", "proximal": "behavior", "advantage": "grpo", "dual_clip": 0.0}
         for name, value in expected.items():
             if getattr(self, name) != value:
@@ -287,6 +301,7 @@ class AlgorithmSettings(Section):
             "dynamic_sampling",
             "overlong",
             "kl",
+            "imitation",
         )
         for name in names:
             value, expected = getattr(self, name), getattr(plain, name)
@@ -312,6 +327,11 @@ class AlgorithmSettings(Section):
             return (
                 "expected algorithm.distillation_skew = 0 with algorithm.distillation_top_k, which has no term to bound, found "
                 f"{self.distillation_skew:g}: change one of them"
+            )
+        if self.imitation and self.distillation_top_k:
+            return (
+                "expected algorithm.imitation = 0 with algorithm.distillation_top_k, as demonstrations have no teacher's tokens, found "
+                f"{self.imitation:g}: change one of them, or set algorithm.distillation_top_k = 0"
             )
         if self.loss not in ("clip", "cispo", "policy_gradient") or self.advantage == "gae" or self.dynamic_sampling:
             return (

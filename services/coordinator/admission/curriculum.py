@@ -25,7 +25,7 @@ _MOST_BYTES, _VALUE_BYTES = 8 << 20, 32
 
 
 class Curriculum:
-    """Draws problems of ``dataset`` by signal; ``order`` decides from which of several datasets.
+    """Draws problems of ``dataset`` by signal; ``order`` decides from which of several datasets, and which demonstration.
 
     Raises:
         SettingsError: the signals would not fit into a checkpoint's description.
@@ -34,20 +34,23 @@ class Curriculum:
     def __init__(self, dataset: Dataset, order: EpochOrder | MixedOrder, seed: int) -> None:
         self._order = order
         self._seed = seed
-        self._places = {problem.source: index for index, problem in enumerate(dataset.problems)}
+        drawn = [problem.demonstration is None for problem in dataset.problems]
+        self._places = {problem.source: index for index, problem in enumerate(dataset.problems) if drawn[index]}
+        self._problems = len(dataset)
         self._ends = np.cumsum(dataset.sizes or (len(dataset),))
+        self._is_drawn = [drawn[end - 1] for end in self._ends]
         size = sum(len(source) + _VALUE_BYTES for source in self._places)
         if size > _MOST_BYTES:
             raise SettingsError(
                 f"expected at most {_MOST_BYTES:,} bytes of signals with data.curriculum, which are part of each checkpoint, found "
-                f"{size:,} of {len(dataset)} problems: set data.curriculum = false, or data.filter to use fewer"
+                f"{size:,} of {len(self._places)} problems: set data.curriculum = false, or data.filter to use fewer"
             )
         self._cumulative = np.zeros(0)
         self.follow({})
 
     def follow(self, signals: Mapping[str, float]) -> None:
         """Draw by ``signals`` of problems from now on."""
-        weights: npt.NDArray[np.float64] = np.full(len(self._places), FLOOR + UNSEEN)
+        weights: npt.NDArray[np.float64] = np.full(self._problems, FLOOR + UNSEEN)
         for source, signal in signals.items():
             if source in self._places:
                 weights[self._places[source]] = FLOOR + signal
@@ -55,7 +58,10 @@ class Curriculum:
 
     def index(self, position: int) -> int:
         """Return the problem at ``position``."""
-        part = int(np.searchsorted(self._ends, self._order.index(position), side="right"))
+        index = self._order.index(position)
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        if not self._is_drawn[part]:
+            return index
         first, end = int(self._ends[part - 1]) if part else 0, int(self._ends[part])
         share = np.random.Generator(np.random.PCG64([self._seed, position, 2])).random()
         low, high = self._cumulative[first], self._cumulative[end]
