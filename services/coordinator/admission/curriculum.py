@@ -2,15 +2,12 @@
 
 ::
 
-    position ──▶ one of EVERY ──▶ the order's next problem
-             └─▶ the others ────▶ the order's next dataset ──▶ a problem of it, drawn by signal
+    position ──▶ the order's dataset ──▶ a problem of it, drawn by weight          weight = floor + signal
 
-A problem's *signal* is an average of p(1 − p), the variance of the rewards of its groups (``commit.lua``); a problem
-without a group counts as the mean of its dataset's others. The order's positions visit every problem once in ``EVERY``
-epochs, whatever the signals: problems that were never solved, and solved ones, which training on others may unlearn.
-
-The draw is a function of seed, position and signals. Signals change with commits only, and admission reads them with
-the version that it admits under, so a rollback repeats the draws of its target.
+A problem's *signal* is an average of p(1 − p), the variance of the rewards of its groups (``commit.lua``); without a
+group it is that of p = ½. No problem of a dataset is drawn less often than with 1/21 of its rate in a uniform order,
+and the less signal is left, the more uniform is the draw: a solved dataset is visited evenly. The draw is a function of seed, position and signals. Signals change with commits only, and
+admission reads them with the version that it admits under, so a rollback repeats the draws of its target.
 """
 
 from collections.abc import Mapping
@@ -23,8 +20,8 @@ from services.coordinator.admission.mixing import MixedOrder
 from shared.bus.stores.experience.signals import UNSEEN
 from shared.errors import SettingsError
 
-EVERY = 4
-"""Of as many positions, one is the order's."""
+FLOOR = UNSEEN / 20
+"""Keeps problems in the draw that were always, or never, solved."""
 _MOST_BYTES, _VALUE_BYTES = 8 << 20, 32
 
 
@@ -51,19 +48,15 @@ class Curriculum:
 
     def follow(self, signals: Mapping[str, float]) -> None:
         """Draw by ``signals`` of problems from now on."""
-        known = np.full(len(self._places), np.nan)
+        known = np.full(len(self._places), UNSEEN)
         for source, signal in signals.items():
             if source in self._places:
                 known[self._places[source]] = signal
-        parts = [chances(part) for part in np.split(known, self._ends[:-1])]
-        self._cumulative = np.concatenate([[0.0], np.concatenate(parts).cumsum()])
+        self._cumulative = np.concatenate([[0.0], weights(known).cumsum()])
 
     def index(self, position: int) -> int:
         """Return the problem at ``position``."""
-        place, turn = divmod(position, EVERY)
-        if turn == 0:
-            return self._order.index(place)
-        part = int(np.searchsorted(self._ends, self._order.index(position - place - 1), side="right"))
+        part = int(np.searchsorted(self._ends, self._order.index(position), side="right"))
         first, end = int(self._ends[part - 1]) if part else 0, int(self._ends[part])
         share = np.random.Generator(np.random.PCG64([self._seed, position, 2])).random()
         low, high = self._cumulative[first], self._cumulative[end]
@@ -71,14 +64,10 @@ class Curriculum:
         return min(max(drawn, first), end - 1)
 
 
-def chances(signals: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the chance of each problem of a dataset in a draw by signal; NaN: it has no group yet.
+def weights(signals: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the weight in the draw of problems with ``signals``.
 
-    >>> chances(np.array([0.15, 0.1, 0.0, 0.0])).tolist()
-    [0.6, 0.4, 0.0, 0.0]
+    >>> weights(np.array([0.25, 0.0])).tolist()
+    [0.2625, 0.0125]
     """
-    seen = ~np.isnan(signals)
-    weights = np.where(seen, signals, 0.0)
-    weights[~seen] = (weights.sum() + UNSEEN) / (seen.sum() + 1)  # as if one more had p = ½
-    total = weights.sum()
-    return np.full(len(signals), 1 / len(signals)) if total == 0 else weights / total
+    return FLOOR + signals
