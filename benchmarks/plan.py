@@ -22,7 +22,7 @@ from benchmarks.pipeline_work import arithmetic
 from services.plan.measured import Measured, measured
 from services.plan.rates import Rates
 from services.plan.shapes import shape_of
-from services.plan.simulation import Outcome, Side, simulate
+from services.plan.simulation import Side, SimulatedFigures, simulate
 from services.plan.workload import Lengths, Workload
 
 BAR = 0.15
@@ -52,7 +52,7 @@ def _count(seconds: float) -> int:
     return count
 
 
-def simulated(settings: dict[str, Any], figures: Measured, lag: int, available: float, steps: int) -> Outcome:
+def simulated(settings: dict[str, Any], figures: Measured, lag: int, available: float, steps: int) -> SimulatedFigures:
     """Return the run at ``lag`` by the rates of the synchronous run."""
     groups, size = settings["algorithm"]["groups_per_step"], settings["sampling"]["group_size"]
     most, replicas = settings["sampling"]["max_new_tokens"], settings["rollout"]["replicas"]

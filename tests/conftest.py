@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +23,7 @@ import pytest
 
 from shared.bus import embedded
 from shared.bus.bus import Bus
+from shared.bus.stores.replicas import heartbeats
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
@@ -58,6 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: most_s.get(item.path, (0.0, 0.0)), reverse=True)
 
 
+def pytest_sessionfinish() -> None:
+    """Wait for threads that blocking calls were left to: torch aborts a process that ends while their timeouts raise."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("bounded: "):
+            thread.join(PATIENCE_S)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_preloaded() -> Iterator[None]:
     """Undo the preloading by vLLM's CPU build."""
@@ -65,6 +76,12 @@ def _nothing_preloaded() -> Iterator[None]:
     os.environ.pop("LD_PRELOAD", None)
     if _PRELOADED is not None:
         os.environ["LD_PRELOAD"] = _PRELOADED
+
+
+@pytest.fixture(autouse=True)
+def _heartbeats_outlive_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may keep this process from writing the next one in time."""
+    monkeypatch.setattr(heartbeats, "MISSED_HEARTBEATS", 10_000)
 
 
 class Server:
@@ -82,7 +99,7 @@ class Server:
     def stop(self, with_signal: int = signal.SIGKILL) -> None:
         assert self.process is not None
         self.process.send_signal(with_signal)
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -108,7 +125,7 @@ def own_server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 async def bus(server: Server) -> AsyncIterator[Bus]:
-    connected_bus = await Bus.connect(server.url, f"test-{uuid.uuid4().hex[:8]}", wait_s=10.0)
+    connected_bus = await Bus.connect(server.url, f"test-{uuid.uuid4().hex[:8]}", wait_s=PATIENCE_S)
     yield connected_bus
     await connected_bus.close()
 
@@ -139,10 +156,22 @@ def helm() -> None:
     need_module("kubernetes_validate", "kubernetes-validate")
 
 
+def _ports() -> Iterator[int]:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(max(1024, lowest - 16_000), lowest) or range(1024, 32_768)
+    return itertools.cycle(random.SystemRandom().sample(ports, len(ports)))
+
+
+_PORTS = _ports()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that the kernel gives to no other process, as it is below those of connections and of port 0."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 async def until(condition: object, timeout_s: float = PATIENCE_S) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.plan import measured as runs
 from services.plan.hardware import parse_cluster, read_calibration
-from services.plan.layouts import Layout, Planner, Preferences
+from services.plan.layouts import GpuLayout, Planner, Preferences
 from services.plan.measured import Corrections, Measured
 from services.plan.memory import TrainerOptions
 from services.plan.report import Plan, text
@@ -73,7 +73,7 @@ def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corr
     wants = preferences(own)
     planner = Planner(work, parse_cluster(gpus), wants)
     engines = own.rollout.engines_per_gpu if isinstance(own.rollout.engines_per_gpu, int) else 1
-    layout = Layout("separate", wants.trainer, own.rollout.vllm.tensor_parallel_size, own.rollout.replicas, engines)
+    layout = GpuLayout("separate", wants.trainer, own.rollout.vllm.tensor_parallel_size, own.rollout.replicas, engines)
     groups = max(1, min(wants.max_groups, -(-work.slots // own.rollout.replicas)))
     predicted = planner.rates(layout, work.shape.layers, groups)
     generate_s = _generate_s(work, groups) * predicted.decoding(groups * work.group_size)

@@ -26,7 +26,7 @@ from services.coordinator.admission.mixing import MixedOrder
 from services.coordinator.api.app import make_app
 from services.coordinator.api.auth import Access, open_access
 from services.coordinator.api.dependencies import Parts
-from services.coordinator.api.server import Server
+from services.coordinator.api.server import ApiServer
 from services.coordinator.evaluation.evaluator import Evaluator, GateCheck
 from services.coordinator.evaluation.regression_gate import RegressionGate
 from services.coordinator.operations.operations import Operations
@@ -135,7 +135,7 @@ async def start(settings: Settings, replica: str) -> None:
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
     data = await asyncio.to_thread(load_data, settings)
-    server = Server(settings.coordinator.host, settings.coordinator.port)
+    server = ApiServer(settings.coordinator.host, settings.coordinator.port)
     try:
         async with serve(settings, "coordinator", replica) as context:
             context.status.start.begin("offering the data")
@@ -161,7 +161,7 @@ async def _offer_held_out(bus: Bus, settings: Settings, data: Data) -> None:
     await held_out_store.offer(bus, groups)
 
 
-async def _coordinate(context: Context, parts: Coordinator, server: Server, folder: Path) -> None:
+async def _coordinate(context: Context, parts: Coordinator, server: ApiServer, folder: Path) -> None:
     await Ledger(context.bus).create()
     announce = folder / "coordinator.json"
     async with asyncio.TaskGroup() as outer:
@@ -184,7 +184,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: Server, fold
         serving.cancel()
 
 
-async def _announce(lease: Lease, server: Server, path: Path, run_id: str) -> None:
+async def _announce(lease: Lease, server: ApiServer, path: Path, run_id: str) -> None:
     """Keep the leader's address in the run's folder."""
     while True:
         if lease.leading:

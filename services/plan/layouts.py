@@ -27,7 +27,7 @@ from services.plan.memory import (
     trainer_table,
 )
 from services.plan.rates import Rates
-from services.plan.simulation import Outcome, Side, simulate
+from services.plan.simulation import Side, SimulatedFigures, simulate
 from services.plan.workload import Workload
 
 Placement = Literal["separate", "shared", "lend"]
@@ -48,7 +48,7 @@ _CONTEXT_ASLEEP = 3.0 * (1 << 30)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class GpuLayout:
     placement: Placement
     trainer: TrainerOptions
     tensor_parallel: int
@@ -83,7 +83,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
+class MemoryShortage:
     layout: str
     needed_bytes: float
     limit_bytes: float
@@ -93,7 +93,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    layout: Layout
+    layout: GpuLayout
     memory: Mapping[str, Table]
     """By side: trainer, rollout; or shared alone."""
     kept_layers: int
@@ -101,7 +101,7 @@ class Candidate:
     """That one replica decodes at a time, as far as its cache holds them."""
     rates: Rates
     estimate_s: float
-    outcome: Outcome | None = None
+    outcome: SimulatedFigures | None = None
 
     @property
     def step_s(self) -> float:
@@ -137,10 +137,10 @@ class Planner:
         """Of one GPU."""
         return USABLE * self.cluster.gpu.memory_bytes
 
-    def compare(self) -> tuple[list[Candidate], list[Problem]]:
+    def compare(self) -> tuple[list[Candidate], list[MemoryShortage]]:
         """Return the simulated layouts, fastest first, and what does not fit."""
         candidates: list[Candidate] = []
-        problems: list[Problem] = []
+        problems: list[MemoryShortage] = []
         for placement in self.own.placements:
             for outcome in self._of(placement):
                 (candidates if isinstance(outcome, Candidate) else problems).append(outcome)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class Planner:
         layout = candidate.layout
         return Side(layout.replicas, candidate.max_groups, layout.borrowed, self.own.reward_replicas)
 
-    def _of(self, placement: Placement) -> Iterator[Candidate | Problem]:
+    def _of(self, placement: Placement) -> Iterator[Candidate | MemoryShortage]:
         sizes = self._trainer_sizes(placement)
         if (misfit := self._as_set(max(sizes, default=1))) is not None:
             yield misfit
@@ -194,7 +194,7 @@ class Planner:
 
     def _trainers(
         self, ranks: int, beside_bytes: float = 0.0, copies: int = 2
-    ) -> Iterator[tuple[TrainerOptions, Table, int] | Problem]:
+    ) -> Iterator[tuple[TrainerOptions, Table, int] | MemoryShortage]:
         """Yield the settings that fit, of the first optimizer and offloading with which any do, or why none does."""
         limit_bytes = self.limit_bytes - beside_bytes
         for together in self._options(ranks, copies):
@@ -209,7 +209,7 @@ class Planner:
         table, _ = trainer_table(self.work, self._mine(ranks), limit_bytes)
         yield _problem(_words(self._mine(ranks)), table, limit_bytes)
 
-    def _as_set(self, ranks: int) -> Problem | None:
+    def _as_set(self, ranks: int) -> MemoryShortage | None:
         """Return why the run's own settings do not fit on ``ranks`` GPUs, if they do not."""
         options = self._mine(ranks)
         table, _ = trainer_table(self.work, options, self.limit_bytes)
@@ -239,16 +239,16 @@ class Planner:
 
     # ---------------------------------------------------------------- placements
 
-    def _split(self, placement: Placement, ranks: int) -> Iterator[Candidate | Problem]:
+    def _split(self, placement: Placement, ranks: int) -> Iterator[Candidate | MemoryShortage]:
         for trainer in self._trainers(ranks):
-            if isinstance(trainer, Problem):
+            if isinstance(trainer, MemoryShortage):
                 yield trainer
             else:
                 yield from self._with_engines(placement, *trainer)
 
     def _with_engines(
         self, placement: Placement, options: TrainerOptions, table: Table, kept: int
-    ) -> Iterator[Candidate | Problem]:
+    ) -> Iterator[Candidate | MemoryShortage]:
         ranks = options.ranks
         for parallel in self._parallel_sizes(self.cluster.gpus - ranks):
             replicas = (self.cluster.gpus - ranks) // parallel
@@ -257,14 +257,16 @@ class Planner:
                 if not groups:
                     yield _problem(f"an engine on {parallel} GPUs", {"generate": memory.components}, self.limit_bytes)
                     continue
-                layout = Layout(placement, options, parallel, replicas, engines, shadow=shadow)
+                layout = GpuLayout(placement, options, parallel, replicas, engines, shadow=shadow)
                 tables: dict[str, Table] = {"trainer": table, "rollout": {"generate": memory.components}}
                 if placement == "separate":
                     yield self._candidate(layout, tables, kept, groups)
                 elif ranks % parallel == 0 and engines == 1:
                     yield from self._lent(layout, tables, kept, groups)
 
-    def _lent(self, layout: Layout, tables: dict[str, Table], kept: int, groups: int) -> Iterator[Candidate | Problem]:
+    def _lent(
+        self, layout: GpuLayout, tables: dict[str, Table], kept: int, groups: int
+    ) -> Iterator[Candidate | MemoryShortage]:
         sharing = self._turns(layout.trainer, layout.tensor_parallel, layout.replicas)
         if sharing is None:
             return
@@ -273,9 +275,9 @@ class Planner:
         lent = dataclasses.replace(layout, borrowed=borrowed, rung=rung)
         yield self._candidate(lent, {**tables, "trainer": table}, kept, groups)
 
-    def _shared(self, ranks: int) -> Iterator[Candidate | Problem]:
+    def _shared(self, ranks: int) -> Iterator[Candidate | MemoryShortage]:
         for trainer in self._trainers(ranks, _CONTEXT_ASLEEP, copies=1):
-            if isinstance(trainer, Problem):
+            if isinstance(trainer, MemoryShortage):
                 yield dataclasses.replace(trainer, layout=f"shared: {trainer.layout}")
                 continue
             options, _, kept = trainer
@@ -283,7 +285,9 @@ class Planner:
                 turns = self._turns(options, parallel, 0)
                 if turns is not None:
                     rung, table, groups = turns
-                    layout = Layout("shared", options, parallel, 0, borrowed=ranks // parallel, rung=rung, shadow=False)
+                    layout = GpuLayout(
+                        "shared", options, parallel, 0, borrowed=ranks // parallel, rung=rung, shadow=False
+                    )
                     yield self._candidate(layout, {"shared": table}, kept, groups)
 
     def _turns(self, options: TrainerOptions, parallel: int, others: int) -> tuple[int, Table, int] | None:
@@ -308,11 +312,11 @@ class Planner:
 
     # ---------------------------------------------------------------- rates
 
-    def _candidate(self, layout: Layout, memory: Mapping[str, Table], kept: int, groups: int) -> Candidate:
+    def _candidate(self, layout: GpuLayout, memory: Mapping[str, Table], kept: int, groups: int) -> Candidate:
         rates = self.rates(layout, kept, groups)
         return Candidate(layout, memory, kept, groups, rates, self._estimate(layout, rates, groups))
 
-    def rates(self, layout: Layout, kept: int, groups: int) -> Rates:
+    def rates(self, layout: GpuLayout, kept: int, groups: int) -> Rates:
         """Return the rates of a layout whose replicas decode ``groups`` at a time."""
         work, cluster, trainer, corrected = self.work, self.cluster, layout.trainer, self.corrections
         most = max(2.0, float(groups * work.group_size))
@@ -338,13 +342,13 @@ class Planner:
             + work.group_size * work.lengths.mean * rooflines.TOKEN_BYTES / rooflines.BUS_BYTES_PER_S,
         )
 
-    def _switch_s(self, layout: Layout) -> float:
+    def _switch_s(self, layout: GpuLayout) -> float:
         if not layout.borrowed:
             return 0.0
         moved = 12.0 * self.work.trained / layout.trainer.shards(1) if layout.rung == 3 else 0.0
         return _SWITCH_S[layout.rung] + 2 * moved / self.cluster.host_bytes_per_s
 
-    def _estimate(self, layout: Layout, rates: Rates, groups: int) -> float:
+    def _estimate(self, layout: GpuLayout, rates: Rates, groups: int) -> float:
         """Return a step's seconds without waiting for the last group, to choose what is simulated."""
         work = self.work
         train_s = rates.step(work.step_tokens) + rates.switch_s
@@ -382,11 +386,11 @@ def _words(options: TrainerOptions) -> str:
     return f"a trainer on {options.ranks} GPUs, ZeRO {options.zero_stage}{more}"
 
 
-def _problem(layout: str, table: Table, limit_bytes: float) -> Problem:
+def _problem(layout: str, table: Table, limit_bytes: float) -> MemoryShortage:
     phase = max(table.values(), key=total)
     largest = max((part for part in phase if part.advice), key=lambda part: part.nbytes)
-    return Problem(layout, total(phase), limit_bytes, largest)
+    return MemoryShortage(layout, total(phase), limit_bytes, largest)
 
 
-def _distinct(problems: Sequence[Problem]) -> list[Problem]:
+def _distinct(problems: Sequence[MemoryShortage]) -> list[MemoryShortage]:
     return list({(problem.layout): problem for problem in problems}.values())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.plan.hardware import GIB, Cluster
-from services.plan.layouts import Candidate, Layout, Planner, Problem
+from services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
 from services.plan.memory import Table, peak, total
 
 SHOWN = 3
@@ -17,14 +17,14 @@ _IDLE, _BUSY = 0.15, 0.7
 class Plan:
     planner: Planner
     candidates: Sequence[Candidate]
-    problems: Sequence[Problem]
+    problems: Sequence[MemoryShortage]
 
     @property
     def best(self) -> Sequence[Candidate]:
         return self.candidates[:SHOWN]
 
 
-def accepted(layout: Layout, cluster: Cluster) -> bool:
+def accepted(layout: GpuLayout, cluster: Cluster) -> bool:
     """Whether the settings accept a layout with vLLM, whose rates the plan assumes; devices are shared on one host, by
     replicas of one GPU and one engine.
     """
@@ -106,7 +106,7 @@ def reason(plan: Plan, candidate: Candidate) -> str:
     return f"{place}; rollout-bound: the trainer waits {outcome.trainer_idle:.0%}."
 
 
-def _refusal(problem: Problem) -> str:
+def _refusal(problem: MemoryShortage) -> str:
     part = problem.component
     return (
         f"{problem.layout}: {problem.needed_bytes / GIB:,.0f} of {problem.limit_bytes / GIB:.0f} GiB, "

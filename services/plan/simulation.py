@@ -56,7 +56,7 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedFigures:
     """Figures of the simulated steps after the first third."""
 
     samples_per_s: float
@@ -112,7 +112,9 @@ class _Replica:
     paused: bool = False
 
 
-def simulate(work: Workload, rates: Rates, side: Side, steps: int, *, seed: int = 0, record: bool = False) -> Outcome:
+def simulate(
+    work: Workload, rates: Rates, side: Side, steps: int, *, seed: int = 0, record: bool = False
+) -> SimulatedFigures:
     return _Run(work, rates, side, steps, seed, record).outcome()
 
 
@@ -152,7 +154,7 @@ class _Run:
         self._busy_at: list[tuple[float, float, float, float, float]] = []
         self._spans: list[Span] = []
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulatedFigures:
         self._admit()
         while self._step < self._steps and self._events:
             self._now, _, event, arguments = heapq.heappop(self._events)
@@ -394,7 +396,7 @@ class _Run:
         if self._record and len(self._spans) < _SPANS and self._now > start_s:
             self._spans.append(Span(actor, kind, start_s, self._now))
 
-    def _measured(self) -> Outcome:
+    def _measured(self) -> SimulatedFigures:
         first = min(len(self._commits) // _WARM_UP, max(0, len(self._commits) - 2))
         if len(self._commits) < 2:
             raise ValueError(f"expected at least 2 simulated steps, found {len(self._commits)}")
@@ -405,7 +407,7 @@ class _Run:
         count = len(self._commits) - 1 - first
         beats = len(self._replicas) * COORDINATOR_BEAT_S
         groups = max(1, self._lags.total())
-        return Outcome(
+        return SimulatedFigures(
             samples_per_s=count * self._work.samples / span_s,
             step_s=span_s / count,
             trainer_idle=max(0.0, 1 - trained / span_s),

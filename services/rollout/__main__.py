@@ -146,9 +146,9 @@ def _utilization(settings: Settings, *, shares: bool) -> float:
     chosen = settings.rollout.vllm.gpu_memory_utilization
     if not shares or not _has_gpu(settings.run.device):
         return chosen
-    from services.rollout.engines.vllm.several.gpu import Gpu
+    from services.rollout.engines.vllm.several.gpu import NvmlGpu
 
-    memory = Gpu().memory
+    memory = NvmlGpu().memory
     return min(chosen, memory.free_bytes / memory.total_bytes - _CONTEXT_SHARE)
 
 

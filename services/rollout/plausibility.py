@@ -1,5 +1,6 @@
 """Dead-letter prompts that cannot belong to this run: they would occupy a slot or the engine forever."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from shared.bus.bus import Bus
@@ -21,6 +22,7 @@ class Plausibility:
         evaluation = settings.evaluation
         asked = [held_out.samples for held_out in evaluation.held_out]
         self._most_samples = max([_TIMES * settings.sampling.group_size, *asked])
+        self._one_read = asyncio.Lock()
         self._cursor = -1
         self._newest = PolicyVersion(-1)
 
@@ -31,8 +33,13 @@ class Plausibility:
         if prompt.sampling.samples > self._most_samples:
             await self._check_samples(prompt.sampling.samples)
         training = purpose is Purpose.TRAIN
-        if prompt.min_version > self._newest or (training and prompt.group_id >= self._cursor):
-            await self._check_run(prompt, training=training)
+        if self._is_news(prompt, training=training):
+            async with self._one_read:  # serves all prompts that arrived with this one
+                if self._is_news(prompt, training=training):
+                    await self._check_run(prompt, training=training)
+
+    def _is_news(self, prompt: Prompt, *, training: bool) -> bool:
+        return prompt.min_version > self._newest or (training and prompt.group_id >= self._cursor)
 
     async def _check_samples(self, samples: int) -> None:
         most = max(self._most_samples, (await self._refresh()).sampling.group_size)

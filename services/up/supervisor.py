@@ -14,7 +14,7 @@ from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED,
 from services.up.process import Child, ChildState, ProcessFailure, Restarts, Surroundings
 from shared.bus.client import connection
 from shared.errors import BusUnavailable, SettingsError
-from shared.files.durable import Kept
+from shared.files.durable import UpdatedFile
 from shared.text.redaction import redact
 
 _BUS_START_S = 30.0
@@ -44,7 +44,7 @@ class Supervisor:
         self._ending: Ending | None = None
         self._ended = asyncio.Event()
         self._starting = asyncio.Lock()
-        self._table = Kept(run_folder / "up.json", tell)
+        self._table = UpdatedFile(run_folder / "up.json", tell)
         logs = run_folder / "logs"
         logs.mkdir(exist_ok=True)
         around = Surroundings(logs, restarts, self._starting, self._write_table, tell, self._fail, finished)

@@ -305,8 +305,12 @@ class Worker(Generic[In, Out]):
         self.counts.add(self._source, "buried")
         self.counts.last_error = reason
         log.error("entry buried", extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason})
-        await self._bus.bury(delivery, reason)
-        await self._bus.forget(delivery)
+        self._leaving.add(delivery.entry_id)
+        try:
+            await self._bus.bury(delivery, reason)
+            await self._bus.forget(delivery)
+        finally:
+            self._leaving.discard(delivery.entry_id)
 
     async def _retry_later(self, delivery: Delivery[In], reason: str) -> None:
         self.counts.add(self._source, "retried")

@@ -53,7 +53,7 @@ def replace_folder(written: Path, folder: Path) -> None:
     flush(folder.parent)
 
 
-class Kept:
+class UpdatedFile:
     """A regularly updated file; if the disk is full, writes are retried each second. ``path``: the file. ``tell``:
     reports when it cannot be written, and when it can again.
     """

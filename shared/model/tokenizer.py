@@ -1,5 +1,6 @@
 """Open a policy's tokenizer, and convert prompts with it; messages use the chat template."""
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,7 @@ UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 """Raised by transformers for missing files, no network (OSError), an unknown architecture, a bad name (ValueError),
 config.json fields (KeyError, TypeError), shapes (RuntimeError), or a missing package (ImportError).
 """
+_RECENT_PROMPTS = 64
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -60,7 +62,7 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
     return tokenizer
 
 
-class Reader(Protocol):
+class PromptReader(Protocol):
     @property
     def context_tokens(self) -> int:
         """Maximum tokens of a prompt plus its completion."""
@@ -72,15 +74,27 @@ class Reader(Protocol):
 
 class TokenizerCodec:
     def __init__(
-        self, tokenizer: Tokenizer, reader: Reader, template_arguments: Mapping[str, Any] | None = None
+        self, tokenizer: Tokenizer, reader: PromptReader, template_arguments: Mapping[str, Any] | None = None
     ) -> None:
         self._template_arguments = dict(template_arguments or {})
         self._tokenizer = tokenizer
         self._context_tokens = reader.context_tokens
         self._vocabulary = reader.vocabulary
         self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
+        self._recent: OrderedDict[Any, Int32Array] = OrderedDict()
 
     def encode(self, prompt: Prompt) -> Int32Array:
+        """Return the token ids, read-only; the samples of a group share them."""
+        content = prompt.text, prompt.messages, prompt.sampling.max_new_tokens
+        token_ids = self._recent.get(content)
+        if token_ids is None:
+            token_ids = self._recent[content] = self._checked(prompt)
+            token_ids.setflags(write=False)
+            if len(self._recent) > _RECENT_PROMPTS:
+                self._recent.popitem(last=False)
+        return token_ids
+
+    def _checked(self, prompt: Prompt) -> Int32Array:
         token_ids = np.array(self._token_ids(prompt), dtype=np.int32)
         if len(token_ids) == 0:
             raise PermanentError(f"expected a prompt of at least one token in {prompt.problem}, found an empty one")

@@ -79,7 +79,7 @@ async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, int, str]]:
     lines = [
         f"port {port}",
         f"sentinel monitor penstock 127.0.0.1 {primary.port} 1",
-        "sentinel down-after-milliseconds penstock 1500",
+        "sentinel down-after-milliseconds penstock 10000",
         "sentinel failover-timeout penstock 10000",
     ]
     (folder / "sentinel.conf").write_text("\n".join(lines))

@@ -4,8 +4,8 @@ A rollout replica, the reward, one of two trainer ranks, the coordinator and Val
 replica is frozen longer than its entries are kept. The tracker's process is killed too, and shows each step once.
 """
 
-import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -20,12 +20,10 @@ from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
-from tests.conftest import PATIENCE_S
 from tests.support.trackers import READERS
 
-STEPS, GROUPS, CHECKPOINT_EVERY = 45, 8, 7
+GROUPS, CHECKPOINT_EVERY = 8, 7
 FLAGS = {
-    "run.steps": STEPS,
     "trainer.ranks": 2,
     "trainer.checkpoint_every_steps": CHECKPOINT_EVERY,
     "tracking.sinks": '["tensorboard"]',
@@ -72,24 +70,24 @@ async def test_whatever_is_killed_every_prompt_ends_once_and_no_version_is_reuse
             elif name == "sink":
                 await _kill_sink(run)
             else:
-                assert run.send(name, signal.SIGKILL)
+                await run.until(functools.partial(run.send, name, signal.SIGKILL))
             await run.more_steps(bus, 4)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(frozen, signal.SIGCONT)
         await bus.close()
-        assert await asyncio.to_thread(run.process.wait, PATIENCE_S) == 0, run.report()
+        await run.stop()
     async with left_behind(run) as bus:
         await _audit(bus, run.folder)
 
 
 async def _audit(bus: Bus, folder: Path) -> None:
     status = await Ledger(bus).status()
-    assert (status.state, status.step) == (RunState.FINISHED, STEPS)
+    assert (status.state, status.step >= 31) == (RunState.STOPPED, True)
     counts = await audit_groups(bus)
-    assert counts["trained"] == STEPS * GROUPS
+    assert counts["trained"] == status.step * GROUPS
     await audit_versions(bus)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "a replayed step is not reported again"
+    assert [line["step"] for line in lines] == list(range(1, status.step + 1)), "a replayed step is not reported again"
     shown = READERS["tensorboard"](folder, folder.name, "train/reward")
-    assert [step for step, _ in shown] == list(range(1, STEPS + 1)), "a tracker shows each step once"
+    assert [step for step, _ in shown] == list(range(1, status.step + 1)), "a tracker shows each step once"
     assert "journal replayed" in [event.name for _, event in await bus.newest(EVENTS, Event, 10_000)]

@@ -23,7 +23,13 @@ from shared.settings import loads
 from tests.support.raw_redis import raw
 
 DEVICES = 2
-SETTINGS = loads('placement = {mode = "shared", rung = 1}\ntrainer.ranks = 2\nrollout.replicas = 2', "run.toml")
+TTL_S = 3600.0
+"""No lease ends while a busy machine takes its time."""
+SETTINGS = loads(
+    'placement = {mode = "shared", rung = 1}\ntrainer.ranks = 2\nrollout.replicas = 2\n'
+    f"internal.claim_after_s = {TTL_S}",
+    "run.toml",
+)
 HELD: dict[str, Sequence[int]] = {"trainer-0": (0, 1), "rollout-0": (0,), "rollout-1": (1,)}
 TRAIN = DeviceRequest("trainer-0", "t", "train", (0, 1))
 FIRST, SECOND = DeviceRequest("rollout-0", "a", "generate", (0,)), DeviceRequest("rollout-1", "b", "generate", (1,))
@@ -92,7 +98,7 @@ class Players:
         self.grants = DeviceGrants(bus, ledger, SETTINGS, list)
 
     def start(self, replica: str) -> DeviceLease:
-        return DeviceLease(self.bus, replica, "train" if replica == "trainer-0" else "generate", HELD[replica])
+        return DeviceLease(self.bus, replica, "train" if replica == "trainer-0" else "generate", HELD[replica], TTL_S)
 
     async def holds(self, replica: str) -> set[int]:
         look = await look_at_devices(self.bus, DEVICES)
@@ -135,7 +141,7 @@ class Players:
         before, requests = look.grants, look.requests
         await self.grants.look()
         for request in requests:  # as a decision by an older look does
-            await grant_devices(self.bus, 1, request, 30.0)
+            await grant_devices(self.bus, 1, request, TTL_S)
         after = (await look_at_devices(self.bus, DEVICES)).grants
         for index, held in enumerate(after):
             if held is None or (before[index] is not None and before[index].process == held.process):  # type: ignore[union-attr]

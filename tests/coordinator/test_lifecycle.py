@@ -14,7 +14,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import Event, Experience, Prompt
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.process.telemetry import Presence, Status
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 from tests.support.raw_redis import raw
@@ -209,7 +209,7 @@ async def test_a_stop_ends_the_run_with_what_there_is(bus: Bus, tmp_path: Path) 
 
 
 async def test_the_end_waits_for_a_trainer_that_still_works(bus: Bus, tmp_path: Path) -> None:
-    run = settings(tmp_path, steps=1, bus={"drain_s": 60.0})
+    run = settings(tmp_path, steps=1, bus={"drain_s": PATIENCE_S})
     working, stop = Status(state="working"), asyncio.Event()
     beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.5, working).run(stop))
     async with running(make(bus, run)) as parts, replicas(bus):

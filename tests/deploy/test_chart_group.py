@@ -68,8 +68,8 @@ async def comes_up(pods: list[Pod]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*(pod.starts() for pod in pods))
     for pod in pods:
-        assert pod.answers(pod.container["readinessProbe"])
-        assert pod.answers(pod.container["livenessProbe"])
+        for probe in ("readinessProbe", "livenessProbe"):
+            await until(lambda pod=pod, probe=probe: pod.answers(pod.container[probe]))
 
 
 async def take(bus: Bus, count: int) -> list[RolloutGroup]:
@@ -106,10 +106,14 @@ async def test_the_pods_of_a_replica_come_up_generate_and_drain_together(cluster
         await put(bus, prompt(1, 4))
         (group,) = await take(bus, 1)
         assert (group.prompt.group_id, group.replica, len(group.samples)) == (1, first.name, 4)
-        assert [beat.replica for beat in await heartbeats(bus)] == ["demo-penstock-rollout-0"]  # and no other
+        await until(lambda: _are_there(bus, ["demo-penstock-rollout-0"]))  # and no other
         await _drains(first, second, bus)
     finally:
         await bus.close()
+
+
+async def _are_there(bus: Bus, names: list[str]) -> bool:
+    return [beat.replica for beat in await heartbeats(bus)] == names
 
 
 async def _drains(first: Pod, second: Pod, bus: Bus) -> None:

@@ -51,7 +51,7 @@ class Api:
             base_url=cluster.resolve("http://demo-penstock-coordinator:8000"),
             headers={"Authorization": f"Bearer {token}"},
             limits=httpx.Limits(max_keepalive_connections=0),  # each request may go to another pod
-            timeout=30.0,
+            timeout=PATIENCE_S,
             trust_env=False,
         )
         self._asking: asyncio.Task[None] | None = None
@@ -164,8 +164,8 @@ async def _comes_up(made: Cluster) -> None:
     await asyncio.gather(*(made.pods[role].starts() for role in SERVICES))
     for role in SERVICES:
         container = made.pods[role].container
-        assert made.pods[role].answers(container["readinessProbe"])
-        assert made.pods[role].answers(container["livenessProbe"])
+        for probe in ("readinessProbe", "livenessProbe"):
+            await until(lambda role=role, probe=container[probe]: made.pods[role].answers(probe))
 
 
 async def _passes_its_check(made: Cluster) -> None:

@@ -17,7 +17,7 @@ from services.cli.plan import make, preferences, settings_of, with_outputs
 from services.client.views import RunView
 from services.plan import certain, picture, report
 from services.plan.files import run_values
-from services.plan.layouts import Layout, Placement
+from services.plan.layouts import GpuLayout, Placement
 from services.plan.measured import measured
 from services.plan.memory import peak
 from services.up.display import view
@@ -171,7 +171,7 @@ def test_a_run_corrects_the_rates(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{}")
     plan = make(settings, "4xH200", calibrate=tmp_path / "summary.json")
     assert plan.planner.work.lengths.mean == 100.0
-    rates = plan.planner.rates(Layout("separate", preferences(settings).trainer, 1, 1), 28, 16)
+    rates = plan.planner.rates(GpuLayout("separate", preferences(settings).trainer, 1, 1), 28, 16)
     assert rates.token_s * plan.planner.work.step_tokens == pytest.approx(1.5)
     assert rates.train_s == pytest.approx(0.5)
     with pytest.raises(SettingsError, match="at least 3 steps"):
@@ -190,7 +190,7 @@ def test_the_settings_accept_what_the_plan_says_they_do(placement: Placement) ->
     settings = load(ROOT / "config/two-gpus.toml", environment={})
     trainer = dataclasses.replace(preferences(settings).trainer, ranks=2)
     own, borrowed = (0, 2) if placement == "shared" else (2, 0)
-    layout = Layout(placement, trainer, 1, own, borrowed=borrowed, shadow=placement != "shared")
+    layout = GpuLayout(placement, trainer, 1, own, borrowed=borrowed, shadow=placement != "shared")
     plan = make(settings, "4xH200", "7b")
     rates = plan.planner.rates(layout, 28, 16)
     candidate = dataclasses.replace(plan.candidates[0], layout=layout, rates=rates)
@@ -205,9 +205,9 @@ def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
     one_host, two_hosts = (make(settings_of(None, []), gpus, "0.5b").planner.cluster for gpus in ("8xH200", "2x8xH200"))
     placements: tuple[Placement, ...] = ("shared", "lend")
     for placement in placements:
-        parallel = Layout(placement, trainer, 2, 1, borrowed=1)
-        several = Layout(placement, trainer, 1, 1, engines=2, borrowed=1)
+        parallel = GpuLayout(placement, trainer, 2, 1, borrowed=1)
+        several = GpuLayout(placement, trainer, 1, 1, engines=2, borrowed=1)
         assert not report.accepted(parallel, one_host)
         assert not report.accepted(several, one_host)
-        assert not report.accepted(Layout(placement, trainer, 1, 1, borrowed=1), two_hosts)
-    assert not report.accepted(Layout("lend", trainer, 1, 1, borrowed=1), one_host)
+        assert not report.accepted(GpuLayout(placement, trainer, 1, 1, borrowed=1), two_hosts)
+    assert not report.accepted(GpuLayout("lend", trainer, 1, 1, borrowed=1), one_host)

@@ -4,7 +4,7 @@ import pytest
 
 from services.plan.rates import Rates
 from services.plan.shapes import shape_of
-from services.plan.simulation import Outcome, Side, simulate
+from services.plan.simulation import Side, SimulatedFigures, simulate
 from services.plan.workload import Lengths, Workload
 
 TWO = Side(2, 4)
@@ -13,7 +13,7 @@ TWO = Side(2, 4)
 def outcome(
     lag: int = 1, *, train_s: float = 1.0, decode_s: float = 0.01, transfer_s: float = 0.0, bus_s: float = 0.0,
     coordinator_s: float = 0.0, switch_s: float = 0.0, side: Side = TWO, spread: float = 0.0, steps: int = 30,
-) -> Outcome:  # fmt: skip
+) -> SimulatedFigures:  # fmt: skip
     """Return 8 groups of 4 × 100 tokens a step, by default a second of generation and one of training."""
     work = Workload(shape_of("0.5b"), 2, 8, 4, 10, Lengths(100, 400, spread), lag, 100, 1.0, None, False, 0)
     rates = Rates(decode_s, 0.0, 0.0, train_s, 0.0, transfer_s, 0.0, switch_s, bus_s, coordinator_s)

@@ -159,7 +159,7 @@ async def test_an_idle_model_leaves_its_device_and_comes_back_for_work() -> None
         await batcher.run([Item(3)])
         await until(lambda: notes.moves == ["offload"])
         assert await batcher.run([Item(3, 0.5)]) == [0.5]
-        assert notes.moves == ["offload", "restore"]
+        assert notes.moves[:2] == ["offload", "restore"]
         await until(lambda: notes.moves == ["offload", "restore", "offload"])
         notes.fits_restore = False
         with pytest.raises(NoRoom, match="no memory for the model itself: the device is full"):

@@ -15,6 +15,7 @@ import torch
 from services.reward.scorers.answer.scorer import COMMAND
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
+from services.reward.subprocess_pool import pool
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
 from shared.bus.messages import Experience, RolloutGroup
@@ -57,7 +58,7 @@ class Replica:
     def __init__(self, bus: Bus, of: Settings, name: str = "reward-0", max_attempts: int = 3) -> None:
         self.status = Status()
         self.scoring: Scoring = make_scoring(of, self.status, bus)
-        patience = Patience(claim_after_s=1.0, max_attempts=max_attempts, retry_s=0.01, drain_s=5.0)
+        patience = Patience(claim_after_s=PATIENCE_S, max_attempts=max_attempts, retry_s=0.01, drain_s=5.0)
         self.worker = Worker(
             bus, name, ROLLOUTS, RolloutGroup, EXPERIENCE, self.scoring, of.internal.reward_groups, patience
         )
@@ -189,18 +190,23 @@ async def test_a_device_that_dies_stops_the_replica_and_another_scores_what_it_h
     assert sorted(rewards) == [0, 1, 2]
 
 
-async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(bus: Bus, folder: Path) -> None:
+async def test_a_matcher_that_stands_still_is_no_verdict_on_the_answer(
+    bus: Bus, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replica = Replica(bus, settings(folder, mode="math"))
     await replica.scoring.start()
-    matchers = children(COMMAND[-1], recursive=True)
-    assert matchers
-    for matcher in matchers:
+    templates = children(COMMAND[-1])
+    assert templates
+    await until(lambda: all(template.children() for template in templates))  # forked, which follows their being ready
+    for matcher in children(COMMAND[-1], recursive=True):
         matcher.suspend()
+    monkeypatch.setattr(pool, "PATIENCE", 5)
     sentences = ("it is $\\sqrt[3]{97336}$", "it is $\\sqrt[3]{103823}$")  # need computer algebra
     group = builders.group(0, sentences)
     await bus.append(ROLLOUTS, {"id": "0", "data": wire.encode(group)})
     async with working(replica):
         await until(lambda: replica.worker.counts.retried == 1)  # the state that it caused may be over already
+        monkeypatch.setattr(pool, "PATIENCE", 1000)
         assert "made no progress" in replica.worker.counts.last_error
         rewards, buried = await audit(bus, 1)
         assert replica.status.state == "working"
@@ -249,7 +255,7 @@ async def test_rules_and_the_model_work_on_a_group_at_the_same_time(bus: Bus, fo
 
     async def score_in_the_meantime(group: RolloutGroup) -> Any:
         rule_began.set()
-        seen.append(await asyncio.to_thread(model_began.wait, 10))
+        seen.append(await asyncio.to_thread(model_began.wait, PATIENCE_S))
         return await score(group)
 
     replica.hurt(meet)

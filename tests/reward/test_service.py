@@ -84,7 +84,7 @@ async def take(bus: Bus, stream: Stream, count: int) -> list[Delivery[Experience
 
 @contextlib.asynccontextmanager
 async def working(bus: Bus, handler: Scoring, max_attempts: int = 5) -> AsyncIterator[None]:
-    patience = Patience(claim_after_s=1.0, max_attempts=max_attempts, retry_s=0.01, drain_s=5.0)
+    patience = Patience(claim_after_s=PATIENCE_S, max_attempts=max_attempts, retry_s=0.01, drain_s=5.0)
     last = functools.partial(handler, last=True)
     worker = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, handler, 4, patience, last=last)
     stop = asyncio.Event()

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from shared.bus.messages import Experience, Purpose, RolloutGroup
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.process.telemetry import Status
 from shared.settings import Settings
-from tests.conftest import until
+from tests.conftest import free_port, until
 from tests.reward.scorers.test_judge import Endpoint, Reply, sequence, serving
 from tests.reward.test_reference import TEMPERATURE, group, trainers_own
 from tests.support import builders, tiny
@@ -244,9 +243,7 @@ def model_for_vllm() -> Any:
 
 @contextlib.contextmanager
 def vllm_server(folder: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = f"--model {folder} --served-model-name teacher --dtype float32 --max-model-len 128 --enforce-eager --port {port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *flags.split()]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ from shared.bus.streams import PROMPTS, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.process.device import DeviceLease
 from shared.process.telemetry import Status
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.raw_redis import raw
 
@@ -43,7 +43,7 @@ class Guest:
         self.generated = (5, 50)
         self.answers = asyncio.Event()
         self.taking = asyncio.Event()
-        patience = Patience(claim_after_s=30.0, drain_s=0.1)
+        patience = Patience(claim_after_s=PATIENCE_S, drain_s=0.1)
         self.worker = Worker(
             bus, "guest-0", PROMPTS, Prompt, ROLLOUTS, self._answer, 8, patience, self.taking, block_s=0.05
         )
@@ -81,7 +81,7 @@ async def playing(bus: Bus, guest: Guest, engine: Engine, lease: DeviceLease) ->
 async def grant(bus: Bus) -> int:
     """Grant what is requested; return the term."""
     requests = (await look_at_devices(bus, 1)).requests
-    return await grant_devices(bus, 1, requests[0], 30.0) if requests else 0
+    return await grant_devices(bus, 1, requests[0], PATIENCE_S) if requests else 0
 
 
 async def put(bus: Bus, *group_ids: int) -> None:
@@ -91,7 +91,7 @@ async def put(bus: Bus, *group_ids: int) -> None:
 
 async def test_a_guest_pauses_takes_nothing_while_away_and_hands_back_after_two_steps(bus: Bus) -> None:
     await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
-    guest, engine, lease = Guest(bus), Engine(), DeviceLease(bus, "guest-0", "load", (0,))
+    guest, engine, lease = Guest(bus), Engine(), DeviceLease(bus, "guest-0", "load", (0,), PATIENCE_S)
     await put(bus, 0, 1)
     async with playing(bus, guest, engine, lease):
         await until(lambda: grant(bus))
@@ -109,7 +109,7 @@ async def test_a_guest_pauses_takes_nothing_while_away_and_hands_back_after_two_
         guest.newest_step = 2
         await until(lambda: guest.worker.held == 0)
         assert await bus.length(PROMPTS) == 3, "another replica generates them, and what the guest never took"
-        other = await bus.reclaim(PROMPTS, Prompt, "rollout-0", 30.0, 8)
+        other = await bus.reclaim(PROMPTS, Prompt, "rollout-0", PATIENCE_S, 8)
         assert sorted((delivery.group_id, delivery.attempts) for delivery in other) == [("0", 1), ("1", 1)]
         await until(lambda: grant(bus))
         await until(lambda: guest.worker.held == 1)
@@ -120,7 +120,7 @@ async def test_a_guest_pauses_takes_nothing_while_away_and_hands_back_after_two_
 
 async def test_a_guest_continues_in_its_next_turn_what_it_paused(bus: Bus) -> None:
     await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
-    guest, engine, lease = Guest(bus), Engine(), DeviceLease(bus, "guest-0", "load", (0,))
+    guest, engine, lease = Guest(bus), Engine(), DeviceLease(bus, "guest-0", "load", (0,), PATIENCE_S)
     await put(bus, 0)
     async with playing(bus, guest, engine, lease):
         for _ in range(3):

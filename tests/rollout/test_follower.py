@@ -29,7 +29,7 @@ from tests.support import tiny, weights
 from tests.support.raw_redis import raw
 from tests.support.tolerance import FORWARD
 
-DEADLINE_S = 5.0
+DEADLINE_S = PATIENCE_S
 
 
 def engine(seed: int = 1) -> TransformersEngine:
@@ -151,7 +151,7 @@ async def test_a_version_comes_by_file_where_nothing_else_works(bus: Bus, tmp_pa
 
     deaf = Deaf(tiny.opened(tiny.model(1), stop=(999,)), max_rows=8)
     before = failures("gloo", "receive"), pulls("file")
-    with weights.serving(folder=tmp_path) as trainer:
+    with weights.serving(folder=tmp_path, deadline_s=20.0) as trainer:
         async with replica(bus, deaf) as member:
             await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
             await member.holds(0)
@@ -185,7 +185,7 @@ async def test_a_replica_that_joins_at_version_50_pulls_from_a_peer_that_holds_i
             await first.holds(50)
             first.status.state = "working"
             stop = asyncio.Event()
-            beating = asyncio.ensure_future(Presence(bus, "rollout", "rollout-0", 1.0, first.status).run(stop))
+            beating = asyncio.ensure_future(Presence(bus, "rollout", "rollout-0", 60.0, first.status).run(stop))
             await until(lambda: raw(bus).exists(bus.keys.named("service:rollout-0")))
             trainer.withdraw(0.0)  # it no longer has the head
             before = pulls("peer")
@@ -208,9 +208,12 @@ async def test_a_version_that_was_overtaken_is_given_up_between_two_sources(bus:
     with weights.serving() as trainer, weights.serving() as peer:
         record = weights.offered(trainer, weights.fill(version(0), 0))
         async with replica(bus, ScriptedEngine(receive=receive)) as member:
+            peer._shelf._patience_s = PATIENCE_S
             await announce(bus, record, rollout_0=(peer.address, trainer.address))  # the peer never has it
             await until(lambda: member.puller._sessions)  # it waits there
-            await announce(bus, weights.offered(trainer, weights.fill(version(1), 1)))
+            await announce(bus, weights.offered(trainer, newer := weights.fill(version(1), 1)))
+            await until(lambda: member.follower.newest_step == 1)
+            peer.offer(newer)  # ends the wait there
             await member.holds(1)
             assert not member.follower.failing
     assert asked == [1]
@@ -218,7 +221,7 @@ async def test_a_version_that_was_overtaken_is_given_up_between_two_sources(bus:
 
 
 async def test_other_weights_of_the_same_number_are_refused(bus: Bus) -> None:
-    with weights.serving() as impostor, weights.serving() as trainer:
+    with weights.serving(deadline_s=20.0) as impostor, weights.serving() as trainer:
         impostor.offer(weights.fill(version(9), 0))
         async with replica(bus, engine()) as member:
             record = weights.offered(trainer, weights.fill(version(0), 0))

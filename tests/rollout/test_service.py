@@ -66,7 +66,7 @@ async def announce_at(bus: Bus, location: Path, version: int, digest: str) -> No
     await bus.publish(streams.POLICY, PolicyUpdate(record, 0.0), str(version))
 
 
-async def evaluate(bus: Bus, version: int, *replicas: str, timeout_s: float = 60.0) -> None:
+async def evaluate(bus: Bus, version: int, *replicas: str, timeout_s: float = PATIENCE_S) -> None:
     held = Holding(PolicyVersion(version), replicas, timeout_s).encode()
     await raw(bus).hset(bus.keys.named("evaluation"), mapping={"version": version, "holding": held})
 
@@ -76,6 +76,14 @@ async def put(bus: Bus, prompt: Prompt, stream: Stream = streams.PROMPTS) -> Non
 
 
 async def take(bus: Bus, stream: Stream = streams.ROLLOUTS) -> list[Delivery[RolloutGroup]]:
+    deliveries: list[Delivery[RolloutGroup]] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while not deliveries:
+            deliveries = await look(bus, stream)
+    return deliveries
+
+
+async def look(bus: Bus, stream: Stream = streams.ROLLOUTS) -> list[Delivery[RolloutGroup]]:
     return await bus.read(stream, RolloutGroup, "test", 100, 5.0)
 
 
@@ -87,10 +95,10 @@ def rollout(
         engine,
         CharacterCodec(),
         status or Status(),
-        Puller(engine.place, engine.ranks, 5.0, weights.secret),
-        WeightsSettings(deadline_s=5.0),
+        Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret),
+        WeightsSettings(deadline_s=PATIENCE_S),
         replica=name,
-        patience=Patience(claim_after_s=5.0, drain_s=drain_s),
+        patience=Patience(claim_after_s=PATIENCE_S, drain_s=drain_s),
         max_groups=4,
         group_size=2,
     )
@@ -302,8 +310,10 @@ async def test_a_snapshot_that_comes_late_is_pulled_when_it_is_there(
 
 async def test_a_waiter_is_sent_away_only_while_pulls_keep_failing(bus: Bus, tmp_path: Path) -> None:
     engine = ScriptedEngine()
-    puller = Puller(engine.place, engine.ranks, 5.0, weights.secret)
-    follower = Follower(bus, engine, Status(), "rollout-0", puller, deadline_s=5.0, probe_gap_nats=0.05, give_up_s=0.0)
+    puller = Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret)
+    follower = Follower(
+        bus, engine, Status(), "rollout-0", puller, deadline_s=PATIENCE_S, probe_gap_nats=0.05, give_up_s=0.0
+    )
     waiting = asyncio.ensure_future(follower.wait_for(PolicyVersion(1)))
     following = asyncio.ensure_future(follower.run())
     await announce_at(bus, tmp_path / "absent", 1, "0" * 64)
@@ -375,17 +385,20 @@ async def test_a_process_serves_a_real_policy_until_sigterm_and_ends_with_code_0
     await put(bus, builders.prompt(1, "1+2=", samples=3))
     deliveries: list[Delivery[RolloutGroup]] = []
     while not deliveries:
-        deliveries = await take(bus)
+        deliveries = await look(bus)
         assert process.returncode is None
     assert len(deliveries[0].message().samples) == 3
     assert deliveries[0].message().versions == {0}
-    (beat,) = await heartbeats(bus)
-    assert (beat.service, beat.replica) == ("rollout", "rollout-0")
+    await until(lambda: _beats(bus, "rollout", "rollout-0"))
     process.send_signal(signal.SIGTERM)
     _, errors = await asyncio.wait_for(process.communicate(), 180)
     assert process.returncode == 0, errors.decode()
     assert await heartbeats(bus) == []
     await bus.close()
+
+
+async def _beats(bus: Bus, service: str, replica: str) -> bool:
+    return [(beat.service, beat.replica) for beat in await heartbeats(bus)] == [(service, replica)]
 
 
 async def test_a_replica_keeps_the_evaluated_version_until_its_evaluation_is_over(

@@ -5,14 +5,14 @@ import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from tests.conftest import need, need_module
+from tests.conftest import PATIENCE_S, need, need_module
 
 if TYPE_CHECKING:
     from playwright.async_api import Page
 
 # CI runs as root in a container; only this coordinator's page is opened.
 CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync")
-WAIT_MS = 30_000
+WAIT_MS = 1000 * PATIENCE_S
 
 
 @contextlib.asynccontextmanager
@@ -25,7 +25,7 @@ async def opened(url: str, width: int = 1280) -> AsyncIterator["Page"]:
     wrong: list[str] = []
     asked: set[str] = set()
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium, args=list(CHROMIUM))
+        browser = await playwright.chromium.launch(executable_path=chromium, args=list(CHROMIUM), timeout=WAIT_MS)
         page = await browser.new_page(viewport={"width": width, "height": 900})
         page.set_default_timeout(WAIT_MS)
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)

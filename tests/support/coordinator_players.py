@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from services.coordinator.api import dependencies, middleware
 from services.coordinator.service import Coordinator, assemble, load_data
 from shared.bus import streams
 from shared.bus.bus import Bus
@@ -38,6 +39,9 @@ from tests.conftest import PATIENCE_S
 
 Reward = Callable[[Prompt], float]
 
+for module in (dependencies, middleware):
+    module.ANSWER_WITHIN_S = PATIENCE_S  # type: ignore[attr-defined]
+
 
 def write_problems(path: Path, count: int) -> Path:
     """Row i asks "i+i=" and answers 2i."""
@@ -54,6 +58,7 @@ def settings(folder: Path, *, steps: int = 4, heldout: int = 0, problems: int = 
         "evaluation": {"every_steps": 2, "problems": 3},
         "sampling": {"group_size": 2, "max_new_tokens": 4},
         "algorithm": {"groups_per_step": 2, "max_lag": 1},
+        "weights": {"deadline_s": PATIENCE_S},
     }
     if heldout:
         values["evaluation"]["path"] = write_problems(folder / "heldout.jsonl", heldout)
@@ -162,7 +167,7 @@ async def replicas(bus: Bus, reward: Reward = lambda prompt: 1.0, evaluating: bo
         rewards = np.full(len(group.samples), value, dtype=np.float32)
         return Experience(group, rewards, (scores,) * len(group.samples), 3.0, 0.1)
 
-    patience = Patience(claim_after_s=5.0, max_attempts=1, drain_s=0.0)
+    patience = Patience(claim_after_s=PATIENCE_S, max_attempts=1, drain_s=0.0)
     routes: list[tuple[Stream, Any, Stream, Any]] = [
         (streams.PROMPTS, Prompt, streams.ROLLOUTS, generate),
         (streams.ROLLOUTS, RolloutGroup, streams.EXPERIENCE, score),

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from services.reward.executor.inside import syscalls
-from tests.conftest import PATIENCE_S, need
+from tests.conftest import PATIENCE_S, free_port, need
 
 ROOT = Path(__file__).parents[2]
 POD_USER = 64_123
@@ -57,7 +57,7 @@ class Running:
     port: int
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=PATIENCE_S) as answer:
             return str(answer.read().decode())
 
     def ready(self) -> dict[str, Any]:
@@ -83,9 +83,7 @@ def running(*flags: str, wrapper: Sequence[str] = (), pass_fds: Sequence[int] = 
         secret.chmod(0o666)
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            metrics = probe.getsockname()[1]
+        metrics = free_port()
         command = [part.replace("@FOLDER@", name) for part in wrapper]
         command += arguments(f"unix:{name}/executor.sock", "--run.metrics_port", str(metrics), *flags)
         environment = {"PATH": os.environ["PATH"], "A_SECRET": "of the host", "PYTHONPATH": str(ROOT)}
@@ -103,7 +101,7 @@ def running(*flags: str, wrapper: Sequence[str] = (), pass_fds: Sequence[int] = 
 
 
 def _wait(running: Running, log: Path) -> None:
-    until_s = time.monotonic() + 90
+    until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s:
         if running.process.poll() is not None:
             raise AssertionError(f"the executor ended: {log.read_text()}")

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from shared.settings.trainer import StoreSettings
+from tests.conftest import PATIENCE_S
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -42,7 +43,7 @@ class Storage:
 
     def deny(self, *, denied: bool = True) -> None:
         """Deny all requests."""
-        httpx.post(f"{self.endpoint}/moto-api/reset-auth", content="0" if denied else "1000000000")
+        httpx.post(f"{self.endpoint}/moto-api/reset-auth", content="0" if denied else "1000000000", timeout=PATIENCE_S)
 
     def settings(self, **more: Any) -> StoreSettings:
         return StoreSettings(**{"uri": "s3://runs/team", "endpoint": self.endpoint, **more})

@@ -22,7 +22,7 @@ async def work(url: str, run_id: str, name: str, poison: int) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     bus = await Bus.connect(url, run_id)
-    patience = Patience(claim_after_s=0.5, max_attempts=2, retry_s=0.01, drain_s=5.0)
+    patience = Patience(claim_after_s=180.0, max_attempts=2, retry_s=0.01, drain_s=60.0)
     await Worker(bus, name, PROMPTS, Prompt, ROLLOUTS, handle, 16, patience).run(stop)
     await bus.close()
 

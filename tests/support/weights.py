@@ -16,6 +16,7 @@ from shared.weights.receiver.puller import file_offer
 from shared.weights.receiver.receiver import Receiver
 from shared.weights.source.source import WeightSource
 from shared.weights.transport.offer import Offer
+from tests.conftest import PATIENCE_S
 
 CPU = torch.device("cpu")
 SECRET = b"the secret of a run"
@@ -37,7 +38,7 @@ def write(folder: Path, tensors: Named, version: int) -> PolicyRecord:
 
 async def stage(engine: Engine, tensors: Named, version: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        await engine.stage(file_offer(write(Path(folder), tensors, version), 10.0))
+        await engine.stage(file_offer(write(Path(folder), tensors, version), PATIENCE_S))
 
 
 async def load(engine: Engine, tensors: Named, version: int) -> SwapReport:
@@ -53,9 +54,13 @@ def fill(tensors: Mapping[str, torch.Tensor], version: int, bucket_bytes: int = 
 
 
 @contextmanager
-def serving(snapshot: FlatSnapshot | None = None, folder: Path | None = None) -> Iterator[WeightSource]:
-    """A real local source."""
-    source = WeightSource("127.0.0.1", 0, secret, deadline_s=10.0, file_folder=folder)
+def serving(
+    snapshot: FlatSnapshot | None = None, folder: Path | None = None, deadline_s: float = PATIENCE_S
+) -> Iterator[WeightSource]:
+    """A real local source. A puller that does not join its group leaves a thread, which ends after ``deadline_s``:
+    20 s where a test has such pullers, as the tests' process waits for it (``tests/conftest.py``).
+    """
+    source = WeightSource("127.0.0.1", 0, secret, deadline_s=deadline_s, file_folder=folder)
     if snapshot is not None:
         source.offer(snapshot)
     try:

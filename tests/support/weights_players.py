@@ -25,16 +25,18 @@ from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.errors import WeightsError
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Header, Layout, plan_layout
+from shared.weights.receiver import puller as pullers
 from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
 from shared.weights.source import session
 from shared.weights.source.source import WeightSource
 from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
+from tests.conftest import PATIENCE_S
 from tests.support import weights
 
 CPU = torch.device("cpu")
-CALL_S = 20.0
+CALL_S = PATIENCE_S
 Tensors = list[tuple[str, torch.Tensor]]
 
 
@@ -188,6 +190,7 @@ class Replica:
         self.receiver = Receiver(rank, ranks, self.device)
         self.source = WeightSource("127.0.0.1", 0, weights.secret, deadline_s=deadline_s)
         self.shadow: FlatSnapshot | None = None
+        self._begun = 0
         self._loop = asyncio.new_event_loop()
         self._reasons = Reasons()
         logging.getLogger("shared.weights.receiver.puller").addHandler(self._reasons)
@@ -200,6 +203,7 @@ class Replica:
 
     async def _pull(self, source: str, record: PolicyRecord) -> str:
         offer = await self.puller.ask(source, record)
+        self._begun += 1
         error: str | None = "the receive did not end"
         try:
             await asyncio.to_thread(self._stage, offer)
@@ -222,6 +226,13 @@ class Replica:
             self.shadow = FlatSnapshot(offer.layout, self.device)
         self.source.offer(self.shadow)
         self.receiver.receive(offer, self.shadow)
+
+    def begun(self) -> int:
+        """Return the number of pulls that a source began."""
+        return self._begun
+
+    def wait_for_answers(self, deadline_s: float) -> None:
+        self.puller._deadline_s = deadline_s
 
     def reasons(self) -> list[str]:
         return self._reasons.texts
@@ -266,6 +277,7 @@ class Replica:
 
 def _serve(connection: Connection, kind: type, arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    pullers._REASON_S = PATIENCE_S  # a busy source says its reason late
     actor = kind(**arguments)
     lock = threading.Lock()
 
@@ -305,6 +317,10 @@ class Player:
         self._connection.send((self._number, method, given))
         return self._number
 
+    def answered(self, number: int) -> bool:
+        """Whether the answer had come when another was read."""
+        return number in self._answers
+
     def result(self, number: int, timeout_s: float = CALL_S) -> Any:
         ends_at_s = time.monotonic() + timeout_s
         while number not in self._answers:
@@ -329,7 +345,7 @@ class Player:
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
-        self.process.join(10)
+        self.process.join(PATIENCE_S)
         self._connection.close()
 
 

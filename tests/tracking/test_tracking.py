@@ -24,7 +24,7 @@ from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.evaluations import EVALUATIONS
 from shared.errors import SettingsError
-from tests.conftest import Server, until
+from tests.conftest import PATIENCE_S, Server, until
 from tests.support.coordinator_players import report
 from tests.support.trackers import READERS
 
@@ -56,7 +56,7 @@ class Tracking:
         self.client = self.connect()
         self.follower = self.follow()
 
-    def connect(self, timeout_s: float = 60.0) -> SinkClient:
+    def connect(self, timeout_s: float = PATIENCE_S) -> SinkClient:
         run = TrackedRun("run", "penstock", self.folder, {"trainer.learning_rate": "0.1"})
         self.client = SinkClient(self.name, run, timeout_s)
         return self.client
@@ -87,7 +87,7 @@ class Tracking:
 async def tracking(bus: Bus, tmp_path: Path, tracker: str) -> AsyncIterator[Tracking]:
     made = Tracking(bus, tmp_path, tracker)
     yield made
-    await made.client.close(60.0)
+    await made.client.close(PATIENCE_S)
 
 
 @pytest.fixture
@@ -115,14 +115,14 @@ async def test_a_step_that_was_written_but_not_acknowledged_is_in_the_tracker_on
     assert await follower.deliver()
     await tracking.put(5)
     assert await follower.deliver()
-    await tracking.client.close(60.0)
+    await tracking.client.close(PATIENCE_S)
     assert tracking.shown() == points(1, 2, 3, 4, 5)
 
 
 async def test_a_rollback_begins_a_segment_of_its_own(tracking: Tracking) -> None:
     await tracking.put(1, 2, 3, 2, 3, 4)
     assert await tracking.follower.deliver()
-    await tracking.client.close(60.0)
+    await tracking.client.close(PATIENCE_S)
     assert tracking.shown() == points(1, 2, 3)
     assert tracking.shown("run-segment-1") == points(2, 3, 4)
 
@@ -132,7 +132,7 @@ async def test_an_evaluation_is_in_the_tracker_once(tracking: Tracking) -> None:
     await tracking.bus.write(EVALUATIONS, "HSET", "0", json.dumps([EVALUATION]))
     assert await tracking.follower.deliver()
     assert not await (await tracking.restart()).deliver()
-    await tracking.client.close(60.0)
+    await tracking.client.close(PATIENCE_S)
     read = READERS[tracking.name]
     assert read(tracking.folder, "run", "eval/heldout/accuracy") == [(0, 0.5)]
     assert read(tracking.folder, "run", "eval/heldout/pass_at_2") == [(0, 0.75)]
@@ -158,7 +158,7 @@ async def test_a_sink_that_hangs_is_killed_and_its_steps_are_sent_again(tensorbo
     await tensorboard.put(2)
     assert not await tensorboard.follower.deliver()
     assert tensorboard.follower.trouble == "no answer within 0.2 s"
-    tensorboard.client._timeout_s = 60.0
+    tensorboard.client._timeout_s = PATIENCE_S
     assert await tensorboard.follower.deliver()
     assert tensorboard.follower.trouble == ""
     assert tensorboard.events == [
@@ -189,7 +189,7 @@ async def test_a_cancelled_delivery_loses_nothing(tensorboard: Tracking) -> None
     delivering.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await delivering
-    await tensorboard.follower.finish(60.0)
+    await tensorboard.follower.finish(PATIENCE_S)
     assert tensorboard.shown() == points(1, 2)
 
 
@@ -205,7 +205,7 @@ async def test_the_service_shows_each_step_once_though_it_is_killed(server: Serv
         )
     )
     folder = tmp_path / f"tracked-{os.getpid()}"
-    bus = await Bus.connect(server.url, folder.name, wait_s=10.0)
+    bus = await Bus.connect(server.url, folder.name, wait_s=PATIENCE_S)
     offset = folder / "tracking" / "tensorboard.json"
     command = [sys.executable, "-m", "services.tracking", "--config", str(config), "--replica", "tracking-0"]
     try:
@@ -230,7 +230,7 @@ async def _run(command: list[str], done: Callable[[], bool], end: signal.Signals
         await until(done)
     finally:
         process.send_signal(end)
-        process.wait(60)
+        process.wait(PATIENCE_S)
 
 
 def _after(offset: Path, step: int) -> bool:

@@ -28,7 +28,7 @@ from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.errors import SettingsError
 from shared.settings import LoraSettings, Settings
 from tests.support.tolerance import FORWARD, GRADIENT
-from tests.trainer.algorithm.test_update import One, batch, settings, timeless
+from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -67,7 +67,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "dpo", "tis"])
 def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory: Any, preset: str) -> None:
-    whole, tight = One(settings(preset=preset)), One(settings(preset=preset))
+    whole, tight = Rank(settings(preset=preset)), Rank(settings(preset=preset))
     expected = whole.learn(batch())
     memory(15)
     figures = tight.learn(batch())
@@ -80,7 +80,7 @@ def test_a_micro_batch_that_does_not_fit_is_cut_and_the_step_is_the_same(memory:
 
 @pytest.mark.parametrize("refused", [refused_by_a_device, refused_by_the_host])
 def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any, refused: Callable[[], None]) -> None:
-    learner = One(settings())
+    learner = Rank(settings())
     # prompts of 3, 4, 5, 6, samples of 2, 5, 3, 4: only 6 + 5 − 1 exceeds 9
     memory(9, refused)
     figures = learner.learn(batch())
@@ -93,7 +93,7 @@ def test_a_sample_that_does_not_fit_alone_is_left_out_and_counted(memory: Any, r
 def test_a_replay_with_its_plan_repeats_what_was_cut_and_left_out_to_the_bit(
     memory: Any, variant: dict[str, Any]
 ) -> None:
-    made, repeated, unplanned = (One(settings(**variant)) for _ in range(3))
+    made, repeated, unplanned = (Rank(settings(**variant)) for _ in range(3))
     with memory(9):
         figures = made.learn(batch())
     assert figures["micro_batch_splits"] > figures["dropped_out_of_memory"] > 0.0
@@ -109,18 +109,18 @@ def test_a_replay_repeats_the_dropout_of_adapters_whatever_was_drawn_before(memo
     of = settings()
     lora = {"rank": 4, "dropout": 0.3}
     of = of.model_copy(update={"policy": of.policy.model_copy(update={"lora": LoraSettings.model_validate(lora)})})
-    made, repeated = One(of), One(of)
+    made, repeated = Rank(of), Rank(of)
     with memory(9):
         figures = made.learn(batch())
     torch.rand(7)
     assert timeless(repeated.learn(batch(), plan=made.learner.plan)) == timeless(figures)
     assert all(torch.equal(repeated.weights()[name], tensor) for name, tensor in made.weights().items())
-    other = One(of)
+    other = Rank(of)
     assert other.learn(batch(), step=2)["grad_norm"] != figures["grad_norm"], "each step draws its own"
 
 
 def test_a_replay_lays_out_as_the_step_was_where_the_cap_was_raised_and_anew_where_it_was_lowered() -> None:
-    made, raised, lowered = One(settings(24)), One(settings(4096)), One(settings(12))
+    made, raised, lowered = Rank(settings(24)), Rank(settings(4096)), Rank(settings(12))
     made.learn(batch())
     plan = made.learner.plan
     assert plan is not None
@@ -134,7 +134,7 @@ def test_a_replay_lays_out_as_the_step_was_where_the_cap_was_raised_and_anew_whe
 
 
 def test_without_memory_for_anything_it_says_so(memory: Any) -> None:
-    learner = One(settings())
+    learner = Rank(settings())
     memory(0)
     with pytest.raises(torch.OutOfMemoryError, match=r"lower trainer\.micro_batch_tokens"):
         learner.learn(batch())
@@ -144,7 +144,7 @@ def test_an_error_that_is_no_lack_of_memory_is_a_bug(memory: Any) -> None:
     def broken() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    learner = One(settings())
+    learner = Rank(settings())
     memory(15, broken)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         learner.learn(batch())
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zer
     of = settings()
     trainer = of.trainer.model_copy(update={"zero_stage": zero_stage})
     of = of.model_copy(update={"trainer": trainer})
-    poisoned, clean = One(of), One(of)
+    poisoned, clean = Rank(of), Rank(of)
     before = poisoned.whole()
     with pytest.raises(NotFinite, match="finite gradient of the policy at step 1") as caught:
         poisoned.learn(poison(batch()))
@@ -190,7 +190,7 @@ def test_a_gradient_that_is_not_finite_reaches_neither_weights_nor_optimizer(zer
     assert all(torch.equal(after[name], tensor) for name, tensor in poisoned.whole().items())
 
 
-def optimizer_tensors(learner: One) -> list[torch.Tensor]:
+def optimizer_tensors(learner: Rank) -> list[torch.Tensor]:
     """All optimizer tensors: moments, step counters, float32 weights."""
     engines = [engine for engine in (learner.engine, learner.critic) if engine is not None]
     states = [engine._engine.optimizer.state_dict() for engine in engines]
@@ -202,7 +202,7 @@ def optimizer_tensors(learner: One) -> list[torch.Tensor]:
 def test_a_trial_leaves_weights_optimizer_and_random_numbers_as_they_were(zero_stage: int, preset: str) -> None:
     of = settings(preset=preset, micro_batch_tokens=24)
     of = of.model_copy(update={"trainer": of.trainer.model_copy(update={"zero_stage": zero_stage})})
-    tried, untried = One(of), One(of)
+    tried, untried = Rank(of), Rank(of)
     for learner in (tried, untried):
         learner.learn(batch())
     weights, optimizer, numbers = tried.whole(), optimizer_tensors(tried), torch.get_rng_state()
@@ -218,7 +218,7 @@ def test_a_trial_leaves_weights_optimizer_and_random_numbers_as_they_were(zero_s
 
 
 def test_a_group_that_fails_in_the_backward_pass_only_fails_its_trial() -> None:
-    learner = One(settings())
+    learner = Rank(settings())
     (parameter,) = [
         p for name, p in learner.engine.policy.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight")
     ]
@@ -232,14 +232,14 @@ def test_a_group_that_fails_in_the_backward_pass_only_fails_its_trial() -> None:
 
 
 def test_a_trial_cuts_what_does_not_fit_as_a_step_does(memory: Any) -> None:
-    learner = One(settings())
+    learner = Rank(settings())
     with memory(12):
         learner.try_out(batch()[0])
 
 
 def test_once_some_weights_moved_the_error_says_so() -> None:
     data = batch()
-    learner = One(settings(preset="tis", minibatches=4))
+    learner = Rank(settings(preset="tis", minibatches=4))
     with pytest.raises(NotFinite) as caught:
         learner.learn([*data[:1], *poison(data[1:2]), *data[2:]])
     order = np.random.default_rng([0, 1]).permutation(4).tolist()
@@ -259,7 +259,7 @@ def trainer(folder: Path) -> Trainer:
         }
     )
     artifacts = Rank0Artifacts(of, Publication(of, "127.0.0.1", lambda: b""))
-    return Trainer(One(of).engine, of, NoMailbox(), artifacts)
+    return Trainer(Rank(of).engine, of, NoMailbox(), artifacts)
 
 
 def trained(by: Trainer) -> Result:

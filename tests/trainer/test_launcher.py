@@ -18,7 +18,7 @@ from tests.conftest import PATIENCE_S, until
 
 LAUNCH = (
     "import sys\nfrom services.trainer.launcher import launch\nfrom shared.settings import TrainerSettings\n"
-    "sys.exit(launch([sys.executable, '-c', sys.argv[1], *sys.argv[2:]], TrainerSettings(ranks=3), drain_s=0.0))"
+    "sys.exit(launch([sys.executable, '-c', sys.argv[1], *sys.argv[2:]], TrainerSettings(ranks=3), drain_s=600.0))"
 )
 WAITING = (
     "import os, signal, sys, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n"

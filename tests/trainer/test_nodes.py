@@ -16,7 +16,7 @@ from services.up.prepare import prepare
 from shared.bus.stores.policy.ledger import RunState
 from shared.errors import SettingsError
 from shared.settings import load
-from tests.conftest import PATIENCE_S, Server, free_port
+from tests.conftest import PATIENCE_S, Server, free_port, until
 from tests.support import forge
 from tests.support.listeners import listeners
 from tests.support.tolerance import ADAM_MOVEMENT, moved_apart
@@ -52,7 +52,7 @@ def kill(host: forge.Started) -> None:
 
 
 def answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2.0) as answer:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         return bool(json.load(answer)["ready"])
     return False
 
@@ -72,12 +72,12 @@ async def test_two_hosts_train_as_one_and_come_back_when_one_of_them_dies(tmp_pa
         await feed(bus, 0, 2 * GROUPS)
         with hosts(two, free_port(), metrics) as (first, second):
             await two.reaches(ledger, 2, first)
-            assert await asyncio.to_thread(answers, f"http://127.0.0.1:{metrics}/readyz")
-            assert await asyncio.to_thread(answers, f"http://127.0.0.2:{metrics}/readyz")
+            for host in ("127.0.0.1", "127.0.0.2"):
+                await until(lambda host=host: asyncio.to_thread(answers, f"http://{host}:{metrics}/readyz"))
             seen = listeners(first.pid, second.pid)
             assert {listener.address for listener in seen} <= {"127.0.0.1", "127.0.0.2"}, seen
             kill(second)
-            assert await asyncio.to_thread(first.wait, 60) != 0  # its supervisor restarts it
+            assert await asyncio.to_thread(first.wait, PATIENCE_S) != 0  # its supervisor restarts it
         await feed(bus, 2 * GROUPS, GROUPS)
         with hosts(two, free_port(), metrics, forked=True) as (first, _):
             await two.reaches(ledger, 3, first)

@@ -14,7 +14,7 @@ import torch
 from tests.support import tiny, tiny_hybrids, trainer_ranks
 from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, moved_apart, smooth_adam
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("one_rank")]
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = (
@@ -29,7 +29,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     done = subprocess.run(
         [sys.executable, "-c", LAUNCH, sys.executable, "-m", "tests.support.trainer_ranks", folder],
-        cwd=ROOT, capture_output=True, text=True, timeout=400,
+        cwd=ROOT, capture_output=True, text=True, timeout=1100,
         env={**{name: value for name, value in os.environ.items() if name not in names}, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -396,7 +396,7 @@ async def test_the_trainer_goes_back_without_a_restart_and_repeats_its_step_bit_
         await until(lambda: _newest_is(ledger, 5))
         await until(lambda: _has_checkpoint(ledger, 5))
         assert await ledger.checkpoints() == {2: str(_folder(run, 2)), 5: str(_folder(run, 2))}
-        assert not _folder(run, 4).exists()
+        await until(lambda: not _folder(run, 4).exists())
         assert await read_signals(bus) == signals, "to the bit"
         again = _weights(await ledger.policy(V(5)))
         assert all(torch.equal(again[name], second[name]) for name in second)

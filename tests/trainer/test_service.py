@@ -76,7 +76,7 @@ class Run:
             f'[policy]\nmodel = "{MODEL}"\ndtype = "float32"\n'
             "[sampling]\nmax_new_tokens = 8\n[data]\ncurriculum = true\n"
             f"[algorithm]\ngroups_per_step = {GROUPS}\nmax_lag = {STEPS}\n{algorithm}\n"
-            f'[weights]\ntransport = "{transport}"\ndeadline_s = 5\nfolder = "{folder}/weights-{run_id}"\n'
+            f'[weights]\ntransport = "{transport}"\ndeadline_s = {PATIENCE_S}\nfolder = "{folder}/weights-{run_id}"\n'
             "[trainer]\nlearning_rate = 1e-3\nadam_betas = [0.9, 0.99]\n"
             + "".join(f"{name} = {value}\n" for name, value in options.items())
             + f"[internal]\n{internal}\n"
@@ -257,7 +257,7 @@ async def pulled(ledger: Ledger) -> tuple[PolicyRecord, dict[str, torch.Tensor]]
     assert record is not None
     secret = RunSecret(ledger._bus)
     await secret.refresh()
-    puller, receiver = Puller(DeviceLocation("cpu", (), boot_id()), 1, 5.0, secret), Receiver(1, 1, weights.CPU)
+    puller, receiver = Puller(DeviceLocation("cpu", (), boot_id()), 1, PATIENCE_S, secret), Receiver(1, 1, weights.CPU)
     try:
         offer = await puller.ask(record.source, record)
         shadow = FlatSnapshot(offer.layout, weights.CPU)
@@ -371,7 +371,7 @@ async def test_what_cannot_be_trained_on_leaves_with_its_reason_and_the_rest_is_
         await feed(bus, 10, 1)  # the same group twice
         await run.reaches(ledger, 1, process)
         await feed(bus, 20, 1)
-        await until(lambda: _ended(bus, 6))
+        await until(lambda: _ended(bus, 5 + GROUPS))
         assert await bus.counts() == {
             "dead:experience": 3, "dropped:too_long": 1, "dropped:duplicate": 1, "trained": GROUPS,
         }  # fmt: skip

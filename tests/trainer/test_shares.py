@@ -20,7 +20,7 @@ from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
 from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.support import weights
 from tests.support.sharing_ranks import VERSION
 from tests.support.weights_players import CPU, Replica, Start, fingerprint, players
@@ -32,7 +32,7 @@ LAUNCH = (
     "import sys\nfrom services.trainer.launcher import launch\nfrom shared.settings import TrainerSettings\n"
     "sys.exit(launch(sys.argv[2:], TrainerSettings(ranks=int(sys.argv[1])), drain_s=0.0))"
 )
-DEADLINE_S = 20.0
+DEADLINE_S = PATIENCE_S
 Launch = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -50,7 +50,7 @@ def trainer(folder: Path, ranks: int, stages: str, *held: str) -> Iterator[subpr
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(20)
+        process.wait(PATIENCE_S)
 
 
 async def published(folder: Path, stage: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ async def test_a_rank_killed_during_a_pull_ends_it_and_the_next_trainer_is_pulle
         with pytest.raises(WeightsError):
             replica.result(pull, 2 * DEADLINE_S)
         assert replica.call("holds") is None
-        assert process.wait(60) != 0
+        assert process.wait(PATIENCE_S) != 0
     (tmp_path / "zero-3.json").unlink()
     with trainer(tmp_path, 2, "3") as process:
         made = await published(tmp_path, "3", process)

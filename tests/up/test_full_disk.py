@@ -8,14 +8,14 @@ import pytest
 from redis.exceptions import ResponseError
 
 from services.cli.__main__ import main
-from services.coordinator.api.server import Server
+from services.coordinator.api.server import ApiServer
 from services.coordinator.records.jsonl import Lines
 from services.coordinator.records.recorder import Recorder
 from services.trainer.rank0.branch import note_version, noted_version
 from services.up.disk_space import Room
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.files.durable import LEAST_BYTES, Kept, write_whole
+from shared.files.durable import LEAST_BYTES, UpdatedFile, write_whole
 from shared.process.telemetry import tell
 from tests.conftest import until
 from tests.support.disks import Disk, small_disk
@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was_and_nothing_is_left
 
 async def test_the_table_of_processes_is_written_as_soon_as_there_is_room_and_both_are_said(disk: Disk) -> None:
     said: list[str] = []
-    table = Kept(disk.folder / "up.json", said.append)
+    table = UpdatedFile(disk.folder / "up.json", said.append)
     with disk.full():
         table.write("first" * 1000)
         table.write("second" * 1000)
@@ -77,7 +77,7 @@ async def test_records_wait_for_room_and_none_is_lost_or_written_twice(bus: Bus,
 
 
 def test_the_coordinator_answers_though_its_address_finds_no_room(disk: Disk) -> None:
-    server = Server("127.0.0.1", 0)
+    server = ApiServer("127.0.0.1", 0)
     path = disk.folder / "coordinator.json"
     try:
         with disk.full():

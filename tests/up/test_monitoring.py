@@ -146,7 +146,7 @@ async def test_promtool_finds_nothing_in_the_metrics_of_any_service(run: Run) ->
     promtool = need("promtool", "prometheus")
     await until(lambda: len(run.targets()) == 5)
     for name, address in run.targets().items():
-        text = httpx.get(f"http://{address}/metrics", timeout=10).text
+        text = httpx.get(f"http://{address}/metrics", timeout=PATIENCE_S).text
         done = subprocess.run(
             [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=PATIENCE_S
         )

@@ -114,7 +114,9 @@ async def test_no_secret_of_a_run_is_in_its_files_its_bus_its_output_or_its_answ
         await until(lambda: (folder / "metrics.jsonl").exists() or process.poll() is not None)
         assert process.poll() is None, output.read_text()
         address = json.loads((folder / "coordinator.json").read_text())["url"]
-        async with httpx.AsyncClient(base_url=address, headers={"Authorization": f"Bearer {OPERATE}"}) as http:
+        async with httpx.AsyncClient(
+            base_url=address, headers={"Authorization": f"Bearer {OPERATE}"}, timeout=PATIENCE_S
+        ) as http:
             for path in PATHS:
                 answer = await http.get(f"/v1/{path}")
                 assert answer.status_code == 200, answer.text

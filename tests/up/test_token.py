@@ -113,7 +113,7 @@ async def test_a_resume_keeps_the_token_and_no_file_or_line_of_the_run_holds_it(
     up.start("resume", "--resume", str(up.run_folder))
     await until(lambda: up.ready("coordinator-0"))
     headers = {"Authorization": f"Bearer {token.strip()}"}
-    assert httpx.get(f"{await url_of(up)}/v1/run", headers=headers).status_code == 200
+    assert httpx.get(f"{await url_of(up)}/v1/run", headers=headers, timeout=PATIENCE_S).status_code == 200
     output += end(up)
     assert f"`penstock page --run {up.run_folder}` prints a link that opens it" in output
     assert "code=" not in output
@@ -129,7 +129,7 @@ async def test_a_link_of_the_command_line_opens_a_session_once(up: Up) -> None:
     link = penstock("page", "--run", str(up.run_folder)).stdout.strip()
     url, _, code = link.partition("/#code=")
     assert url == await url_of(up)
-    with httpx.Client(base_url=url) as browser:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as browser:
         entered = browser.post("/session", headers={"Authorization": f"Bearer {code}"})
         ticket = {"Authorization": f"Bearer {entered.json()['ticket']}"}
         assert browser.get("/v1/run", headers=ticket).status_code == 200
@@ -141,13 +141,13 @@ async def test_a_run_may_go_without_a_token_and_a_resume_of_it_may_have_one(up: 
     up.start(str(up.folder / "run.toml"), "--coordinator.generate_token", "false")
     await until(lambda: up.ready("coordinator-0"))
     url = await url_of(up)
-    assert httpx.get(f"{url}/v1/run").status_code == 200
+    assert httpx.get(f"{url}/v1/run", timeout=PATIENCE_S).status_code == 200
     assert penstock("page", "--run", str(up.run_folder)).stdout == f"{url}/\n"
     assert f"page: {url}/\n" in end(up)
     assert not (up.run_folder / "token").exists()
     up.start("resume", "--resume", str(up.run_folder), "--coordinator.generate_token", "true")
     await until(lambda: up.ready("coordinator-0"))
-    assert httpx.get(f"{await url_of(up)}/v1/run").status_code == 401
+    assert httpx.get(f"{await url_of(up)}/v1/run", timeout=PATIENCE_S).status_code == 401
     end(up)
 
 

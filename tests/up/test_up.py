@@ -44,7 +44,7 @@ def planner(run, url):
     scripts = Path(sys.argv[1])
     environment = current_environment() | {"RUN": str(run.folder), "PENSTOCK__BUS__URL": url}
     return executor(run.settings, run.config, environment) + [
-        ProcessPlan(script.stem, script.stem.split("-")[0], (sys.executable, str(script)), environment, stop_s=3.0)
+        ProcessPlan(script.stem, script.stem.split("-")[0], (sys.executable, str(script)), environment, stop_s=180.0)
         for script in sorted(scripts.glob("*.py"))
     ]
 

@@ -12,7 +12,7 @@ _CHART = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock"
 """In a checkout."""
 
 
-class Cluster(BaseModel):
+class ClusterFile(BaseModel):
     """One file for ``penstock deploy --on``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,10 +37,10 @@ class Cluster(BaseModel):
         return self.chart or str(_CHART)
 
 
-def read(path: Path) -> Cluster:
+def read(path: Path) -> ClusterFile:
     """Return the cluster in ``path``; may raise SettingsError."""
     try:
-        return Cluster.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return ClusterFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

@@ -109,7 +109,11 @@ class Deployment:
 
 def _end(process: subprocess.Popen[str]) -> None:
     process.terminate()
-    process.wait(_ENDED_S)
+    try:
+        process.wait(_ENDED_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()

@@ -25,7 +25,7 @@ from services.cli.export import find_alive
 from services.coordinator.admission import dataset
 from services.coordinator.records import jsonl
 from services.reward.audit import audit
-from services.reward.audit.audit import AuditedGroup, AuditReport, Completion, Disagreement
+from services.reward.audit.audit import AuditedGroup, AuditReport, Disagreement, RecordedCompletion
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.protocol import Job
 from services.up.display import console
@@ -89,10 +89,10 @@ def _group(row: Mapping[str, Any], columns: Mapping[str, dict[str, Json]]) -> Au
     )
 
 
-def _completion(row: Mapping[str, Any]) -> Completion:
+def _completion(row: Mapping[str, Any]) -> RecordedCompletion:
     values = {name: float(score["value"]) for name, score in row["scores"].items() if score["value"] is not None}
     reward = float(row["reward"]) if row["reward"] is not None else 0.0
-    return Completion(row["text"], reward, values, int(row["tokens"]), FinishReason(row["finish_reason"]))
+    return RecordedCompletion(row["text"], reward, values, int(row["tokens"]), FinishReason(row["finish_reason"]))
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ _UNLIMITED = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lengths:
+class PromptLengths:
     tokens: Sequence[int]
     refused: Sequence[str]
     """Why prompts cannot be generated."""
@@ -66,7 +66,7 @@ def check(settings: Settings, shown: int) -> bool:
     return not lengths.refused
 
 
-def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCodec) -> Lengths:
+def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCodec) -> PromptLengths:
     chosen = np.unique(np.linspace(0, len(problems) - 1, min(len(problems), _MOST_MEASURED)).astype(int))
     tokens, refused = [], []
     for index in chosen:
@@ -74,7 +74,7 @@ def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCod
             tokens.append(len(codec.encode(problems[index].prompt(0, _sampling(settings)))))
         except PermanentError as error:
             refused.append(str(error))
-    return Lengths(tokens, refused)
+    return PromptLengths(tokens, refused)
 
 
 def histogram(tokens: Sequence[int]) -> list[str]:
@@ -127,7 +127,7 @@ def _say_prompt(place: int, problem: Problem, settings: Settings, codec: Tokeniz
         console.say(f"completion ({len(shown.token_ids)} tokens): {completion[:_LONGEST_PROMPT]}")
 
 
-def _say_lengths(lengths: Lengths, problems: int) -> None:
+def _say_lengths(lengths: PromptLengths, problems: int) -> None:
     measured = len(lengths.tokens) + len(lengths.refused)
     of = "" if measured == problems else f" of {measured} prompts, spread over the data"
     if lengths.tokens:

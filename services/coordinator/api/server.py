@@ -36,7 +36,7 @@ class _Quiet(uvicorn.Server):
         yield
 
 
-class Server:
+class ApiServer:
     def __init__(self, host: str, port: int, bounds: ConnectionBounds | None = None) -> None:
         self._connections = Connections(bounds or ConnectionBounds())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -25,7 +25,7 @@ _ENOUGH = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Completion:
+class RecordedCompletion:
     text: str
     reward: float
     values: dict[str, float]
@@ -41,7 +41,7 @@ class AuditedGroup:
     question: str
     answer: str | None
     extra: dict[str, Json]
-    completions: tuple[Completion, ...]
+    completions: tuple[RecordedCompletion, ...]
 
     @property
     def right(self) -> str:
@@ -124,7 +124,7 @@ def not_rescored(settings: Settings) -> list[str]:
     return [scorer.name for scorer in settings.reward.scorers if not isinstance(scorer, known)]
 
 
-def _rewarded(group: AuditedGroup, least: float) -> Iterator[tuple[int, Completion]]:
+def _rewarded(group: AuditedGroup, least: float) -> Iterator[tuple[int, RecordedCompletion]]:
     return ((place, each) for place, each in enumerate(group.completions) if each.reward >= least)
 
 
@@ -212,7 +212,7 @@ def _again(group: AuditedGroup, places: Sequence[int], variant: _Variant, column
     return RolloutGroup(prompt, np.zeros(1, np.int32), samples, "audit", 0.0, 0.0)
 
 
-def _sample(completion: Completion) -> Sample:
+def _sample(completion: RecordedCompletion) -> Sample:
     tokens = np.zeros(completion.tokens, dtype=np.int32)
     return Sample(
         token_ids=tokens,

@@ -50,13 +50,13 @@ class NoRoom(PenstockError):
     """A forward pass does not fit into device memory now."""
 
 
-class Measured(Protocol):
+class HasTokens(Protocol):
     @property
     def tokens(self) -> int:
         """Length in tokens."""
 
 
-Item = TypeVar("Item", bound=Measured)
+Item = TypeVar("Item", bound=HasTokens)
 ItemIn = TypeVar("ItemIn", contravariant=True)
 Result = TypeVar("Result")
 ResultOut = TypeVar("ResultOut", covariant=True)

@@ -48,7 +48,7 @@ class Damage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class ResumeCandidate:
     checkpoint: Checkpoint | None
     stored: StoredCheckpoint | None
     """None: it was in the folder."""
@@ -84,7 +84,7 @@ class Candidates:
         self._signer = signer
         self._damages: list[Damage] = []
 
-    async def choose(self) -> Choice:
+    async def choose(self) -> ResumeCandidate:
         local = await self._newest_of_folder()
         journal = await self._journal(local)
         newer = None
@@ -97,10 +97,10 @@ class Candidates:
 
     def _choice(
         self, checkpoint: Checkpoint | None, stored: StoredCheckpoint | None, journal: Journal | None
-    ) -> Choice:
+    ) -> ResumeCandidate:
         least = -1 if checkpoint is None else checkpoint.state.step
         damages = (damage for damage in self._damages if damage.step >= least)
-        return Choice(checkpoint, stored, journal, tuple(sorted(damages, key=lambda damage: -damage.step)))
+        return ResumeCandidate(checkpoint, stored, journal, tuple(sorted(damages, key=lambda damage: -damage.step)))
 
     async def _journal(self, checkpoint: Checkpoint | None) -> Journal | None:
         return () if self._status is None else await journal_after(self._ledger, checkpoint, self._status)

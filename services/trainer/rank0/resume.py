@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.candidates import Candidates, Choice, Damage, Journal, journal_after
+from services.trainer.checkpoint.candidates import Candidates, Damage, Journal, ResumeCandidate, journal_after
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
 from services.trainer.checkpoint.signatures import open_signer
@@ -45,7 +45,7 @@ _PAUSED_BEFORE = "; the run was paused before: "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeFinder:
     checkpoint: Checkpoint | None
     journal: Journal
     status: RunStatus
@@ -58,7 +58,7 @@ class Resume:
 
 async def find_resume(
     bus: Bus, ledger: Ledger, live: Live, settings: Settings, store: CheckpointStore | None = None
-) -> Resume:
+) -> ResumeFinder:
     """Return from where the run continues; restores a lost ledger."""
     root = settings.run_folder / "checkpoints"
     known = await ledger.is_known()
@@ -82,7 +82,7 @@ async def find_resume(
     status = await _unpause(ledger, status)
     await _report_damage(bus, ledger, choice, "nothing is lost" if known else _lost(choice))
     await _tell_replay(bus, checkpoint, journal)
-    return Resume(checkpoint, journal, status, choice.stored)
+    return ResumeFinder(checkpoint, journal, status, choice.stored)
 
 
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
@@ -114,7 +114,7 @@ async def _give_up(bus: Bus, sentence: str) -> None:
         await steer_rollback(bus, rollback.id, unloadable=sentence)
 
 
-async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice) -> Resume:
+async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeCandidate) -> ResumeFinder:
     while True:
         _, state, unloadable = await _rollback(bus)
         status = await ledger.status()
@@ -122,9 +122,9 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice)
             await _give_up(
                 bus, f"{choice.damages[0]}: roll back to another version, or repair it and roll back to this one again"
             )
-            return Resume(None, (), status, stranded=True)
+            return ResumeFinder(None, (), status, stranded=True)
         if status.state is RunState.STOPPED or (status.state in ENDED and status.step >= settings.run.steps):
-            return Resume(None, (), status, stranded=True)
+            return ResumeFinder(None, (), status, stranded=True)
         records = await ledger.policies()
         target = await _target(ledger, choice, records)
         if target is None and choice.damages:
@@ -137,11 +137,11 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: Choice)
         answer = await begin_rollback(bus, ledger, status, records, target, f"{_why(choice)}: {lost}")
         if answer == "ok":
             await _report_damage(bus, ledger, choice, lost)
-            return Resume(choice.checkpoint, (), await ledger.status(), choice.stored, went_back=True)
+            return ResumeFinder(choice.checkpoint, (), await ledger.status(), choice.stored, went_back=True)
         await asyncio.sleep(_LOOK_S)  # moved, or to be reopened by the coordinator
 
 
-async def _target(ledger: Ledger, choice: Choice, records: Sequence[PolicyRecord]) -> PolicyRecord | None:
+async def _target(ledger: Ledger, choice: ResumeCandidate, records: Sequence[PolicyRecord]) -> PolicyRecord | None:
     if choice.checkpoint is None:
         return None
     known, revoked = await ledger.checkpoints(), await ledger.revoked()
@@ -157,17 +157,17 @@ async def _target(ledger: Ledger, choice: Choice, records: Sequence[PolicyRecord
     return target
 
 
-def _why(choice: Choice) -> str:
+def _why(choice: ResumeCandidate) -> str:
     return "; ".join(map(str, choice.damages)) or "the journal does not hold the steps after its checkpoint"
 
 
-def _lost(choice: Choice, step: int | None = None) -> str:
+def _lost(choice: ResumeCandidate, step: int | None = None) -> str:
     start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
     end = max((damage.step for damage in choice.damages), default=start) if step is None else step
     return f"steps {start + 1} to {end} are trained again" if end > start else "nothing is lost"
 
 
-async def _report_damage(bus: Bus, ledger: Ledger, choice: Choice, lost: str) -> None:
+async def _report_damage(bus: Bus, ledger: Ledger, choice: ResumeCandidate, lost: str) -> None:
     start = 0 if choice.checkpoint is None else choice.checkpoint.state.step
     for damage in choice.damages:
         if choice.checkpoint is not None and damage.place == str(choice.checkpoint.folder):

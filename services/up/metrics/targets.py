@@ -12,7 +12,7 @@ from pathlib import Path
 from services.client.views import ReplicaView
 from services.up.plan import PROMETHEUS, ProcessPlan
 from shared.bus.stores.replicas.cordon import Word
-from shared.files.durable import Kept
+from shared.files.durable import UpdatedFile
 
 
 def targets_file(run_folder: Path) -> Path:
@@ -27,7 +27,7 @@ class Targets:
         file.parent.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):  # the shared folder belongs to another user
             file.parent.chmod(0o755)  # not secret; read by other users
-        self._file = Kept(file, tell, mode=0o644)
+        self._file = UpdatedFile(file, tell, mode=0o644)
         self._run_id = run_id
         self._known = {
             plan.name: (plan.service, f"{plan.address[0]}:{plan.address[1]}")

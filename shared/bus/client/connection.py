@@ -26,8 +26,8 @@ class Pipeline(Protocol):
     def execute_command(self, *words: str | bytes | int | float) -> object:
         """Add one command."""
 
-    def execute(self) -> Awaitable[list[Any]]:
-        """Send them; return the answers."""
+    def execute(self, *, raise_on_error: bool = True) -> Awaitable[list[Any]]:
+        """Send them; return the answers, and errors among them unless ``raise_on_error``."""
 
 
 class Client(Protocol):

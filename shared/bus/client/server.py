@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from redis.exceptions import (
     BusyLoadingError,
@@ -40,6 +40,65 @@ _UNAVAILABLE = (
     OSError,
 )
 _BACKOFF = Backoff(0.05, longest_s=2.0)
+_MOST_TOGETHER = 64
+"""Commands of a pipeline, whose answers come together."""
+_Asked: TypeAlias = "list[tuple[Sequence[Argument], asyncio.Future[Any]]]"
+
+
+class Together:
+    """Sends the commands of one iteration of the event loop in one pipeline: those of many samples that end together.
+
+    None of them may block. Each gets its own answer or error; a lost connection is an error of all.
+    """
+
+    def __init__(self, client: connection.Client) -> None:
+        self._client = client
+        self._open: _Asked | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def execute(self, *words: Argument) -> Any:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        if self._open is None or len(self._open) == _MOST_TOGETHER:
+            asked = self._open = []
+            task = loop.create_task(self._send(asked))
+            self._sending.add(task)
+            task.add_done_callback(lambda task: self._sent(task, asked))
+        self._open.append((words, answer))
+        return await answer
+
+    async def _send(self, asked: _Asked) -> None:
+        self._close(asked)
+        try:
+            answers = await self._answers([words for words, _ in asked])
+        except Exception as error:  # noqa: BLE001 (whoever asked decides what to do about it)
+            answers = [error] * len(asked)
+        for (_, answer), value in zip(asked, answers, strict=True):
+            if answer.done():  # cancelled
+                continue
+            if isinstance(value, Exception):
+                answer.set_exception(value)
+            else:
+                answer.set_result(value)
+
+    async def _answers(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        if len(commands) == 1:
+            return [await self._client.execute_command(*commands[0])]
+        pipeline = self._client.pipeline(transaction=False)
+        for words in commands:
+            pipeline.execute_command(*words)
+        return await pipeline.execute(raise_on_error=False)
+
+    def _close(self, asked: _Asked) -> None:
+        if self._open is asked:
+            self._open = None
+
+    def _sent(self, task: "asyncio.Task[None]", asked: _Asked) -> None:
+        """Also of a task that was cancelled, perhaps before it began."""
+        self._sending.discard(task)
+        self._close(asked)
+        for _, answer in asked:
+            answer.cancel()
 
 
 class Server:
@@ -49,6 +108,7 @@ class Server:
 
     def __init__(self, client: connection.Client, *, wait_s: float | None = None) -> None:
         self._client = client
+        self._together = Together(client)
         self.reconnects = 0
         self.available = True
         self._wait_s = wait_s
@@ -104,9 +164,9 @@ class Server:
 
     async def _evaluate(self, script: Script, words: Sequence[Argument]) -> Any:
         try:
-            return await self._client.execute_command("EVALSHA", script.digest, *words)
+            return await self._together.execute("EVALSHA", script.digest, *words)
         except NoScriptError:  # a new or restarted server
-            return await self._client.execute_command("EVAL", script.text, *words)
+            return await self._together.execute("EVAL", script.text, *words)
 
 
 async def _answered(command: Callable[[], Awaitable[R]]) -> R:

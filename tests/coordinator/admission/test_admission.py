@@ -14,7 +14,7 @@ from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion, Promp
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.policy.policies import PolicyState
 from shared.settings import Settings
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.support.coordinator_players import Trainer, generating, record
 
 DATASET = Dataset(tuple(Problem(f"train.jsonl:{i + 1}", f"q{i}", None, str(i), {}) for i in range(5)), 0)
@@ -264,5 +264,5 @@ async def test_a_loop_over_the_bus_stops_whenever_it_is_cancelled(bus: Bus) -> N
         for _ in range(1 + pause % 40):
             await asyncio.sleep(0)
         loop.cancel()
-        done, _ = await asyncio.wait([loop], timeout=5)
+        done, _ = await asyncio.wait([loop], timeout=PATIENCE_S)
         assert done

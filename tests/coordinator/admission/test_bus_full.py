@@ -87,7 +87,7 @@ async def test_a_full_bus_takes_nothing_new_and_lets_everything_leave(small: Bus
 async def test_a_full_bus_still_knows_who_is_there_and_who_leads(small: Bus) -> None:
     await fill(small)
     await small.make_groups()
-    lease = Lease(small, "a", 3.0)
+    lease = Lease(small, "a", PATIENCE_S)
     await lease._claim()
     assert lease.leading
     stop = asyncio.Event()
@@ -154,7 +154,7 @@ async def test_a_server_that_evicts_is_refused(small: Bus) -> None:
     await raw(small).config_set("maxmemory-policy", "allkeys-lru")
     url = "redis://{host}:{port}".format(**raw(small).connection_pool.connection_kwargs)
     with pytest.raises(SettingsError, match="expected a server that never evicts, found maxmemory-policy allkeys-lru"):
-        await Bus.connect(url, "small", wait_s=1.0)
+        await Bus.connect(url, "small", wait_s=PATIENCE_S)
 
 
 async def _is_full(ledger: Ledger) -> bool:

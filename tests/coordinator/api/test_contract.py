@@ -155,7 +155,11 @@ async def test_after_pause_answers_the_cursor_stands_still(http: httpx.AsyncClie
         assert (await Ledger(bus).status()).cursor == paused_at
         await command(http, "resume")
         await trainer.step()
-        assert (await Ledger(bus).status()).cursor > paused_at
+
+        async def goes_on() -> bool:
+            return (await Ledger(bus).status()).cursor > paused_at
+
+        await until(goes_on)
 
 
 async def test_wrong_requests_are_problems(http: httpx.AsyncClient) -> None:
@@ -277,13 +281,13 @@ async def test_the_monitor_sets_the_gauges(parts: Coordinator) -> None:
     def text() -> str:
         return generate_latest(REGISTRY).decode()
 
-    await until(lambda: 'penstock_coordinator_run_state{state="created"} 1.0' in text())
-    metrics = text()
+    expected = ['penstock_coordinator_run_state{state="created"} 1.0']
     for name in ("stream_entries", "stream_pending", "stream_oldest_age_seconds"):
-        assert f'penstock_coordinator_{name}{{stream="prompts"}}' in metrics
+        expected.append(f'penstock_coordinator_{name}{{stream="prompts"}}')
     for name in ("groups_in_flight", "slots", "head_version", "step", "admitted_total", "promote_seconds_count"):
-        assert f"\npenstock_coordinator_{name} " in metrics
-    assert "\npenstock_coordinator_dead_letters " in metrics
+        expected.append(f"\npenstock_coordinator_{name} ")
+    expected.append("\npenstock_coordinator_dead_letters ")
+    await until(lambda: all(line in text() for line in expected))
 
 
 async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
@@ -330,9 +334,16 @@ async def test_a_process_serves_its_address_and_sigterm_ends_it_in_order(server:
         await until(lambda: announced.exists() or process.poll() is not None)
         data = json.loads(announced.read_text())
         assert (data["pid"], data["run_id"]) == (process.pid, f"process-{os.getpid()}")
-        async with httpx.AsyncClient(base_url=data["url"]) as client:
+        async with httpx.AsyncClient(base_url=data["url"], timeout=PATIENCE_S) as client:
             assert (await client.get("/v1/run")).json()["state"] == "created"
-            (beat,) = (await client.get("/v1/services")).json()["items"]
+            beats: list[dict[str, object]] = []
+
+            async def beating() -> bool:
+                beats[:] = (await client.get("/v1/services")).json()["items"]
+                return len(beats) == 1
+
+            await until(beating)
+            (beat,) = beats
             assert (await client.get("/metrics")).status_code == 404
             metrics = await client.get(f"http://{beat['address']}/metrics")
             assert "penstock_coordinator_run_state" in metrics.text
@@ -359,7 +370,7 @@ def test_what_a_process_cannot_start_with_is_a_sentence(server: Server, tmp_path
 
 
 def test_a_host_of_another_machine_is_refused() -> None:
-    from services.coordinator.api.server import Server as HttpServer
+    from services.coordinator.api.server import ApiServer as HttpServer
 
     with pytest.raises(SettingsError, match=r"change coordinator\.port"):
         HttpServer("192.0.2.1", 0)

@@ -16,7 +16,7 @@ from services.client.coordinator import page_link
 from services.coordinator.api.app import make_app
 from services.coordinator.api.auth import Access, Role
 from services.coordinator.api.routes.page import FOLDER
-from services.coordinator.api.server import Server
+from services.coordinator.api.server import ApiServer
 from services.coordinator.service import Coordinator
 from services.reward.failures import Failures
 from shared.bus import streams
@@ -27,7 +27,7 @@ from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.replicas.cordon import Word, cordons
 from shared.peers import tickets
 from shared.process.telemetry import Presence, Status, tell
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.coordinator.api.test_schema import bury
 from tests.support.browser import opened, shows
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
@@ -54,7 +54,7 @@ async def parts(bus: Bus, tmp_path: Path) -> AsyncIterator[Coordinator]:
 
 @contextlib.asynccontextmanager
 async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncIterator[str]:
-    server = Server("127.0.0.1", 0)
+    server = ApiServer("127.0.0.1", 0)
     announced = folder / "coordinator.json"
     app = make_app(dataclasses.replace(parts.api, access=access))
     serving = asyncio.create_task(server.run(app, announced, "test"))
@@ -70,7 +70,10 @@ async def served(parts: Coordinator, folder: Path, access: Access) -> AsyncItera
 async def test_its_files_need_no_token_and_may_load_from_their_own_origin_only(
     parts: Coordinator, tmp_path: Path
 ) -> None:
-    async with served(parts, tmp_path, Access(TOKEN.encode())) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        served(parts, tmp_path, Access(TOKEN.encode())) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+    ):
         index = await http.get("/", headers={"Accept": "text/html"})
         assert (index.status_code, index.headers["content-type"]) == (200, "text/html; charset=utf-8")
         script = await http.get("/page/page.js", headers={"Accept": "*/*"})
@@ -100,7 +103,10 @@ async def test_a_code_opens_one_session_with_the_role_of_its_token(parts: Coordi
     async with served(parts, tmp_path, access) as url:
         for token, status in ((TOKEN, 200), (READ_TOKEN, 403)):
             code = page_link(url, token).partition("#code=")[2]
-            async with httpx.AsyncClient(base_url=url) as http, httpx.AsyncClient(base_url=url) as other:
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+                httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as other,
+            ):
                 entered = await http.post("/session", headers=bearer(code))
                 assert entered.status_code == 200
                 assert re.fullmatch(
@@ -119,7 +125,10 @@ async def test_a_code_opens_one_session_with_the_role_of_its_token(parts: Coordi
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "https://127.0.0.1:1", "null"])
 async def test_a_page_of_another_origin_cannot_use_a_code(parts: Coordinator, tmp_path: Path, origin: str) -> None:
-    async with served(parts, tmp_path, Access(TOKEN.encode())) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        served(parts, tmp_path, Access(TOKEN.encode())) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+    ):
         code = page_link(url, TOKEN).partition("#code=")[2]
         refused = await http.post("/session", headers={**bearer(code), "Origin": origin})
         assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
@@ -136,7 +145,10 @@ async def test_codes_that_have_expired_are_changed_or_are_of_another_token_open_
     later = f"{int(end, 16) + 3600:x}.{rest}"
     other_purpose = tickets.issue(TOKEN.encode(), "session x", 300.0)
     keys = {key async for key in raw(bus).scan_iter(bus.keys.named("idempotency:*"))}
-    async with served(parts, tmp_path, Access(TOKEN.encode())) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        served(parts, tmp_path, Access(TOKEN.encode())) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+    ):
         for code in (expired, foreign, later, other_purpose, "..", "x.y.z", TOKEN):
             headers = {**bearer(code), "Idempotency-Key": "stored"}
             assert (await http.post("/session", headers=headers)).status_code == 401, code
@@ -221,7 +233,7 @@ async def test_a_pause_asks_for_a_token_that_may_operate_and_for_a_reason(
         await shows(page, "dialog", "No more groups are admitted")
         await page.keyboard.press("Escape")
         assert (await Ledger(bus).status()).state is RunState.RUNNING
-        assert await page.evaluate("document.activeElement.id") == "pause"  # the focus has not moved
+        await until(lambda: page.evaluate("document.activeElement.id === 'pause'"))  # the focus has not moved
         await page.keyboard.press("Enter")
         await (
             page.locator("dialog[open]").get_by_label("Reason").fill(f"lunch {HOSTILE}")
@@ -294,7 +306,7 @@ async def test_a_version_is_pinned_released_and_exported_from_its_own_dialog_and
             await page.get_by_role("button", name="Export", exact=True).click()
             await shows(page, "#operations", "export: waiting, for the trainer")
             assert [(entry.version, entry.adapter) for entry in await Exports(bus).orders()] == [(1, False)]
-            assert await page.evaluate("document.activeElement.ariaLabel") == "More of version 1…"
+            await until(lambda: page.evaluate("document.activeElement.ariaLabel === 'More of version 1…'"))
             await page.get_by_role("button", name="Stop…").click()
             await shows(page, "dialog", "cannot be resumed")
             await page.get_by_label("Reason").fill(HOSTILE)

@@ -79,7 +79,7 @@ async def test_schemathesis_finds_nothing(url: str, tmp_path: Path) -> None:
             str(ROOT / "tests" / "support" / "schemathesis.toml"),
         ),
         *("run", f"{url}/openapi.json", "--checks", "all", "--max-examples", "2", "--seed", "1", "--no-color"),
-        *("--header", f"Authorization: Bearer {TOKEN}", "--request-timeout", "20"),
+        *("--header", f"Authorization: Bearer {TOKEN}", "--request-timeout", str(PATIENCE_S)),
     ]
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.support.schemathesis_hooks"}
     process = await asyncio.create_subprocess_exec(

@@ -19,7 +19,7 @@ from tests.conftest import PATIENCE_S, until
 from tests.support import forge
 
 FLAGS = {
-    "run.steps": 400,
+    "run.steps": 100_000,
     "sampling.group_size": 4,
     "algorithm.groups_per_step": 8,
     "trainer.checkpoint_every_steps": 5,

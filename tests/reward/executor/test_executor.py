@@ -344,7 +344,6 @@ async def test_a_zygote_that_dies_is_replaced_and_what_it_ran_is_no_score() -> N
 
 
 async def test_a_zygote_that_does_not_react_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.executor.executor._REACTS_WITHIN_S", 0.5)
     interpreter = Interpreter.find("")
     (way,) = candidates("landlock", interpreter, 65_534, 1)
     executor = Executor(way, ("stdlib",), slots=1, recycle_after=1000)
@@ -352,7 +351,9 @@ async def test_a_zygote_that_does_not_react_is_replaced(monkeypatch: pytest.Monk
         await executor.start()
         (zygote,) = children(interpreter.program)
         zygote.send_signal(signal.SIGSTOP)
-        ended = await executor.run(Job("print(1)", limits=Limits(wall_s=0.2)))
+        with monkeypatch.context() as hasty:
+            hasty.setattr("services.reward.executor.executor._REACTS_WITHIN_S", 0.5)
+            ended = await executor.run(Job("print(1)", limits=Limits(wall_s=0.2)))
         assert (ended.outcome, ended.detail) == (
             Outcome.SANDBOX_ERROR,
             "the warm interpreter did not end a program within 0.5 s",
@@ -430,7 +431,9 @@ async def test_thousands_of_programs_leave_no_process_descriptor_memory_or_file(
 
             await asyncio.gather(*(ask() for _ in range(8)))
 
+        idle = len(process.processes())
         await some(500)
+        await until(lambda: len(process.processes()) <= idle)
         before = _held(process)
         await some(JOBS)
         await until(lambda: len(process.processes()) <= before["processes"])
@@ -460,7 +463,7 @@ def test_an_executor_that_is_killed_leaves_no_process() -> None:
         below = process.processes()[1:]
         assert below
         os.kill(process.process.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(below, timeout=20)
+        _, alive = psutil.wait_procs(below, timeout=PATIENCE_S)
         assert alive == []
 
 

@@ -152,7 +152,7 @@ async def test_answers_that_mean_something_else_are_not(matcher: AnswerMatcher, 
 
 
 async def test_what_is_written_to_break_the_matcher_ends_in_time_with_a_word_that_says_so() -> None:
-    hasty = AnswerMatcher(AnswerScorer(kind="answer"), timeout_s=1.0)
+    hasty = AnswerMatcher(AnswerScorer(kind="answer"), timeout_s=2.0)
     group = builders.group(0, tuple(HOSTILE))
     try:
         await hasty.start()

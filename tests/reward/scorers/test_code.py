@@ -235,7 +235,7 @@ async def test_an_executor_that_is_away_leaves_the_score_open_and_the_next_attem
     executor: ScriptedExecutor,
 ) -> None:
     executor.answer = sums_right_up_to(9)
-    tester = scorer(executor, wait_s=30.0)
+    tester = scorer(executor, wait_s=PATIENCE_S)
     (score,) = await tester.score(group(fenced("…")))
     assert (score.status, score.value) == (ScoreStatus.UNAVAILABLE, None)
     assert f"could not reach the code executor at {executor.address}: " in score.detail
@@ -255,7 +255,7 @@ async def test_while_the_executor_is_away_the_service_is_degraded_and_the_group_
         {"reward": {"executor": {"address": executor.address}, "scorers": [{"kind": "code"}]}}
     )
     handler = make_scoring(settings, status)
-    patience = Patience(claim_after_s=1.0, max_attempts=3, retry_s=0.01, drain_s=5.0)
+    patience = Patience(claim_after_s=PATIENCE_S, max_attempts=3, retry_s=0.01, drain_s=5.0)
     worker = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, handler, 4, patience)
     stop = asyncio.Event()
     await bus.append(ROLLOUTS, {"id": "3", "data": wire.encode(group(fenced("…")))})

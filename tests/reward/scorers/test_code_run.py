@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from services.coordinator.evaluation.results import evaluations
+from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import ROLLOUTS
 from tests.chaos.audit import audit_groups
@@ -25,6 +27,7 @@ FLAGS = {
     "trainer.warmup_steps": 1,
     "coordinator.sample_every_steps": 1,
     "evaluation.every_steps": 1000,
+    "coordinator.autostart": "false",
 }
 TIERS = ("namespace: ", "landlock: ")
 
@@ -40,7 +43,7 @@ async def test_a_run_on_code_goes_on_when_its_executor_is_killed_and_every_progr
     flags = {**FLAGS, "evaluation.path": heldout}
     async with running(tmp_path, flags=flags, config="config/code.toml") as run:
         bus = await run.connect()
-        await _kill_executor(run, Ledger(bus), lambda: bus.length(ROLLOUTS))
+        await _kill_executor(run, bus)
         await bus.close()
         assert await asyncio.to_thread(run.process.wait, PATIENCE_S) == 0, run.report()
     async with left_behind(run) as bus:
@@ -57,21 +60,22 @@ async def test_a_run_on_code_goes_on_when_its_executor_is_killed_and_every_progr
     assert all(score["value"] is not None for score in scores)
 
 
-async def _kill_executor(run: Run, ledger: Ledger, backlog: object) -> None:
-    """Freeze the executor after a step, kill it when groups wait for it; return when there is another."""
+async def _kill_executor(run: Run, bus: Bus) -> None:
+    """Freeze the executor before the first step, kill it when groups wait for it; return when there is another."""
 
-    async def stepped() -> bool:
+    async def is_evaluated() -> bool:
         run.check()
-        return (await ledger.status()).step >= 1
+        return bool(await evaluations(bus))
 
-    await until(stepped)
+    await until(is_evaluated)
     pid = run.pid("executor")
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    await Ledger(bus).transition(RunState.RUNNING, "the executor is frozen", [RunState.CREATED])
 
     async def waiting() -> bool:
         run.check()
-        return int(await backlog()) >= 2  # type: ignore[operator]
+        return await bus.length(ROLLOUTS) >= 2
 
     await until(waiting)
     os.kill(pid, signal.SIGKILL)

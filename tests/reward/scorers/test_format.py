@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 
@@ -9,7 +10,7 @@ from services.reward.scorers.format import scorer as format_module
 from services.reward.scorers.format.patterns import Sequence
 from services.reward.scorers.format.scorer import FormatChecker
 from services.reward.scorers.random_scorer import Lot
-from shared.bus.messages import FinishReason, Score, ScoreStatus
+from shared.bus.messages import FinishReason, Json, Score, ScoreStatus
 from shared.errors import SettingsError
 from shared.settings.rewards.scorers import FormatScorer
 from tests.support import builders
@@ -86,13 +87,26 @@ async def test_a_pattern_that_backtracks_for_ever_is_given_up(monkeypatch: pytes
     assert (await check(scored, "ac1")).status is ScoreStatus.OK
 
 
-async def test_a_pattern_that_backtracks_for_ever_holds_up_no_other_scorer_and_is_not_tried_again() -> None:
+async def test_a_pattern_that_backtracks_for_ever_holds_up_no_other_scorer_and_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hostile, honest = checker(pattern="(a+)+$"), checker(pattern="a+b?")
+    assert hostile._checkers is not None
+    ask, may_answer = hostile._checkers.ask, asyncio.Event()
+
+    async def held(question: dict[str, Json], timeout_s: float) -> Mapping[str, Json]:
+        try:
+            return await ask(question, timeout_s)
+        finally:
+            await may_answer.wait()
+
+    monkeypatch.setattr(hostile._checkers, "ask", held)
     await asyncio.gather(hostile.start(), honest.start())
     try:
         endless = asyncio.create_task(check(hostile, "a" * 100_000 + "!"))
         assert (await check(honest, "aab")).value == 1.0
         assert not endless.done()
+        may_answer.set()
         assert (await endless).status is ScoreStatus.TIMEOUT
         asked = questions(hostile)
         assert (await check(hostile, "a" * 100_000 + "!")).status is ScoreStatus.TIMEOUT

@@ -1,8 +1,10 @@
 """The user's own scorer, with ``scorer_functions`` in real processes."""
 
+import asyncio
+import base64
 import dataclasses
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,11 +15,12 @@ import pytest_asyncio
 from services.reward.scorers.function.function_call import as_result, load
 from services.reward.scorers.function.scorer import FunctionScorer
 from services.reward.scorers.scorer import Result
-from shared.bus.messages import Score, ScoreStatus
+from shared.bus.messages import Json, Score, ScoreStatus
 from shared.errors import SettingsError
 from shared.settings.rewards.scorers import PythonScorer
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.support import builders, scorer_functions
+from tests.support.overdue import hang_up
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = scorer_functions.__name__
@@ -36,14 +39,16 @@ async def scorer(function: str = "score", **more: object) -> AsyncIterator[Funct
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lenient() -> AsyncIterator[FunctionScorer]:
-    async with scorer() as scored:
+    async with scorer(timeout_s=PATIENCE_S) as scored:
         yield scored
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def strict() -> AsyncIterator[FunctionScorer]:
-    async with scorer(timeout_s=2.0, on_error="zero") as scored:
-        yield scored
+    async with scorer(on_error="zero") as scored:
+        with pytest.MonkeyPatch.context() as patched:
+            hang_up(scored._processes, patched)
+            yield scored
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -87,8 +92,20 @@ def _line(code: str) -> int:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_sample_is_asked_about_once_one_of_its_group_has_no_score(
-    lenient: FunctionScorer, tmp_path: Path
+    lenient: FunctionScorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ask, failed = lenient._processes.ask, asyncio.Event()
+
+    async def in_order(question: dict[str, Json], timeout_s: float) -> Mapping[str, Json]:
+        """Answer nothing before the failure."""
+        fails = b"raise" in base64.b64decode(str(question["group"]))
+        answer = await ask(question, timeout_s)
+        if fails:
+            failed.set()
+        await failed.wait()
+        return answer
+
+    monkeypatch.setattr(lenient._processes, "ask", in_order)
     group = builders.group(0, ("raise", *(f"mark {tmp_path / str(index)}" for index in range(6))))
     scored = await lenient.score(group)
     assert scored[0] == scored[-1]
@@ -114,8 +131,9 @@ async def test_a_late_function_is_killed_with_what_it_started_and_the_next_sampl
     late, well = await strict.score(builders.group(0, (f"hang {tmp_path}", "46")))
     assert late == Score("python", ScoreStatus.TIMEOUT, 0.0, f"no answer within 2 s (timeout_s) from {FUNCTIONS}:score")
     assert well.value == 1.0
-    child = int((tmp_path / "child").read_text())
-    await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    if (tmp_path / "child").exists():  # it may have been killed before it wrote this
+        child = int((tmp_path / "child").read_text())
+        await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
 async def test_the_function_sees_no_variable_but_those_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from shared.bus.messages import ChatMessage, RolloutGroup, Score, ScoreStatus
 from shared.errors import SettingsError
 from shared.settings.rewards.scorers import TrlScorer
 from tests.support import builders, trl_functions
+from tests.support.overdue import hang_up
 
 FUNCTIONS = trl_functions.__name__
 FIVE = {
@@ -42,8 +43,10 @@ async def scorer(*functions: str, **more: object) -> AsyncIterator[TrlFunctions]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def obeying() -> AsyncIterator[TrlFunctions]:
-    async with scorer("obey", timeout_s=2.0) as started:
-        yield started
+    async with scorer("obey") as started:
+        with pytest.MonkeyPatch.context() as patched:
+            hang_up(started._processes, patched)
+            yield started
 
 
 def conversation(row: dict[str, object], number: int) -> RolloutGroup:

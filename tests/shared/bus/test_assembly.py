@@ -18,7 +18,7 @@ from shared.bus.streams import AUDIT, PROMPTS, PUBLISHED, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.errors import MessageError, TemporaryError
 from tests.chaos.fuzz import Hostile
-from tests.conftest import until
+from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, generating
 from tests.support.raw_redis import raw
@@ -154,7 +154,7 @@ async def test_only_the_sample_that_failed_is_tried_again(bus: Bus) -> None:
             raise TemporaryError("a bad moment")
         return builders.part(prompt)
 
-    stop, patience = asyncio.Event(), Patience(claim_after_s=1.0, retry_s=0.01)
+    stop, patience = asyncio.Event(), Patience(claim_after_s=PATIENCE_S, retry_s=0.01)
     working = asyncio.create_task(Worker(bus, "a", PROMPTS, Prompt, ROLLOUTS, generate, 8, patience).run(stop))
     await until(lambda: _whole(bus, 2))
     stop.set()

@@ -285,7 +285,7 @@ from shared.bus.streams import PROMPTS, ROLLOUTS
 from tests.support import builders
 
 async def main():
-    bus = await Bus.connect(sys.argv[1], sys.argv[2], wait_s=60)
+    bus = await Bus.connect(sys.argv[1], sys.argv[2], wait_s=180)
     (delivery,) = await bus.read(PROMPTS, Prompt, "slow", 1, block_s=5)
     print("taken", flush=True)
     await asyncio.to_thread(sys.stdin.readline)

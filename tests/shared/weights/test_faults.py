@@ -14,13 +14,15 @@ from shared.errors import WeightsError
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
+from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation
+from tests.conftest import PATIENCE_S
 from tests.support import weights
 from tests.support.weights_players import CPU, Player, Replica, Start, Trainer, fingerprint, players, policy
 
-DEADLINE_S = 40.0
-SLACK_S = 20.0
-SHORT_S = 1.0
+SLACK_S = PATIENCE_S
+DEADLINE_S = 3 * SLACK_S
+SHORT_S = 2.0
 
 
 @pytest.fixture
@@ -28,11 +30,25 @@ def start() -> Iterator[Start]:
     yield from players(DEADLINE_S)
 
 
-def half_pulled(trainer: Player, replica: Player, version: int = 1, seed: int = 11) -> int:
-    record = trainer.call("arrive", version, seed, 2)
-    call = replica.later("pull", trainer.call("address"), record)
-    replica.until("arrived", lambda buckets: buckets == 2)
+def half_pulled(trainer: Player, replica: Player) -> int:
+    """Begin a pull of which two buckets arrive; begin it again if the machine was too busy for a short deadline."""
+    source, record = trainer.call("address"), trainer.call("arrive", 1, 11, 2)
+    call, ends_at_s = replica.later("pull", source, record), time.monotonic() + PATIENCE_S
+    while replica.call("arrived") != 2:
+        assert time.monotonic() < ends_at_s
+        if replica.answered(call):
+            call = replica.later("pull", source, record)
+        time.sleep(0.01)
     return call
+
+
+async def offered(puller: Puller, trainer: Player) -> Offer:
+    """Ask for version 1, again if the machine was too busy for the trainer's short deadline."""
+    source, record = trainer.call("address"), trainer.call("publish", 1, 11)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(WeightsError):
+                return await puller.ask(source, record)
 
 
 def refused(replica: Player, call: int, sentence: str, within_s: float) -> None:
@@ -72,11 +88,12 @@ def test_a_source_that_stops_holds_nobody_past_the_deadline_and_what_it_sends_la
     refused(
         replica,
         call,
-        "timeout of 1 s while waiting for a bucket|could not receive a bucket|NCCL lost the peer|the source ended the pull",
+        f"timeout of {SHORT_S:g} s while waiting for a bucket|could not receive a bucket|NCCL lost the peer|the source ended the pull",
         within_s=SHORT_S + SLACK_S,
     )
     again = replica.later("pull", source, record)
     refused(replica, again, "did not answer", within_s=2 * SHORT_S + SLACK_S)
+    replica.call("wait_for_answers", DEADLINE_S)
     actual = replica.call("pull", other.call("address"), other.call("publish", 2, 12))
     trainer.signal(signal.SIGCONT)
     trainer.call("mark", 2)
@@ -86,15 +103,16 @@ def test_a_source_that_stops_holds_nobody_past_the_deadline_and_what_it_sends_la
 def test_a_stopped_puller_is_given_up_at_the_deadline(start: Start) -> None:
     trainer, stopped = start(Trainer, SHORT_S), start(Replica)
     half_pulled(trainer, stopped)
+    begun = stopped.call("begun")
     stopped.signal(signal.SIGSTOP)
     trainer.call("mark", 2)
-    trainer.until("counts", lambda counts: counts == (0, 1), timeout_s=SHORT_S + SLACK_S)
+    trainer.until("counts", lambda counts: counts == (0, begun), timeout_s=SHORT_S + SLACK_S)
 
 
 async def test_a_rank_that_never_comes_is_given_up_at_the_deadline_by_both_sides(start: Start) -> None:
     trainer, first = start(Trainer, SHORT_S), start(Replica, rank=1, ranks=2)
     puller = Puller(DeviceLocation(), 2, DEADLINE_S, weights.secret)
-    offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
+    offer = await offered(puller, trainer)
     call = first.later("receive", offer.pack())
     await asyncio.to_thread(refused, first, call, "waiting for a gloo group of 3 ranks", SHORT_S + SLACK_S)
     trainer.until("counts", lambda counts: counts == (0, 1), timeout_s=SHORT_S + SLACK_S)
@@ -132,7 +150,7 @@ def test_what_a_relay_loses_its_puller_loses_too(start: Start) -> None:
 
 
 def test_a_version_that_is_gone_or_not_there_yet_is_said_so_and_the_session_stays(start: Start) -> None:
-    trainer, replica = start(Trainer, 0.5), start(Replica)
+    trainer, replica = start(Trainer), start(Replica)
     source = trainer.call("address")
     first = trainer.call("publish", 1, 11)
     replica.call("pull", source, first)
@@ -160,7 +178,7 @@ def test_other_weights_of_the_same_number_are_refused_before_a_byte_moves(start:
 def test_withdrawing_waits_for_pulls_in_progress(start: Start) -> None:
     trainer, replica = start(Trainer), start(Replica)
     call = half_pulled(trainer, replica)
-    withdrawal = trainer.later("withdraw", 10.0)
+    withdrawal = trainer.later("withdraw", 2 * SLACK_S)
     trainer.call("mark", 2)
     assert replica.result(call) == fingerprint(policy(11))
     assert trainer.result(withdrawal) < SLACK_S
@@ -176,7 +194,7 @@ def test_withdrawing_waits_no_longer_than_it_was_told_and_then_the_pull_fails(st
 
 
 def test_a_receive_that_is_aborted_ends_at_once(start: Start) -> None:
-    trainer, replica = start(Trainer, 30.0), start(Replica, 30.0)
+    trainer, replica = start(Trainer), start(Replica)
     call = half_pulled(trainer, replica)
     replica.call("abort")
     refused(replica, call, "was aborted", within_s=SLACK_S)
@@ -186,7 +204,7 @@ def test_a_receive_that_is_aborted_ends_at_once(start: Start) -> None:
 async def test_a_pull_without_a_group_to_join_ends_at_the_deadline(start: Start) -> None:
     trainer = start(Trainer, SHORT_S)
     puller, receiver = Puller(DeviceLocation(), 1, DEADLINE_S, weights.secret), Receiver(1, 1, CPU)
-    offer = await puller.ask(trainer.call("address"), trainer.call("publish", 1, 11))
+    offer = await offered(puller, trainer)
     trainer.signal(signal.SIGSTOP)  # torch alone would wait forever
     before_s = time.monotonic()
     with pytest.raises(WeightsError, match="waiting for a gloo group of 2 ranks"):
@@ -213,13 +231,15 @@ def connected(address: str, timeout_s: float) -> socket.socket:
     ids=["another protocol", "oversized", "no map", "a number", "half a frame", "an unknown verb"],
 )
 def test_a_peer_that_talks_nonsense_is_shut_out_and_others_are_served(said: bytes) -> None:
-    trainer, replica = Trainer(0.5), Replica(DEADLINE_S)
+    trainer, replica = Trainer(DEADLINE_S), Replica(DEADLINE_S)
     record = trainer.publish(1, 11)
-    with connected(trainer.address(), 5.0) as peer:
+    trainer.source._deadline_s = 0.5
+    with connected(trainer.address(), SLACK_S) as peer:
         peer.sendall(said)
         with contextlib.suppress(ConnectionResetError):
             while peer.recv(4096):  # perhaps a sentence, then the end
                 pass
+    trainer.source._deadline_s = DEADLINE_S
     assert replica.pull(trainer.address(), record) == fingerprint(policy(11))
     trainer.close()
     replica.close()

@@ -125,10 +125,10 @@ def test_a_waiter_is_told_the_deadline_the_reason_and_the_new_version() -> None:
         held.wait(0, 0.1)
     threading.Timer(0.05, lambda: held.void("its source died")).start()
     with pytest.raises(WeightsError, match="its source died"):
-        held.wait(0, 5.0)
+        held.wait(0, PATIENCE_S)
     held.fill(tensors(), TWO, 2)
     with pytest.raises(WeightsError, match=r"expected version 1 .* version 2 replaced it: the pull is torn"):
-        held.wait(0, 5.0, header)
+        held.wait(0, PATIENCE_S, header)
 
 
 def test_a_version_of_another_layout_cannot_begin() -> None:

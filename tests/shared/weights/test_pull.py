@@ -21,7 +21,7 @@ from tests.shared.weights.test_cuda import assert_shares_are_pulled
 from tests.support import weights
 from tests.support.weights_players import CPU, Replica, Start, Trainer, fingerprint, layout_of, players, policy
 
-DEADLINE_S = 3.0
+DEADLINE_S = PATIENCE_S
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ async def test_shares_of_two_versions_are_refused_and_those_of_one_are_a_version
         FlatSnapshot(layout, CPU),
     )
     record = weights.record(1, whole.digest)
-    with weights.serving() as first, weights.serving() as second:
+    with weights.serving(deadline_s=20.0) as first, weights.serving(deadline_s=20.0) as second:
         for version in (2, 1):
             shares[0].fill(tensors, PolicyVersion(1), 1, lambda _: whole.checksums)
             shares[1].fill(tensors, PolicyVersion(version), 1, lambda _: whole.checksums)

@@ -20,7 +20,7 @@ from shared.errors import SettingsError
 from shared.settings import Settings
 from shared.settings.algorithm import AlgorithmSettings
 from tests.support.tolerance import FORWARD, ULPS
-from tests.trainer.algorithm.test_update import One, batch, settings, timeless
+from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -96,20 +96,20 @@ def taught(difference: float) -> list[Experience]:
 
 
 def test_a_teacher_that_agrees_changes_nothing_and_reports_no_distance() -> None:
-    alone, with_teacher = One(settings()).learn(batch()), One(settings(distillation=0.7)).learn(taught(0.0))
+    alone, with_teacher = Rank(settings()).learn(batch()), Rank(settings(distillation=0.7)).learn(taught(0.0))
     assert with_teacher.pop("teacher_kl") == 0.0
     assert timeless(with_teacher) == timeless(alone)
 
 
 def test_without_reward_advantages_the_policy_approaches_the_teacher_alone() -> None:
     chosen: dict[str, Any] = {"advantage": "none", "proximal": "recomputed", "correction": "token_tis"}
-    student = One(settings(distillation=1.0, **chosen))
+    student = Rank(settings(distillation=1.0, **chosen))
     groups = taught(0.2)
     gaps = [student.learn(groups, step)["teacher_kl"] for step in range(1, 9)]
     assert abs(gaps[-1]) < abs(gaps[0])
-    equal = One(settings(distillation=1.0, **chosen))
+    equal = Rank(settings(distillation=1.0, **chosen))
     rewarded = [dataclasses.replace(e, rewards=1 - e.rewards) for e in groups]
-    assert equal.learn(rewarded)["loss"] == One(settings(distillation=1.0, **chosen)).learn(groups)["loss"]
+    assert equal.learn(rewarded)["loss"] == Rank(settings(distillation=1.0, **chosen)).learn(groups)["loss"]
 
 
 def test_of_a_sample_with_a_context_the_teachers_logprobs_are_those_of_the_trained_tokens() -> None:
@@ -124,8 +124,8 @@ def test_of_a_sample_with_a_context_the_teachers_logprobs_are_those_of_the_train
 
 
 def test_small_forward_passes_distil_as_one_does() -> None:
-    whole = One(settings(distillation=1.0)).learn(taught(0.2))
-    cut = One(settings(micro_batch_tokens=18, distillation=1.0)).learn(taught(0.2))
+    whole = Rank(settings(distillation=1.0)).learn(taught(0.2))
+    cut = Rank(settings(micro_batch_tokens=18, distillation=1.0)).learn(taught(0.2))
     assert whole["loss"] == pytest.approx(cut["loss"], abs=FORWARD)
     assert whole["teacher_kl"] == pytest.approx(cut["teacher_kl"], abs=ULPS)
 
@@ -141,7 +141,7 @@ def test_teacher_logprobs_travel_with_all_samples_or_with_none() -> None:
 
 def test_a_journalled_group_without_a_teacher_is_refused_by_name() -> None:
     with pytest.raises(SettingsError, match="expected teacher logprobs with group 0 in the journal, found none"):
-        One(settings(distillation=1.0)).learn(batch())
+        Rank(settings(distillation=1.0)).learn(batch())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from services.trainer.algorithm import functions
 from shared.bus.messages import Float32Array
 from shared.errors import SettingsError
 from shared.settings.algorithm import AlgorithmSettings
-from tests.trainer.algorithm.test_update import One, batch, settings
+from tests.trainer.algorithm.test_update import Rank, batch, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -49,12 +49,12 @@ NOT_A_FUNCTION = 3
 
 
 def test_a_users_loss_and_advantage_move_the_weights_as_the_same_ones_of_penstock() -> None:
-    own = One(settings(loss=f"{HERE}:clipped", advantage=f"{HERE}:standardised"))
-    plain = One(settings(clip=(0.2, 0.2)))
+    own = Rank(settings(loss=f"{HERE}:clipped", advantage=f"{HERE}:standardised"))
+    plain = Rank(settings(clip=(0.2, 0.2)))
     actual, expected = (each.learn(batch()) for each in (own, plain))
     for name in ("loss", "grad_norm", "logprob_gap", "kl_mean"):
         assert actual[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
-    before = One(settings()).whole()
+    before = Rank(settings()).whole()
     moved = {name: tensor - before[name] for name, tensor in own.whole().items()}
     for name, tensor in plain.whole().items():
         torch.testing.assert_close(moved[name], tensor - before[name], rtol=0, atol=2e-5)

@@ -16,7 +16,7 @@ from shared.bus.encoding import wire
 from shared.bus.messages import Experience, StepPlan
 from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT
-from tests.trainer.algorithm.test_update import One, batch, settings, timeless
+from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -89,7 +89,7 @@ def token_by_token(groups: list[Experience], preset: str) -> tuple[float, float,
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_step_with_masked_tokens_is_that_of_a_reference_that_goes_token_by_token(preset: str) -> None:
     loss, norm, logprobs = token_by_token(batch(), preset)
-    measured = One(settings(preset=preset)).learn(batch(), contexts=FLAT)
+    measured = Rank(settings(preset=preset)).learn(batch(), contexts=FLAT)
     assert measured["loss"] == pytest.approx(loss, abs=FORWARD)
     assert measured["grad_norm"] == pytest.approx(norm, rel=10 * GRADIENT)
     for taken, context in zip(logprobs, FLAT, strict=True):
@@ -98,11 +98,11 @@ def test_a_step_with_masked_tokens_is_that_of_a_reference_that_goes_token_by_tok
 
 @pytest.mark.parametrize("preset", [*PRESETS, "ppo", "tis", "a3po"])
 def test_what_a_masked_token_was_drawn_with_changes_no_bit_of_a_step(preset: str) -> None:
-    original, other = One(settings(preset=preset)), One(settings(preset=preset))
+    original, other = Rank(settings(preset=preset)), Rank(settings(preset=preset))
     masked, changed = original.learn(batch(), contexts=FLAT), other.learn(spoiled(batch()), contexts=FLAT)
     assert timeless(masked) == timeless(changed)
     assert all(torch.equal(tensor, other.weights()[name]) for name, tensor in original.weights().items())
-    assert timeless(One(settings(preset=preset)).learn(batch())) != timeless(masked)
+    assert timeless(Rank(settings(preset=preset)).learn(batch())) != timeless(masked)
 
 
 def spoiled(groups: list[Experience]) -> list[Experience]:
@@ -121,14 +121,14 @@ def spoiled(groups: list[Experience]) -> list[Experience]:
 
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo"])
 def test_masked_tokens_do_not_depend_on_the_forward_passes_and_replays_mask_the_same(preset: str) -> None:
-    whole, cut = One(settings(preset=preset)), One(settings(micro_batch_tokens=18, preset=preset))
+    whole, cut = Rank(settings(preset=preset)), Rank(settings(micro_batch_tokens=18, preset=preset))
     in_one_pass, other = whole.learn(batch(), contexts=FLAT), cut.learn(batch(), contexts=FLAT)
     assert in_one_pass["loss"] == pytest.approx(other["loss"], abs=FORWARD)
     assert in_one_pass["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * GRADIENT)
     assert cut.learner.plan is not None
     plan = wire.decode(wire.encode(cut.learner.plan), StepPlan)
     assert plan.contexts == FLAT
-    replayed = One(settings(micro_batch_tokens=18, preset=preset))
+    replayed = Rank(settings(micro_batch_tokens=18, preset=preset))
     assert timeless(replayed.learn(batch(), plan=plan)) == timeless(other)
 
 
@@ -172,7 +172,7 @@ def truncated(groups: list[Experience]) -> list[Experience]:
 def test_contexts_supports_and_unscored_samples_hold_together_in_any_forward_passes_and_in_replays(preset: str) -> None:
     contexts = tuple(tokens for place, group in enumerate(CONTEXTS) for tokens in group[: 3 if place % 2 else 4])
     whole, cut, again = (
-        One(settings(micro_batch_tokens=tokens, preset=preset, entropy_bonus=0.01)) for tokens in (4096, 18, 18)
+        Rank(settings(micro_batch_tokens=tokens, preset=preset, entropy_bonus=0.01)) for tokens in (4096, 18, 18)
     )
     in_one_pass, other = (each.learn(truncated(batch()), contexts=contexts) for each in (whole, cut))
     assert in_one_pass["loss"] == pytest.approx(other["loss"], rel=FORWARD)
@@ -188,7 +188,7 @@ def test_contexts_supports_and_unscored_samples_hold_together_in_any_forward_pas
 
 
 def test_the_critic_learns_from_trained_tokens_alone_and_sees_the_whole_samples_return() -> None:
-    with_critic = One(settings(preset="ppo", critic={"decay": 1.0, "clip": 0.0}))
+    with_critic = Rank(settings(preset="ppo", critic={"decay": 1.0, "clip": 0.0}))
     assert with_critic.learner._critic is not None
     before = with_critic.weights()
     value_loss = with_critic.learn(batch(), contexts=FLAT)["value_loss"]

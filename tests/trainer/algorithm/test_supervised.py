@@ -9,7 +9,7 @@ import torch
 from shared.bus.messages import Experience
 from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT
-from tests.trainer.algorithm.test_update import One, batch, demonstrated, settings
+from tests.trainer.algorithm.test_update import Rank, batch, demonstrated, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -34,7 +34,7 @@ def test_the_loss_is_transformers_cross_entropy_of_the_completions(micro_batch_t
     loss = transformers_loss(model, groups)
     loss.backward()
     norm = float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
-    trained = One(settings(micro_batch_tokens, loss="cross_entropy"))
+    trained = Rank(settings(micro_batch_tokens, loss="cross_entropy"))
     assert trained.learner.loss_of(groups) == pytest.approx(float(loss.detach()), abs=FORWARD)
     measured = trained.learn(groups)
     assert measured["ce_loss"] == measured["loss"] == pytest.approx(float(loss.detach()), abs=FORWARD)
@@ -45,7 +45,7 @@ def test_the_loss_is_transformers_cross_entropy_of_the_completions(micro_batch_t
 
 def test_a_replay_of_a_supervised_step_repeats_it_to_the_bit() -> None:
     groups = demonstrated(batch())
-    first, second = One(settings(loss="cross_entropy")), One(settings(loss="cross_entropy"))
+    first, second = Rank(settings(loss="cross_entropy")), Rank(settings(loss="cross_entropy"))
     first.learn(groups)
     second.learn(groups, plan=first.learner.plan)
     before, after = first.weights(), second.weights()

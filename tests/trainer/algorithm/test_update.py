@@ -46,7 +46,7 @@ def policy(entropy_gradient: bool = False) -> Policy:
     return Policy(tiny.model(0).requires_grad_(True), entropy_gradient=entropy_gradient).train()
 
 
-class One:
+class Rank:
     def __init__(self, of: Settings) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -135,7 +135,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(str(x) for x in v.values())[:60])
 def test_every_variant_moves_the_weights_and_a_replay_repeats_it_to_the_bit(variant: dict[str, Any]) -> None:
-    first, second = One(settings(**variant)), One(settings(**variant))
+    first, second = Rank(settings(**variant)), Rank(settings(**variant))
     before, data = first.weights(), batch()
     for step in (1, 2):
         original, other = first.learn(data, step), second.learn(data, step)
@@ -156,7 +156,7 @@ def test_every_variant_moves_the_weights_and_a_replay_repeats_it_to_the_bit(vari
 )
 def test_many_small_forward_passes_make_the_same_step_as_one(variant: dict[str, Any]) -> None:
     data = batch()
-    whole, cut = One(settings(**variant)), One(settings(micro_batch_tokens=18, **variant))
+    whole, cut = Rank(settings(**variant)), Rank(settings(micro_batch_tokens=18, **variant))
     in_one_pass, other = whole.learn(data), cut.learn(data)
     assert in_one_pass["loss"] == pytest.approx(other["loss"], abs=FORWARD)
     assert in_one_pass["grad_norm"] == pytest.approx(other["grad_norm"], rel=GRADIENT)
@@ -164,7 +164,7 @@ def test_many_small_forward_passes_make_the_same_step_as_one(variant: dict[str, 
 
 
 def test_where_behavior_is_the_policy_the_ratio_is_one_and_the_kl_zero() -> None:
-    metrics = One(settings(preset="tis", kl={"coefficient": 0.1})).learn(batch(gap=0.0))
+    metrics = Rank(settings(preset="tis", kl={"coefficient": 0.1})).learn(batch(gap=0.0))
     assert metrics["ratio_max"] == pytest.approx(1.0, abs=FORWARD)
     assert metrics["kl_mean"] == pytest.approx(0.0, abs=FORWARD**2)  # of second order in the log-ratio
     assert metrics["reference_kl"] == 0.0
@@ -173,12 +173,12 @@ def test_where_behavior_is_the_policy_the_ratio_is_one_and_the_kl_zero() -> None
 
 
 def test_two_minibatches_and_two_epochs_are_four_updates() -> None:
-    metrics = One(settings(preset="tis", minibatches=2, epochs=2)).learn(batch())
+    metrics = Rank(settings(preset="tis", minibatches=2, epochs=2)).learn(batch())
     assert metrics["updates"] == 4.0
 
 
 def test_while_the_critic_warms_up_the_policy_stays_and_the_critic_learns() -> None:
-    trained = One(settings(preset="ppo", critic={"warmup_steps": 1, "learning_rate": 1e-3}))
+    trained = Rank(settings(preset="ppo", critic={"warmup_steps": 1, "learning_rate": 1e-3}))
     before = trained.weights()
     metrics = trained.learn(batch(), step=1)
     after = trained.weights()
@@ -190,14 +190,14 @@ def test_while_the_critic_warms_up_the_policy_stays_and_the_critic_learns() -> N
 
 
 def test_the_critic_comes_to_explain_the_returns() -> None:
-    trained = One(settings(preset="ppo", critic={"learning_rate": 3e-3, "decay": 1.0, "clip": 0.0}))
+    trained = Rank(settings(preset="ppo", critic={"learning_rate": 3e-3, "decay": 1.0, "clip": 0.0}))
     explained = [trained.learn(batch(), step)["explained_variance"] for step in range(1, 31)]
     assert explained[0] == pytest.approx(0.0, abs=ULPS)
     assert explained[-1] > 0.5
 
 
 def test_a_group_without_a_preference_trains_nothing() -> None:
-    trained = One(settings(preset="dpo"))
+    trained = Rank(settings(preset="dpo"))
     before = trained.weights()
     metrics = trained.learn(batch(equal=(0, 1, 2, 3)))
     assert (metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0)
@@ -205,18 +205,18 @@ def test_a_group_without_a_preference_trains_nothing() -> None:
 
 
 def test_preferences_are_learned() -> None:
-    trained = One(settings(preset="dpo"))
+    trained = Rank(settings(preset="dpo"))
     accuracies = [trained.learn(batch(), step)["preference_accuracy"] for step in range(1, 16)]
     assert accuracies[-1] == 1.0
 
 
 def test_tokens_outside_the_band_are_masked_and_counted() -> None:
-    metrics = One(settings(preset="icepop", correction_band=(0.9, 1.1))).learn(batch(gap=0.5))
+    metrics = Rank(settings(preset="icepop", correction_band=(0.9, 1.1))).learn(batch(gap=0.5))
     assert 0.3 < metrics["masked_fraction"] < 1.0
 
 
 def test_a_steered_coefficient_rises_while_the_policy_is_too_far() -> None:
-    trained = One(settings(kl={"coefficient": 0.1, "target": 1e-9}))
+    trained = Rank(settings(kl={"coefficient": 0.1, "target": 1e-9}))
     for step in (1, 2, 3):
         trained.learn(batch(), step)
     # 16 of 10,000 samples: 0.2 · 16 / 10,000 per step up once it moved; at first as much down
@@ -242,7 +242,7 @@ def demonstrated(groups: list[Experience]) -> list[Experience]:
 def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggregation: str) -> None:
     chosen: dict[str, Any] = {"aggregation": aggregation, "kl": {"coefficient": 0.1}, "epochs": 2}
     sampled, shown = batch()[:2], demonstrated(batch()[2:])
-    alone = One(settings(**chosen)).learn(sampled)
+    alone = Rank(settings(**chosen)).learn(sampled)
     logprobs = [
         policy().eval()(micro_batch([PackedRow(e.group.prompt_token_ids, (sample,), (0,))])).policy_logprobs_N.detach()
         for e in shown
@@ -255,9 +255,9 @@ def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggreg
     }
     first = {name: value for name, value in chosen.items() if name != "epochs"}
     for cap in (4096, 18):
-        mixed = One(settings(micro_batch_tokens=cap, **first)).learn([*sampled, *shown])
+        mixed = Rank(settings(micro_batch_tokens=cap, **first)).learn([*sampled, *shown])
         assert mixed["ce_loss"] == pytest.approx(-whole[aggregation], rel=GRADIENT)
-        assert mixed["rl_loss"] == pytest.approx(One(settings(**first)).learn(sampled)["rl_loss"], abs=FORWARD)
+        assert mixed["rl_loss"] == pytest.approx(Rank(settings(**first)).learn(sampled)["rl_loss"], abs=FORWARD)
         assert mixed["loss"] == pytest.approx(
             mixed["rl_loss"] + mixed["ce_loss"] + mixed["reference_kl_loss"], abs=ULPS
         )
@@ -271,7 +271,7 @@ def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggreg
     ids=["dpo", "grpo"],
 )
 def test_reference_logprobs_that_came_with_their_groups_make_the_same_step(algorithm: dict[str, Any]) -> None:
-    own, travelled = One(settings(**algorithm)), One(settings(reference="reward", **algorithm))
+    own, travelled = Rank(settings(**algorithm)), Rank(settings(reference="reward", **algorithm))
     assert travelled.learner._reference is None
     frozen = policy().eval()
     with torch.no_grad():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -90,6 +91,15 @@ async def trainer(bus: Bus, run: Run) -> AsyncIterator[None]:
         await beating
 
 
+@pytest.fixture
+def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes of exports begin and not end, however long the test takes to see them."""
+    program = tmp_path / "unfinished"
+    program.write_text("#!/bin/sh\nwhile :; do sleep 0.1; done\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(exporter, "sys", SimpleNamespace(executable=str(program)))
+
+
 def processes(parent: int | None = None) -> list[psutil.Process]:
     return children("services.trainer.export", parent)
 
@@ -166,6 +176,7 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
     assert told == [f"version 1: {folder}"] * 3  # twice by HTTP, once by the command line
 
 
+@pytest.mark.usefixtures("unfinished")
 async def test_a_process_that_is_killed_ends_its_export_as_failed(http: httpx.AsyncClient, run: Run, bus: Bus) -> None:
     async with trainer(bus, run):
         await http.post("/v1/policies/1/export")
@@ -179,6 +190,7 @@ async def test_a_process_that_is_killed_ends_its_export_as_failed(http: httpx.As
     assert list((run.settings.run_folder / "exports").iterdir()) == []
 
 
+@pytest.mark.usefixtures("unfinished")
 async def test_a_rollback_that_revokes_its_version_cancels_an_export(
     http: httpx.AsyncClient, run: Run, bus: Bus
 ) -> None:
@@ -270,6 +282,7 @@ async def test_the_initial_policy_and_what_may_lie_on_disk_may_be_asked_for(
     assert (await http.post(f"/v1/policies/{version}/export")).status_code == 202
 
 
+@pytest.mark.usefixtures("unfinished")
 async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run) -> None:
     (checkpoint,) = local_store.find(run.settings.run_folder / "checkpoints")
     newer = dataclasses.replace(

@@ -27,7 +27,7 @@ from tests.conftest import until
 from tests.support.driven import Driven, settings_of
 from tests.support.raw_redis import raw
 from tests.trainer.algorithm import test_update
-from tests.trainer.algorithm.test_update import GROUPS, One
+from tests.trainer.algorithm.test_update import GROUPS, Rank
 from tests.trainer.checkpoint.test_store import written
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -51,11 +51,11 @@ def poison(groups: list[Experience]) -> list[Experience]:
     return [dataclasses.replace(group, rewards=rewards) for group in groups]
 
 
-async def created(bus: Bus, folder: Path, **trainer: Any) -> tuple[Driven, One]:
+async def created(bus: Bus, folder: Path, **trainer: Any) -> tuple[Driven, Rank]:
     driven = Driven(bus, settings(bus, folder, **trainer))
     await driven.ledger.create()
     await driven.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
-    return driven, One(driven.of)
+    return driven, Rank(driven.of)
 
 
 async def is_at(driven: Driven, step: int) -> None:
@@ -109,7 +109,7 @@ async def test_stale_tokens_are_masked_reported_and_masked_again_in_a_replay(bus
     driven = Driven(bus, Settings.model_validate(tables))
     await driven.ledger.create()
     await driven.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
-    trained = One(driven.of)
+    trained = Rank(driven.of)
     async with driven.running(lambda: driven.train(trained.engine)) as both:
         for number in (0, 1):
             await driven.feed(batch(number))
@@ -125,7 +125,7 @@ async def test_stale_tokens_are_masked_reported_and_masked_again_in_a_replay(bus
     plan = (await driven.ledger.journal(""))[2 * GROUPS].plan
     assert plan is not None
     assert plan.contexts == (2, 2, 2, 2) * GROUPS
-    again, other = Driven(bus, driven.of), One(driven.of)
+    again, other = Driven(bus, driven.of), Rank(driven.of)
     async with again.running(lambda: again.train(other.engine)):
         await has(again, "journal replayed")
         await until(lambda: again.context.status.state == "waiting")

@@ -19,6 +19,7 @@ from shared.weights.format.snapshot import read_snapshot
 from shared.weights.receiver.puller import Puller
 from shared.weights.receiver.receiver import Receiver
 from shared.weights.transport.place import DeviceLocation, boot_id
+from tests.conftest import PATIENCE_S
 from tests.support import tiny, weights
 
 
@@ -46,7 +47,7 @@ def settings(folder: Path, transport: str = "pull", dtype: str = "float32") -> S
         {
             "run": {"id": "test", "folder": folder},
             "policy": {"dtype": dtype},
-            "weights": {"transport": transport, "folder": folder / "weights", "deadline_s": 5.0},
+            "weights": {"transport": transport, "folder": folder / "weights", "deadline_s": 20.0},
         }
     )
 
@@ -166,7 +167,7 @@ async def test_a_rank_that_does_not_know_the_runs_secret_refuses_every_puller(tm
     publication = Publication(settings(tmp_path), "127.0.0.1")
     record = publish(publication, engine, 1)
     for secret in (weights.secret, bytes):
-        puller = Puller(DeviceLocation("cpu", (), boot_id()), 1, 5.0, secret)
+        puller = Puller(DeviceLocation("cpu", (), boot_id()), 1, PATIENCE_S, secret)
         with pytest.raises(WeightsError, match="could not reach"):
             await puller.ask(record.source, record)
         await puller.close()

@@ -33,7 +33,7 @@ from tests.conftest import until
 from tests.support.driven import Driven, settings_of
 from tests.support.object_storage import Storage
 from tests.trainer.algorithm import test_update
-from tests.trainer.algorithm.test_update import One
+from tests.trainer.algorithm.test_update import Rank
 from tests.trainer.checkpoint.test_store import settings as store_settings
 from tests.trainer.checkpoint.test_store import store_of, written
 
@@ -83,7 +83,7 @@ async def test_objects_of_the_event_loop_are_called_there_alone_and_objects_of_t
 
     def train() -> None:
         training.append(threading.get_ident())
-        driven.train(One(of).engine)
+        driven.train(Rank(of).engine)
 
     async with driven.running(train):
         await driven.feed(test_update.batch())

@@ -142,13 +142,15 @@ def _view(entry: str, data: bytes) -> EventView | None:
 async def _stream(parts: Parts, after: str, for_s: float) -> AsyncIterator[str]:
     until_s, beat_s = time.monotonic() + for_s, time.monotonic() + _BEAT_S
     yield "retry: 1000\n\n"
-    while (left_s := until_s - time.monotonic()) > 0:
+    while True:
         entries = await parts.bus.tail(EVENTS, Event, after, _AT_ONCE, None)
         for entry, event in entries:
             after = entry
             fields = {"at_s": event.at_s, "source": event.source, "name": event.name, "detail": event.detail}
             text = json.dumps({"id": entry, **fields, "fields": event.fields})
             yield f"id: {entry}\nevent: {event.name.replace(' ', '_')}\ndata: {text}\n\n"
+        if (left_s := until_s - time.monotonic()) <= 0:
+            return
         if entries:
             continue
         if time.monotonic() > beat_s:

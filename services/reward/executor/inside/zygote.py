@@ -49,7 +49,7 @@ timeit traceback types typing unicodedata unittest uuid warnings zlib encodings.
 
 
 @dataclasses.dataclass(slots=True)
-class Child:
+class ForkedProgram:
     number: int
     """Of its job."""
     pid: int
@@ -79,7 +79,7 @@ class Zygote:
             os.close(ruleset)
         self._control = socket.socket(fileno=settings["control"])
         self._poll = select.poll()
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, ForkedProgram] = {}
         """By pid descriptor."""
         self._own_pids = -1
         self._profile = settings["profile"]
@@ -129,7 +129,7 @@ class Zygote:
             if self._own_pids >= 0:
                 confinement.enter(self._own_pids, confinement.NEW_PID)
         watched = os.pidfd_open(pid)
-        self._children[watched] = Child(message["id"], pid, started_s)
+        self._children[watched] = ForkedProgram(message["id"], pid, started_s)
         self._poll.register(watched, select.POLLIN)
 
     def _obey(self, verb: str, number: int) -> None:
@@ -147,7 +147,7 @@ class Zygote:
                     case "ask":
                         self._report_usage(watched, child)
 
-    def _report_usage(self, watched: int, child: Child) -> None:
+    def _report_usage(self, watched: int, child: ForkedProgram) -> None:
         held_s = child.held_s()
         self._say(
             {

@@ -150,7 +150,7 @@ class TrlCall:
         return checked(await returned if inspect.isawaitable(returned) else returned, len(group.samples))
 
 
-class Call(Protocol):
+class FunctionCall(Protocol):
     function: Callable[..., Any]
     """Named in errors."""
 
@@ -160,7 +160,7 @@ class Call(Protocol):
         """Return a value of each completion."""
 
 
-def serve(arguments_of_process: list[str], kind: Callable[[str], Call]) -> None:
+def serve(arguments_of_process: list[str], kind: Callable[[str], FunctionCall]) -> None:
     """Answer calls of the references that the process was started with."""
     memory_mib, *references, parent = arguments_of_process[1:]
 
@@ -168,7 +168,7 @@ def serve(arguments_of_process: list[str], kind: Callable[[str], Call]) -> None:
         calls = [kind(reference) for reference in references]
         runner = asyncio.Runner()
 
-        async def awaited(call: Call, *given: Any) -> list[float | None]:
+        async def awaited(call: FunctionCall, *given: Any) -> list[float | None]:
             return await call(*given)
 
         def answer(question: dict[str, Any]) -> dict[str, object]:

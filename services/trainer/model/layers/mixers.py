@@ -140,17 +140,17 @@ class Plans:
         self._sharded = sharded
 
     @functools.cached_property
-    def forked(self) -> spans.Plan:
+    def forked(self) -> spans.SequencePlan:
         """For mixers that continue from a prompt's state."""
         return self._evened(spans.forked(self._segments, self._device))
 
     @functools.cached_property
-    def whole(self) -> spans.Plan:
+    def whole(self) -> spans.SequencePlan:
         return self._evened(spans.whole(self._segments, self._device))
 
-    def _evened(self, plan: spans.Plan) -> spans.Plan:
+    def _evened(self, plan: spans.SequencePlan) -> spans.SequencePlan:
         more = spans.idle_calls(len(plan.spans), self._device) if self._sharded else 0
-        return spans.Plan(plan.spans, plan.places_T, more)
+        return spans.SequencePlan(plan.spans, plan.places_T, more)
 
 
 def install(model: nn.Module) -> Boundaries | None:
@@ -198,7 +198,9 @@ def _bounded_mixer(base: type[nn.Module], boundaries: Boundaries) -> type[nn.Mod
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
 
 
-def _run(forward: Callable[..., Any], given: inspect.BoundArguments, plan: spans.Plan, state_name: str | None) -> Any:
+def _run(
+    forward: Callable[..., Any], given: inspect.BoundArguments, plan: spans.SequencePlan, state_name: str | None
+) -> Any:
     tokens = len(plan.places_T)
 
     def call(places_GW: Tensor, state: PromptState | None) -> Any:

@@ -1,6 +1,6 @@
 """Cut a packed row into its sequences.
 
-A :class:`Plan` lists the calls, one :class:`SequenceSpan` each, and where the outputs belong in the row::
+A :class:`SequencePlan` lists the calls, one :class:`SequenceSpan` each, and where the outputs belong in the row::
 
     row        P P P P | a a | b b b | Q Q | c c c c          two prompts (P, Q) with their completions
     alone      PPPPaa, PPPPbbb, QQcccc                        each sequence by itself
@@ -45,7 +45,7 @@ class SequenceSpan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class SequencePlan:
     spans: list[SequenceSpan]
     places_T: Tensor
     """Places of the row's tokens in the flattened outputs."""
@@ -53,21 +53,21 @@ class Plan:
     """To match other ranks: ZeRO stage 3 gathers at every call."""
 
 
-def alone(segments: Segments, device: torch.device) -> Plan:
+def alone(segments: Segments, device: torch.device) -> SequencePlan:
     builder = _Builder(segments)
     for sequence in _sequences(segments):
         builder.add([_places(segments, sequence)])
     return builder.plan(device)
 
 
-def whole(segments: Segments, device: torch.device) -> Plan:
+def whole(segments: Segments, device: torch.device) -> SequencePlan:
     """Similar sequences, prompts included, together."""
     builder = _Builder(segments)
     builder.add_similar([_places(segments, sequence) for sequence in _sequences(segments)])
     return builder.plan(device)
 
 
-def forked(segments: Segments, device: torch.device) -> Plan:
+def forked(segments: Segments, device: torch.device) -> SequencePlan:
     """Prompts of at least ``FORK_TOKENS`` with several completions are computed once."""
     builder, completions, prompts = _Builder(segments), list[Int64Array](), list[int]()
     families = _families(segments)
@@ -101,7 +101,7 @@ def gather(value: Any, places_GW: Tensor, tokens: int) -> Any:
     return gather_rows(value[0], places_GW.flatten()).view(*places_GW.shape, *value.shape[2:])
 
 
-def scatter(outputs: Sequence[Any], plan: Plan) -> Any:
+def scatter(outputs: Sequence[Any], plan: SequencePlan) -> Any:
     """Return the spans' outputs, perhaps tuples, as 1 × T × …; anything not per token becomes None."""
     first = outputs[0]
     if isinstance(first, tuple):
@@ -156,14 +156,14 @@ class _Builder:
         for run in similar([len(sequence) for sequence in sequences]):
             self.add([sequences[n] for n in run], None if prompts is None else [prompts[n] for n in run])
 
-    def plan(self, device: torch.device) -> Plan:
+    def plan(self, device: torch.device) -> SequencePlan:
         assert (self._where_T >= 0).all()
         put: Callable[[Int64Array], Tensor] = lambda places: torch.from_numpy(places).to(device)  # noqa: E731
         spans = [
             SequenceSpan(put(places_GW), None if prompts_G is None else put(prompts_G), keeps_state)
             for places_GW, prompts_G, keeps_state in self._found
         ]
-        return Plan(spans, put(self._where_T))
+        return SequencePlan(spans, put(self._where_T))
 
 
 def similar(lengths: Sequence[int]) -> list[list[int]]:

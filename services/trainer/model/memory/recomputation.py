@@ -35,7 +35,7 @@ def is_enabled(policy: nn.Module) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Usage:
+class MemoryUsage:
     """Peak memory of a rank, in bytes, and tokens of the largest forward pass."""
 
     lasting: int
@@ -101,7 +101,7 @@ class Recomputation:
             return
         free, _ = torch.cuda.mem_get_info(self._device)
         lasting, available = torch.cuda.memory_allocated(self._device), free + torch.cuda.memory_reserved(self._device)
-        usage = Usage(lasting, self._peak, self._tokens, available)
+        usage = MemoryUsage(lasting, self._peak, self._tokens, available)
         largest = self._most_tokens * _RESERVE
         layer, logits = self._layer_bytes * largest, getattr(self._policy, "logits_bytes", 0) * largest
         kept = self.kept.next(usage.free(self._most_tokens), len(self._layers), layer, logits)

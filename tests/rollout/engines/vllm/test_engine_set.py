@@ -25,7 +25,7 @@ from shared.errors import WeightsError
 from shared.weights.receiver.puller import Puller
 from shared.weights.source.source import WeightSource
 from shared.weights.transport.place import DeviceLocation
-from tests.conftest import need_module, until
+from tests.conftest import PATIENCE_S, need_module, until
 from tests.rollout.engines.vllm.test_engine import (
     MODELS,
     PROMPT,
@@ -68,7 +68,7 @@ def tiny_arguments(folder: Path, of: Any, **arguments: Any) -> dict[str, Any]:
 
 async def open_two(folder: Path, of: Any, **arguments: Any) -> EngineSet:
     shared = tiny_arguments(folder, of, **arguments)
-    opened, choice = await open_engines(2, shared, peer_host="127.0.0.1", deadline_s=10.0)
+    opened, choice = await open_engines(2, shared, peer_host="127.0.0.1", deadline_s=PATIENCE_S)
     opened.share_secret(weights.SECRET)
     assert isinstance(opened, EngineSet)
     assert choice.engines == 2
@@ -85,7 +85,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
 class Trainer:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
-        self._puller = Puller(DeviceLocation(), 1, 10.0, weights.secret)
+        self._puller = Puller(DeviceLocation(), 1, PATIENCE_S, weights.secret)
 
     async def stage(self, engines: EngineSet, version: int) -> None:
         snapshot = weights.fill(dict(MODELS[version].named_parameters()), version)
@@ -242,7 +242,7 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
     await asyncio.gather(*(tokens_flow(engine, 1) for engine in others.engines))
     pids = [pid for engine in others.engines for pid in engine._reports.pids]
     os.kill(min(others.engines[1]._reports.pids), signal.SIGKILL)
-    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION, timeout=20)
+    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION, timeout=PATIENCE_S)
     failures = [str(failure) for group in done if isinstance(failure := group.exception(), EngineDied)]
     assert len(failures) == 1
     assert failures[0].startswith("engine 1 of 2: ")
@@ -262,7 +262,7 @@ async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
         async def busy_share(self) -> float:
             return 0.45
 
-    monkeypatch.setattr(start, "Gpu", MeasuredGpu)
+    monkeypatch.setattr(start, "NvmlGpu", MeasuredGpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6, 7})
     arguments = {**tiny_arguments(tmp_path, MODELS[0]), "max_num_seqs": 16}

@@ -13,7 +13,7 @@ import torch
 from services.rollout.engines.engine import Engine, GeneratedSample
 from services.rollout.engines.vllm.arguments import gather
 from services.rollout.engines.vllm.several.engine_set import EngineSet
-from services.rollout.engines.vllm.several.gpu import Gpu
+from services.rollout.engines.vllm.several.gpu import NvmlGpu
 from services.rollout.engines.vllm.several.start import open_engines
 from shared.bus.messages import PolicyVersion
 from shared.weights.receiver.puller import Puller
@@ -42,12 +42,12 @@ def arguments(folder: Path) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
-    before = Gpu().memory
+    before = NvmlGpu().memory
     shared = arguments(tmp_path_factory.mktemp("policy"))
     opened, _ = await open_engines(2, shared, peer_host="127.0.0.1", deadline_s=30.0)
     opened.share_secret(weights.SECRET)
     assert isinstance(opened, EngineSet)
-    taken = before.free_bytes - Gpu().memory.free_bytes
+    taken = before.free_bytes - NvmlGpu().memory.free_bytes
     assert taken <= SHARE * before.total_bytes
     yield opened
     await opened.close()

@@ -25,9 +25,10 @@ from services.rollout.engines.vllm.worker_channel import prove
 from shared.bus.messages import PolicyVersion
 from shared.errors import SettingsError
 from shared.peers import frames
+from shared.process.children import reap
 from shared.settings import Settings, load
 from shared.weights.receiver.puller import Puller
-from tests.conftest import free_port, need_module, until
+from tests.conftest import PATIENCE_S, free_port, need_module, until
 from tests.rollout.engines.vllm.test_engine import (
     MODELS,
     PROMPT,
@@ -186,9 +187,9 @@ async def test_weights_that_are_pulled_change_on_both_hosts_between_the_same_two
         assert second == {}  # tokens are recorded at the replica
         return int(sum(first.values())) > 5
 
-    await until(flows, timeout_s=60)
+    await until(flows)
     snapshot = weights.fill(dict(MODELS[1].named_parameters()), 1)
-    puller = Puller(engine.place, engine.ranks, 30.0, weights.secret)
+    puller = Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret)
     with weights.serving() as source:  # each rank is a party of the source's process group
         offered = await puller.ask(source.address, weights.offered(source, snapshot))
         await put(engine, offered)
@@ -211,7 +212,7 @@ def variant_of(engine: VllmEngine) -> VllmEngine:
 async def test_the_second_host_says_that_its_workers_are_there_and_nothing_of_a_replica(
     engine: VllmEngine, node: Node
 ) -> None:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{node.metrics_port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{node.metrics_port}", timeout=PATIENCE_S) as client:
         ready = await client.get("/readyz")
         assert (ready.status_code, ready.json()) == (200, {"ready": True, "state": "working"})
         assert (await client.get("/healthz")).status_code == 200
@@ -232,7 +233,7 @@ async def test_nobody_is_let_in_who_does_not_know_the_secret(engine: VllmEngine,
         proof = prove(b"something else entirely" if "secret" in stranger else secret, challenge["nonce"], 1)
         writer.write(frames.pack({"kind": "hello", "rank": 0, "pids": [os.getpid()], "proof": proof}))
     writer.write_eof()
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
     writer.close()
     assert not engine._reports.died.done()
     assert len((await engine.generate(request(samples=1, new_tokens=2))).samples) == 1
@@ -243,8 +244,8 @@ async def test_the_replica_ends_when_a_worker_of_another_host_does(engine: VllmE
     await asyncio.sleep(0)
     node.process.kill()
     with pytest.raises(EngineDied, match="worker 1 went away"):
-        await asyncio.wait_for(running, 30)
-    await asyncio.wait_for(engine.close(), 30)
+        await asyncio.wait_for(running, PATIENCE_S)
+    await asyncio.wait_for(engine.close(), PATIENCE_S)
 
 
 async def test_a_host_that_holds_workers_hears_that_the_first_is_gone() -> None:
@@ -253,7 +254,7 @@ async def test_a_host_that_holds_workers_hears_that_the_first_is_gone() -> None:
     code = (
         "import sys, time; from torch.distributed import TCPStore\n"
         "host, port = sys.argv[1].split(':'); store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)\n"
-        "print('there', flush=True); time.sleep(60)\n"
+        "print('there', flush=True); time.sleep(600)\n"
     )
     first = await asyncio.create_subprocess_exec(sys.executable, "-c", code, rendezvous, stdout=asyncio.subprocess.PIPE)
     assert first.stdout is not None
@@ -265,11 +266,11 @@ async def test_a_host_that_holds_workers_hears_that_the_first_is_gone() -> None:
             connection.raddr and connection.raddr.port == port for connection in psutil.Process().net_connections("tcp")
         )
 
-    await until(joined, timeout_s=30)
+    await until(joined)
     assert not outlasting.done()
     first.kill()
-    assert await asyncio.wait_for(outlasting, 30)
-    await first.wait()
+    assert await asyncio.wait_for(outlasting, PATIENCE_S)
+    await reap(first)
 
 
 def test_a_secret_that_is_none_is_one_sentence(tmp_path: Path) -> None:

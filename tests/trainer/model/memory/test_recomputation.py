@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.batch.packing import micro_batch
-from services.trainer.model.memory.recomputation import Kept, Recomputation, Usage
+from services.trainer.model.memory.recomputation import Kept, MemoryUsage, Recomputation
 from tests.support.packed import rows
 from tests.trainer.model.test_engine import Stepper, settings
 
@@ -91,9 +91,9 @@ def _graph(node: Any) -> Iterator[Any]:
 
 def test_the_forecast_is_of_the_largest_forward_pass_that_settings_allow() -> None:
     # 60 GiB lasting; 16,384 tokens took 16, so 32,768 take 32; 0.85 of 140 GiB may be used
-    used = Usage(lasting=60 * GIB, peak=76 * GIB, tokens=16_384, available=140 * GIB)
+    used = MemoryUsage(lasting=60 * GIB, peak=76 * GIB, tokens=16_384, available=140 * GIB)
     assert (used.free(16_384), used.free(32_768)) == (43 * GIB, 27 * GIB)
-    assert Usage(60 * GIB, 130 * GIB, 32_768, 140 * GIB).free(32_768) == -11 * GIB
+    assert MemoryUsage(60 * GIB, 130 * GIB, 32_768, 140 * GIB).free(32_768) == -11 * GIB
 
 
 def test_what_is_free_goes_to_the_logits_and_to_at_most_four_times_as_many_layers() -> None:

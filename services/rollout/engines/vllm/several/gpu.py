@@ -12,7 +12,7 @@ from shared.preflight.node import mps_answers
 _SAMPLES, _INTERVAL_S = 20, 0.1
 
 
-class Gpu:
+class NvmlGpu:
     """The first GPU in ``CUDA_VISIBLE_DEVICES``; raises SettingsError if NVML does not know it."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ _LEAST_KV_CACHE_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class EngineCount:
     engines: int
     reason: str
 
@@ -62,21 +62,21 @@ class Memory:
         return {"kv_cache_memory_bytes": kv_cache_bytes, "gpu_memory_utilization": startup_share}
 
 
-def upper_limit(memory: Memory, cores: int, utilization: float, demand: Demand) -> Choice:
+def upper_limit(memory: Memory, cores: int, utilization: float, demand: Demand) -> EngineCount:
     """Return the maximum number of engines for parameters, ``cores`` and memory."""
     if demand.policy_parameters >= _LARGE_PARAMETERS:
-        return Choice(1, f"a model of {demand.policy_parameters / 1e9:.1f}B parameters keeps the GPU busy")
+        return EngineCount(1, f"a model of {demand.policy_parameters / 1e9:.1f}B parameters keeps the GPU busy")
     by_cores = max(1, cores // _CORES_PER_ENGINE)
     for engines in range(min(MAX_ENGINES, by_cores), 1, -1):
         try:
             memory.arguments(engines, utilization, demand)
         except SettingsError:
             continue
-        return Choice(engines, f"at most {engines} by {cores} CPU cores and {memory.free_bytes / 2**30:.0f} GiB")
-    return Choice(1, f"{cores} CPU cores and {memory.free_bytes / 2**30:.0f} GiB allow no second engine")
+        return EngineCount(engines, f"at most {engines} by {cores} CPU cores and {memory.free_bytes / 2**30:.0f} GiB")
+    return EngineCount(1, f"{cores} CPU cores and {memory.free_bytes / 2**30:.0f} GiB allow no second engine")
 
 
-def by_load(busy: float, limit: Choice) -> Choice:
+def by_load(busy: float, limit: EngineCount) -> EngineCount:
     """Return the number of engines, if one keeps the GPU busy for the share ``busy``."""
     engines = max(1, min(limit.engines, round(_BUSY / max(busy, 0.01))))
-    return Choice(engines, f"one engine kept the GPU busy for {busy:.0%} of the time; {limit.reason}")
+    return EngineCount(engines, f"one engine kept the GPU busy for {busy:.0%} of the time; {limit.reason}")

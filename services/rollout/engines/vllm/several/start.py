@@ -16,9 +16,9 @@ from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.multihost.hosts import Hosts
 from services.rollout.engines.vllm.several import plan
 from services.rollout.engines.vllm.several.engine_set import EngineSet
-from services.rollout.engines.vllm.several.gpu import Gpu, sharing
+from services.rollout.engines.vllm.several.gpu import NvmlGpu, sharing
 from services.rollout.engines.vllm.several.metrics import SharedStatistics
-from services.rollout.engines.vllm.several.plan import Choice, Demand
+from services.rollout.engines.vllm.several.plan import Demand, EngineCount
 from services.rollout.engines.vllm.start import open_vllm
 from shared.bus.messages import Sampling
 
@@ -28,7 +28,7 @@ _WARM_UP_S = 2.0
 
 async def open_engines(
     count: int | Literal["auto"], arguments: dict[str, Any], hosts: Hosts | None = None, **serving: Any
-) -> tuple[VllmEngine | EngineSet, Choice]:
+) -> tuple[VllmEngine | EngineSet, EngineCount]:
     """Return ``count`` engines on one GPU as one, and the reason for their number; may raise SettingsError.
 
     ``arguments`` are for one engine with the whole GPU; sequences and memory are split.
@@ -38,23 +38,23 @@ async def open_engines(
         return await open_vllm(arguments, hosts, **serving), limit
     starter = await asyncio.to_thread(_Starter, arguments, serving)
     if count != "auto":
-        return await starter.open(limit.engines), Choice(limit.engines, f"{limit.reason}{starter.sharing}")
+        return await starter.open(limit.engines), EngineCount(limit.engines, f"{limit.reason}{starter.sharing}")
     return await starter.open_by_load(limit)
 
 
 def _upper_limit(
     count: int | Literal["auto"], arguments: dict[str, Any], hosts: Hosts | None, serving: dict[str, Any]
-) -> Choice:
+) -> EngineCount:
     if count != "auto":
-        return Choice(count, "rollout.engines_per_gpu")
+        return EngineCount(count, "rollout.engines_per_gpu")
     if hosts is not None or arguments["tensor_parallel_size"] > 1:
-        return Choice(1, "the engine spans several GPUs")
+        return EngineCount(1, "the engine spans several GPUs")
     if serving.get("shadow") == "bucketed":
-        return Choice(1, 'weights.shadow = "bucketed"')
+        return EngineCount(1, 'weights.shadow = "bucketed"')
     if not torch.cuda.is_available():
-        return Choice(1, "there is no GPU")
+        return EngineCount(1, "there is no GPU")
     cores = len(os.sched_getaffinity(0))
-    return plan.upper_limit(Gpu().memory, cores, arguments["gpu_memory_utilization"], _demand(arguments))
+    return plan.upper_limit(NvmlGpu().memory, cores, arguments["gpu_memory_utilization"], _demand(arguments))
 
 
 def _demand(arguments: dict[str, Any]) -> Demand:
@@ -71,7 +71,7 @@ class _Starter:
 
     def __init__(self, arguments: dict[str, Any], serving: dict[str, Any]) -> None:
         self._arguments, self._serving = arguments, serving
-        self._gpu = Gpu() if torch.cuda.is_available() else None
+        self._gpu = NvmlGpu() if torch.cuda.is_available() else None
         self._demand = _demand(arguments) if self._gpu else None
         self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
 
@@ -82,7 +82,7 @@ class _Starter:
             opened += await self._start(shares, 0, statistics)
             return self._set(opened)
 
-    async def open_by_load(self, limit: Choice) -> tuple[VllmEngine | EngineSet, Choice]:
+    async def open_by_load(self, limit: EngineCount) -> tuple[VllmEngine | EngineSet, EngineCount]:
         """Return as many engines as suit the load under the first, which gets a ``limit``-th of the memory."""
         assert self._gpu is not None
         async with self._started() as opened:
@@ -99,7 +99,7 @@ class _Starter:
             opened += await self._start(others, 1, statistics)
             return self._set(opened), choice
 
-    async def _choose(self, engine: VllmEngine, limit: Choice) -> Choice:
+    async def _choose(self, engine: VllmEngine, limit: EngineCount) -> EngineCount:
         assert self._gpu is not None
         load = asyncio.ensure_future(_decode(engine, self._arguments["max_num_seqs"]))
         try:
@@ -111,9 +111,9 @@ class _Starter:
         if not load.cancelled():
             load.result()
         if busy is None:
-            return Choice(1, "NVML does not report how busy the GPU is")
+            return EngineCount(1, "NVML does not report how busy the GPU is")
         choice = plan.by_load(busy, limit)
-        return Choice(choice.engines, f"{choice.reason}{self.sharing}")
+        return EngineCount(choice.engines, f"{choice.reason}{self.sharing}")
 
     def _sequences(self, engines: int) -> int:
         return -(-int(self._arguments["max_num_seqs"]) // engines)
