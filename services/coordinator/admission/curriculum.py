@@ -5,9 +5,11 @@
     position ──▶ the order's dataset ──▶ a problem of it, drawn by weight          weight = floor + signal
 
 A problem's *signal* is an average of p(1 − p), the variance of the rewards of its groups (``commit.lua``); without a
-group it is that of p = ½. No problem of a dataset is drawn less often than with 1/21 of its rate in a uniform order,
-and the less signal is left, the more uniform is the draw: a solved dataset is visited evenly. The draw is a function of seed, position and signals. Signals change with commits only, and
-admission reads them with the version that it admits under, so a rollback repeats the draws of its target.
+group it is that of p = ½. The floor gives each problem of a dataset at least 1/21 of its chance in a uniform draw, and
+a solved dataset is drawn evenly.
+
+The draw is a function of seed, position and signals. Signals change with commits only, and admission reads them with
+the version that it admits under, so a rollback repeats the draws of its target.
 """
 
 from collections.abc import Mapping
@@ -47,7 +49,7 @@ class Curriculum:
         self.follow({})
 
     def follow(self, signals: Mapping[str, float]) -> None:
-        """Draw by ``signals`` of problems from now on."""
+        """Draw by ``signals``, by problem, from now on."""
         known = np.full(len(self._places), UNSEEN)
         for source, signal in signals.items():
             if source in self._places:
@@ -65,7 +67,7 @@ class Curriculum:
 
 
 def weights(signals: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the weight in the draw of problems with ``signals``.
+    """Return the weights of problems in the draw.
 
     >>> weights(np.array([0.25, 0.0])).tolist()
     [0.2625, 0.0125]
