@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.learning import ROOT, learn
-from services.coordinator.admission.curriculum import Curriculum, weights
+from services.coordinator.admission.curriculum import Curriculum, chances
 from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
 from shared.bus.stores.experience.signals import RATE, signal
 
@@ -87,8 +87,7 @@ def trained_figures(name: str, curriculum: bool, seed: int, *, small: bool) -> d
 def expected_shares(rates: Rates) -> tuple[float, float]:
     """Return the expected share with signal of problems drawn uniformly, and by their true p(1 − p)."""
     with_signal = 1 - rates**_GROUP_SIZE - (1 - rates) ** _GROUP_SIZE
-    drawn = weights(rates * (1 - rates))
-    return float(with_signal.mean()), float(np.average(with_signal, weights=drawn))
+    return float(with_signal.mean()), float(chances(rates * (1 - rates)) @ with_signal)
 
 
 def pass_rates(run: Path, rows: Rows) -> Iterator[Rates]:

@@ -178,7 +178,7 @@ class Trainer:
                 lengths = [len(sample.token_ids) for sample in taken.experience.group.samples]
                 self.trained_tokens += sum(lengths) - sum(taken.contexts)
             await self._commit(step + 1, batch)
-            await self._intake.release(batch)
+            self._intake.release(batch)
             self.finished_s.append(time.monotonic())
         filling.cancel()
         await asyncio.gather(filling, return_exceptions=True)

@@ -14,9 +14,10 @@ WORKDIR /src
 RUN python -m venv /opt/penstock && echo /opt/code > "$(echo /opt/penstock/lib/python3.*/site-packages)/code.pth"
 COPY deploy/docker/locks/build.txt ./
 COPY deploy/docker/locks/pod.txt lock.txt
-# DeepSpeed has no wheel; it is built with the packages of build.txt.
+# DeepSpeed has no wheel; it is built with the packages of build.txt. The lock is complete; pip's own resolution refuses a
+# dependency with an extra (nvidia-cutlass-dsl[cu13]) that it pins without.
 RUN /opt/penstock/bin/pip install --require-hashes -r build.txt \
-    && /opt/penstock/bin/pip install --require-hashes --no-build-isolation -r lock.txt
+    && /opt/penstock/bin/pip install --require-hashes --no-deps --no-build-isolation -r lock.txt && /opt/penstock/bin/pip check
 
 FROM packages AS code
 COPY deploy/docker/locks/build.txt ./

@@ -27,6 +27,11 @@ def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
 def make(
     settings: Settings, gpus: str, model: str = "", calibrate: Path | None = None, lengths: Path | None = None
 ) -> Plan:
+    if settings.algorithm.is_mixed:
+        raise SettingsError(
+            f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
+            "demonstrations, which are not generated, is not predicted; with 0, all of them are planned as generated, an upper bound"
+        )
     planner = Planner(workload_of(settings, model, lengths), parse_cluster(gpus), preferences(settings))
     if calibrate is not None and not calibrate.exists():
         raise SettingsError(f"no run's folder or file of rates at {calibrate}: change --calibrate")

@@ -340,8 +340,10 @@ def load_data(settings: Settings) -> Data:
     demonstrations = None
     if settings.algorithm.is_supervised:
         demonstrations, comparing = Demonstrations(settings), []
+    completed = Demonstrations(settings) if settings.algorithm.is_mixed else demonstrations
     teachers = [of.name for of in settings.reward.teachers]
-    train = dataset.load_training(settings.data, names, comparing, demonstrations, teachers)
+    train = dataset.load_training(settings.data, names, comparing, completed, teachers)
+    _check_sampling(settings, train)
     held_out = tuple(
         (
             held_set,
@@ -352,6 +354,15 @@ def load_data(settings: Settings) -> Data:
         for held_set in evaluation.held_out
     )
     return Data(train, held_out, tuple(_doubts(settings, train, held_out)))
+
+
+def _check_sampling(settings: Settings, train: dataset.Dataset) -> None:
+    ends = [sum(train.sizes[: place + 1]) for place in range(len(train.sizes))]
+    for source, end in zip(settings.data.sources, ends, strict=False):
+        if source in settings.sampling.by_dataset and train.problems[end - 1].demonstration is not None:
+            raise SettingsError(
+                f"expected datasets of problems in sampling.by_dataset, found {source!r}, whose rows are demonstrations: leave it out"
+            )
 
 
 def _doubts(

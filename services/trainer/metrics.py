@@ -78,6 +78,9 @@ GAUGES = {
     "grad_norm": Gauge("penstock_trainer_grad_norm", "Global gradient norm before clipping."),
     "learning_rate": Gauge("penstock_trainer_learning_rate", "Learning rate of the last step."),
     "truncated_fraction": Gauge("penstock_trainer_truncated_ratio", "Share of samples cut at the length limit."),
+    "demonstrations": Gauge(
+        "penstock_trainer_demonstrations", "Demonstrations of the last step, trained beside samples of the policy."
+    ),
     "zero_std_groups": Gauge("penstock_trainer_zero_std_groups", "Groups of the last step without reward spread."),
     "signal_fraction": Gauge(
         "penstock_trainer_signal_ratio",
@@ -109,8 +112,15 @@ def batch_figures(
     step: int,
     steps_of_versions: Mapping[PolicyVersion, int],
     contexts: Sequence[int] = (),
+    *,
+    is_mixed: bool = False,
 ) -> BatchFigures:
-    """Return the figures of a batch trained after ``step`` steps; ``contexts`` as in its command."""
+    """Return the figures of a batch trained after ``step`` steps; ``contexts`` as in its command.
+
+    With ``is_mixed``, they are of the groups that a policy generated; samples and tokens are of all.
+    """
+    if is_mixed:
+        return _of_mixture(batch, step, steps_of_versions, contexts)
     samples = [sample for experience in batch for sample in experience.group.samples]
     contexts, first = contexts or (0,) * len(samples), 0
     lags: Counter[int] = Counter()
@@ -137,6 +147,30 @@ def batch_figures(
     return BatchFigures(metrics, lags, lags.total(), sum(lengths) - sum(contexts))
 
 
+def _of_mixture(
+    batch: Sequence[Experience], step: int, steps_of_versions: Mapping[PolicyVersion, int], contexts: Sequence[int]
+) -> BatchFigures:
+    drawn, shown, kept, first = [], [], list[int](), 0
+    for experience in batch:
+        end = first + len(experience.group.samples)
+        if experience.group.prompt.purpose is Purpose.DEMONSTRATE:
+            shown.append(experience)
+        else:
+            drawn.append(experience)
+            kept += contexts[first:end]
+        first = end
+    figures = BatchFigures({}, Counter(), 0, 0)
+    if drawn:
+        figures = batch_figures(drawn, step, steps_of_versions, kept)
+    samples = [sample for experience in shown for sample in experience.group.samples]
+    return BatchFigures(
+        {**figures.metrics, "demonstrations": float(len(shown))},
+        figures.lag_counts,
+        figures.samples + len(samples),
+        figures.tokens + sum(len(sample.token_ids) for sample in samples),
+    )
+
+
 def _reward_figures(scored: Sequence[Experience]) -> dict[str, float]:
     if not scored:
         return {}
@@ -151,14 +185,17 @@ def _reward_figures(scored: Sequence[Experience]) -> dict[str, float]:
 
 
 def signal_fraction(metrics: Mapping[str, float], groups: int) -> dict[str, float]:
-    """Return the share with signal of a step's ``groups`` and of those that dynamic sampling dropped before it.
+    """Return the share with signal of a step's generated groups and of those that dynamic sampling dropped before it.
 
-    >>> signal_fraction({"zero_std_groups": 2.0, "dropped_no_signal": 2.0}, 8)
+    ``groups`` of the step include its demonstrations, which have no rewards.
+
+    >>> signal_fraction({"zero_std_groups": 2.0, "dropped_no_signal": 2.0, "demonstrations": 4.0}, 12)
     {'signal_fraction': 0.6}
     """
     if "zero_std_groups" not in metrics:
         return {}
-    return {"signal_fraction": (groups - metrics["zero_std_groups"]) / (groups + metrics["dropped_no_signal"])}
+    generated = groups - metrics.get("demonstrations", 0.0)
+    return {"signal_fraction": (generated - metrics["zero_std_groups"]) / (generated + metrics["dropped_no_signal"])}
 
 
 def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:

@@ -5,6 +5,7 @@ entry, and does nothing if another consumer was first.
 """
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -39,6 +40,12 @@ _LONGEST_REASON = 2000
 _AT_ONCE_MS = 86_400_000
 
 
+@functools.lru_cache(maxsize=16)
+def _prompt(data: bytes) -> Prompt:
+    """Decode a prompt, once for the samples of its group, which share it. Raises MessageError."""
+    return wire.decode(data, Prompt)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delivery(Generic[M]):
     """One entry held by this consumer.
@@ -58,7 +65,7 @@ class Delivery(Generic[M]):
     """Index of its sample in the group; "all": all samples; "": not assembled."""
 
     def message(self) -> M:
-        message = wire.decode(self.data, self.kind)
+        message = cast("M", _prompt(self.data)) if self.kind is Prompt else wire.decode(self.data, self.kind)
         written = getattr(message, "group_id", None)
         if written is not None and str(written) != self.group_id:
             raise MessageError(
@@ -215,11 +222,6 @@ class Bus(Commands):
         """Return the newest attempt's error; "" if its process died."""
         noted = await self.hget(CAUSES, _field(delivery))
         return "" if noted is None else text(noted)
-
-    async def forget(self, delivery: Delivery[Any]) -> None:
-        """Forget a finished entry's crashes and causes."""
-        for noted in (CRASHES, CAUSES):
-            await self.write(noted, "HDEL", _field(delivery))
 
     async def _with_prompts(self, deliveries: list[Delivery[M]]) -> list[Delivery[M]]:
         """Add the groups' prompts, of which parts have only the group."""
@@ -398,6 +400,7 @@ def _input(delivery: Delivery[Any]) -> dict[str, Any]:
     return {
         "input": stream,
         "group": stream.group or "",
+        "stream_name": stream.name,
         "entry_id": delivery.entry_id,
         "group_id": delivery.group_id,
         "part": delivery.part,

@@ -292,8 +292,6 @@ class Worker(Generic[In, Out]):
         else:
             self.counts.add(self._source, "late")
             log.info("late result dropped", extra={"stream": self._source.name, "entry": delivery.entry_id})
-        if delivery.crashes or delivery.attempts > 1:
-            await self._bus.forget(delivery)
 
     async def _note_bug(self, delivery: Delivery[In], error: Exception) -> None:
         HANDLER_ERRORS.labels(self._source.name).inc()
@@ -302,13 +300,12 @@ class Worker(Generic[In, Out]):
             await self._bug(delivery.group_id, _words(error))
 
     async def _bury(self, delivery: Delivery[In], reason: str) -> None:
-        self.counts.add(self._source, "buried")
         self.counts.last_error = reason
         log.error("entry buried", extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason})
         self._leaving.add(delivery.entry_id)
         try:
             await self._bus.bury(delivery, reason)
-            await self._bus.forget(delivery)
+            self.counts.add(self._source, "buried")
         finally:
             self._leaving.discard(delivery.entry_id)
 

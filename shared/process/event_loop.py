@@ -43,21 +43,24 @@ async def watched() -> AsyncIterator[None]:
 
 
 async def _watch() -> None:
-    longest_s = {"elapsed": 0.0, "process": 0.0, "cpu": 0.0}
+    longest_s = dict.fromkeys(("elapsed", "process", "cpu"), 0.0)
+    gauges = {clock: LONGEST.labels(clock) for clock in longest_s}
     with _schedstat() as schedstat:
+        waited_s = _waited_s(schedstat)
         while True:
-            due_s, cpu_s, waited_s = time.monotonic() + _PERIOD_S, time.thread_time(), _waited_s(schedstat)
+            due_s, cpu_s = time.monotonic() + _PERIOD_S, time.thread_time()
             await asyncio.sleep(_PERIOD_S)
-            stall_s = max(0.0, time.monotonic() - due_s)
+            stall_s, waited_before_s, waited_s = max(0.0, time.monotonic() - due_s), waited_s, _waited_s(schedstat)
             STALL.observe(stall_s)
             stalls_s = {
                 "elapsed": stall_s,
-                "process": max(0.0, stall_s - (_waited_s(schedstat) - waited_s)),
+                "process": max(0.0, stall_s - (waited_s - waited_before_s)),
                 "cpu": min(stall_s, time.thread_time() - cpu_s),
             }
             for clock, seconds in stalls_s.items():
-                longest_s[clock] = max(longest_s[clock], seconds)
-                LONGEST.labels(clock).set(longest_s[clock])
+                if seconds > longest_s[clock]:
+                    longest_s[clock] = seconds
+                    gauges[clock].set(seconds)
 
 
 @contextlib.contextmanager

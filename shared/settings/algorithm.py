@@ -114,6 +114,10 @@ class AlgorithmSettings(Section):
     distillation_skew: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the policy itself in what it is compared with, (1 − skew) × teacher + skew × policy: bounds what a token
     costs that the teacher finds impossible. 0: the teacher alone."""
+    imitation: NonNegativeFloat = Field(default=0.0)
+    """Weight of the loss of demonstrations, trained in the same steps as problems: those datasets of data.path of which
+    every row has a completion. The loss of a step is that of its samples plus this times the mean cross-entropy of its
+    demonstrations, each over its own count. 0: completions are columns like any other."""
     loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
     gradient, preferences between a group's best and worst sample (dpo), or your own function of the tokens' logprobs
@@ -189,6 +193,11 @@ class AlgorithmSettings(Section):
         return self.loss == "cross_entropy"
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether demonstrations are trained beside samples of the policy."""
+        return self.imitation > 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether something is compared with the frozen initial policy."""
         return self.kl.coefficient > 0 or self.loss == "dpo"
@@ -257,6 +266,11 @@ class AlgorithmSettings(Section):
         return ""
 
     def _of_dpo(self) -> str:
+        if self.imitation:
+            return (
+                'expected algorithm.imitation = 0 with algorithm.loss = "dpo", which is over pairs of samples, found '
+                f"{self.imitation:g}: change one of them"
+            )
         expected = {"correction": "none", "proximal": "behavior", "advantage": "grpo", "dual_clip": 0.0}
         for name, value in expected.items():
             if getattr(self, name) != value:
@@ -283,6 +297,7 @@ class AlgorithmSettings(Section):
             "dynamic_sampling",
             "overlong",
             "kl",
+            "imitation",
         )
         for name in names:
             value, expected = getattr(self, name), getattr(plain, name)

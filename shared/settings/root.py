@@ -143,6 +143,7 @@ class Settings(Section):
             _check_slots,
             _check_sampling,
             _check_supervised,
+            _check_mixture,
             check_placement,
         ):
             rule(self)
@@ -316,6 +317,22 @@ def _check_supervised(settings: Settings) -> None:
         raise ValueError(
             'expected one held-out set with algorithm.loss = "cross_entropy", whose evaluation is one loss, found '
             f"{len(settings.evaluation.held_out)}: give one path in evaluation.path"
+        )
+
+
+def _check_mixture(settings: Settings) -> None:
+    if not settings.algorithm.is_mixed:
+        return
+    weight = f"{settings.algorithm.imitation:g}"
+    if len(settings.data.sources) < 2:
+        raise ValueError(
+            f"expected several datasets in data.path with algorithm.imitation > 0, found {weight} and one: name the problems and the "
+            "demonstrations, each with its weight, or set algorithm.imitation = 0"
+        )
+    if settings.placement.mode == "lend":
+        raise ValueError(
+            f'expected another placement.mode than "lend" with algorithm.imitation > 0, found {weight}: how long a step still waits is not '
+            "predicted with demonstrations; change one of them"
         )
 
 

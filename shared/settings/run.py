@@ -80,8 +80,8 @@ class DataSettings(Section):
     answer_field: str = Field(default="answer")
     """Column with the reference answer. Every other column is available to the scorers."""
     completion_field: str = Field(default="completion")
-    """Column with a demonstration's completion, with algorithm.loss = "cross_entropy": text, or one message of the
-    assistant. A row without it may have `messages` that end with the assistant's."""
+    """Column with a demonstration's completion, with algorithm.loss = "cross_entropy" or algorithm.imitation > 0: text,
+    or one message of the assistant. A row without it may have `messages` that end with the assistant's."""
     scorers_field: str = Field(default="")
     """Column with the scorers of a problem, as a list or separated by commas. All scorers apply where it is empty or
     not set."""

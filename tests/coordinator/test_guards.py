@@ -49,6 +49,21 @@ def test_no_signal_needs_every_group_of_every_step() -> None:
     assert guards.no_signal(steps(zero_std_groups=[2, 2], reward_mean=rewards[:2]), guard, 2) == ""
 
 
+def test_demonstrations_are_no_groups_without_signal() -> None:
+    guard, rewards = GuardsSettings(steps=2, stale_share=0.5), [0.0, 0.0, 0.0]
+    mixed = steps(zero_std_groups=[1, 1, 1], reward_mean=rewards, demonstrations=[1, 1, 1])
+    assert "no group had two different rewards" in guards.no_signal(mixed, guard, 2), "the only generated group"
+    assert (
+        guards.no_signal(steps(zero_std_groups=[1, 0, 1], reward_mean=rewards, demonstrations=[1, 1, 1]), guard, 2)
+        == ""
+    )
+    shown = steps(zero_std_groups=[1, 0, 0], reward_mean=rewards, demonstrations=[1, 2, 2])
+    assert guards.no_signal(shown, guard, 2) == "", "steps of demonstrations alone say nothing"
+    stale = {"stale_samples": [4.0, 4.0], "dropped_stale": [0.6, 0.6]}
+    assert guards.lag(steps(demonstrations=[1.0, 1.0], **stale), guard, 2).startswith("73% of the samples")
+    assert guards.lag(steps(**stale), guard, 2) != ""
+
+
 def test_the_kl_ceiling_is_of_the_mean_over_its_steps() -> None:
     guard = GuardsSettings(steps=4, kl_nats=0.5)
     assert guards.kl(steps(kl_mean=[9.0, 0.4, 0.5]), guard) == ""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PATIENCE_S
-from tests.support.chart import ROOT, Json, render, template_of, values
+from tests.support.chart import ROOT, TRACKED, Json, render, template_of, values
 
 STORE = Path(os.environ.get("PENSTOCK_IMAGES", "/var/tmp/penstock-images"))
-IMAGES = ("coordinator", "executor", "reward")
+IMAGES = ("coordinator", "executor", "reward", "rollout", "tracking", "trainer")
 CHANGE_BYTES = 10_000_000
 AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 pytestmark = [
@@ -34,8 +35,15 @@ def buildah(*words: str) -> str:
     return str(subprocess.check_output(["buildah", *flags, *words], text=True)).strip()
 
 
+def need_image(image: str) -> None:
+    names = json.loads(buildah("images", "--json"))
+    if not any(f"localhost/penstock-{image}:latest" in (each.get("names") or ()) for each in names):
+        pytest.skip(f'no built image of {image}: call make images IMAGES="{image}"')
+
+
 @pytest.fixture(params=IMAGES)
 def root(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
+    need_image(request.param)
     container = buildah("from", "--pull-never", f"localhost/penstock-{request.param}")
     try:
         yield request.param, Path(buildah("mount", container))
@@ -46,7 +54,8 @@ def root(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
 
 def runtime_config(role: str, root: Path, words: list[str]) -> Json:
     """Return the container that kubelet would make of the role's rendered pod, for crun."""
-    pod = template_of(render(values(executor={"enabled": True})).workload(role))["spec"]
+    chart = values(executor={"enabled": True}, run={"config": TRACKED})
+    pod = template_of(render(chart).workload(role))["spec"]
     (container,) = pod["containers"]
     security = pod["securityContext"] | container["securityContext"]
     assert security["capabilities"] == {"drop": ["ALL"]}
@@ -114,9 +123,43 @@ def test_a_built_image_starts_its_service(root: tuple[str, Path], tmp_path: Path
     assert done.stderr.strip().endswith("no settings file at missing.toml: check the path after the command")
 
 
+LIBRARIES = """
+import ctypes, importlib, sys
+import torch
+for name in ('libibverbs.so.1', 'librdmacm.so.1'):
+    ctypes.CDLL(name)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(torch.version.cuda, torch.cuda.nccl.version(), torch.cuda.is_available())
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("role", "modules"),
+    [
+        ("trainer", ["deepspeed", "services.trainer.__main__", "services.trainer.training"]),
+        ("rollout", ["vllm", "services.rollout.__main__", "services.rollout.engines.vllm.engine"]),
+    ],
+)
+def test_an_image_with_cuda_loads_its_libraries_and_those_of_rdma(
+    role: str, modules: list[str], tmp_path: Path
+) -> None:
+    need_image(role)
+    container = buildah("from", "--pull-never", f"localhost/penstock-{role}")
+    try:
+        done = contained(role, Path(buildah("mount", container)), ["python", "-c", LIBRARIES, *modules], tmp_path)
+    finally:
+        buildah("umount", container)
+        buildah("rm", container)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+\.\d+ \(\d+, \d+, \d+\) False", done.stdout.splitlines()[-1]), done.stdout
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("image", IMAGES)
 def test_a_change_of_one_line_pushes_less_than_10_mb(image: str, tmp_path: Path) -> None:
+    need_image(image)
     before = pushed(f"localhost/penstock-{image}", tmp_path / "before")
     context = tmp_path / "context"
     for name in ("shared", "services", "deploy/docker"):

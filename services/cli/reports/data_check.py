@@ -71,7 +71,7 @@ def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCod
     tokens, refused = [], []
     for index in chosen:
         try:
-            tokens.append(len(codec.encode(problems[index].prompt(0, _sampling(settings)))))
+            tokens.append(len(codec.encode(problems[index].prompt(0, _sampling(settings, problems[index])))))
         except PermanentError as error:
             refused.append(str(error))
     return PromptLengths(tokens, refused)
@@ -95,17 +95,20 @@ def histogram(tokens: Sequence[int]) -> list[str]:
     ]
 
 
-def _sampling(settings: Settings) -> Sampling:
-    new = 1 if settings.algorithm.is_supervised else settings.sampling.max_new_tokens
+def _sampling(settings: Settings, problem: Problem) -> Sampling:
+    new = settings.sampling.max_new_tokens if problem.demonstration is None else 1
     return Sampling(1, new, settings.sampling.temperature)
 
 
 def _say_counts(settings: Settings, train: Dataset) -> None:
     sizes = train.sizes or (len(train),)
     whole = sum(settings.data.sources.values())
+    end = 0
     for (source, weight), size in zip(settings.data.sources.items(), sizes, strict=True):
+        end += size
         share = f", {weight / whole:.1%} of the draws" if train.sizes else ""
-        console.say(f"training: {source}: {size} problems{share}")
+        kind = "problems" if train.problems[end - 1].demonstration is None else "demonstrations"
+        console.say(f"training: {source}: {size} {kind}{share}")
     filtered = f", {train.filtered} rows left out by data.filter" if settings.data.filter else ""
     console.say(f"training: {len(train)} problems, {train.bad_rows} bad rows{filtered}")
     for sentence in train.bad:
@@ -114,7 +117,7 @@ def _say_counts(settings: Settings, train: Dataset) -> None:
 
 def _say_prompt(place: int, problem: Problem, settings: Settings, codec: TokenizerCodec, tokenizer: Tokenizer) -> None:
     try:
-        token_ids = codec.encode(problem.prompt(0, _sampling(settings)))
+        token_ids = codec.encode(problem.prompt(0, _sampling(settings, problem)))
     except PermanentError as error:
         console.say(f"\nprompt {place + 1}: cannot be generated: {error}")
         return

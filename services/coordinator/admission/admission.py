@@ -130,11 +130,9 @@ class Admission:
             terms = self._terms()
             count = min(room, max(1, _MOST_AT_ONCE // terms.sampling.samples))
             places = range(run.cursor, run.cursor + count)
-            prompts: list[Prompt] | list[Experience] = [self._prompt(place, run.shift, newest) for place in places]
-            if self._dataset.problems[0].demonstration is not None:
-                prompts = [self._demonstration(place, run.shift, newest) for place in places]
+            groups = [self._group(place, run.shift, newest) for place in places]
             admitted = await self._ledger.admit(
-                prompts, terms.slots, terms.groups_per_step, terms.steps, newest, whole=terms.whole
+                groups, terms.slots, terms.groups_per_step, terms.steps, newest, whole=terms.whole
             )
             if admitted != _MOVED:
                 ADMITTED.inc(max(0, admitted))
@@ -154,11 +152,11 @@ class Admission:
         terms = self._terms()
         return min(terms.slots, (terms.steps - run.step) * terms.groups_per_step) - run.in_flight
 
-    def _demonstration(self, group_id: int, shift: int, newest: PolicyVersion) -> Experience:
-        return experience(self._dataset.problems[self._order.index(group_id - shift)], group_id, newest)
-
-    def _prompt(self, group_id: int, shift: int, newest: PolicyVersion) -> Prompt:
+    def _group(self, group_id: int, shift: int, newest: PolicyVersion) -> Prompt | Experience:
         index, terms = self._order.index(group_id - shift), self._terms()
+        problem = self._dataset.problems[index]
+        if problem.demonstration is not None:
+            return experience(problem, group_id, newest)
         sampling = terms.by_source[self._dataset.source_of(index)] if terms.by_source else terms.sampling
-        prompt = self._dataset.problems[index].prompt(group_id, sampling)
+        prompt = problem.prompt(group_id, sampling)
         return dataclasses.replace(prompt, min_version=newest, admitted_at_s=time.time())

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from services.coordinator.admission import dataset_files
 from services.coordinator.admission.dataset_files import BadRow, DatasetRow
-from services.coordinator.admission.demonstrations import Demonstration, Demonstrations
+from services.coordinator.admission.demonstrations import Demonstration, Demonstrations, Kind
 from services.coordinator.admission.row_filter import RowFilter
 from shared.bus.encoding import wire
 from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
@@ -81,6 +81,11 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.problems)
 
+    @property
+    def shows(self) -> bool:
+        """Whether its first problem is a demonstration, and so all of its source."""
+        return self.problems[0].demonstration is not None
+
     def source_of(self, index: int) -> int:
         """Return which of the sources a problem is of."""
         return int(np.searchsorted(np.cumsum(self.sizes), index, side="right")) if self.sizes else 0
@@ -118,7 +123,8 @@ def subset(problems: int, count: int, seed: int) -> list[int]:
 
 
 def rows_to_try(problems: Sequence[Problem], scorers: Sequence[str], each: int = 3) -> list[Prompt]:
-    """Return ``each`` prompts per scorer, spread over the data, for a trial."""
+    """Return ``each`` prompts per scorer, spread over the data, for a trial; demonstrations are not scored."""
+    problems = [problem for problem in problems if problem.demonstration is None]
     chosen: set[int] = set()
     some_name_scorers = any(problem.scorers for problem in problems)
     for name in scorers:
@@ -140,17 +146,21 @@ def load(
     demonstrations: Demonstrations | None = None,
     teachers: Sequence[str] = (),
 ) -> Dataset:
-    """Load the dataset ``source``, a file, folder or name on a hub; with ``demonstrations``, rows have completions."""
+    """Load the dataset ``source``, a file, folder or name on a hub; ``demonstrations`` reads completions."""
     problems: list[Problem] = []
     bad: list[str] = []
     rows, filtered = RowFilter(condition), 0
+    kind = None if demonstrations is None else Kind(demonstrations)
     for name, row in dataset_files.read(str(source), setting):
         try:
+            if kind is not None and not isinstance(row, BadRow):
+                demonstrations = kind.of(name, row)
             problem = _problem(name, row, data, scorers, demonstrations, teachers)
             if not isinstance(row, BadRow) and not rows.keeps(row, problem.characters):
                 filtered += 1
                 continue
-            _check_answer(problem, data.answer_field, comparing)
+            if problem.demonstration is None:
+                _check_answer(problem, data.answer_field, comparing)
             problems.append(problem)
         except BadRow as error:
             bad.append(f"{name}: {error}")
@@ -170,6 +180,8 @@ def load_training(
 ) -> Dataset:
     given = (scorers, comparing, data.filter, demonstrations, teachers)
     parts = [load(source, data, "data.path", *given) for source in data.sources]
+    if demonstrations is not None and not demonstrations.alone:
+        _check_mixture(parts, data)
     if len(parts) == 1:
         return parts[0]
     return Dataset(
@@ -178,6 +190,19 @@ def load_training(
         sum(part.filtered for part in parts),
         tuple(len(part) for part in parts),
         tuple(sentence for part in parts for sentence in part.bad),
+    )
+
+
+def _check_mixture(parts: Sequence[Dataset], data: DataSettings) -> None:
+    shown = [part.shows for part in parts]
+    if any(shown) and not all(shown):
+        return
+    kinds, advice = "only demonstrations", 'train them alone by `penstock sft`, or by algorithm.loss = "cross_entropy"'
+    if not any(shown):
+        kinds, advice = "none", "change data.completion_field, or set algorithm.imitation = 0"
+    raise SettingsError(
+        f"expected datasets of demonstrations, of which every row has a completion in {data.completion_field!r}, beside others in "
+        f"data.path with algorithm.imitation > 0, found {kinds}: {advice}"
     )
 
 

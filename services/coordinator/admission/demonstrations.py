@@ -68,11 +68,18 @@ class Demonstrations:
         self._vocabulary = limits.vocabulary
         self._most = settings.trainer.micro_batch_tokens
         self._field = settings.data.completion_field
+        self.alone = settings.algorithm.is_supervised
+        """Whether every dataset is one of demonstrations."""
         if self._tokenizer.eos_token_id is None:
             raise SettingsError(
                 "expected a tokenizer with a token that ends a text (eos_token), which each demonstration ends with, found none: "
                 "change policy.tokenizer"
             )
+
+    def has_completion(self, row: Mapping[str, object]) -> bool:
+        turns = row.get(_MESSAGES)
+        last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None
+        return row.get(self._field) is not None or (isinstance(last, Mapping) and last.get("role") == _ASSISTANT)
 
     def split(self, row: Mapping[str, object]) -> tuple[dict[str, object], str]:
         """Return a row without its completion, and the completion. Raises BadRow."""
@@ -122,6 +129,35 @@ class Demonstrations:
         ids = whole[len(begin) :]
         last = len(ids) - ids[::-1].index(end) if end in ids else len(ids)
         return np.array(ids[:last], dtype=np.int32)
+
+
+class Kind:
+    """Whether a dataset has demonstrations or problems: all of its rows have a completion, or none has.
+
+    ::
+
+        {"prompt": "12+34=", "completion": "46"}   demonstrations
+        {"prompt": "12+34=", "answer": "46"}       problems: the policy answers, scorers compare
+    """
+
+    def __init__(self, demonstrations: Demonstrations) -> None:
+        self._demonstrations = demonstrations
+        self._first: tuple[str, bool] | None = None
+
+    def of(self, name: str, row: Mapping[str, object]) -> Demonstrations | None:
+        """Return what reads the row's completion; None: it is a problem. Raises SettingsError: rows differ."""
+        if self._demonstrations.alone:
+            return self._demonstrations
+        has = self._demonstrations.has_completion(row)
+        first, had = self._first = self._first or (name, has)
+        if has != had:
+            with_one, without = (name, first) if has else (first, name)
+            raise SettingsError(
+                f"expected a completion in every row of a dataset, or in none, with algorithm.imitation > 0, found one in {with_one} and "
+                f"none in {without}: complete the rows, put demonstrations and problems into separate datasets, or change "
+                "data.completion_field"
+            )
+        return self._demonstrations if has else None
 
 
 def experience(problem: "Problem", group_id: int, newest: PolicyVersion) -> Experience:

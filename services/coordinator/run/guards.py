@@ -55,8 +55,9 @@ StepReports = Sequence[StepReport]
 
 def no_signal(reports: StepReports, guards: GuardsSettings, groups_per_step: int) -> str:
     """Check for groups with equal rewards."""
-    last = reports[-guards.steps :]
-    if len(last) < guards.steps or any(_of(report, "zero_std_groups") < groups_per_step for report in last):
+    last = [report for report in reports if _generated(report, groups_per_step)][-guards.steps :]
+    with_signal = (_of(report, "zero_std_groups") < _generated(report, groups_per_step) for report in last)
+    if len(last) < guards.steps or any(with_signal):
         return ""
     mean = statistics.fmean(_of(report, "reward_mean") for report in last)
     return (
@@ -86,10 +87,11 @@ def lag(reports: StepReports, guards: GuardsSettings, groups_per_step: int) -> s
     """Check stale groups, and stale samples of trained groups."""
     last = reports[-guards.steps :]
     stale = sum(_of(report, "dropped_stale") for report in last)
-    samples = stale + groups_per_step * len(last)  # in groups, as dropped ones are counted
-    for report in last:
-        left_out = _of(report, "stale_samples")
-        stale += groups_per_step * left_out / max(1.0, left_out + report.samples)
+    generated = [_generated(report, groups_per_step) for report in last]
+    samples = stale + sum(generated)  # in groups, as dropped ones are counted
+    for report, groups in zip(last, generated, strict=True):
+        left_out, trained = _of(report, "stale_samples"), report.samples - _of(report, "demonstrations")
+        stale += groups * left_out / max(1.0, left_out + trained)
     share = stale / max(1.0, samples)
     if len(last) < guards.steps or share <= guards.stale_share:
         return ""
@@ -152,6 +154,11 @@ def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
 def stalled(since_s: float, guards: GuardsSettings) -> str:
     """Check for missing commits."""
     return "" if since_s <= guards.stalled_s else f"no step was committed for {since_s:.0f} s"
+
+
+def _generated(report: StepReport, groups_per_step: int) -> float:
+    """Return the step's groups that are no demonstrations of a mixed run, which have no rewards and no lag."""
+    return groups_per_step - _of(report, "demonstrations")
 
 
 def _of(report: StepReport, name: str) -> float:

@@ -1,6 +1,6 @@
 """Diagnostics of a step's tokens, over micro-batches, updates and ranks.
 
-Figures are means over tokens (once per epoch), with ``w = exp(min(policy − behavior, 20))``::
+Figures are means over tokens that a policy drew (once per epoch), with ``w = exp(min(policy − behavior, 20))``::
 
     ess                       (Σ w)² / (tokens · Σ w²)      Kish 1965: 1 on policy, → 0 if few tokens carry the batch
     kl_mean, kl_max           k3 of KL(behavior ‖ policy)
@@ -59,11 +59,13 @@ class StepSums:
         self._largest = torch.maximum(self._largest, torch.stack([kl_N.double().max(), ratio_N.max()]))
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the step's figures; collective."""
+        """Return the step's figures, none without tokens; collective."""
         dist.all_reduce(self._sums)
         dist.all_reduce(self._largest, op=dist.ReduceOp.MAX)
         sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
-        tokens = max(1.0, sums["tokens"])
+        tokens = sums["tokens"]
+        if not tokens:
+            return {}
         kl_max, ratio_max = self._largest.tolist()
         return {
             "kl_mean": sums["kl"] / tokens,

@@ -1,10 +1,10 @@
 """The advantage of every token, from rewards, KL penalties and values.
 
 Ranks know all rewards, but hold parts of the samples; other batch-wide quantities are summed over ranks. ``M`` samples
-of the batch, ``N`` tokens of a micro-batch.
+of the batch, ``N`` tokens of a micro-batch. Advantages of demonstrations are never read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -31,18 +31,22 @@ from shared.settings.algorithm import AlgorithmSettings
 
 
 def assign(
-    inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, kl_coefficient: float
+    inputs: Sequence[LossInputs],
+    rewards: Sequence[Float32Array],
+    algorithm: AlgorithmSettings,
+    kl_coefficient: float,
+    demonstrated: Collection[int] = (),
 ) -> None:
     """Set every token's advantage (and return, with a critic) in this rank's ``inputs``; collective.
 
-    ``rewards`` are the whole batch's, by group; ``kl_coefficient`` is the cost per nat.
+    ``rewards`` are the whole batch's, by group, of which ``demonstrated`` have none; ``kl_coefficient`` is the cost per nat.
     """
     cost = kl_coefficient if algorithm.kl.where == "reward" else 0.0
     if algorithm.advantage == "none":
         for micro_batch in inputs:
             micro_batch.advantages_N = torch.zeros_like(micro_batch.behavior_logprobs_N)
     elif algorithm.advantage in GROUP_ADVANTAGES or ":" in algorithm.advantage:
-        _by_group(inputs, rewards, algorithm, cost)
+        _by_group(inputs, rewards, algorithm, cost, demonstrated)
     else:
         _by_token(inputs, rewards, algorithm, cost)
     if algorithm.distillation:
@@ -77,7 +81,11 @@ def skewed(teacher_kl_N: Tensor, skew: float) -> Tensor:
 
 
 def _by_group(
-    inputs: Sequence[LossInputs], rewards: Sequence[Float32Array], algorithm: AlgorithmSettings, cost: float
+    inputs: Sequence[LossInputs],
+    rewards: Sequence[Float32Array],
+    algorithm: AlgorithmSettings,
+    cost: float,
+    demonstrated: Collection[int],
 ) -> None:
     own = algorithm.advantage if ":" in algorithm.advantage else ""
     kind: GroupAdvantage = algorithm.advantage  # type: ignore[assignment]  # the caller looked
@@ -86,7 +94,14 @@ def _by_group(
         penalties_M = (cost * _kl_of_samples(inputs, int(sizes[-1]), algorithm)).astype(np.float32)
         rewards = [r - p for r, p in zip(rewards, np.split(penalties_M, sizes[:-1]), strict=True)]
     advantages_M = np.concatenate(
-        [functions.advantages(own, group) if own else group_advantages(group, kind) for group in rewards]
+        [
+            np.zeros_like(group)
+            if place in demonstrated
+            else functions.advantages(own, group)
+            if own
+            else group_advantages(group, kind)
+            for place, group in enumerate(rewards)
+        ]
     )
     for micro_batch in inputs:
         advantages_N = np.repeat(advantages_M[micro_batch.batch.places_S], micro_batch.batch.lengths_S)
@@ -115,7 +130,9 @@ def _by_token(
     else:
         rewards_M = np.concatenate(rewards).astype(np.float64)
     advantages = [_returns_to_go(micro_batch, rewards_M, algorithm, cost) for micro_batch in inputs]
-    mean, deviation = moments(torch.from_numpy(np.concatenate(advantages)).to(inputs[0].behavior_logprobs_N.device))
+    pairs = zip(inputs, advantages, strict=True)
+    drawn_N = torch.cat([micro_batch.chosen(torch.from_numpy(advantages_N)) for micro_batch, advantages_N in pairs])
+    mean, deviation = moments(drawn_N.to(inputs[0].behavior_logprobs_N.device))
     for micro_batch, advantages_N in zip(inputs, advantages, strict=True):
         device = micro_batch.behavior_logprobs_N.device
         if micro_batch.values_N is not None:

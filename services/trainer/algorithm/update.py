@@ -28,7 +28,7 @@ from services.trainer.model.critic import value_loss
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.forward_passes import ForwardPasses
 from services.trainer.phases import Phases, utilisation
-from shared.bus.messages import Experience, Float32Array, Misfit, StepPlan
+from shared.bus.messages import Experience, Float32Array, Misfit, Purpose, StepPlan
 from shared.model.flops import BACKWARD
 from shared.settings import Settings
 
@@ -82,7 +82,7 @@ class Learner:
         minibatches, plan = lay_out(batch, rewards, lags, step, self._settings, self._policy, count, repeated, contexts)
         inputs = [micro_batch for minibatch in minibatches for micro_batch in minibatch.inputs]
         self._evaluate(inputs, batch)
-        assign(inputs, rewards, self._algorithm, self.kl_coefficient)
+        assign(inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch))
 
         rate = self._rate(step, self._settings.trainer.learning_rate if peak is None else peak)
         misfits = repeated.misfits if repeated is not None and repeated.layout == plan.layout else ()
@@ -104,7 +104,8 @@ class Learner:
         check_finite(measured, step)
         self.plan = dataclasses.replace(plan, misfits=tuple(update.passes.misfits))
         measured |= self._utilisation(inputs, self._spent_s() - spent_s)
-        return measured | self._look_back(inputs, measured["reference_kl"], sum(len(r) for r in rewards))
+        drawn = sum(len(r) for place, r in enumerate(rewards) if place not in _demonstrated(batch))
+        return measured | self._look_back(inputs, measured.get("reference_kl"), drawn)
 
     def _backward(self, minibatch: Minibatch, update: "_Update") -> None:
         divisors = {stream: self._divisor(count) for stream, count in minibatch.counts.items()}
@@ -124,7 +125,8 @@ class Learner:
             assert inputs.values_N is not None
             assert inputs.returns_N is not None
             values_N = critic.forward(inputs.batch)
-            loss_N = value_loss(values_N, inputs.values_N, inputs.returns_N, self._algorithm.critic.clip)
+            earlier_N, returns_N = inputs.chosen(inputs.values_N), inputs.chosen(inputs.returns_N)
+            loss_N = value_loss(inputs.chosen(values_N), earlier_N, returns_N, self._algorithm.critic.clip)
             loss = loss_N.sum() / max(1, minibatch.counts["rl"].tokens)
             critic.backward(loss * critic.ranks, last=number == len(minibatch.inputs))
             tally.add_value_loss(loss)
@@ -172,15 +174,18 @@ class Learner:
         flops = sum(micro_batch.batch.flops for micro_batch in inputs) * (1 + BACKWARD) * self._algorithm.epochs
         return utilisation(flops, seconds, self._settings.internal.peak_tflops, self._policy.device)
 
-    def _look_back(self, inputs: Sequence[LossInputs], reference_kl: float, samples: int) -> dict[str, float]:
+    def _look_back(self, inputs: Sequence[LossInputs], reference_kl: float | None, samples: int) -> dict[str, float]:
         figures: dict[str, float] = {}
         if self._algorithm.needs_reference:
             figures["kl_coefficient"] = self.kl_coefficient
+        if reference_kl is None:  # of demonstrations alone
+            return figures
         if self._algorithm.distillation:
-            figures["teacher_kl"], _ = moments(torch.cat([teacher_kl(micro_batch) for micro_batch in inputs]))
+            drawn = [micro_batch.chosen(teacher_kl(micro_batch)) for micro_batch in inputs]
+            figures["teacher_kl"], _ = moments(torch.cat(drawn))
         if self._critic is not None:
-            returns = [micro_batch.returns_N for micro_batch in inputs if micro_batch.returns_N is not None]
-            values = [micro_batch.values_N for micro_batch in inputs if micro_batch.values_N is not None]
+            returns = [each.chosen(each.returns_N) for each in inputs if each.returns_N is not None]
+            values = [each.chosen(each.values_N) for each in inputs if each.values_N is not None]
             figures["explained_variance"] = explained_variance(torch.cat(returns), torch.cat(values))
         kl = self._algorithm.kl
         if kl.target:
@@ -205,13 +210,18 @@ class Learner:
         (minibatch,), _ = lay_out(batch, rewards, [0] * len(batch), 0, self._settings, self._policy)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             self._evaluate(minibatch.inputs, batch)
-            assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient)
+            assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch))
             update = _Update(self._passes(0), StepSums(device), Tally(device))
             with self._policy.gradients_discarded():
                 self._backward(minibatch, update)
             if self._critic is not None:
                 with self._critic.gradients_discarded():
                     self._backward_critic(self._critic, minibatch, update.tally)
+
+
+def _demonstrated(batch: Sequence[Experience]) -> frozenset[int]:
+    purposes = (experience.group.prompt.purpose for experience in batch)
+    return frozenset(place for place, purpose in enumerate(purposes) if purpose is Purpose.DEMONSTRATE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

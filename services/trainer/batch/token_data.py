@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from services.trainer.batch.packing import MicroBatch
-from shared.bus.messages import Experience, Float32Array
+from shared.bus.messages import Experience, Float32Array, Purpose
 from shared.errors import SettingsError
 
 
@@ -32,21 +34,42 @@ class LossInputs:
     """The critic's, before this step's updates."""
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None
-    demonstrated_N: Tensor | None = None
-    """Whether a token is of a demonstration; None: none of the batch is."""
+    demonstrated_S: npt.NDArray[np.bool_] | None = None
+    """Whether a sample is a demonstration; None: none of the batch is."""
+
+    def chosen(self, values_N: Tensor, *, demonstrated: bool = False) -> Tensor:
+        """Return the values of tokens that a policy drew, or those of demonstrations."""
+        if self.demonstrated_S is None:
+            return values_N[:0] if demonstrated else values_N
+        places_N = np.flatnonzero(np.repeat(self.demonstrated_S == demonstrated, self.batch.lengths_S))
+        return values_N[torch.from_numpy(places_N).to(values_N.device)]
+
+    def lengths(self, *, demonstrated: bool) -> Tensor:
+        """Return the lengths of the samples whose tokens :meth:`chosen` returns."""
+        shown_S = np.zeros(len(self.batch.lengths_S), np.bool_) if self.demonstrated_S is None else self.demonstrated_S
+        return torch.from_numpy(self.batch.lengths_S[shown_S == demonstrated]).to(self.lengths_S.device)
+
+    def without_demonstrations(self) -> "LossInputs":
+        """Return the inputs of the tokens that a policy drew; ``batch`` stays whole."""
+        if self.demonstrated_S is None:
+            return self
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        drawn: dict[str, Any] = {
+            name: self.chosen(value) for name, value in fields.items() if name.endswith("_N") and value is not None
+        }
+        return dataclasses.replace(self, **drawn, lengths_S=self.lengths(demonstrated=False), demonstrated_S=None)
 
 
 def of(batch: MicroBatch, lags_M: Sequence[int], demonstrated_M: Sequence[bool], device: torch.device) -> LossInputs:
     """``lags_M`` are the lags of the batch's samples, ``demonstrated_M`` whether they are demonstrations."""
     lags_S = np.array([lags_M[place] for place in batch.places_S], dtype=np.float32)
     demonstrated_S = np.array([demonstrated_M[place] for place in batch.places_S], dtype=np.bool_)
-    demonstrated_N = torch.from_numpy(np.repeat(demonstrated_S, batch.lengths_S)).to(device)
     return LossInputs(
         batch=batch,
         lengths_S=torch.from_numpy(batch.lengths_S).to(device),
         behavior_logprobs_N=torch.from_numpy(batch.behavior_logprobs_N).to(device),
         lags_N=torch.from_numpy(np.repeat(lags_S, batch.lengths_S)).to(device),
-        demonstrated_N=demonstrated_N if any(demonstrated_M) else None,
+        demonstrated_S=demonstrated_S if any(demonstrated_M) else None,
     )
 
 
@@ -71,7 +94,14 @@ def _of_trained_tokens(logprobs_M: Sequence[Float32Array], micro_batch: LossInpu
     return torch.from_numpy(logprobs_N).to(micro_batch.behavior_logprobs_N.device)
 
 
+def _of_no_model(experience: Experience) -> list[Float32Array]:
+    """Return zeros, which no loss reads, for a demonstration: it never reached the reward service."""
+    return [np.zeros(len(sample.token_ids), np.float32) for sample in experience.group.samples]
+
+
 def _teacher_of_samples(experience: Experience) -> list[Float32Array]:
+    if experience.group.prompt.purpose is Purpose.DEMONSTRATE:
+        return _of_no_model(experience)
     logprobs = [sample.teacher_logprobs for sample in experience.group.samples if sample.teacher_logprobs is not None]
     if len(logprobs) < len(experience.group.samples):
         raise SettingsError(
@@ -82,6 +112,8 @@ def _teacher_of_samples(experience: Experience) -> list[Float32Array]:
 
 
 def _reference_of_samples(experience: Experience) -> list[Float32Array]:
+    if experience.group.prompt.purpose is Purpose.DEMONSTRATE:
+        return _of_no_model(experience)
     if experience.reference_logprobs is None:
         raise SettingsError(
             f"expected reference logprobs with group {experience.group.prompt.group_id} in the journal, found none: it was "

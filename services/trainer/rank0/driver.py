@@ -302,7 +302,8 @@ class Driver:
                 held_out=await self._held_out(),
             )
         )
-        figures = batch_figures(groups, self._step, self._branch.steps, contexts)
+        is_mixed = self._settings.algorithm.is_mixed
+        figures = batch_figures(groups, self._step, self._branch.steps, contexts, is_mixed=is_mixed)
         result = await self._result(Result)
         await self._device.confirm()
         if isinstance(result, StepSkipped):
@@ -346,7 +347,7 @@ class Driver:
         if not await self._branch.commit(record, deliveries, report, made.plan, change):
             return False
         self._step, self._is_new, self._commit_s = record.step, True, time.perf_counter() - started_s
-        await self._intake.release(batch)
+        self._intake.release(batch)
         await self._note_published(record)
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])

@@ -13,6 +13,13 @@ Groups are used in the order of admission, and pending on the bus until their st
     duplicate   held already, or trained: dropped
     unreadable  malformed, of an unknown group or version, or unfit for the model: buried with the reason
 
+**Demonstrations** (``algorithm.imitation``) are here at once and would overtake all samples. They keep their places among the
+groups in flight instead, while samples may overtake each other::
+
+    admitted    0 sample   1 shown   2 sample   3 shown   4 sample       in flight, in a run with three groups a step
+    arrived                shown                shown     sample         places 0–2: one demonstration; one sample is missing
+    then        sample     shown                shown     sample         the batch is 1, 0, 4
+
 **Suspects.** Groups in the batch at two deaths of the trainer are tried alone (:meth:`Intake.next_suspect`); only
 deaths in such attempts bury a group.
 """
@@ -161,15 +168,19 @@ class Intake:
             self._take(taken)
 
     def _known(self) -> set[GroupId]:
-        waiting = [*self._suspects, *([self._tried] if self._tried is not None else [])]
-        return {*self._held, *(taken.experience.group_id for taken in waiting)}
+        return {taken.experience.group_id for taken in self._taken()}
+
+    def _taken(self) -> list[Taken]:
+        return [*self._held.values(), *self._suspects, *([self._tried] if self._tried is not None else [])]
 
     def _check(self, experience: Experience) -> None:
         group = experience.group
-        purpose = Purpose.DEMONSTRATE if self._settings.algorithm.is_supervised else Purpose.TRAIN
-        if group.prompt.purpose is not purpose or len(group.prompt_token_ids) == 0:
+        algorithm, is_shown = self._settings.algorithm, _is_shown(experience)
+        purposes = [Purpose.DEMONSTRATE] if algorithm.is_supervised else [Purpose.TRAIN]
+        purposes += [Purpose.DEMONSTRATE] * algorithm.is_mixed
+        if group.prompt.purpose not in purposes or len(group.prompt_token_ids) == 0:
             raise MessageError(
-                f'expected a group to {purpose.value}, with a prompt, with algorithm.loss = "{self._settings.algorithm.loss}", found one to '
+                f'expected a group to {" or ".join(purposes)}, with a prompt, with algorithm.loss = "{algorithm.loss}", found one to '
                 f"{group.prompt.purpose.value}, or without prompt tokens"
             )
         longest = len(group.prompt_token_ids) + max(len(sample.token_ids) for sample in group.samples)
@@ -181,12 +192,12 @@ class Intake:
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise MessageError(f"expected token ids below the model's {self.vocabulary}, found {largest}")
         _check_supports(group)
-        if self._settings.algorithm.distillation and any(sample.teacher_logprobs is None for sample in samples):
+        if algorithm.distillation and not is_shown and any(sample.teacher_logprobs is None for sample in samples):
             raise MessageError(
                 f"expected teacher logprobs of every sample with algorithm.distillation > 0, found none for {group.prompt.problem}: name "
                 "its teacher in the reward service, or set algorithm.distillation = 0"
             )
-        if self._settings.algorithm.reference_travels and experience.reference_logprobs is None:
+        if algorithm.reference_travels and not is_shown and experience.reference_logprobs is None:
             raise MessageError(
                 'expected reference logprobs with algorithm.reference = "reward", found none: start the reward service with '
                 'the same settings, or set algorithm.reference = "trainer"'
@@ -195,7 +206,7 @@ class Intake:
     def _is_useless(self, experience: Experience) -> bool:
         """Whether to drop the group for lack of signal; bounded per step."""
         algorithm = self._settings.algorithm
-        if not algorithm.dynamic_sampling:
+        if not algorithm.dynamic_sampling or _is_shown(experience):
             return False
         if self._useless >= DYNAMIC_SAMPLING_ROUNDS * algorithm.groups_per_step:
             return False
@@ -213,8 +224,8 @@ class Intake:
             self._arrived.clear()
             needed = self._settings.algorithm.groups_per_step
             fresh = await self._sort_out(step) if len(self._held) >= needed else {}
-            batch = sorted(fresh)[:needed] if len(fresh) >= needed else []
-            if batch and not await self._must_wait(batch[-1]):
+            batch = await self._choose(sorted(fresh), needed)
+            if batch and not await self._must_wait(max(batch)):
                 self._full_at_s = None
                 return [dataclasses.replace(self._held[group_id], contexts=fresh[group_id]) for group_id in batch]
             left_s = deadline_s - time.monotonic()
@@ -225,25 +236,46 @@ class Intake:
                 if time.monotonic() >= deadline_s:
                     return None
 
+    async def _choose(self, fresh: list[GroupId], needed: int) -> list[GroupId]:
+        """Return the groups of the next batch, demonstrations first; none: some are missing."""
+        shown = [group_id for group_id in fresh if _is_shown(self._held[group_id].experience)]
+        if not self._settings.algorithm.is_mixed or not shown or len(fresh) < needed:
+            return fresh[:needed] if len(fresh) >= needed else []
+        drawn = sorted(set(fresh) - set(shown))
+        due = await self._count_due(shown[:needed], needed)
+        return [*shown[:due], *drawn[: needed - due]] if len(drawn) >= needed - due else []
+
+    async def _count_due(self, shown: list[GroupId], needed: int) -> int:
+        """Return how many of these demonstrations are among the first ``needed`` groups in flight."""
+        arrived = [taken.experience.group_id for taken in self._taken() if not _is_shown(taken.experience)]
+        coming = await self._ledger.count_earlier(shown)
+        places = (
+            place + earlier + sum(group_id < own for group_id in arrived)
+            for place, (own, earlier) in enumerate(zip(shown, coming, strict=True))
+        )
+        return sum(place < needed for place in places)
+
     async def _must_wait(self, last: GroupId) -> bool:
         """Whether a batch that ends with ``last`` waits for earlier groups."""
         algorithm = self._settings.algorithm
         if algorithm.on_stale != "wait":
-            return False
+            return algorithm.is_mixed and await self._is_behind()
         now_s = time.monotonic()
         self._full_at_s = self._full_at_s or now_s
         if now_s - self._full_at_s >= algorithm.wait_s:
             return False
         if await self._ledger.is_overtaken(last):
             return True
-        unread = await self._bus.length(EXPERIENCE) > len(self._known())  # asked last: groups only move on to there
-        return unread or self._arrived.is_set()
+        return await self._is_behind()
 
-    async def release(self, batch: list[Taken]) -> None:
+    async def _is_behind(self) -> bool:
+        """Whether groups have arrived since a batch was chosen; asked last, as groups only move on to there."""
+        return await self._bus.length(EXPERIENCE) > len(self._known()) or self._arrived.is_set()
+
+    def release(self, batch: list[Taken]) -> None:
         """Forget a committed batch."""
         for taken in batch:
             del self._held[taken.experience.group_id]
-            await self._forget(taken.delivery)
         self._useless = 0
 
     def take_signals(self, batch: list[Taken]) -> SignalChange | None:
@@ -251,7 +283,7 @@ class Intake:
         dropped, self._without_signal = self._without_signal, []
         if not self._settings.data.curriculum:
             return None
-        groups = [taken.experience for taken in batch]
+        groups = [taken.experience for taken in batch if not _is_shown(taken.experience)]
         made = [
             (e.group_id, e.group.prompt.problem, signal(shaped_rewards(e, self._settings.algorithm))) for e in groups
         ]
@@ -261,7 +293,7 @@ class Intake:
         """Drop a batch untrained, group by group, so that a crash loses none."""
         for taken in batch:
             await self._drop(taken.delivery, reason, detail)
-        await self.release(batch)
+        self.release(batch)
 
     async def take_left(self) -> Counter[str]:
         """Return the groups left untrained since the last call, by reason."""
@@ -277,7 +309,7 @@ class Intake:
         for group_id, taken in list(self._held.items()):
             group, detail = taken.experience.group, f"oldest version {taken.experience.group.oldest_version}"
             contexts: tuple[int, ...] = (0,) * len(group.samples)  # no policy drew demonstrations: they are never stale
-            if not algorithm.is_supervised:
+            if not _is_shown(taken.experience):
                 contexts = find_contexts(group, step, self._steps_of_versions, algorithm.max_lag, how)
             if is_fenced(group, revoked):
                 leave = self._drop(taken.delivery, "fenced", f"{detail} at step {step}")
@@ -307,11 +339,6 @@ class Intake:
         self._count(reason)
         log.info("group dropped", extra={"group": delivery.group_id, "reason": reason, "detail": detail})
         await self._bus.drop(delivery, reason, detail)
-        await self._forget(delivery)
-
-    async def _forget(self, delivery: Delivery[Experience]) -> None:
-        if delivery.crashes:
-            await self._bus.forget(delivery)
 
     def _count(self, reason: str) -> None:
         self.left[reason] += 1
@@ -321,7 +348,10 @@ class Intake:
         self._count("buried")
         log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
         await self._bus.bury(delivery, reason)
-        await self._bus.forget(delivery)
+
+
+def _is_shown(experience: Experience) -> bool:
+    return experience.group.prompt.purpose is Purpose.DEMONSTRATE
 
 
 def _check_supports(group: RolloutGroup) -> None:

@@ -1,10 +1,10 @@
 #!lua
--- Admit prompts into free slots and advance the dataset cursor: an entry on `prompts` for each sample. Demonstrations are
+-- Admit groups into free slots and advance the dataset cursor: an entry on `prompts` for each sample. Demonstrations are
 -- experience from the start.
 -- KEYS: run prompts rollouts experience generating assemblies...
--- ARGV: slots groups_per_step steps expected_cursor expected_newest now_s term samples payloads...
--- `assemblies`: those of the groups, in order; `samples`: entries per group, 0 for one entry with all samples, "ready" for
--- demonstrations; `term`: the leader's, or "" without a leader.
+-- ARGV: slots groups_per_step steps expected_cursor expected_newest now_s term samples ready payloads...
+-- `assemblies`: those of the groups, in order; `samples`: entries per prompt, 0 for one entry with all samples; `ready`: a
+-- character for each group, 1 for a demonstration, else 0; `term`: the leader's, or "" without a leader.
 -- Returns the number admitted; -1 if the run is not running or another leads it; -2 if the cursor or the newest version
 -- is not as expected (read again). Group ids are cursor values, so no two admissions share one.
 local state = redis.call('HMGET', run, 'state', 'cursor', 'newest_version', 'step', 'leader_term')
@@ -24,7 +24,7 @@ for i, payload in ipairs(payloads) do
     break
   end
   local id = string.format('%d', cursor + admitted)
-  if samples == 'ready' then
+  if ready:sub(i, i) == '1' then
     redis.call('XADD', experience, '*', 'id', id, 'data', payload)
   else
     local parts = math.max(1, tonumber(samples))

@@ -3,7 +3,7 @@
 -- published. Without entries, publish a version of the already committed step (the initial policy, or a resumed
 -- trainer's weights).
 -- KEYS: run experience journal policies policy_states published steps counts audit marks generating rollouts trained
--- KEYS: signals
+-- KEYS: signals crashes causes
 -- ARGV: epoch commit_id step version parent record report group audit_entries report_entries now_s
 -- ARGV: revision plan change rate entries...
 -- The parent must be the tip: the newest version, or a rollback's target. A mark of each version keeps the number of
@@ -42,6 +42,8 @@ for i, entry in ipairs(entries) do
   end
   redis.call('XACK', experience, group, entry)
   redis.call('XDEL', experience, entry)
+  redis.call('HDEL', crashes, 'experience:' .. entry)
+  redis.call('HDEL', causes, 'experience:' .. entry)
   if tonumber(audit_entries) > 0 then
     redis.call('XADD', audit, 'MAXLEN', '~', audit_entries, '*', 'id', id, 'outcome', 'trained', 'detail', step)
   end

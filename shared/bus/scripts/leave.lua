@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Leave: take an entry off its stream for good, counted, with its reason. With a part, its whole group leaves.
--- KEYS: input counts audit dead generating assembly
--- ARGV: group entry_id group_id part outcome detail attempts keep audit_entries counted
+-- KEYS: input counts audit dead generating assembly crashes causes
+-- ARGV: group stream_name entry_id group_id part outcome detail attempts keep audit_entries counted
 -- `part`: "" for an entry without an assembly; `keep`: 1 to move the entry, of a part the group's prompt, to the dead
 -- letters; `counted`: 1 if its ending is counted.
 -- Returns 1, or 0 if another consumer finished this entry first.
@@ -10,6 +10,8 @@ if redis.call('XACK', input, group, entry_id) == 0 then
   return 0
 end
 redis.call('XDEL', input, entry_id)
+redis.call('HDEL', crashes, stream_name .. ':' .. entry_id)
+redis.call('HDEL', causes, stream_name .. ':' .. entry_id)
 local data, parts = '', ''
 if kept[1] then
   local fields = kept[1][2]
@@ -27,6 +29,8 @@ if part ~= '' then
     if other then
       redis.call('XACK', input, group, other)
       redis.call('XDEL', input, other)
+      redis.call('HDEL', crashes, stream_name .. ':' .. other)
+      redis.call('HDEL', causes, stream_name .. ':' .. other)
     end
   end
   redis.call('DEL', assembly)

@@ -1,13 +1,15 @@
 #!lua flags=allow-oom
 -- Requeue: take a stale experience off the stream and its group back to the prompts, an entry for each stale sample.
--- KEYS: input prompts counts generating assembly
--- ARGV: group entry_id group_id payload parts...
+-- KEYS: input prompts counts generating assembly crashes causes
+-- ARGV: group stream_name entry_id group_id payload parts...
 -- `parts`: each sample that is kept, encoded; "" for one to generate again.
 -- Returns 1, or 0 if another consumer finished this entry first.
 if redis.call('XACK', input, group, entry_id) == 0 then
   return 0
 end
 redis.call('XDEL', input, entry_id)
+redis.call('HDEL', crashes, stream_name .. ':' .. entry_id)
+redis.call('HDEL', causes, stream_name .. ':' .. entry_id)
 redis.call('HSET', generating, group_id, payload)
 local missing = 0
 for place, part in ipairs(parts) do

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from services.cli import plan as plans
 from services.coordinator.admission.admission import Admission, terms_of
 from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.dataset import Dataset
+from services.coordinator.admission.curriculum import Curriculum
+from services.coordinator.admission.dataset import Dataset, rows_to_try
 from services.coordinator.service import load_data, order_of
 from shared.bus import streams
 from shared.bus.bus import Bus
@@ -17,6 +19,7 @@ from shared.errors import SettingsError
 from shared.settings import Settings
 from tests.coordinator.admission.test_admission import start
 from tests.support import tiny
+from tests.support.coordinator_players import generating
 
 CHAT = (
     "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{{ eos_token }} {% endfor %}"
@@ -128,3 +131,112 @@ def test_what_needs_rewards_or_samples_is_refused_by_name(tmp_path: Path) -> Non
         changes = {**tables, section: {**tables[section], **changed}}
         with pytest.raises(ValueError, match=sentence):
             Settings.model_validate(changes)
+
+
+def mixture(folder: Path, problems: list[Any], shown: list[Any], **sections: dict[str, Any]) -> Settings:
+    policy = tiny.save(folder)
+    tiny.tokenizer().save_pretrained(policy)
+    paths = {}
+    for name, rows, weight in (("problems", problems, 2.0), ("shown", shown, 1.0)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        paths[str(folder / f"{name}.jsonl")] = weight
+    tables: dict[str, dict[str, Any]] = {
+        "policy": {"model": str(policy)},
+        "data": {"path": paths, "shuffle": False},
+        "algorithm": {"imitation": 0.1, "groups_per_step": 3, "max_lag": 1},
+        "sampling": {"group_size": 4, "max_new_tokens": 8},
+        "reward": {"scorers": [{"kind": "answer", "name": "answer"}], "expression": "answer"},
+    }
+    return Settings.model_validate(
+        {name: {**table, **sections.get(name, {})} for name, table in tables.items()}
+        | {name: table for name, table in sections.items() if name not in tables}
+    )
+
+
+PROBLEMS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+SHOWN = [{"prompt": f"{i}+2=", "completion": str(i + 2)} for i in range(2)]
+
+
+async def test_problems_and_demonstrations_are_admitted_in_one_order_by_weight(tmp_path: Path, bus: Bus) -> None:
+    of = mixture(tmp_path, PROBLEMS, SHOWN)
+    ledger = await start(bus)
+    train: Dataset = load_data(of).train
+    assert [problem.demonstration is not None for problem in train.problems] == [False] * 4 + [True] * 2
+    assert [prompt.text for prompt in rows_to_try(train.problems, ["answer"])] == ["0+1=", "2+1=", "3+1="]
+
+    def admission() -> Admission:
+        return Admission(
+            bus, ledger, train, order_of(of, train), lambda: terms_of(of), lambda: True, Shortage(bus, ledger), 0.001
+        )
+
+    assert (await admission().admit(), await admission().admit()) == (6, 0)
+    deliveries = await bus.read(streams.EXPERIENCE, Experience, "trainer", 10, 0.1)
+    shown = {int(e.group_id): (e.group.prompt.purpose, e.group.prompt.text) for e in (d.message() for d in deliveries)}
+    asked = {int(prompt.group_id): (prompt.purpose, prompt.text) for prompt in await generating(bus)}
+    places = [order_of(of, train).index(place) for place in range(6)]
+    kinds = [Purpose.DEMONSTRATE if train.problems[index].demonstration else Purpose.TRAIN for index in places]
+    assert kinds.count(Purpose.DEMONSTRATE) == 2
+    assert {**shown, **asked} == {g: (kinds[g], train.problems[places[g]].text) for g in range(6)}
+    assert await bus.length(streams.PROMPTS) == 4 * 4, "an entry for each sample of the problems"
+    assert await ledger.in_flight() == 6
+    assert await ledger.count_earlier([0, 3, 99]) == [sum(place < end for place in asked) for end in (0, 3, 99)]
+    await bus.drop(deliveries[0], "test")
+    assert await admission().admit() == 1
+    assert (await ledger.status()).cursor == 7
+
+
+def test_a_curriculum_draws_problems_and_shows_every_demonstration_once_an_epoch(tmp_path: Path) -> None:
+    of = mixture(tmp_path, PROBLEMS, [*SHOWN, {"prompt": "7+2=", "completion": "9"}], data={"curriculum": True})
+    train = load_data(of).train
+    drawing = order_of(of, train)
+    assert isinstance(drawing, Curriculum)
+    easy, hard = train.problems[0].source, train.problems[1].source
+    drawing.follow({easy: 0.0, hard: 0.25, train.problems[4].source: 0.25})
+    drawn = [drawing.index(place) for place in range(3000)]
+    shown = [index for index in drawn if index >= 4]
+    assert shown == [4 + place % 3 for place in range(999)], "333 of each 1,000 draws"
+    assert drawn.count(0) < drawn.count(1) / 5
+
+
+@pytest.mark.parametrize(
+    ("problems", "shown", "sentence"),
+    [
+        (PROBLEMS, [*SHOWN, {"prompt": "1", "answer": "2"}], r"found one in .*shown.jsonl:1 and none in .*shown.jsonl:3: complete"),
+        ([*PROBLEMS, *SHOWN], SHOWN, r"found one in .*problems.jsonl:5 and none in .*problems.jsonl:1: complete the rows"),
+        (PROBLEMS, PROBLEMS, "beside others in data.path with algorithm.imitation > 0, found none: change data.completion_field"),
+        (SHOWN, SHOWN, "found only demonstrations: train them alone by `penstock sft`"),
+        ([{"prompt": "1+1="}] * 20, SHOWN, "expected a reference answer in 'answer' for scorer 'answer'"),
+    ],
+)  # fmt: skip
+def test_datasets_that_are_neither_are_refused_by_row(
+    tmp_path: Path, problems: list[Any], shown: list[Any], sentence: str
+) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        load_data(mixture(tmp_path, problems, shown))
+
+
+def test_without_imitation_a_completion_is_a_column_like_any_other(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2", "completion": "two"}, PROBLEMS[0]]
+    train = load_data(mixture(tmp_path, rows, PROBLEMS, algorithm={"imitation": 0.0})).train
+    assert train.problems[0].extra == {"completion": "two"}
+    assert all(problem.demonstration is None for problem in train.problems)
+
+
+def test_what_a_mixture_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    lend = {"mode": "lend"}
+    for sections, sentence in (
+        ({"data": {"path": "rows.jsonl"}}, "expected several datasets in data.path with algorithm.imitation > 0, found 0.1 and one"),
+        ({"algorithm": {"imitation": 0.1, "preset": "dpo"}}, 'expected algorithm.imitation = 0 with algorithm.loss = "dpo"'),
+        ({"algorithm": {"imitation": 0.1, "loss": "cross_entropy"}}, "expected algorithm.imitation to be left at its default"),
+        ({"placement": lend, "rollout": {"engine": "transformers"}}, 'expected another placement.mode than "lend"'),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=sentence):
+            mixture(tmp_path, PROBLEMS, SHOWN, **sections)
+    of = mixture(tmp_path, PROBLEMS, SHOWN)
+    with pytest.raises(SettingsError, match=r"expected algorithm.imitation = 0 with penstock plan, found 0.1"):
+        plans.make(of, "8xH200")
+    own = {"by_dataset": {str(tmp_path / "shown.jsonl"): {"top_p": 0.5}}, "max_new_tokens": 8}
+    with pytest.raises(
+        SettingsError, match=r"expected datasets of problems in sampling.by_dataset, found '.*shown.jsonl'"
+    ):
+        load_data(mixture(tmp_path, PROBLEMS, SHOWN, sampling=own))

@@ -1,6 +1,7 @@
 """A program's environment, equal in every tier: files, packages, threads, locks."""
 
 import asyncio
+import dataclasses
 import json
 import sysconfig
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from services.reward.executor.client import ExecutorClient
 from services.reward.executor.isolation import Interpreter
 from services.reward.executor.protocol import MAX_OUTPUT_BYTES, MIB, Call, Execution, Job, Limits, Outcome
 from shared.settings.rewards.scorers import CodeScorer
-from tests.conftest import need
+from tests.conftest import PATIENCE_S, need
 from tests.support.executor_process import Running, running
 
 THREADS = """
@@ -37,9 +38,13 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Running]:
 async def run(executor: Running, *jobs: Job) -> list[Execution]:
     client = ExecutorClient(executor.address)
     try:
-        return await asyncio.gather(*(client.run(job) for job in jobs))
+        return await asyncio.gather(*(client.run(_patient(job)) for job in jobs))
     finally:
         await client.close()
+
+
+def _patient(job: Job) -> Job:
+    return dataclasses.replace(job, limits=dataclasses.replace(job.limits, wall_s=PATIENCE_S))
 
 
 async def stdout(executor: Running, job: Job) -> str:
@@ -111,7 +116,7 @@ def test_what_is_readable_leaves_out_the_virtual_environment_and_hides_packages(
 
 
 async def test_the_most_that_a_program_may_write_fits_into_a_frame(executor: Running) -> None:
-    limits = Limits(wall_s=60.0, cpu_s=60.0, output_bytes=MAX_OUTPUT_BYTES)
+    limits = Limits(cpu_s=60.0, output_bytes=MAX_OUTPUT_BYTES)
     code = (
         "import os\ndef f():\n  os.write(1, b'\\xff' * (limit - 100))\n"
         "  os.write(3, b'value \"' + b'\\xff' * (limit - 100) + b'\"\\n')\n  os._exit(0)"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -11,16 +12,16 @@ import pytest
 from shared.bus.assembly import part_of_group
 from shared.bus.bus import Bus, Delivery
 from shared.bus.encoding import wire
-from shared.bus.messages import PolicyRecord, PolicyVersion, Prompt, RolloutGroup
+from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
 from shared.bus.stores.experience.dead_letters import DeadLetterSource, discard, read_page, revive
 from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.streams import AUDIT, PROMPTS, PUBLISHED, ROLLOUTS
+from shared.bus.streams import AUDIT, EXPERIENCE, PROMPTS, PUBLISHED, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.errors import MessageError, TemporaryError
 from tests.chaos.fuzz import Hostile
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
-from tests.support.coordinator_players import Trainer, generating
+from tests.support.coordinator_players import Trainer, generating, record, report
 from tests.support.raw_redis import raw
 
 
@@ -276,3 +277,34 @@ def array(*pieces: bytes) -> bytes:
 
 def _joined(prompt: Prompt, parts: list[RolloutGroup]) -> bytes:
     return array(wire.encode(prompt), *map(wire.encode, parts))
+
+
+async def test_what_was_noted_of_an_entry_leaves_with_it_and_with_its_whole_group(bus: Bus) -> None:
+    ledger = await admit(bus, *(builders.prompt(group, samples=2) for group in range(4)))
+
+    async def noted(deliveries: list[Delivery[Any]]) -> list[Delivery[Any]]:
+        for delivery in deliveries:
+            await bus.note_crash(delivery)
+            await bus.note_cause(delivery, "out of memory")
+        return deliveries
+
+    async def notes() -> list[int]:
+        return [len(await raw(bus).hgetall(bus.keys.named(name))) for name in ("crashes", "causes")]
+
+    samples = await noted(await take(bus))
+    assert await notes() == [8, 8]
+    assert await bus.bury(samples[0], "too strange")
+    assert await notes() == [6, 6], "its group's other sample, too"
+    for sample in samples[2:]:
+        await finish(bus, sample)
+    assert await notes() == [0, 0]
+    groups = await bus.read(ROLLOUTS, RolloutGroup, "b", 10, None)
+    for group in groups:
+        await bus.hand_over(group, EXPERIENCE, builders.experience(int(group.group_id)))
+    stale, useless, trained = await noted(await bus.read(EXPERIENCE, Experience, "trainer-0", 10, None))
+    assert await notes() == [3, 3]
+    await bus.requeue(stale, builders.prompt(1, samples=2))
+    await bus.drop(useless, "no_signal")
+    assert await notes() == [1, 1]
+    await ledger.commit(await ledger.take_epoch(), record(1, 0, 1), [trained], report(1, 1))
+    assert await notes() == [0, 0]

@@ -62,7 +62,7 @@ async def test_an_entry_counts_the_consumers_that_fell_silent_over_it_and_the_at
     await bus.give_back(PROMPTS, "c", taken[0].entry_id, idle_s=0.0)
     taken += await bus.reclaim(PROMPTS, Prompt, "d", min_idle_s=0.0, count=1, suspect=True)
     assert [(delivery.attempts, delivery.crashes) for delivery in taken] == [(1, 0), (1, 1), (1, 2), (2, 2)]
-    await bus.forget(taken[0])
+    assert await bus.hand_over(taken[-1], ROLLOUTS, builders.group(0))
     assert await raw(bus).hgetall(bus.keys.named("crashes")) == {}
 
 

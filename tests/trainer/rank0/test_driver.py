@@ -95,10 +95,10 @@ async def test_a_step_reports_the_share_of_groups_with_signal_of_all_that_were_g
     await driven.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
     equal, *others = [*batch(0), *batch(1)][:3]
     equal = dataclasses.replace(equal, rewards=np.zeros_like(equal.rewards))
-    async with driven.running(lambda: driven.train(One(driven.of).engine)):
+    async with driven.running(lambda: driven.train(Rank(driven.of).engine)):
         await driven.feed([equal, *others])
         await is_at(driven, 1)
-    ((_, report), *_) = await bus.newest(STEPS, StepReport)
+    (_, report) = (await bus.newest(STEPS, StepReport))[0]
     assert report.metrics["zero_std_groups"] == trained_equal
     assert report.metrics["signal_fraction"] == pytest.approx(share)
 

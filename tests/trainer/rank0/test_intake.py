@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.trainer.rank0 import intake as intake_module
-from services.trainer.rank0.intake import CONSUMER, Intake
+from services.trainer.rank0.intake import CONSUMER, Intake, Taken
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
 from shared.bus.encoding import wire
 from shared.bus.keys import GENERATING
@@ -211,7 +211,7 @@ async def _train_until_death(bus: Bus, intake: Intake, trained: list[int], poiso
             return True
         for taken in batch:
             await bus.drop(taken.delivery, "trained")
-        await intake.release(batch)
+        intake.release(batch)
         trained += groups
     return False
 
@@ -422,3 +422,106 @@ async def test_a_group_of_another_kind_or_without_its_teacher_is_buried(
         await until(lambda: bus.length(EXPERIENCE.dead))
     ((_, fields),) = await raw(bus).xrange(bus.keys.of(EXPERIENCE.dead))
     assert sentence in fields[b"reason"].decode()
+
+
+def mixing(**algorithm: Any) -> Settings:
+    data = {"path": {"problems.jsonl": 1, "shown.jsonl": 1}, "curriculum": True}
+    return Settings.model_validate(
+        {"algorithm": {"groups_per_step": 3, "max_lag": 1, "imitation": 0.1, **algorithm}, "data": data}
+    )
+
+
+async def show(bus: Bus, group_id: int, version: int = 0) -> None:
+    made = builders.experience(group_id, (0.0,), version)
+    prompt = dataclasses.replace(made.group.prompt, purpose=Purpose.DEMONSTRATE)
+    shown = dataclasses.replace(made, group=dataclasses.replace(made.group, prompt=prompt))
+    await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(shown)})
+
+
+async def generate(bus: Bus, *group_ids: int) -> None:
+    for group_id in group_ids:
+        await raw(bus).hset(bus.keys.of(GENERATING), str(group_id), wire.encode(builders.prompt(group_id)))
+
+
+async def arrive(bus: Bus, group_id: int) -> None:
+    await raw(bus).hdel(bus.keys.of(GENERATING), str(group_id))
+    await put(bus, group_id)
+
+
+def ids(batch: list[Taken] | None) -> list[int]:
+    assert batch is not None
+    return [int(taken.experience.group_id) for taken in batch]
+
+
+async def test_demonstrations_keep_their_places_and_do_not_overtake_samples(bus: Bus) -> None:
+    await generate(bus, 0, 2, 4)
+    for group_id in (1, 3, 5):
+        await show(bus, group_id)
+    intake = Intake(bus, Live(bus, mixing()), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 3)
+        assert await intake.next_batch(0, wait_s=0.5) is None, "a step of demonstrations alone would be another mixture"
+        await arrive(bus, 4)
+        assert await intake.next_batch(0, wait_s=0.5) is None, "one of three: the other two are samples"
+        await arrive(bus, 2)
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+        assert batch is not None
+        assert ids(batch) == [1, 2, 4], "samples overtake samples"
+        for taken in batch:
+            await bus.drop(taken.delivery, "test")
+        intake.release(batch)
+        assert await intake.next_batch(1, wait_s=0.5) is None
+        await arrive(bus, 0)
+        assert ids(await intake.next_batch(1, wait_s=PATIENCE_S)) == [3, 5, 0]
+
+
+async def test_where_no_sample_comes_before_them_demonstrations_make_a_step(bus: Bus) -> None:
+    for group_id in (0, 1, 2):
+        await show(bus, group_id)
+    await generate(bus, 3, 4, 5)
+    intake = Intake(bus, Live(bus, mixing()), {V(0): 0})
+    async with filling(intake):
+        assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "requeue", "mask", "wait"])
+async def test_demonstrations_are_never_stale_nor_without_signal_and_have_no_signals(bus: Bus, on_stale: str) -> None:
+    await show(bus, 0, version=0)
+    await put(bus, 1, version=9)
+    await put(bus, 2, version=9)
+    of = mixing(on_stale=on_stale, dynamic_sampling=True)
+    intake = Intake(bus, Live(bus, of), {V(0): 0, V(9): 9})
+    async with filling(intake):
+        batch = await intake.next_batch(9, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [(int(taken.experience.group_id), taken.contexts) for taken in batch] == [
+        (0, (0,)),
+        (1, (0, 0)),
+        (2, (0, 0)),
+    ]
+    change = intake.take_signals(batch)
+    assert change is not None
+    assert change.groups == [("train.jsonl:2", 0.25), ("train.jsonl:3", 0.25)]
+    assert await bus.counts() == {}
+
+
+async def test_a_demonstration_of_a_revoked_version_is_fenced_as_its_place_is_drawn_again(bus: Bus) -> None:
+    await raw(bus).execute_command("SADD", bus.keys.named("revoked"), 7)
+    for group_id, version in ((0, 7), (1, 0), (2, 0), (3, 0)):
+        await show(bus, group_id, version)
+    intake = Intake(bus, Live(bus, mixing()), {V(0): 0, V(7): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 4)
+        assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [1, 2, 3]
+    assert await bus.counts() == {"dropped:fenced": 1}
+
+
+async def test_a_mixed_run_takes_demonstrations_without_a_teacher_or_a_reference(bus: Bus) -> None:
+    of = mixing(distillation=1.0, reference="reward", kl={"coefficient": 0.1})
+    intake = Intake(bus, Live(bus, of), {V(0): 0})
+    await put(bus, 0)
+    for group_id in (1, 2, 3):
+        await show(bus, group_id)
+    async with filling(intake):
+        assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [1, 2, 3]
+    assert await bus.counts() == {"dead:experience": 1}

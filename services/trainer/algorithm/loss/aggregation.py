@@ -3,7 +3,7 @@
 A batch's loss is the sum of its *streams*, each over tokens of its own::
 
     rl             the policy loss, with the entropy bonus      tokens that a policy drew
-    ce             −log π of each token                         tokens of demonstrations
+    ce             −log π of each token, × ``imitation``        tokens of demonstrations
     reference_kl   the KL penalty, with kl.where = "loss"       as rl
 
 A stream's loss is a sum over its tokens (:func:`total`) over its own divisor (:func:`divisor`). Both cover all

@@ -1,4 +1,7 @@
-"""The objective of a forward pass by ``[algorithm]``, by stream (``aggregation``): loss × correction − entropy, KL."""
+"""The objective of a forward pass by ``[algorithm]``, by stream (``aggregation``): loss × correction − entropy, KL.
+
+Demonstrations are taken out first: the loss of samples does not see them.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,9 +33,28 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
         return _preferences(inputs, out, algorithm)
     if algorithm.is_supervised:
         never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
+        figures = _figures(inputs, out, algorithm, (never_N, never_N, never_N))
+        drawn = out.policy_logprobs_N.detach()  # no policy drew them
         return Objective(
-            _sums(inputs, out, {}, algorithm), _figures(inputs, out, algorithm, (never_N, never_N, never_N))
+            {"ce": _imitated(inputs, out, algorithm)}, dataclasses.replace(figures, behavior_logprobs_N=drawn)
         )
+    if inputs.demonstrated_S is None:
+        return _of_samples(inputs, out, algorithm, kl_coefficient)
+    drawn_out = TokenLogprobs(inputs.chosen(out.policy_logprobs_N), inputs.chosen(out.entropy_N))
+    of_samples = _of_samples(inputs.without_demonstrations(), drawn_out, algorithm, kl_coefficient)
+    imitated = algorithm.imitation * _imitated(inputs, out, algorithm)
+    return Objective({**of_samples.sums, "ce": imitated}, of_samples.figures)
+
+
+def _imitated(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> Tensor:
+    """Return the undivided cross-entropy of the demonstrations."""
+    logprobs_N = inputs.chosen(out.policy_logprobs_N, demonstrated=True)
+    return total(-logprobs_N, inputs.lengths(demonstrated=True), algorithm.aggregation)
+
+
+def _of_samples(
+    inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings, kl_coefficient: float
+) -> Objective:
     assert inputs.advantages_N is not None
     anchor_N = _anchor(inputs, out.policy_logprobs_N, algorithm)
     loss = _loss(inputs, out, anchor_N, inputs.advantages_N, algorithm)
@@ -51,18 +73,8 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
         loss_N = loss_N - algorithm.entropy_bonus * out.entropy_N
     losses_N["rl"] = loss_N
     figures = _figures(inputs, out, algorithm, (loss.clipped_low_N, loss.clipped_high_N, masked_N))
-    return Objective(_sums(inputs, out, losses_N, algorithm), figures)
-
-
-def _sums(
-    inputs: LossInputs, out: TokenLogprobs, losses_N: dict[Stream, Tensor], algorithm: AlgorithmSettings
-) -> dict[Stream, Tensor]:
-    """Return the sum of each stream over its own tokens."""
-    if inputs.demonstrated_N is not None:
-        nothing_N = torch.zeros_like(out.policy_logprobs_N)
-        losses_N = {name: torch.where(inputs.demonstrated_N, nothing_N, each_N) for name, each_N in losses_N.items()}
-        losses_N["ce"] = torch.where(inputs.demonstrated_N, -out.policy_logprobs_N, nothing_N)
-    return {name: total(each_N, inputs.lengths_S, algorithm.aggregation) for name, each_N in losses_N.items()}
+    sums = {name: total(each_N, inputs.lengths_S, algorithm.aggregation) for name, each_N in losses_N.items()}
+    return Objective(sums, figures)
 
 
 def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmSettings) -> Tensor:
@@ -127,8 +139,6 @@ def _figures(
 ) -> TokenFigures:
     policy_N, entropy_N = out.policy_logprobs_N.detach(), out.entropy_N.detach()
     behavior_N, kl_N = inputs.behavior_logprobs_N, torch.zeros_like(policy_N)
-    if inputs.demonstrated_N is not None:  # no policy drew them
-        behavior_N = torch.where(inputs.demonstrated_N, policy_N, behavior_N)
     if inputs.reference_logprobs_N is not None:
         kl_N = estimate(policy_N, inputs.reference_logprobs_N, algorithm.kl.estimator)
     return TokenFigures(policy_N, behavior_N, entropy_N, *taken, reference_kl_N=kl_N)

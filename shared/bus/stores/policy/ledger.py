@@ -199,7 +199,7 @@ class Ledger(Policies):
 
     async def admit(
         self,
-        prompts: Sequence[Prompt] | Sequence[Experience],
+        groups: Sequence[Prompt | Experience],
         slots: int,
         groups_per_step: int,
         steps: int,
@@ -207,18 +207,19 @@ class Ledger(Policies):
         *,
         whole: bool = False,
     ) -> int:
-        """Admit ``prompts``, in order, into free slots, never more than the remaining steps can use; group ids start
-        at the cursor. Every sample is an entry, of as many in each group, unless the groups stay ``whole``;
+        """Admit ``groups``, in order, into free slots, never more than the remaining steps can use; group ids start
+        at the cursor. Every sample of a prompt is an entry, of as many for each, unless the groups stay ``whole``;
         demonstrations, which are experience already, go to the trainer.
 
         Returns the number admitted; -1 if not running or not the leader; -2 if the cursor or newest version changed.
         """
         admitted = await self._bus.script(
             "admit", slots=slots, groups_per_step=groups_per_step, steps=steps, now_s=time.time(), term=self._term(),
-            expected_cursor=prompts[0].group_id if prompts else 0, expected_newest=newest,
-            samples=_entries(prompts, whole=whole),
-            assemblies=[ASSEMBLY.of(str(prompt.group_id)) for prompt in prompts],
-            payloads=[wire.encode(prompt) for prompt in prompts],
+            expected_cursor=groups[0].group_id if groups else 0, expected_newest=newest,
+            samples=0 if whole else _entries(groups),
+            ready="".join("1" if isinstance(group, Experience) else "0" for group in groups),
+            assemblies=[ASSEMBLY.of(str(group.group_id)) for group in groups],
+            payloads=[wire.encode(group) for group in groups],
         )  # fmt: skip
         return int(admitted)
 
@@ -320,6 +321,10 @@ class Ledger(Policies):
         """Whether a group admitted before ``group_id`` is still generated or scored."""
         return bool(await self._bus.script("overtaken", group_id=group_id))
 
+    async def count_earlier(self, group_ids: Sequence[int]) -> list[int]:
+        """Return, for each of ``group_ids``, how many groups admitted before it are still generated or scored."""
+        return [int(count) for count in await self._bus.script("earlier", groups=list(group_ids))]
+
     async def journal(self, after: str) -> list[JournalEntry]:
         """Return the journal after an entry, in commit order."""
         rows = await self._bus.xrange(streams.JOURNAL, f"({after}" if after else "-")
@@ -386,11 +391,8 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
     )
 
 
-def _entries(groups: Sequence[Prompt] | Sequence[Experience], *, whole: bool) -> Argument:
-    first = groups[0] if groups else None
-    if isinstance(first, Experience):
-        return "ready"
-    return 0 if whole or first is None else first.sampling.samples
+def _entries(groups: Sequence[Prompt | Experience]) -> int:
+    return next((group.sampling.samples for group in groups if isinstance(group, Prompt)), 0)
 
 
 def _journal_entry(row: Row) -> JournalEntry:

@@ -1,0 +1,91 @@
+"""A run of the example on problems and demonstrations: each is trained once, whatever is killed, and after a resume."""
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.coordinator.service import load_data, order_of
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.streams import AUDIT
+from shared.settings import load
+from tests.chaos.audit import audit_groups, audit_versions
+from tests.chaos.run import Run, left_behind, running
+from tests.conftest import PATIENCE_S
+from tests.support import forge
+from tests.support.raw_redis import raw
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS, GROUPS, SAMPLES = 12, 8, 8
+EACH = STEPS * GROUPS // 2
+
+
+def datasets(folder: Path) -> Mapping[str, object]:
+    """Write half an epoch of problems and half of demonstrations for the whole run; return its flags."""
+    rows = [json.loads(line) for line in Path("examples/arithmetic/train.jsonl").read_text().splitlines()]
+    shown = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows[EACH : 2 * EACH]]
+    paths = {}
+    for name, chosen in (("problems", rows[:EACH]), ("shown", shown)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+        paths[str(folder / f"{name}.jsonl")] = 1
+    path = ", ".join(f'"{name}" = {weight}' for name, weight in paths.items())
+    return {
+        "data.path": f"{{ {path} }}",
+        "data.shuffle": "false",
+        "algorithm.imitation": 0.1,
+        "algorithm.on_stale": "wait",  # a dropped sample would leave its problem untrained
+        "algorithm.groups_per_step": GROUPS,
+        "run.steps": STEPS,
+        "sampling.group_size": SAMPLES,
+    }
+
+
+@pytest.mark.slow
+async def test_problems_and_demonstrations_are_each_trained_once_through_kills_and_a_resume(tmp_path: Path) -> None:
+    async with running(tmp_path, flags=datasets(tmp_path)) as run:
+        bus = await run.connect()
+        await run.more_steps(bus, 3)
+        for name in ("trainer-0", "rollout-0"):
+            assert run.send(name, signal.SIGKILL)
+        await run.more_steps(bus, 2)
+        await bus.close()
+        run.process.terminate()
+        await asyncio.to_thread(run.process.wait, PATIENCE_S)
+        interrupted = _steps(run.folder)
+        assert 5 <= len(interrupted) < STEPS
+        await forge.up(["--resume", run.folder], tmp_path / "resumed.txt")
+        await _audit(run)
+
+
+async def _audit(run: Run) -> None:
+    async with left_behind(run) as bus:
+        status = await Ledger(bus).status()
+        assert (status.state, status.step, status.cursor, status.shift) == (RunState.FINISHED, STEPS, STEPS * GROUPS, 0)
+        assert await audit_groups(bus) == {"trained": STEPS * GROUPS}
+        await audit_versions(bus)
+        endings = await raw(bus).xrange(bus.keys.of(AUDIT))
+    settings = load(run.folder / "settings.toml")
+    train = load_data(settings).train
+    order = order_of(settings, train)
+    trained = {int(fields[b"id"]): int(fields[b"detail"]) for _, fields in endings}
+    problems = {group_id: train.problems[order.index(group_id)] for group_id in trained}
+    assert len(train) == len({problem.source for problem in problems.values()}) == 2 * EACH, "each row once"
+    kinds = Counter((step, problems[group_id].demonstration is None) for group_id, step in trained.items())
+    steps = _steps(run.folder)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    for step in steps:
+        assert kinds[step["step"], False] == step["demonstrations"] == GROUPS / 2, "by weight, in each step"
+        assert step["samples"] == kinds[step["step"], True] * SAMPLES + GROUPS / 2
+        assert step["ce_loss"] > 0
+        assert "reward_mean" in step
+        assert sum(step["lag_counts"].values()) == SAMPLES * GROUPS / 2, "samples of the policy only"
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
