@@ -10,7 +10,8 @@ many epochs, 80 steps of 16 groups. 45 % are never solved (their answers are oth
 carry, which the policy mostly solves, the others have one. Small: 200 problems, 50 % never solved, 25 % without a carry.
 
 The bound is an oracle: a policy's true pass rate is the probability of the right answer, so the shares that a uniform
-draw and a draw by the true p(1 − p) would have had with the policies of a run are computed, not sampled.
+draw (``uniform_draw``) and a draw by the true p(1 − p) (``oracle``) would have had with the policies of a run are
+computed, not sampled.
 """
 
 import argparse
