@@ -1,11 +1,17 @@
 """Groups with signal per generated group, with and without ``data.curriculum``.
 
-    python -m benchmarks.curriculum --steps 80 --seeds 3  two runs of the arithmetic example for each seed
+    python -m benchmarks.curriculum --seeds 3             two runs of the arithmetic example for each seed
+    python -m benchmarks.curriculum --small --seeds 3     the same with fewer problems, which are soon solved
     python -m benchmarks.curriculum --fixed --seeds 20    the sampler alone: no model, success rates that do not change
 
-Trained: 200 problems, a half that no sample solves (its answers are other texts), a quarter without a carry, which the
-policy mostly solves, and a quarter with one. Fixed: 2,000 problems, 45 % never solved, 20 % always, the
-others with rates between 0 and 1; 16 samples a group, 32 groups a step, one step of lag, 200 steps.
+Fixed: 2,000 problems, 45 % never solved, 20 % always, the others with rates between 0 and 1; 16 samples a group, 32
+groups a step, one step of lag, 200 steps, which are 3.2 epochs. Trained: 400 problems of the same composition for as
+many epochs, 80 steps of 16 groups. 45 % are never solved (their answers are other texts), 20 % are additions without a
+carry, which the policy mostly solves, the others have one. Small: 200 problems, 50 % never solved, 25 % without a carry.
+
+The bound is an oracle: a policy's true pass rate is the probability of the right answer, so the shares that a uniform
+draw (``uniform_draw``) and a draw by the true p(1 − p) (``oracle``) would have had with the policies of a run are
+computed, not sampled.
 """
 
 import argparse
@@ -13,28 +19,37 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.learning import ROOT, learn
-from services.coordinator.admission.curriculum import Curriculum
+from services.coordinator.admission.curriculum import Curriculum, chances
 from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
 from shared.bus.stores.experience.signals import RATE, signal
 
-_PROBLEMS = 200
+_EXAMPLE = ROOT / "examples/arithmetic"
+_STEPS, _GROUPS_PER_STEP, _GROUP_SIZE, _CHECKPOINT_STEPS = 80, 16, 16, 5
+_NEVER = "99999"
+"""Longer than a completion."""
+
+Rows = list[dict[str, str]]
+Rates = npt.NDArray[np.float64]
 
 
-def write_problems(path: Path) -> None:
-    """Write the mixed problems."""
-    rows = [json.loads(line) for line in (ROOT / "examples/arithmetic/train.jsonl").read_text().splitlines()]
-    carries = [row for row in rows if _carries(row["prompt"])]
-    plain = [row for row in rows if not _carries(row["prompt"])]
-    quarter = _PROBLEMS // 4
-    hopeless = [{**row, "answer": "99999"} for row in rows[-2 * quarter :]]
-    mixed = [*carries[:quarter], *plain[:quarter], *hopeless]
-    path.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+def mixed_problems(*, small: bool) -> Rows:
+    """Return the problems of a trained run."""
+    rows = [json.loads(line) for line in (_EXAMPLE / "train.jsonl").read_text().splitlines()]
+    never, plain, carrying = (100, 50, 50) if small else (180, 80, 140)
+    unsolved = [{**row, "answer": _NEVER} for row in rows[-never:]]
+    return [
+        *[row for row in rows if _carries(row["prompt"])][:carrying],
+        *[row for row in rows if not _carries(row["prompt"])][:plain],
+        *unsolved,
+    ]
 
 
 def _carries(prompt: str) -> bool:
@@ -42,15 +57,74 @@ def _carries(prompt: str) -> bool:
     return int(first[1]) + int(second[1]) > 9 or int(first) + int(second) > 99
 
 
-def share(run: Path, groups_per_step: int, last: int) -> float:
-    """Return the share of trained groups whose rewards differ, in the last steps."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-last:]
-    without = sum(line["zero_std_groups"] for line in lines)
-    return 1.0 - float(without) / (groups_per_step * len(lines))
+def trained_figures(name: str, curriculum: bool, seed: int, *, small: bool) -> dict[str, float]:
+    """Run the example; return the shares with signal of the whole run and its last half, and what was learned."""
+    rows, half = mixed_problems(small=small), _STEPS // 2
+    with tempfile.TemporaryDirectory(prefix="penstock-curriculum-") as folder:
+        data, run = Path(folder) / "mixed.jsonl", Path(folder) / name
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        changes: dict[str, dict[str, Any]] = {
+            "data": {"path": str(data), "curriculum": curriculum},
+            "run": {"seed": seed},
+            "trainer": {"checkpoint_every_steps": _CHECKPOINT_STEPS, "keep_last": _STEPS},
+        }
+        held_out = learn(Path(folder), name, {"groups_per_step": _GROUPS_PER_STEP}, changes, _STEPS).accuracy_after
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rates = list(pass_rates(run, rows))
+    shares = [line["signal_fraction"] for line in lines]
+    uniform, oracle = zip(*(expected_shares(before) for before in rates[:-1]), strict=True)
+    solvable = [row["answer"] != _NEVER for row in rows]
+    return {
+        "whole": statistics.fmean(shares),
+        "late": statistics.fmean(shares[half:]),
+        "uniform_draw": statistics.fmean(uniform),
+        "oracle": statistics.fmean(oracle),
+        "oracle_late": statistics.fmean(oracle[len(oracle) // 2 :]),
+        "pass_rate": float(rates[-1][solvable].mean()),
+        "held_out": held_out,
+    }
 
 
-def fixed_share(curriculum: bool, last: int, seed: int = 0) -> tuple[float, float]:
-    """Return the share with signal of all groups, and of those of the last steps."""
+def expected_shares(rates: Rates) -> tuple[float, float]:
+    """Return the expected share with signal of problems drawn uniformly, and by their true p(1 − p)."""
+    with_signal = 1 - rates**_GROUP_SIZE - (1 - rates) ** _GROUP_SIZE
+    return float(with_signal.mean()), float(chances(rates * (1 - rates)) @ with_signal)
+
+
+def pass_rates(run: Path, rows: Rows) -> Iterator[Rates]:
+    """Yield the true pass rate of each problem: of the initial policy, and of each checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from services.trainer.model.engine import saved_tensors
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(_EXAMPLE / "policy")
+    yield _pass_rates(model, rows)
+    for checkpoint in sorted((run / "checkpoints").glob("step-*")):
+        model.load_state_dict(saved_tensors(checkpoint / "engine", 1))
+        yield _pass_rates(model, rows)
+
+
+def _pass_rates(model: Any, rows: Rows) -> Rates:
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(_EXAMPLE / "policy")
+    rates = np.zeros(len(rows))
+    for length in (2, 3):
+        places = [place for place, row in enumerate(rows) if len(row["answer"]) == length]
+        texts = [rows[place]["prompt"] + rows[place]["answer"] + tokenizer.eos_token for place in places]
+        ids_BT = torch.tensor(tokenizer(texts)["input_ids"])
+        with torch.no_grad():
+            logprobs = model(ids_BT).logits[:, :-1].log_softmax(-1)
+        chosen = logprobs.gather(-1, ids_BT[:, 1:, None])[:, -(length + 1) :, 0]
+        rates[places] = chosen.sum(1).exp().double().numpy()
+    return rates
+
+
+def fixed_figures(curriculum: bool, seed: int) -> dict[str, float]:
+    """Return the share with signal of all groups, and of those of the last 50 steps."""
     lot, problems, steps = np.random.default_rng(seed), 2000, 200
     kind, rates = lot.random(problems), lot.random(problems)
     rates[kind < 0.45], rates[kind > 0.8] = 0.0, 1.0
@@ -61,56 +135,49 @@ def fixed_share(curriculum: bool, last: int, seed: int = 0) -> tuple[float, floa
     for step in range(steps):
         drawing.follow(signals)
         chosen = [(drawing if curriculum else order).index(32 * step + place) for place in range(32)]
-        groups = [(lot.random(16) < rates[index]).astype(np.float32) for index in chosen]
+        groups = [(lot.random(_GROUP_SIZE) < rates[index]).astype(np.float32) for index in chosen]
         made.append([bool(rewards.any() and not rewards.all()) for rewards in groups])
         waiting.append([(f"p:{index}", signal(rewards)) for index, rewards in zip(chosen, groups, strict=True)])
         for problem, value in waiting.pop(0):
             before = signals.get(problem, value)
             signals[problem] = before + RATE * (value - before)
-    return float(np.mean(made)), float(np.mean(made[-last:]))
+    return {"whole": float(np.mean(made)), "late": float(np.mean(made[-50:]))}
 
 
-def trained_shares(name: str, curriculum: bool, steps: int, seed: int) -> tuple[float, float]:
-    """Run the example; return the share with signal of all groups, and of those of the last half."""
-    with tempfile.TemporaryDirectory(prefix="penstock-curriculum-") as folder:
-        data = Path(folder) / "mixed.jsonl"
-        write_problems(data)
-        changes: dict[str, dict[str, Any]] = {
-            "data": {"path": str(data), "curriculum": curriculum},
-            "run": {"seed": seed},
-        }
-        learn(Path(folder), name, {"groups_per_step": 16}, changes, steps)
-        whole, late = (share(Path(folder) / name, 16, last) for last in (steps, steps // 2))
-        return whole, late
-
-
-def compare(steps: int, seed: int, *, fixed: bool) -> dict[str, float]:
-    """Return the shares of one seed, and their ratio."""
-    shares = {
-        name: fixed_share(curriculum, 50, seed) if fixed else trained_shares(name, curriculum, steps, seed)
+def compare(seed: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of one seed, and the ratios of its shares."""
+    by_order = {
+        name: fixed_figures(curriculum, seed)
+        if arguments.fixed
+        else trained_figures(name, curriculum, seed, small=arguments.small)
         for name, curriculum in (("uniform", False), ("curriculum", True))
     }
+    uniform, preferred = by_order["uniform"], by_order["curriculum"]
     figures: dict[str, float] = {"seed": seed}
-    for place, part in enumerate(("whole", "late")):
-        uniform, preferred = shares["uniform"][place], shares["curriculum"][place]
-        figures |= {f"uniform_{part}": uniform, f"curriculum_{part}": preferred, f"ratio_{part}": preferred / uniform}
+    figures |= {f"{order}_{name}": value for order, its in by_order.items() for name, value in its.items()}
+    figures |= {f"ratio_{part}": preferred[part] / uniform[part] for part in ("whole", "late")}
     return {name: round(value, 3) for name, value in figures.items()}
+
+
+def medians(by_seed: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return each figure's median over the seeds."""
+    return {name: statistics.median(figures[name] for figures in by_seed) for name in by_seed[0] if name != "seed"}
 
 
 def main() -> None:
     """Run each seed and print a line; the last has the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--fixed", action="store_true")
     arguments = parser.parse_args()
     by_seed = []
     for seed in range(arguments.seeds):
-        by_seed.append(compare(arguments.steps, seed, fixed=arguments.fixed))
+        by_seed.append(compare(seed, arguments))
         print(json.dumps(by_seed[-1]), flush=True)
-    medians = {name: statistics.median(figures[name] for figures in by_seed) for name in ("ratio_whole", "ratio_late")}
-    kind = {"fixed": arguments.fixed, "steps": 200 if arguments.fixed else arguments.steps, "cores": os.cpu_count()}
-    print(json.dumps({"benchmark": "curriculum", **kind, "by_seed": by_seed, **medians}))
+    kind = "fixed" if arguments.fixed else "small" if arguments.small else "mixed"
+    result = {"benchmark": "curriculum", "problems": kind, "cores": os.cpu_count(), "by_seed": by_seed}
+    print(json.dumps({**result, **medians(by_seed)}))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ _UPDATE = Row(
         _gauge("Learning rate", "Of the last step.", "short", ("learning_rate", "learning rate")),
         _gauge("Reward", "Mean, spread and extremes of the last step's rewards.", "short", ("reward_mean", "mean"), ("reward_std", "standard deviation"), ("reward_max", "max"), ("reward_min", "min")),
         _gauge("Groups without signal", "Groups of a step whose samples all had one reward: nothing is learned from them.", "short", ("zero_std_groups", "groups")),
+        _gauge("Share of groups with signal", "Of the groups of a step and those that dynamic sampling dropped before it: what data.curriculum raises.", "percentunit", ("signal_ratio", "with signal")),
         _gauge("Cut samples", "Share of samples that reached the length limit.", "percentunit", ("truncated_ratio", "cut")),
     ),
 )  # fmt: skip

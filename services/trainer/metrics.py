@@ -82,6 +82,10 @@ GAUGES = {
         "penstock_trainer_demonstrations", "Demonstrations of the last step, trained beside samples of the policy."
     ),
     "zero_std_groups": Gauge("penstock_trainer_zero_std_groups", "Groups of the last step without reward spread."),
+    "signal_fraction": Gauge(
+        "penstock_trainer_signal_ratio",
+        "Share of groups with reward spread, of those trained or dropped for lack of it.",
+    ),
     "tokens_per_s": Gauge("penstock_trainer_tokens_per_second", "Generated tokens trained on per second."),
     "samples_per_s": Gauge("penstock_trainer_samples_per_second", "Samples trained on per second."),
     "memory_bytes": Gauge("penstock_trainer_memory_bytes", "Memory of rank 0: on the GPU at its peak, else resident."),
@@ -178,6 +182,20 @@ def _reward_figures(scored: Sequence[Experience]) -> dict[str, float]:
         "reward_min": float(rewards.min()),
         "zero_std_groups": float(sum(float(experience.rewards.std()) == 0.0 for experience in scored)),
     }
+
+
+def signal_fraction(metrics: Mapping[str, float], groups: int) -> dict[str, float]:
+    """Return the share with signal of a step's generated groups and of those that dynamic sampling dropped before it.
+
+    ``groups`` of the step include its demonstrations, which have no rewards.
+
+    >>> signal_fraction({"zero_std_groups": 2.0, "dropped_no_signal": 2.0, "demonstrations": 4.0}, 12)
+    {'signal_fraction': 0.6}
+    """
+    if "zero_std_groups" not in metrics:
+        return {}
+    generated = groups - metrics.get("demonstrations", 0.0)
+    return {"signal_fraction": (generated - metrics["zero_std_groups"]) / (generated + metrics["dropped_no_signal"])}
 
 
 def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:

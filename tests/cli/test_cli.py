@@ -37,7 +37,13 @@ RUN = {
         name: {"entries": entries, "pending": 0, "oldest_age_s": 0.1}
         for name, entries in (("prompts", 9), ("rollouts", 2), ("experience", 50), ("journal", 320))
     },
-    "last": {"reward_mean": 0.71234, "lag_mean": 0.75, "lag_max": 1.0, "samples_per_s": 1012.7},
+    "last": {
+        "reward_mean": 0.71234,
+        "lag_mean": 0.75,
+        "lag_max": 1.0,
+        "samples_per_s": 1012.7,
+        "signal_fraction": 0.4375,
+    },
     "history": {"step": [98, 99, 100], "reward_mean": [0.6, None, 0.71], "tokens_per_s": [3000.0, 3100.0, 3200.0]},
     "evaluations": [
         {"step": 0, "version": 0, "accuracy": 0.364, "problems": 500, "initial": True, "final": False},
@@ -259,6 +265,7 @@ def test_the_view_fits_its_terminal(width: int) -> None:
     assert {len(line) for line in lines} == {width}
     assert sum("rollout-" in line for line in lines) >= 3, "names are not cut for a long note"
     assert all(line.endswith(("│", "╮", "╯")) for line in lines)
+    assert any("signal" in line and "44% of groups" in line for line in lines)
 
 
 def test_a_run_is_one_line_in_a_log() -> None:

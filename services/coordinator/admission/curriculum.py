@@ -2,11 +2,15 @@
 
 ::
 
-    position ──▶ the order's dataset ──▶ a problem of it, drawn by weight          weight = floor + signal
+    position ──▶ the order's dataset ──▶ a problem of it, drawn by chance
+    chance of a problem = UNIFORM / problems of the dataset + (1 − UNIFORM) · signal / sum of the dataset's signals
 
 A problem's *signal* is an average of p(1 − p), the variance of the rewards of its groups (``commit.lua``); without a
-group it is that of p = ½. The draw is a function of seed, position and signals. Signals change with commits only, and
-admission reads them with the version that it admits under, so a rollback repeats the draws of its target.
+group it is the mean of its dataset. The uniform share returns to problems that were never, or always, solved. It is a
+share, not a weight, so that these do not fill the draw while the signal of the others shrinks.
+
+The draw is a function of seed, position and signals. Signals change with commits only, and admission reads them with
+the version that it admits under, so a rollback repeats the draws of its target.
 """
 
 from collections.abc import Mapping
@@ -19,8 +23,8 @@ from services.coordinator.admission.mixing import MixedOrder
 from shared.bus.stores.experience.signals import UNSEEN
 from shared.errors import SettingsError
 
-FLOOR = UNSEEN / 20
-"""Keeps problems in the draw that were always, or never, solved."""
+UNIFORM = 0.1
+"""Share of the draws that ignores signals."""
 _MOST_BYTES, _VALUE_BYTES = 8 << 20, 32
 
 
@@ -50,11 +54,12 @@ class Curriculum:
 
     def follow(self, signals: Mapping[str, float]) -> None:
         """Draw by ``signals`` of problems from now on."""
-        weights: npt.NDArray[np.float64] = np.full(self._problems, FLOOR + UNSEEN)
+        known = np.full(self._problems, np.nan)
         for source, signal in signals.items():
             if source in self._places:
-                weights[self._places[source]] = FLOOR + signal
-        self._cumulative = np.concatenate([[0.0], weights.cumsum()])
+                known[self._places[source]] = signal
+        parts = [chances(part) for part in np.split(known, self._ends[:-1])]
+        self._cumulative = np.concatenate([[0.0], *parts]).cumsum()
 
     def index(self, position: int) -> int:
         """Return the problem at ``position``."""
@@ -67,3 +72,19 @@ class Curriculum:
         low, high = self._cumulative[first], self._cumulative[end]
         drawn = int(np.searchsorted(self._cumulative, low + share * (high - low), side="right")) - 1
         return min(max(drawn, first), end - 1)
+
+
+def chances(signals: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the chance of each problem of a dataset; NaN: it has no group yet.
+
+    Its signal is then the mean of those that have one, and of one more with p = ½.
+
+    >>> chances(np.array([0.2, 0.0])).round(3).tolist()
+    [0.95, 0.05]
+    """
+    seen = ~np.isnan(signals)
+    values = np.where(seen, signals, 0.0)
+    values[~seen] = (values.sum() + UNSEEN) / (seen.sum() + 1)
+    total = values.sum()
+    even: npt.NDArray[np.float64] = np.full(len(signals), 1 / len(signals))
+    return even if total == 0 else UNIFORM * even + (1 - UNIFORM) * (values / total)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from services.trainer import metrics as measures
 from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
-from services.trainer.metrics import BatchFigures, batch_figures, export_metrics
+from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.lending import Lending, missing_samples
@@ -332,6 +332,7 @@ class Driver:
     async def _commit(self, batch: list[Taken], made: StepMade, figures: BatchFigures) -> bool:
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
+        metrics |= signal_fraction(metrics, len(batch))
         metrics |= self._timing(made, figures, started_s - self._committed_s) | self._device.take_switches()
         if self._lending is not None:
             self._lending.note_step(made.seconds.get("reload", 0.0))

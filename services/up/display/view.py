@@ -93,6 +93,8 @@ def _facts(run: RunView) -> RenderableType:
     facts.add_row("run", _state(run))
     facts.add_row("step", _progress(run))
     facts.add_row("reward", _curve(last(run, "reward_mean"), run.history.reward_mean))
+    if (share := last(run, "signal_fraction")) is not None:
+        facts.add_row("signal", f"{share:.0%} of groups")
     facts.add_row("held-out", _accuracies(run.evaluations))
     facts.add_row("in flight", _flight(run))
     facts.add_row("speed", _speed(run))

@@ -180,6 +180,7 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
             await page.get_by_role("button", name="Start", exact=True).click()
             await shows(page, "#state", "running")
             figures = {"learning_rate": 0.125, "clip_fraction": 0.375, "ess": 0.75, "zero_std_groups": 1.0}
+            figures["signal_fraction"] = 0.5
             await trainer.step(reward_mean=0.25, scorer_mean_answer=0.25, scorer_mean_format=0.5, **figures)
             await shows(page, "#tiles", "0.25")
             for title, label in (
@@ -188,6 +189,7 @@ async def test_it_shows_the_run_as_it_goes_on_and_text_of_the_run_stays_text(
                 ("Clipped tokens", "clip fraction 0.375, masked fraction –"),
                 ("Effective sample size", "ess 0.75"),
                 ("Zero-variance groups", "zero std groups 1"),
+                ("Groups with signal", "signal fraction 0.5"),
             ):
                 await page.locator(f'[data-curve="{title}"] svg[aria-label="{label} at step 1"]').wait_for()
             await Failures(failing).failed("scorer 'mine'", "train.jsonl:7", f"KeyError: {HOSTILE}")

@@ -84,6 +84,25 @@ async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_
     assert await bus.counts() == {"trained": 2 * GROUPS, "dropped:nonfinite": GROUPS}
 
 
+@pytest.mark.parametrize(("dynamic", "trained_equal", "share"), [(True, 0, 2 / 3), (False, 1, 0.5)])
+async def test_a_step_reports_the_share_of_groups_with_signal_of_all_that_were_generated(
+    bus: Bus, tmp_path: Path, dynamic: bool, trained_equal: int, share: float
+) -> None:
+    tables = settings(bus, tmp_path).model_dump()
+    tables["algorithm"] |= {"dynamic_sampling": dynamic, "groups_per_step": 2}
+    driven = Driven(bus, Settings.model_validate(tables))
+    await driven.ledger.create()
+    await driven.ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    equal, *others = [*batch(0), *batch(1)][:3]
+    equal = dataclasses.replace(equal, rewards=np.zeros_like(equal.rewards))
+    async with driven.running(lambda: driven.train(Rank(driven.of).engine)):
+        await driven.feed([equal, *others])
+        await is_at(driven, 1)
+    (_, report) = (await bus.newest(STEPS, StepReport))[0]
+    assert report.metrics["zero_std_groups"] == trained_equal
+    assert report.metrics["signal_fraction"] == pytest.approx(share)
+
+
 async def test_stale_tokens_are_masked_reported_and_masked_again_in_a_replay(bus: Bus, tmp_path: Path) -> None:
     tables = settings(bus, tmp_path).model_dump()
     tables["algorithm"] |= {"max_lag": 1, "on_stale": "mask"}

@@ -46,6 +46,7 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Clipped tokens", "share of trained tokens", plain(["clip_fraction", "masked_fraction"])],
     ["Effective sample size", "share of trained tokens; 1 is on policy", plain(["ess"], { high: 1 })],
     ["Zero-variance groups", "a step's groups without signal", plain(["zero_std_groups"])],
+    ["Groups with signal", "share of the generated groups", plain(["signal_fraction"], { high: 1 }), "signal_fraction"],
     ["KL to the reference", "nats a token", plain(["reference_kl"]), "kl_coefficient"],
     ["Critic", "explained variance of returns", plain(["explained_variance"], { low: null }), "explained_variance"],
     ["Preferences", "share of pairs that the policy orders right", plain(["preference_accuracy"]), "preference_accuracy"],
