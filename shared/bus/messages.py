@@ -297,6 +297,11 @@ class RolloutGroup:
     def versions(self) -> frozenset[PolicyVersion]:
         return frozenset().union(*(sample.versions for sample in self.samples))
 
+    @property
+    def teacher_top_k(self) -> int:
+        """How many of its teacher's most probable tokens every position has."""
+        return min(0 if ids is None else ids.shape[1] for ids in (sample.teacher_top_ids for sample in self.samples))
+
 
 @record
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def add_teacher(inputs: Sequence[LossInputs], batch: Sequence[Experience], top_k
     """
     logprobs_M = [logprobs for experience in batch for logprobs in _teacher_of_samples(experience)]
     for experience in batch:
-        if top_k and (number := most_probable(experience)) != top_k:
+        if top_k and (number := experience.group.teacher_top_k) != top_k:
             raise SettingsError(
                 f"expected the teacher's {top_k} most probable tokens with group {experience.group.prompt.group_id} in the journal, "
                 f"found {number}: it was trained with algorithm.distillation_top_k = {number}; set that"
@@ -117,12 +117,6 @@ def _teacher_of_samples(experience: Experience) -> list[Float32Array]:
             "with algorithm.distillation = 0; set that"
         )
     return logprobs
-
-
-def most_probable(experience: Experience) -> int:
-    """Return how many of its teacher's most probable tokens every position of a group has."""
-    ids = [sample.teacher_top_ids for sample in experience.group.samples]
-    return min(0 if part is None else part.shape[1] for part in ids)
 
 
 def _reference_of_samples(experience: Experience) -> list[Float32Array]:

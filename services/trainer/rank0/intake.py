@@ -34,7 +34,6 @@ import numpy as np
 
 from services.trainer.algorithm.advantages import has_signal, shaped_rewards
 from services.trainer.batch.staleness import Granularity, find_contexts, is_fenced
-from services.trainer.batch.token_data import most_probable
 from services.trainer.metrics import LEFT
 from shared.bus.assembly import part_of_group
 from shared.bus.bus import Bus, Delivery
@@ -200,7 +199,7 @@ class Intake:
                 "its teacher in the reward service, or set algorithm.distillation = 0"
             )
         top_k = algorithm.distillation_top_k
-        if top_k and (number := most_probable(experience)) != top_k:
+        if top_k and (number := group.teacher_top_k) != top_k:
             raise MessageError(
                 f"expected the teacher's {top_k} most probable tokens at every position with algorithm.distillation_top_k = {top_k}, found "
                 f"{number} for {group.prompt.problem}: start the reward service with the same settings"
