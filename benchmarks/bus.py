@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.wire import make_experience, make_group
 from shared.bus import embedded
-from shared.bus.bus import Bus
+from shared.bus.bus import CAUSES, CRASHES, Bus
 from shared.bus.encoding import wire
 from shared.bus.keys import ASSEMBLY, GENERATING
 from shared.bus.messages import RolloutGroup
@@ -42,12 +42,13 @@ async def through_redis_py(bus: Bus, group: RolloutGroup, groups: int) -> None:
     sent, scored = wire.encode(group), wire.encode(make_experience(group))
     hand_over = client.register_script(script_text("hand_over"))
     keys = [source, output, bus.keys.of(GENERATING), bus.keys.of(ASSEMBLY.of(str(group.group_id)))]
+    keys += [bus.keys.of(CRASHES), bus.keys.of(CAUSES)]
     for number in range(groups):
         await client.xadd(source, {"id": str(group.group_id), "data": sent})
         if number % TAKEN_AT_ONCE == TAKEN_AT_ONCE - 1:
             answer = await client.xreadgroup("reward", "a", {source: ">"}, count=TAKEN_AT_ONCE, block=1000)
             for entry, fields in answer[0][1]:
-                assert await hand_over(keys, ["reward", entry, fields[b"id"], "", scored])
+                assert await hand_over(keys, ["reward", ROLLOUTS.name, entry, fields[b"id"], "", scored])
 
 
 async def measure(url: str, groups: int, rounds: int) -> dict[str, float | int | str]:
