@@ -167,6 +167,8 @@ def _check_supports(tokens: Joined, sizes: Joined | None, ids: Joined | None) ->
     """Check that each drawn token was possible."""
     if sizes is None or ids is None or any(n not in (0, t) for n, t in zip(sizes.lengths, tokens.lengths, strict=True)):
         raise ValueError("expected a support of every token, or of none, found others")
+    if not any(sizes.lengths) and not any(ids.lengths):
+        return
     counts = np.abs(sizes.joined.astype(np.int64))
     sums = np.add.reduceat(np.append(counts, 0), np.cumsum([0, *sizes.lengths[:-1]])) * (np.array(sizes.lengths) > 0)
     if sums.tolist() != ids.lengths:
