@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +263,16 @@ def far(endpoint: Endpoint, policy: Path) -> Settings:
     return settings(policy, teacher, sampling={"temperature": 1.0})
 
 
+@contextlib.asynccontextmanager
+async def asked(of: Settings) -> AsyncIterator[EndpointTeacher]:
+    """The first teacher of ``of``, closed whatever happens."""
+    teacher = EndpointTeacher(of, of.reward.teachers[0])
+    try:
+        yield teacher
+    finally:
+        await teacher.close()
+
+
 def vocabulary_text(folder: Path) -> Reply:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return 200, {}, json.dumps({"prompt": tokenizer.decode(sorted(tokenizer.get_vocab().values()))})
@@ -299,26 +309,25 @@ async def test_an_answer_without_the_logprobs_is_unavailable_and_a_good_one_coun
 ) -> None:
     folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
     good = prompt_logprobs([None, None, None, *({str(i): {"logprob": -1.0 - i}} for i in range(3))])
-    async with serving(sequence(vocabulary_text(folder), reply, reply, good)) as endpoint:
-        teacher = EndpointTeacher(far(endpoint, folder), far(endpoint, folder).reward.teachers[0])
+    async with (
+        serving(sequence(vocabulary_text(folder), reply, reply, good)) as endpoint,
+        asked(far(endpoint, folder)) as teacher,
+    ):
         await teacher.start()
         with pytest.raises(TemporaryError, match="far unavailable"):
             await teacher.read(made)
         assert (await teacher.read(made)).logprobs_N.tolist() == [-1.0, -2.0, -3.0]
-        await teacher.close()
 
 
 @pytest.mark.usefixtures("quick")
 async def test_an_endpoint_of_another_vocabulary_is_refused_at_the_start_and_waited_for_later(tmp_path: Path) -> None:
     folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
     other: Reply = 200, {}, json.dumps({"prompt": "abc"})
-    async with serving(sequence(other)) as endpoint:
-        teacher = EndpointTeacher(far(endpoint, folder), far(endpoint, folder).reward.teachers[0])
+    async with serving(sequence(other)) as endpoint, asked(far(endpoint, folder)) as teacher:
         with pytest.raises(SettingsError, match="expected a teacher with the policy's vocabulary"):
             await teacher.start()
         with pytest.raises(TemporaryError, match="expected a teacher with the policy's vocabulary"):
             await teacher.read(made)
-        await teacher.close()
 
 
 def far_with_top_k(endpoint: Endpoint, policy: Path, top_k: int = 2) -> Settings:
@@ -342,12 +351,12 @@ async def test_the_most_probable_tokens_of_an_endpoint_are_read_with_the_sampled
     folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
     rows = [entries(t0=-9.0, t7=-1.0, t4=-0.6), entries(t1=-0.5, t0=-3.0), entries(t2=-5.0, t9=-1.0, t3=-2.0)]
     answer = prompt_logprobs([None, None, None, *rows])
-    async with serving(sequence(vocabulary_text(folder), PROBE, answer)) as endpoint:
-        of = far_with_top_k(endpoint, folder)
-        teacher = EndpointTeacher(of, of.reward.teachers[0])
+    async with (
+        serving(sequence(vocabulary_text(folder), PROBE, answer)) as endpoint,
+        asked(far_with_top_k(endpoint, folder)) as teacher,
+    ):
         await teacher.start()
         reading = await teacher.read(made)
-        await teacher.close()
     assert reading.logprobs_N.tolist() == [-9.0, -0.5, -5.0]
     assert reading.top_ids_NK is not None
     assert reading.top_logprobs_NK is not None
@@ -379,13 +388,13 @@ async def test_most_probable_tokens_that_are_of_no_distribution_over_the_vocabul
     answer = prompt_logprobs(
         [None, None, None, row, *({**entries(t9=-1.0), str(i): {"logprob": -2.0}} for i in (1, 2))]
     )
-    async with serving(sequence(vocabulary_text(folder), PROBE, answer, answer)) as endpoint:
-        of = far_with_top_k(endpoint, folder)
-        teacher = EndpointTeacher(of, of.reward.teachers[0])
+    async with (
+        serving(sequence(vocabulary_text(folder), PROBE, answer, answer)) as endpoint,
+        asked(far_with_top_k(endpoint, folder)) as teacher,
+    ):
         await teacher.start()
         with pytest.raises(TemporaryError, match=rf"far unavailable: .*{reason}.*\(train.jsonl:1\)"):
             await teacher.read(made)
-        await teacher.close()
 
 
 @pytest.mark.usefixtures("quick")
@@ -398,14 +407,14 @@ async def test_an_answer_that_is_larger_than_that_of_its_tokens_is_unavailable(
     rows = [{**entries(t9=-1.0), str(i): {"logprob": -2.0}} for i in range(3)]
     good = prompt_logprobs([None, None, None, *rows])
     padded: Reply = 200, {}, good[2] + " " * (1001 + 6 * 2 * 128 - len(good[2]))
-    async with serving(sequence(vocabulary_text(folder), PROBE, padded, padded, good)) as endpoint:
-        of = far_with_top_k(endpoint, folder)
-        teacher = EndpointTeacher(of, of.reward.teachers[0])
+    async with (
+        serving(sequence(vocabulary_text(folder), PROBE, padded, padded, good)) as endpoint,
+        asked(far_with_top_k(endpoint, folder)) as teacher,
+    ):
         await teacher.start()
         with pytest.raises(TemporaryError, match="far unavailable: the response has more than 2536 bytes"):
             await teacher.read(made)
         assert (await teacher.read(made)).logprobs_N.tolist() == [-2.0, -2.0, -2.0]
-        await teacher.close()
 
 
 @pytest.mark.usefixtures("quick")
@@ -413,14 +422,14 @@ async def test_a_server_that_gives_fewer_most_probable_tokens_is_refused_at_the_
     folder = tiny.save(tmp_path)
     message = "Requested prompt logprobs of 40, which is greater than max allowed: 20"
     refusal: Reply = 400, {}, json.dumps({"error": {"message": message}})
-    async with serving(sequence(vocabulary_text(folder), refusal)) as endpoint:
-        of = far_with_top_k(endpoint, folder, 40)
-        teacher = EndpointTeacher(of, of.reward.teachers[0])
+    async with (
+        serving(sequence(vocabulary_text(folder), refusal)) as endpoint,
+        asked(far_with_top_k(endpoint, folder, 40)) as teacher,
+    ):
         with pytest.raises(
             SettingsError, match=r"gives the 40 most .*start it with --max-logprobs 40, or lower algorithm"
         ):
             await teacher.start()
-        await teacher.close()
 
 
 def model_for_vllm() -> Any:
@@ -482,10 +491,9 @@ async def test_the_policy_behind_a_vllm_server_gives_the_logprobs_of_the_trainer
         plain = group(0, 5)
         made = of_problem(plain, sampling=dataclasses.replace(plain.prompt.sampling, temperature=1.0))
         (experience,) = await taught_by(of, made)
-        teacher = EndpointTeacher(over := with_top_k(of, 21), over.reward.teachers[0])
-        with pytest.raises(SettingsError, match="start it with --max-logprobs 21, or lower algorithm"):
-            await teacher.start()
-        await teacher.close()
+        async with asked(with_top_k(of, 21)) as teacher:
+            with pytest.raises(SettingsError, match="start it with --max-logprobs 21, or lower algorithm"):
+                await teacher.start()
     policy = load_reference(of.policy, torch.float32, "cpu")
     np.testing.assert_allclose(whole(experience), trainers_own(policy, made, 1.0), atol=VLLM)
     here = settings(

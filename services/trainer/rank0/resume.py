@@ -45,7 +45,7 @@ _PAUSED_BEFORE = "; the run was paused before: "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ResumeFinder:
+class ResumePoint:
     checkpoint: Checkpoint | None
     journal: Journal
     status: RunStatus
@@ -58,7 +58,7 @@ class ResumeFinder:
 
 async def find_resume(
     bus: Bus, ledger: Ledger, live: Live, settings: Settings, store: CheckpointStore | None = None
-) -> ResumeFinder:
+) -> ResumePoint:
     """Return from where the run continues; restores a lost ledger."""
     root = settings.run_folder / "checkpoints"
     known = await ledger.is_known()
@@ -82,7 +82,7 @@ async def find_resume(
     status = await _unpause(ledger, status)
     await _report_damage(bus, ledger, choice, "nothing is lost" if known else _lost(choice))
     await _tell_replay(bus, checkpoint, journal)
-    return ResumeFinder(checkpoint, journal, status, choice.stored)
+    return ResumePoint(checkpoint, journal, status, choice.stored)
 
 
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
@@ -114,7 +114,7 @@ async def _give_up(bus: Bus, sentence: str) -> None:
         await steer_rollback(bus, rollback.id, unloadable=sentence)
 
 
-async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeCandidate) -> ResumeFinder:
+async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeCandidate) -> ResumePoint:
     while True:
         _, state, unloadable = await _rollback(bus)
         status = await ledger.status()
@@ -122,9 +122,9 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeC
             await _give_up(
                 bus, f"{choice.damages[0]}: roll back to another version, or repair it and roll back to this one again"
             )
-            return ResumeFinder(None, (), status, stranded=True)
+            return ResumePoint(None, (), status, stranded=True)
         if status.state is RunState.STOPPED or (status.state in ENDED and status.step >= settings.run.steps):
-            return ResumeFinder(None, (), status, stranded=True)
+            return ResumePoint(None, (), status, stranded=True)
         records = await ledger.policies()
         target = await _target(ledger, choice, records)
         if target is None and choice.damages:
@@ -137,7 +137,7 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeC
         answer = await begin_rollback(bus, ledger, status, records, target, f"{_why(choice)}: {lost}")
         if answer == "ok":
             await _report_damage(bus, ledger, choice, lost)
-            return ResumeFinder(choice.checkpoint, (), await ledger.status(), choice.stored, went_back=True)
+            return ResumePoint(choice.checkpoint, (), await ledger.status(), choice.stored, went_back=True)
         await asyncio.sleep(_LOOK_S)  # moved, or to be reopened by the coordinator
 
 

@@ -21,7 +21,7 @@ from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store
 from services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
-from services.trainer.rank0.resume import ResumeFinder
+from services.trainer.rank0.resume import ResumePoint
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.experience.signals import read_signals
@@ -105,7 +105,7 @@ class Retention:
         log.warning("checkpoint failed", extra={"detail": detail})
         await tell(self._bus, "trainer", "checkpoint failed", detail, step=step)
 
-    async def note_start(self, resume: ResumeFinder) -> None:
+    async def note_start(self, resume: ResumePoint) -> None:
         """Copy the start's checkpoint if it is only in the folder."""
         if resume.stored is not None:
             await self._ledger.set_checkpoint(resume.stored.state.version, resume.stored.uri)

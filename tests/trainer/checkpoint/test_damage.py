@@ -14,7 +14,7 @@ from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore
 from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.rank0.resume import ResumeFinder, find_resume
+from services.trainer.rank0.resume import ResumePoint, find_resume
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
@@ -137,7 +137,7 @@ class Played:
     async def _head_is(self, version: int) -> bool:
         return (await self.ledger.status()).head == version
 
-    async def resume(self, store: CheckpointStore | None = None) -> ResumeFinder:
+    async def resume(self, store: CheckpointStore | None = None) -> ResumePoint:
         return await find_resume(self.bus, self.ledger, Live(self.bus, self.settings), self.settings, store)
 
     def folder(self, step: int) -> Path:

@@ -22,7 +22,7 @@ from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, open_store
 from services.trainer.checkpoint.s3 import ObjectStore
 from services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
-from services.trainer.rank0.resume import ResumeFinder, find_resume
+from services.trainer.rank0.resume import ResumePoint, find_resume
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, PolicyVersion
@@ -345,7 +345,7 @@ def settings(folder: Path, storage: Storage, run_id: str, **more: Any) -> Settin
     )
 
 
-async def resume_of(bus: Bus, of: Settings) -> ResumeFinder:
+async def resume_of(bus: Bus, of: Settings) -> ResumePoint:
     return await find_resume(bus, Ledger(bus), Live(bus, of), of, open_store(of))
 
 
