@@ -11,8 +11,13 @@ steps.
 On GPUs each system trains on one and generates by vLLM on the other. Other flags go to ``penstock up``, such as
 ``--rollout.engines_per_gpu=auto``. ``--work tail`` has completions of very different lengths.
 
-Prints seconds per step by phase, ``async_over_trl``, ``async_over_sync`` (medians), ``samples_per_s``, and GPUs'
-``busy`` and ``idle`` share. A system that is not done after ``--limit-s`` is measured by the steps it made.
+On one GPU, in turn: ``shared`` is ``placement.mode = "shared"`` with ``max_lag = 1``, ``colocate`` TRL's vLLM in the
+trainer's process (``vllm_mode = "colocate"``, without sleep mode, which a small model does not need)::
+
+    python -m benchmarks.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1 --modes shared colocate
+
+Prints seconds per step by phase, the first mode's rate over each other's (``async_over_trl``, ``async_over_sync``;
+medians), ``samples_per_s``, and GPUs' ``busy`` and ``idle`` share. A system that is not done after ``--limit-s`` is measured by the steps it made.
 
 ``--results FILE`` collects the rates of several calls on one host, so that each mode can be called alone::
 
@@ -24,6 +29,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -44,14 +50,16 @@ from benchmarks.shapes import SHAPES
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
 _SERVER_S = 240
 """Seconds for vLLM's server to start."""
-_LAGS = {"async": 1, "sync": 0}
+_LAGS = {"async": 1, "sync": 0, "shared": 1}
+_ONE_GPU_SHARE = 0.4
+"""Of one GPU's memory for vLLM, weights included."""
 
 
 def run_penstock(
-    folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str], limit_s: float
+    folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str], limit_s: float, name: str = ""
 ) -> tuple[float, dict[str, float], dict[str, dict[str, float]]]:
     """Return samples per second, mean seconds by phase, and GPU shares."""
-    name, settings = f"lag-{max_lag}", work.settings
+    name, settings = name or f"lag-{max_lag}", work.settings
     told = {
         "run": {**settings.get("run", {}), "id": name, "folder": str(folder), "steps": steps},
         "algorithm": {**settings["algorithm"], "max_lag": max_lag},
@@ -79,6 +87,19 @@ def run_penstock(
     return sum(line["samples"] for line in measured[1:]) / seconds, phases, gpus
 
 
+@contextlib.contextmanager
+def _kept(run: Path, folder: Path | None) -> Iterator[None]:
+    """Copy the run's text files into ``folder``, also after a failure."""
+    try:
+        yield
+    finally:
+        if folder is not None:
+            for file in (*run.glob("*.json*"), *run.glob("*.toml"), *run.glob("logs/*.log")):
+                to = folder / run.name / file.relative_to(run)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, to)
+
+
 class NotDone(SystemExit):
     """A run did not end in time."""
 
@@ -101,12 +122,21 @@ def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
     return statistics.fmean(line.get(name, 0.0) for line in lines)
 
 
-def run_trl(folder: Path, work: Work, steps: int, limit_s: float) -> float:
-    """Return the baseline's samples per second."""
+def _shared(work: Work) -> list[str]:
+    """Return the flags of a run whose trainer and replica take turns on the first GPU, or on the CPU."""
+    gpu = ["--rollout.gpus=[0]", f"--rollout.vllm.gpu_memory_utilization={_ONE_GPU_SHARE}"]
+    return ["--placement.mode=shared", *(gpu if work.served else ())]
+
+
+def run_trl(folder: Path, work: Work, steps: int, limit_s: float, *, colocate: bool = False) -> float:
+    """Return the baseline's samples per second; with ``colocate``, vLLM generates in the trainer's process."""
     command = [sys.executable, "-m", "benchmarks.trl_grpo", *work.arguments(steps)]
     with contextlib.ExitStack() as around:
         environment = {}
-        if work.served:
+        if colocate:
+            command += ["--vllm-share", str(_ONE_GPU_SHARE), "--vllm-tokens", str(MODEL_TOKENS)]
+            environment["CUDA_VISIBLE_DEVICES"] = "0"
+        elif work.served:
             command += ["--vllm-url", around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS))]
             environment["CUDA_VISIBLE_DEVICES"] = "0"
         output = _run(command, folder, limit_s, environment)
@@ -217,8 +247,9 @@ def main() -> None:
     parser.add_argument("--kernels", choices=("torch", "auto"), default="auto", help="trainer.kernels, on GPUs")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", choices=("async", "sync", "trl"), default=["async", "sync", "trl"])
+    parser.add_argument("--modes", nargs="+", choices=(*_LAGS, "trl", "colocate"), default=["async", "sync", "trl"])
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds of one system's run")
+    parser.add_argument("--keep", type=Path, help="folder for each run's metrics, events, memory and logs")
     parser.add_argument("--results", type=Path, help="file that collects the rates of several calls on this host")
     arguments, flags = parser.parse_known_args()
     rates: dict[str, list[float]] = {mode: [] for mode in arguments.modes}
@@ -234,13 +265,15 @@ def main() -> None:
             print(f"round {number + 1}: ", end="", flush=True)
             with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
                 for mode, of_mode in rates.items():
-                    if mode == "trl":
-                        rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s)
+                    if mode in _LAGS:
+                        told = [*(_shared(work) if mode == "shared" else ()), *flags]
+                        with _kept(Path(name) / mode, arguments.keep):
+                            rate, phases[mode], gpus[mode] = run_penstock(
+                                Path(name), work, arguments.steps, _LAGS[mode], told, arguments.limit_s, mode
+                            )
                     else:
-                        lag = _LAGS[mode]
-                        rate, phases[mode], gpus[mode] = run_penstock(
-                            Path(name), work, arguments.steps, lag, flags, arguments.limit_s
-                        )
+                        colocate = mode == "colocate"
+                        rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s, colocate=colocate)
                     of_mode.append(rate)
                     kept.add(work.name, mode, rate)
                     print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
@@ -290,10 +323,11 @@ class Results:
 
 
 def _figures(rates: dict[str, list[float]]) -> dict[str, object]:
+    first = next(mode for mode in (*_LAGS, *rates) if mode in rates)
     ratios = {
-        f"async_over_{over}": round(statistics.median(a / b for a, b in zip(rates["async"], of_mode, strict=False)), 3)
+        f"{first}_over_{over}": round(statistics.median(a / b for a, b in zip(rates[first], of_mode, strict=False)), 3)
         for over, of_mode in rates.items()
-        if over != "async" and "async" in rates
+        if over != first
     }
     return {
         **ratios,

@@ -3,6 +3,7 @@
     python -m benchmarks.placement                                                    # a toy, on a CPU
     python -m benchmarks.placement --device cuda --shape 7b --trained-layers 4 --rungs 0 1 2
     python -m benchmarks.placement --device cuda --shape 7b --zero-stage 3 --rungs 3 4
+    python -m benchmarks.placement --device cuda --kv-cache-gb 2 --rungs 4 --switches 500 --generate-s 0.02
 
 One process trains, another is vLLM's; the weights cross by CUDA IPC (by gloo on a CPU). A switch pair is::
 
@@ -112,6 +113,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--deepspeed", default="{}", help="more of DeepSpeed's settings, as JSON")
     parser.add_argument("--trained-layers", type=int, default=0, help="train only the last layers; 0: everything")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3, help="of vLLM, weights included")
+    parser.add_argument("--kv-cache-gb", type=float, default=0.0, help="of vLLM's cache; 0: measured by vLLM")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--generate-s", type=float, default=0.3, help="decoding between two switches")

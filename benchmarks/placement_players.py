@@ -204,7 +204,12 @@ class Player:
             gpu_memory_utilization=arguments.gpu_memory_utilization,
             max_model_len=2048,
             enforce_eager=arguments.eager or not on_gpu,
-            arguments={"load_format": "dummy", **({"enable_sleep_mode": True} if on_gpu else {})},
+            arguments={
+                "load_format": "dummy",
+                **({"enable_sleep_mode": True} if on_gpu else {}),
+                # The size of the cache by itself, as vLLM's measurement fails where another process frees memory.
+                **({"kv_cache_memory_bytes": int(arguments.kv_cache_gb * 1e9)} if arguments.kv_cache_gb else {}),
+            },
         )
         return await open_vllm(gathered, shadow="bucketed", peer_host="127.0.0.1", deadline_s=_DEADLINE_S)
 

@@ -7,6 +7,8 @@ Two GPUs, TRL against a vLLM server on GPU 0, TRL on GPU 1:
     CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 python3 -m vllm.entrypoints.openai.api_server --model MODEL \
         --dtype bfloat16 --max-model-len 2048 --max-num-seqs 512 --weight-transfer-config '{"backend":"nccl"}' &
     CUDA_VISIBLE_DEVICES=1 python3 trl_grpo.py ... --vllm-url http://127.0.0.1:8000 --micro-batch 16
+One GPU, vLLM in TRL's process:
+    python3 trl_grpo.py ... --vllm-share 0.4 --vllm-tokens 2304 --micro-batch 16
 
 prompts.jsonl: one {"prompt": str, "answer": str} a line. Needs trl==1.16.0. Reward: 1 if the completion starts with the
 answer. The first third of the steps is warm-up.
@@ -47,6 +49,8 @@ def main() -> None:
         "--reward", choices=("answer", "lot"), default="answer", help="starts with its answer, or by lot"
     )
     parser.add_argument("--vllm-url")
+    parser.add_argument("--vllm-share", type=float, help="of the GPU's memory, for vLLM in this process")
+    parser.add_argument("--vllm-tokens", type=int, help="of prompt and completion, for vLLM in this process")
     args = parser.parse_args()
 
     import torch
@@ -70,6 +74,12 @@ def main() -> None:
             if logs and "reward" in logs:
                 rewards.append(float(logs["reward"]))
 
+    vllm: dict[str, object] = {}
+    if args.vllm_url:
+        vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": args.vllm_url}
+    elif args.vllm_share:
+        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": args.vllm_share}
+        vllm["vllm_max_model_length"] = args.vllm_tokens
     config = GRPOConfig(
         output_dir="trl-baseline",
         per_device_train_batch_size=micro,
@@ -88,7 +98,7 @@ def main() -> None:
         remove_unused_columns=False,
         gradient_checkpointing=False,
         model_init_kwargs={"dtype": "bfloat16" if gpu else "float32"},
-        **({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": args.vllm_url} if args.vllm_url else {}),
+        **vllm,
     )
     with Path(args.prompts).open() as lines:
         dataset = Dataset.from_list([json.loads(line) for line in lines])
