@@ -157,7 +157,7 @@ def vllm_server(folder: Path, model: str, context_tokens: int) -> Iterator[str]:
         "vllm.entrypoints.openai.api_server",
         *(w for pair in options.items() for w in pair),
     ]
-    environment = _environment({"CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"})
+    environment = environment_with({"CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"})
     log = folder / "vllm-server.log"
     server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT)
     try:
@@ -200,7 +200,11 @@ def _run(
     with tempfile.TemporaryFile("w+") as printed:
         until_s, failure, late = time.monotonic() + limit_s, "", False
         process = subprocess.Popen(
-            command, cwd=_work(folder), env=_environment(environment or {}), stdout=printed, stderr=subprocess.STDOUT
+            command,
+            cwd=_work(folder),
+            env=environment_with(environment or {}),
+            stdout=printed,
+            stderr=subprocess.STDOUT,
         )
         try:
             while process.poll() is None and not failure:
@@ -224,7 +228,8 @@ def _run(
     return output
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
+def environment_with(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that imports this repository, and ``more``."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **more}
 

@@ -1,4 +1,4 @@
-"""From ``penstock up`` to the first trained step: seconds by process and activity, of two starts after each other.
+r"""From ``penstock up`` to the first trained step: seconds by process and activity, of two starts after each other.
 
 The first start has empty caches (byte code, torch.compile, Triton, vLLM, DeepSpeed's extensions), the second those of
 the first. Each run is stopped after its first step.
@@ -6,6 +6,8 @@ the first. Each run is stopped after its first step.
     python -m benchmarks.startup                                            # arithmetic example, on a CPU
     python -m benchmarks.startup --rollout.engine=vllm --rollout.replicas=1
     python -m benchmarks.startup --model-shape 0.5b                         # two GPUs; not run yet
+    python -m benchmarks.startup --model-shape 0.5b --placement.mode=shared --rollout.gpus=[0] \
+        --rollout.vllm.gpu_memory_utilization=0.4                           # one GPU
 
 Other flags go to ``penstock up``. ``processes`` has the seconds of each activity until a process was ready, from the
 start of Python on; ``milestones`` has the seconds since ``penstock up``; ``cpu`` is processor time of all processes,
@@ -26,6 +28,7 @@ from typing import Any
 
 import tomli_w
 
+from benchmarks.pipeline import environment_with
 from benchmarks.pipeline_work import ROOT, Work, arithmetic, long
 from benchmarks.shapes import SHAPES
 
@@ -40,13 +43,15 @@ _STEPS = 100
 _STEP_FIGURES = ("generate_s_mean", "score_s_mean", "phase_wait_s", "phase_forward_backward_s", "step_s")
 
 
-def start(folder: Path, name: str, work: Work, flags: Sequence[str], limit_s: float) -> dict[str, Any]:
+def start(
+    folder: Path, name: str, work: Work, flags: Sequence[str], limit_s: float, kept: Sequence[str] = tuple(CACHES)
+) -> dict[str, Any]:
     """Start a run, stop it after its first step, and return its figures."""
     told = {**work.settings, "run": {**work.settings["run"], "id": name, "folder": str(folder), "steps": _STEPS}}
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps(told))
-    caches = {variable: str(folder / "caches" / cache) for variable, cache in CACHES.items()}
-    environment = {**os.environ, **caches, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    caches = {variable: str(folder / "caches" / CACHES[variable]) for variable in kept}
+    environment = environment_with(caches)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     cpu_s, began_s = _cpu_s(), time.time()
     with (folder / f"{name}.log").open("w") as log:
@@ -96,15 +101,19 @@ def main() -> None:
     """Start twice, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=sorted(SHAPES), help="random weights on GPUs; default: the example")
+    parser.add_argument(
+        "--installed", action="store_true", help="byte code as installed, not compiled by the first start"
+    )
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=540.0, help="seconds of one start")
     arguments, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder = Path(name)
         work = arithmetic() if arguments.model_shape is None else long(folder, arguments.model_shape, "cuda", "auto")
+        kept = [variable for variable in CACHES if not (arguments.installed and variable == "PYTHONPYCACHEPREFIX")]
         starts = []
         for number in range(arguments.starts):
-            starts.append(start(folder, f"start-{number + 1}", work, flags, arguments.limit_s))
+            starts.append(start(folder, f"start-{number + 1}", work, flags, arguments.limit_s, kept))
             print(json.dumps(starts[-1]), flush=True)
     cores = os.cpu_count()
     load = round(os.getloadavg()[0], 1)

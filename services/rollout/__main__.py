@@ -5,7 +5,6 @@ If the engine spans hosts (``rollout.nodes``), run this on each with the same na
 
 import asyncio
 import contextlib
-import importlib
 import importlib.util
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -27,10 +26,6 @@ from shared.settings.placement import GUEST, is_guest
 
 Explain = Callable[[int, str], Awaitable[None]]
 
-_LOADED_FIRST = {
-    "transformers": "services.rollout.engines.transformers.engine",
-    "vllm": "services.rollout.engines.vllm.several.start",
-}
 _CONTEXT_SHARE = 0.02
 """Share of a GPU for a process's CUDA context, before vLLM looks."""
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -198,8 +193,8 @@ async def run(settings: Settings, replica: str) -> None:
         now = await context.live.refresh()
         if settings.shared_device(replica) is not None:
             name = await asyncio.to_thread(choose_engine, now)
-            with importing():  # before the lease, which a stalled event loop would let lapse
-                importlib.import_module(_LOADED_FIRST[name])
+            context.status.start.begin("importing the engine")
+            await _load(name)
         context.status.start.begin("waiting for the device")
         lease = await around.enter_async_context(leased(_lease(context)))
         while not await lease.acquire(1.0):
@@ -232,6 +227,20 @@ async def run(settings: Settings, replica: str) -> None:
             turns=turns,
         )
         await rollout.run(context.stop, settings.internal.heartbeat_s)
+
+
+async def _load(engine: str) -> None:
+    """Import ``engine`` before its device is held: others use it meanwhile, and the lease would lapse if imports stalled
+    the event loop.
+    """
+    if engine == "vllm":
+        from services.rollout.engines.vllm.several import start  # noqa: F401
+        from services.rollout.engines.vllm.start import load
+
+        await asyncio.to_thread(load)
+    else:
+        with importing():
+            import services.rollout.engines.transformers.engine  # noqa: F401
 
 
 def _lease(context: service.Context) -> DeviceLease:

@@ -57,6 +57,7 @@ spec:
       terminationMessagePolicy: FallbackToLogsOnError
       env:
         - {name: HOME, value: /tmp}
+        - {name: USER, value: penstock}
         {{- with include "penstock.value" (merge (dict "key" "extraEnv") .) }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -130,6 +131,7 @@ spec:
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 - {name: HOME, value: /tmp}
+- {name: USER, value: penstock}
 - {name: XDG_CACHE_HOME, value: /var/penstock/cache}
 - {name: HF_HOME, value: /var/penstock/cache/huggingface}
 - {name: TRITON_CACHE_DIR, value: /var/penstock/cache/triton}

@@ -106,15 +106,20 @@ def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:
             raise SettingsError(f"{name} is not allowed in rollout.vllm.arguments; {NOT_SERVED[name]}")
 
 
+def set_environment(own: str = "") -> None:
+    """Set what vLLM reads when it is imported. ``own`` is this host's address for other hosts, if any."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports without the user's consent
+    os.environ.setdefault("VLLM_HOST_IP", own or "127.0.0.1")
+
+
 def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
     """Return the AsyncEngineArgs of :func:`gather`'s result, and prepare the environment; may raise SettingsError.
 
     ``own`` is this host's address for other hosts, if any.
     """
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports without the user's consent
-    os.environ.setdefault("VLLM_HOST_IP", own or "127.0.0.1")
+    set_environment(own)
     if arguments["enforce_eager"] and not torch.cuda.is_available():
         # Also disables vLLM's own compiled functions, which on a CPU need a C++ compiler and a path without spaces.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

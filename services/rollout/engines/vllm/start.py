@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from services.rollout.engines.vllm import start_report
-from services.rollout.engines.vllm.arguments import engine_args, serving
+from services.rollout.engines.vllm.arguments import engine_args, serving, set_environment
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.multihost.hosts import Hosts, secret_of
 from services.rollout.engines.vllm.worker_channel import Reports, held_of
@@ -22,6 +22,14 @@ log = logging.getLogger(__name__)
 
 _configuring = threading.Lock()
 """vLLM configures itself through globals; engines may start together."""
+
+
+def load() -> None:
+    """Import what an engine's start imports, which takes seconds but no device memory."""
+    with _configuring, importing():
+        set_environment()
+        import vllm.v1.engine.async_llm  # noqa: F401
+        from transformers import AutoTokenizer  # noqa: F401
 
 
 async def open_vllm(
