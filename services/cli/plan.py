@@ -72,7 +72,16 @@ def preferences(settings: Settings) -> Preferences:
 
 
 def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corrections:
-    """Return what a run measured over what is predicted for it on one GPU of the kind, with its own settings."""
+    """Return what a run measured over what is predicted for it on one GPU of the kind, with its own settings.
+
+    Raises:
+        SettingsError: GPUs were lent, so that groups were decoded at two rates.
+    """
+    if own.placement.mode == "lend":
+        raise SettingsError(
+            'expected a run with placement.mode = "separate" or "shared" with --calibrate, found "lend", where the rates of '
+            "guests and other replicas are not measured apart: give another run"
+        )
     work = dataclasses.replace(workload_of(own, model))
     work = dataclasses.replace(work, lengths=dataclasses.replace(work.lengths, mean=figures.tokens))
     wants = preferences(own)
@@ -81,11 +90,16 @@ def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corr
     layout = GpuLayout("separate", wants.trainer, own.rollout.vllm.tensor_parallel_size, own.rollout.replicas, engines)
     groups = max(1, min(wants.max_groups, -(-work.slots // own.rollout.replicas)))
     predicted = planner.rates(layout, work.shape.layers, groups)
-    generate_s = _generate_s(work, groups) * predicted.decoding(groups * work.group_size)
+    decoding_s = predicted.decoding(groups * work.group_size)
+    if own.shared_devices:  # groups also wait for the trainer's turns, and the trainer waits for theirs
+        spent_s = figures.wait_s - figures.switch_s
+        generate_s = work.samples * work.lengths.mean / (own.rollout.replicas * groups * work.group_size) * decoding_s
+    else:
+        spent_s, generate_s = figures.generate_s, _generate_s(work, groups) * decoding_s
     return Corrections(
         train=figures.compute_s / (predicted.token_s * work.step_tokens),
         update=figures.other_s / predicted.train_s,
-        decode=figures.generate_s / generate_s if figures.generate_s else 1.0,
+        decode=spent_s / generate_s if spent_s > 0 else 1.0,
         score_s=figures.score_s / max(1, groups),
     )
 

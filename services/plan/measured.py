@@ -31,6 +31,8 @@ class Measured:
 
     step_s: float
     wait_s: float
+    """Switches of shared devices included."""
+    switch_s: float
     compute_s: float
     """Forward and backward passes, of all kinds."""
     other_s: float
@@ -78,6 +80,7 @@ def measured(lines: Sequence[Mapping[str, Any]]) -> Measured:
     return Measured(
         step_s=step_s,
         wait_s=mean("phase_wait_s"),
+        switch_s=mean("switch_train_s", "switch_generate_s"),
         compute_s=mean(*(f"phase_{name}_s" for name in _COMPUTING)),
         other_s=mean(*(f"phase_{name}_s" for name in _OTHER)),
         generate_s=mean("generate_s_mean"),

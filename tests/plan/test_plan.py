@@ -13,13 +13,15 @@ import tomli_w
 from rich.console import Console
 
 from services.cli.__main__ import main
-from services.cli.plan import make, preferences, settings_of, with_outputs
+from services.cli.plan import corrections, make, preferences, settings_of, with_outputs
 from services.client.views import RunView
 from services.plan import certain, picture, report
 from services.plan.files import run_values
-from services.plan.layouts import GpuLayout, Placement
+from services.plan.hardware import parse_cluster
+from services.plan.layouts import GpuLayout, Placement, Planner
 from services.plan.measured import measured
 from services.plan.memory import peak
+from services.plan.workload import Lengths, workload_of
 from services.up.display import view
 from services.up.display.summary import text as closing
 from shared.errors import SettingsError
@@ -176,6 +178,31 @@ def test_a_run_corrects_the_rates(tmp_path: Path) -> None:
     assert rates.train_s == pytest.approx(0.5)
     with pytest.raises(SettingsError, match="at least 3 steps"):
         measured([line])
+
+
+def test_the_time_in_which_groups_wait_for_the_trainer_is_not_taken_for_decoding(tmp_path: Path) -> None:
+    lines = "".join(
+        json.dumps(
+            {
+                "step": step, "step_s": 5.0, "phase_wait_s": 4.0, "switch_train_s": 0.6, "switch_generate_s": 0.4, "samples": 256,
+                "phase_forward_backward_s": 1.0, "response_tokens_mean": 512.0, "generate_s_mean": 30.0,
+            }
+        )
+        + "\n"
+        for step in range(1, 7)
+    )  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    own = settings_of(None, ["--placement.mode=shared", "--rollout.max_groups=64", "--sampling.group_size=8"])
+    figures = measured([json.loads(line) for line in lines.splitlines()])
+    corrected = corrections(figures, own, "0.5b", "1xH200")
+    planner = Planner(workload_of(own, "0.5b"), parse_cluster("1xH200"), preferences(own), corrected)
+    planner = dataclasses.replace(planner, work=dataclasses.replace(planner.work, lengths=Lengths(512, 512, 0.0)))
+    sequences = min(64, planner.work.slots) * 8
+    layout = GpuLayout("shared", preferences(own).trainer, 1, 0, borrowed=1)
+    decoding_s = planner.rates(layout, planner.work.shape.layers, sequences // 8).decoding(sequences)
+    assert decoding_s * planner.work.samples * 512 / sequences == pytest.approx(3.0, rel=1e-3)
+    with pytest.raises(SettingsError, match="guests and other replicas"):
+        corrections(figures, settings_of(None, ["--placement.mode=lend"]), "0.5b", "2xH200")
 
 
 def test_lengths_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:
