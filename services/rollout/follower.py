@@ -257,10 +257,12 @@ class Follower:
         """Try each source; return all errors, or none once the version is live."""
         errors: list[str] = []
         for attempt in await self._attempts(update, again=again):
-            if errors and self._wanted is not update and update.record.version != self._hold.version:
+            if errors and self._is_passed(update):
                 return errors
             try:
                 async with self._pulling():
+                    if self._is_passed(update):  # while another process used the device
+                        return [f"a newer version overtook version {update.record.version}"]
                     await self._pull_from(attempt, update)
                     await self._note_success(update.record)
             except WeightsError as error:
@@ -271,6 +273,9 @@ class Follower:
         if self._engine.torn:
             raise EngineDied(f"no source gave whole weights: {'; '.join(errors)}")
         return errors or ["the record has neither a source nor a location"]
+
+    def _is_passed(self, update: PolicyUpdate) -> bool:
+        return self._wanted is not update and update.record.version != self._hold.version
 
     async def _attempts(self, update: PolicyUpdate, *, again: bool) -> list[PullAttempt]:
         told = None if again else update.sources.get(self._replica)

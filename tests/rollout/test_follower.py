@@ -47,11 +47,11 @@ def version(number: int) -> dict[str, torch.Tensor]:
 
 
 class Replica:
-    def __init__(self, bus: Bus, engine: Any, name: str = "rollout-0") -> None:
+    def __init__(self, bus: Bus, engine: Any, name: str = "rollout-0", **more: Any) -> None:
         self.engine, self.status, self.name = engine, Status(), name
         self.puller = Puller(engine.place, engine.ranks, DEADLINE_S, weights.secret)
         self.follower = Follower(
-            bus, engine, self.status, name, self.puller, deadline_s=DEADLINE_S, probe_gap_nats=0.05
+            bus, engine, self.status, name, self.puller, deadline_s=DEADLINE_S, probe_gap_nats=0.05, **more
         )
         self.task = asyncio.ensure_future(self.follower.run())
 
@@ -68,8 +68,8 @@ class Replica:
 
 
 @contextlib.asynccontextmanager
-async def replica(bus: Bus, engine: Any, name: str = "rollout-0") -> AsyncIterator[Replica]:
-    started = Replica(bus, engine, name)
+async def replica(bus: Bus, engine: Any, name: str = "rollout-0", **more: Any) -> AsyncIterator[Replica]:
+    started = Replica(bus, engine, name, **more)
     try:
         yield started
     finally:
@@ -218,6 +218,32 @@ async def test_a_version_that_was_overtaken_is_given_up_between_two_sources(bus:
             assert not member.follower.failing
     assert asked == [1]
     assert await bus.newest(streams.EVENTS, Event) == []
+
+
+async def test_what_was_overtaken_while_another_process_had_the_device_is_not_asked_for(bus: Bus) -> None:
+    asked: list[int] = []
+    ours, waiting = asyncio.Event(), asyncio.Event()
+
+    def receive(offer: Offer) -> None:
+        asked.append(offer.header.version)
+        received(offer)
+
+    @contextlib.asynccontextmanager
+    async def pulling() -> AsyncIterator[None]:
+        waiting.set()
+        await ours.wait()
+        yield
+
+    received, failed = weights.receiving(), failures("none", "ask")
+    with weights.serving() as trainer:
+        async with replica(bus, ScriptedEngine(receive=receive), pulling=pulling) as member:
+            await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
+            await asyncio.wait_for(waiting.wait(), PATIENCE_S)
+            await announce(bus, weights.offered(trainer, weights.fill(version(1), 1)))  # the trainer has only this one
+            await until(lambda: member.follower.newest_step == 1)
+            ours.set()
+            await member.holds(1)
+    assert (asked, failures("none", "ask") - failed) == ([1], 0)
 
 
 async def test_other_weights_of_the_same_number_are_refused(bus: Bus) -> None:
