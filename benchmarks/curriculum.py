@@ -10,12 +10,12 @@ groups a step, one step of lag, 200 steps, which are 3.2 epochs. Trained: 400 pr
 many epochs, 80 steps of 16 groups. 45 % are never solved (their answers are other texts), 20 % are additions without a
 carry, which the policy mostly solves, the others have one. Small: 200 problems, 50 % never solved, 25 % without a carry.
 
-Moving: the composition of a trained run. A problem's logit follows a random walk around the mean of its kind, and its own
-groups raise it; drift, noise and that effect are about those of a uniform run of the example. The bound is a sampler
-(``filter``) that knows this model: it holds a distribution over each problem's logit, and draws by the fourth power of
-the probability of signal, the best of 1, 2, 4 and the largest alone.
+Moving: no model, the composition of a trained run. A problem's logit follows a random walk around the mean of its kind,
+and its own groups raise it; drift, noise and that effect are about those of a uniform run of the example. For
+comparison, a sampler (``filter``) knows this model: it holds a distribution over each problem's logit, and draws by the
+fourth power of the probability of signal, the best of 1, 2, 4 and the largest alone.
 
-The bound of a trained run is an oracle: a policy's true pass rate is the probability of the right answer, so the shares that a uniform
+The bound is an oracle: a policy's true pass rate is the probability of the right answer, so the shares that a uniform
 draw (``uniform_draw``) and a draw by the true p(1 − p) (``oracle``) would have had with the policies of a run are
 computed, not sampled.
 """

@@ -21,7 +21,7 @@ import os
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -179,23 +179,23 @@ def _a_step(seen: Mapping[int, Spent], steps: int) -> Spent:
 
 
 def _compared(spent: Mapping[str, list[Spent]]) -> dict[str, Any]:
-    """Return the median over the rounds of each service's processor time, and the sums without the reward service."""
+    """Return each service's processor time, and its ratio to the run of the same round without a teacher: medians."""
     medians = {
-        case: {service: statistics.median(each[service] for each in rounds) for service in rounds[0]}
+        case: {service: round(statistics.median(each[service] for each in rounds), 4) for service in rounds[0]}
         for case, rounds in spent.items()
     }
-    beside = {
-        case: sum(seconds for service, seconds in services.items() if service != "reward")
-        for case, services in medians.items()
-    }
+
+    def ratios(of: Callable[[Spent], float]) -> dict[str, float]:
+        pairs = {case: zip(rounds, spent["none"], strict=True) for case, rounds in spent.items()}
+        return {
+            case: round(statistics.median(of(its) / of(without) for its, without in rounds), 3)
+            for case, rounds in pairs.items()
+        }
+
     return {
-        "processor_s": {
-            case: {name: round(s, 4) for name, s in services.items()} for case, services in medians.items()
-        },
-        "trainer": {
-            case: round(services["trainer"] / medians["none"]["trainer"], 3) for case, services in medians.items()
-        },
-        "beside_the_teacher": {case: round(seconds / beside["none"], 3) for case, seconds in beside.items()},
+        "processor_s": medians,
+        "trainer": ratios(lambda services: services["trainer"]),
+        "beside_the_teacher": ratios(lambda services: sum(services.values()) - services["reward"]),
     }
 
 
