@@ -178,8 +178,9 @@ async def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> N
         await shows(page, "#tables tr", "dropped:run_ended10")
         await shows(page, "#tables tr", "196,00075.0%")
         await shows(page, "#tables tr", "whole step0.500")
-        await shows(page, "#records tr", f"algorithm.loss = mine:lossfrom the start{'a' * 64}")
-        await shows(page, "#records tr", f"algorithm.loss = mine:loss40{'b' * 64}")
+        folded = await page.locator("#records tr").all_text_contents()
+        assert f"algorithm.loss = mine:lossfrom the start{'a' * 64}" in folded
+        assert f"algorithm.loss = mine:loss40{'b' * 64}" in folded
         bands = page.locator('#memory [data-device="host GPU-1"] svg rect.phase title')
         assert {*await bands.all_text_contents()} == {"wait", "forward and backward"}
         await page.locator('#memory svg[aria-label^="weights "]').wait_for()
