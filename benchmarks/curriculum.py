@@ -3,11 +3,17 @@
     python -m benchmarks.curriculum --seeds 3             two runs of the arithmetic example for each seed
     python -m benchmarks.curriculum --small --seeds 3     the same with fewer problems, which are soon solved
     python -m benchmarks.curriculum --fixed --seeds 20    the sampler alone: no model, success rates that do not change
+    python -m benchmarks.curriculum --moving --seeds 20   the same with rates that change as those of the example do
 
 Fixed: 2,000 problems, 45 % never solved, 20 % always, the others with rates between 0 and 1; 16 samples a group, 32
 groups a step, one step of lag, 200 steps, which are 3.2 epochs. Trained: 400 problems of the same composition for as
 many epochs, 80 steps of 16 groups. 45 % are never solved (their answers are other texts), 20 % are additions without a
 carry, which the policy mostly solves, the others have one. Small: 200 problems, 50 % never solved, 25 % without a carry.
+
+Moving: no model, the composition of a trained run. A problem's logit follows a random walk around the mean of its kind,
+and its own groups raise it; drift, noise and that effect are about those of a uniform run of the example. For
+comparison, a sampler (``filter``) knows this model: it holds a distribution over each problem's logit, and draws by the
+fourth power of the probability of signal, the best of 1, 2, 4 and the largest alone.
 
 The bound is an oracle: a policy's true pass rate is the probability of the right answer, so the shares that a uniform
 draw (``uniform_draw``) and a draw by the true p(1 − p) (``oracle``) would have had with the policies of a run are
@@ -16,6 +22,7 @@ computed, not sampled.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -144,13 +151,114 @@ def fixed_figures(curriculum: bool, seed: int) -> dict[str, float]:
     return {"whole": float(np.mean(made)), "late": float(np.mean(made[-50:]))}
 
 
+class Moving:
+    """Success rates that change as in the example. Problems with a carry begin unsolved, those without mostly solved."""
+
+    reverts, noise, learned = 0.08, 0.5, 1.1
+    """Per step: share of the distance to the mean of its kind, deviation of the walk, effect of a group with p = ½."""
+
+    def __init__(self, seed: int) -> None:
+        self.lot = np.random.default_rng(seed)
+        self.carries = np.arange(220) < 140
+        self.logits = np.where(self.carries, self.lot.normal(-1.3, 1.2, 220), self.lot.normal(4.3, 1.0, 220))
+        self.step = 0
+
+    @property
+    def rates(self) -> Rates:
+        """Of the solvable problems, then of those that are never solved."""
+        return np.concatenate([1 / (1 + np.exp(-self.logits)), np.zeros(180)])
+
+    def mean(self, step: int) -> Rates:
+        """Return the mean logit of each problem's kind."""
+        return np.where(self.carries, 2.6 - 3.9 * np.exp(-step / 20), 3.6 + 0.7 * np.exp(-step / 3))
+
+    def train(self, groups: Sequence[tuple[int, int]]) -> None:
+        """Move on by a step that trained groups (problem, successes)."""
+        before, self.step = self.mean(self.step), self.step + 1
+        change = self.reverts * (before - self.logits) + self.mean(self.step) - before
+        for index, solved in groups:
+            if index < len(self.logits):
+                change[index] += self.learned * effect(solved)
+        self.logits += change + self.noise * self.lot.standard_normal(len(self.logits))
+
+
+def effect(solved: int) -> float:
+    """Return how much a group teaches of its problem, at most about 1.5."""
+    share = solved / _GROUP_SIZE
+    return 4 * share * math.sqrt(1 - share)
+
+
+class Filter:
+    """The distribution of each problem's logit, and the probability that it is never solved, after its groups."""
+
+    _POWER = 4
+    _LOGITS = np.linspace(-6, 9, 61)
+
+    def __init__(self, problems: int) -> None:
+        x, counts = self._LOGITS, np.arange(_GROUP_SIZE + 1)[:, None]
+        rates = 1 / (1 + np.exp(-x))
+        prior = np.exp(-0.5 * ((x - 0.5) / 2.5) ** 2)
+        self._logits = np.tile(prior / prior.sum(), (problems, 1))
+        self._never = np.full(problems, 0.45)
+        ways = np.array([math.comb(_GROUP_SIZE, count) for count in counts[:, 0]])[:, None]
+        self._likelihoods = ways * rates**counts * (1 - rates) ** (_GROUP_SIZE - counts)
+        self._signal = 1 - rates**_GROUP_SIZE - (1 - rates) ** _GROUP_SIZE
+        moved = x + Moving.reverts * (1.5 - x) + 0.02
+        steps = np.exp(-0.5 * ((x - moved[:, None]) / Moving.noise) ** 2)
+        self._steps = steps / steps.sum(1, keepdims=True)
+
+    def draw(self, lot: np.random.Generator) -> list[int]:
+        """Return the problems of a step."""
+        weights = ((1 - self._never) * (self._logits @ self._signal)) ** self._POWER
+        return [int(index) for index in lot.choice(len(weights), _GROUPS_PER_STEP, p=weights / weights.sum())]
+
+    def train(self, groups: Sequence[tuple[int, int]]) -> None:
+        """Learn from the groups of a step that was trained, and move on by it."""
+        for index, solved in groups:
+            likely = self._logits[index] * self._likelihoods[solved]
+            never = self._never[index] * (solved == 0)
+            self._never[index] = never / (never + (1 - self._never[index]) * likely.sum())
+            shift = Moving.learned * effect(solved)
+            shifted = np.interp(self._LOGITS - shift, self._LOGITS, likely, left=0.0, right=0.0)
+            self._logits[index] = shifted / shifted.sum()
+        self._logits = self._logits @ self._steps
+
+
+def moving_figures(order: str, seed: int) -> dict[str, float]:
+    """Return the share with signal of all groups, and of those of the last half."""
+    world, signals, made = Moving(seed), dict[str, float](), list[list[bool]]()
+    rows = Dataset(tuple(Problem(f"p:{i}", "q", None, "", {}) for i in range(400)), 0)
+    uniform, known = EpochOrder(400, seed, shuffle=True), Filter(400)
+    drawing = Curriculum(rows, uniform, seed)
+    waiting: list[list[tuple[int, int]]] = [[], []]
+    for step in range(_STEPS):
+        drawing.follow(signals)
+        by_place = drawing if order == "curriculum" else uniform
+        places = range(_GROUPS_PER_STEP * step, _GROUPS_PER_STEP * (step + 1))
+        chosen = known.draw(world.lot) if order == "filter" else [by_place.index(place) for place in places]
+        groups = [(index, int(world.lot.binomial(_GROUP_SIZE, world.rates[index]))) for index in chosen]
+        made.append([0 < solved < _GROUP_SIZE for _, solved in groups])
+        waiting.append(groups)
+        trained = waiting.pop(0)
+        for index, solved in trained:
+            value = signal((np.arange(_GROUP_SIZE) < solved).astype(np.float32))
+            before = signals.get(f"p:{index}", value)
+            signals[f"p:{index}"] = before + RATE * (value - before)
+        known.train(trained)
+        world.train(trained)
+    return {"whole": float(np.mean(made)), "late": float(np.mean(made[_STEPS // 2 :]))}
+
+
 def compare(seed: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the figures of one seed, and the ratios of its shares."""
+    orders = ("uniform", "curriculum", "filter") if arguments.moving else ("uniform", "curriculum")
     by_order = {
-        name: fixed_figures(curriculum, seed)
+        name: moving_figures(name, seed)
+        if arguments.moving
+        else fixed_figures(name == "curriculum", seed)
         if arguments.fixed
-        else trained_figures(name, curriculum, seed, small=arguments.small)
-        for name, curriculum in (("uniform", False), ("curriculum", True))
+        else trained_figures(name, name == "curriculum", seed, small=arguments.small)
+        for name in orders
     }
     uniform, preferred = by_order["uniform"], by_order["curriculum"]
     figures: dict[str, float] = {"seed": seed}
@@ -170,12 +278,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--fixed", action="store_true")
+    parser.add_argument("--moving", action="store_true")
     arguments = parser.parse_args()
     by_seed = []
     for seed in range(arguments.seeds):
         by_seed.append(compare(seed, arguments))
         print(json.dumps(by_seed[-1]), flush=True)
-    kind = "fixed" if arguments.fixed else "small" if arguments.small else "mixed"
+    kind = "moving" if arguments.moving else "fixed" if arguments.fixed else "small" if arguments.small else "mixed"
     result = {"benchmark": "curriculum", "problems": kind, "cores": os.cpu_count(), "by_seed": by_seed}
     print(json.dumps({**result, **medians(by_seed)}))
 

@@ -6,7 +6,13 @@ has ``--teacher`` of problems that were set aside. The student is the example's 
     python -m benchmarks.distillation                     steps to the teacher's accuracy − 0.02, greedy, held-out
     python -m benchmarks.distillation --top-k 8 --minibatches 4 --students distilled
                                                           the same student, by the teacher's 8 most probable tokens
-    python -m benchmarks.distillation --cost --rounds 2   time of a step with the teacher in the reward service / without
+    python -m benchmarks.distillation --cost --rounds 2 --top-k 8
+                                                          a step without a teacher, with its logprob of each sampled token,
+                                                          and with its 8 most probable tokens too: wall time, and processor
+                                                          time of each service
+
+Where the teacher has a device of its own, a step costs what the other services spend more: ``beside_the_teacher`` is
+the processor time of all services but the reward service, against that without a teacher.
 """
 
 import argparse
@@ -14,11 +20,14 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.learning import ROOT, learn
@@ -45,6 +54,9 @@ GROUP_SIZE = 2
 FORGETS = 0.05
 """Of the teacher's training answers, the share that forgets a carry: without any, what it never writes is all but impossible."""
 WARM_STEPS = 5
+_LOOK_S = 0.05
+Spent = dict[str, float]
+"""Processor time by service, seconds."""
 
 
 def make_teacher(folder: Path, accuracy: float) -> float:
@@ -100,18 +112,91 @@ def compare(folder: Path, teacher: Path, accuracy: float, arguments: argparse.Na
     return {"steps": steps, "ratio": round(taught / grpo, 3) if taught and grpo else None, "accuracy": accuracy}
 
 
+@contextmanager
+def processor_times(run: Path) -> Iterator[dict[int, Spent]]:
+    """Yield, after the block, the processor time of each service at the steps that were seen to end."""
+    seen: dict[int, Spent] = {}
+    stopped = threading.Event()
+
+    def look() -> None:
+        while not stopped.wait(_LOOK_S):
+            with suppress(OSError, ValueError, psutil.Error):
+                step = (run / "metrics.jsonl").read_bytes().count(b"\n")
+                if step not in seen:
+                    seen[step] = _spent(json.loads((run / "up.json").read_text()))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield seen
+    finally:
+        stopped.set()
+        looking.join()
+
+
+def _spent(table: Mapping[str, Any]) -> Spent:
+    services = {row["pid"]: row["service"] for row in table["processes"] if row["pid"]}
+    spent: Spent = {}
+    for process in psutil.Process(table["pid"]).children(recursive=True):
+        own = [process.pid, *(parent.pid for parent in process.parents())]
+        service = next((services[pid] for pid in own if pid in services), process.name())
+        times = process.cpu_times()
+        spent[service] = spent.get(service, 0.0) + times.user + times.system
+    return spent
+
+
 def cost(folder: Path, teacher: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the time of a step with a teacher and without, in alternating runs."""
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
-    for number in range(2 * arguments.rounds):
-        case = ("with", "without", "without", "with")[number % 4]
-        name = f"{case}-{number}"
-        learn(folder, name, GRPO, {"reward": with_teacher(teacher) if case == "with" else {}}, arguments.steps)
-        lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        ends = [line["finished_at_s"] for line in lines[WARM_STEPS:]]
-        seconds[case] += [later - earlier for earlier, later in pairwise(ends)]
-    medians = {case: statistics.median(values) for case, values in seconds.items()}
-    return {"step_s": medians, "ratio": round(medians["with"] / medians["without"], 3), "rounds": arguments.rounds}
+    """Return wall and processor time of a step with each kind of teaching and without, in alternating runs."""
+    cases: dict[str, Mapping[str, Any]] = {
+        "none": {},
+        "sampled": {"distillation": 1.0, "distillation_skew": DISTILLED["distillation_skew"]},
+    }
+    if arguments.top_k:
+        cases["top_k"] = {"distillation": 1.0, "distillation_top_k": arguments.top_k}
+    wall: dict[str, list[float]] = {case: [] for case in cases}
+    spent: dict[str, list[Spent]] = {case: [] for case in cases}
+    for number in range(arguments.rounds):
+        for case in list(cases)[:: -1 if number % 2 else 1]:
+            name = f"{case}-{number}"
+            with processor_times(folder / name) as seen:
+                reward = {"reward": with_teacher(teacher) if case != "none" else {}}
+                learn(folder, name, {**GRPO, **cases[case]}, reward, arguments.steps)
+            lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+            ends = [line["finished_at_s"] for line in lines[WARM_STEPS:]]
+            wall[case] += [later - earlier for earlier, later in pairwise(ends)]
+            spent[case].append(_a_step(seen, arguments.steps))
+            print(name, statistics.median(wall[case]), spent[case][-1], flush=True)
+    return {"step_s": {case: statistics.median(values) for case, values in wall.items()}, **_compared(spent)}
+
+
+def _a_step(seen: Mapping[int, Spent], steps: int) -> Spent:
+    """Return the mean of the steps between the first after the warm-up and the last but one."""
+    first, last = min(step for step in seen if step >= WARM_STEPS), max(step for step in seen if step < steps)
+    return {
+        service: (seen[last][service] - seen[first].get(service, 0.0)) / (last - first)
+        for service in sorted(seen[last])
+    }
+
+
+def _compared(spent: Mapping[str, list[Spent]]) -> dict[str, Any]:
+    """Return each service's processor time, and its ratio to the run of the same round without a teacher: medians."""
+    medians = {
+        case: {service: round(statistics.median(each[service] for each in rounds), 4) for service in rounds[0]}
+        for case, rounds in spent.items()
+    }
+
+    def ratios(of: Callable[[Spent], float]) -> dict[str, float]:
+        pairs = {case: zip(rounds, spent["none"], strict=True) for case, rounds in spent.items()}
+        return {
+            case: round(statistics.median(of(its) / of(without) for its, without in rounds), 3)
+            for case, rounds in pairs.items()
+        }
+
+    return {
+        "processor_s": medians,
+        "trainer": ratios(lambda services: services["trainer"]),
+        "beside_the_teacher": ratios(lambda services: sum(services.values()) - services["reward"]),
+    }
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Memory and time of logprobs and entropies: all logits at once, and in chunks.
 
     python -m benchmarks.logits --vocabulary 152064 --tokens 16384 --hidden 256
+    python -m benchmarks.logits --top-k 8        also the logprobs of 8 tokens a position, and of all others together
 
     plain            all logits at once, by torch
     chunked          as the trainer: in chunks, on a GPU by one kernel
@@ -36,7 +37,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     hidden_ND = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype, requires_grad=True)
     targets_N = torch.randint(0, arguments.vocabulary, (arguments.tokens,), device=device)
     # Warm up imports and compilation.
-    _compute(hidden_ND[:2], output, targets_N[:2], min(chunk_tokens, 1), fused, arguments.entropy_gradient)
+    numbers = torch.arange(arguments.tokens * arguments.top_k, device=device)
+    tops = (numbers % arguments.vocabulary).view(-1, arguments.top_k) if arguments.top_k else None
+    _compute(hidden_ND, output, targets_N, tops, min(chunk_tokens, 1), fused, arguments.entropy_gradient, most=2)
     output.zero_grad()
     hidden_ND.grad = None
     if device.type == "cuda":
@@ -46,7 +49,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     else:
         before = psutil.Process().memory_info().rss
     started_s = time.perf_counter()
-    _compute(hidden_ND, output, targets_N, chunk_tokens, fused, arguments.entropy_gradient)
+    _compute(hidden_ND, output, targets_N, tops, chunk_tokens, fused, arguments.entropy_gradient)
     if device.type == "cuda":
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
@@ -56,11 +59,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _compute(
-    hidden: Tensor, output: nn.Module, targets: Tensor, chunk_tokens: int, fused: bool, entropy_gradient: bool
+    hidden: Tensor,
+    output: nn.Module,
+    targets: Tensor,
+    tops: Tensor | None,
+    chunk_tokens: int,
+    fused: bool,
+    entropy_gradient: bool,
+    most: int | None = None,
 ) -> None:
+    targets, tops = targets[:most], None if tops is None else tops[:most]
     ones = torch.ones(len(targets), device=targets.device)
-    out = token_logprobs(hidden, output, targets, ones, chunk_tokens, entropy_gradient=entropy_gradient, fused=fused)
+    out = token_logprobs(
+        hidden[:most], output, targets, ones, chunk_tokens, entropy_gradient=entropy_gradient, fused=fused, tops_NK=tops
+    )
     outputs = out.policy_logprobs_N.sum() + (out.entropy_N.sum() if entropy_gradient else 0.0)
+    if out.top_logprobs_NK is not None and out.others_logprobs_N is not None:
+        outputs = outputs + out.top_logprobs_NK.sum() + out.others_logprobs_N.sum()
     torch.autograd.backward(outputs)
 
 
@@ -73,6 +88,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--entropy-gradient", action="store_true")
+    parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--one", choices=("plain", "chunked", "chunked_unfused"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
@@ -83,7 +99,7 @@ def main() -> None:
     plain, chunked = ways["plain"], ways["chunked"]
     ratio = plain["bytes"] / chunked["bytes"]
     result = {"memory_ratio": ratio, "time_ratio": plain["seconds"] / chunked["seconds"], "ways": ways}
-    settings = ("vocabulary", "tokens", "hidden", "chunk", "device", "entropy_gradient")
+    settings = ("vocabulary", "tokens", "hidden", "chunk", "device", "entropy_gradient", "top_k")
     print(json.dumps(result | {name: vars(arguments)[name] for name in settings}))
     sys.exit(ratio < LEAST_RATIO)
 

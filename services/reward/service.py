@@ -14,6 +14,7 @@
 import asyncio
 import functools
 import gc
+from importlib import metadata
 
 from services.reward.executor.client import read_executor_secret
 from services.reward.failures import Tell
@@ -23,6 +24,7 @@ from services.reward.rehearsal import rows
 from services.reward.scorers.answer.scorer import AnswerMatcher
 from services.reward.scorers.code.scorer import CodeTester
 from services.reward.scorers.format.scorer import FormatChecker
+from services.reward.scorers.function.function_call import ENTRY_POINTS
 from services.reward.scorers.function.scorer import FunctionScorer
 from services.reward.scorers.function.trl_scorer import TrlFunctions
 from services.reward.scorers.judge.scorer import Judge
@@ -35,11 +37,13 @@ from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
 from shared.bus.messages import RolloutGroup
+from shared.bus.stores.run.functions import note_functions, reward_functions
 from shared.bus.worker import Worker
 from shared.errors import SettingsError
 from shared.expression import Expression
+from shared.files.source import digest
 from shared.process.service import Context, serve
-from shared.process.telemetry import Status, tell
+from shared.process.telemetry import Status, tell, tell_changed
 from shared.settings import Settings
 from shared.settings.rewards.models import ModelScorer
 from shared.settings.rewards.scorers import (
@@ -134,6 +138,7 @@ async def run(settings: Settings, replica: str) -> None:
         try:
             context.status.start.begin("opening the scorers")
             await scoring.start()
+            await _note_functions(context)
             gc.freeze()  # exempt libraries and scorers from collections that block the event loop
             if await _rehearsed(context, scoring):
                 await work(context, scoring)
@@ -141,6 +146,15 @@ async def run(settings: Settings, replica: str) -> None:
         finally:
             watching.cancel()
             await scoring.close()
+
+
+async def _note_functions(context: Context) -> None:
+    """Report scorers' functions whose source files are others than those of earlier versions."""
+    digests = {}
+    for function, name in reward_functions(context.settings).items():
+        entries = () if ":" in name else tuple(metadata.entry_points(group=ENTRY_POINTS, name=name))
+        digests[function] = await asyncio.to_thread(digest, entries[0].value if entries else name)
+    await tell_changed(context.bus, "reward", await note_functions(context.bus, digests))
 
 
 async def _rehearsed(context: Context, scoring: Scoring) -> bool:

@@ -59,17 +59,19 @@ def restrict(logits_NV: Tensor, support_NK: Tensor, sizes_N: Tensor) -> Tensor:
     return logits_NV.masked_fill(~possible_NV, -torch.inf)
 
 
-def partition(logits_NV: Tensor, ids_NK: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+def partition(
+    logits_NV: Tensor, ids_NK: Tensor, temperatures_N: Tensor, *, fused: bool = True
+) -> tuple[Tensor, Tensor]:
     """Return the logprobs of different tokens (N × K), and of all others together (N; −∞ if there are no others).
 
     The others' logprob is a sum over their logits: 1 − Σ p would be rounding where the K tokens are almost certain.
     """
-    chosen_NK = _wide(logits_NV.gather(-1, ids_NK)) / temperatures_N[:, None]
     if ids_NK.shape[1] == logits_NV.shape[1]:
+        chosen_NK = _wide(logits_NV.gather(-1, ids_NK)) / temperatures_N[:, None]
         others_N = chosen_NK.new_full(chosen_NK.shape[:1], -torch.inf)
     else:
-        others_NV = logits_NV.scatter(-1, ids_NK, -torch.inf)
-        others_N = torch.logsumexp(_wide(others_NV) / temperatures_N[:, None], dim=-1)
+        fused = fused and logits_NV.is_cuda and _has_triton()
+        chosen_NK, others_N = _Partition.apply(logits_NV, ids_NK, temperatures_N, fused)  # type: ignore[no-untyped-call]
     normalizer_N = torch.logaddexp(torch.logsumexp(chosen_NK, dim=-1), others_N)
     return chosen_NK - normalizer_N[:, None], others_N - normalizer_N
 
@@ -116,3 +118,47 @@ class _Fused(torch.autograd.Function):
         from shared.model import logits_kernel
 
         return logits_kernel.backward(*ctx.saved_tensors, *gradients), None, None, None
+
+
+class _Partition(torch.autograd.Function):
+    """Scaled logits of K tokens, and log Σ e^x over all others, with one gradient tensor of the logits' size.
+
+    ∂ others / ∂ x_v = e^(x_v − others), and 0 for the K tokens
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, ids_NK: Tensor, temperatures_N: Tensor, fused: bool
+    ) -> tuple[Tensor, Tensor]:
+        own_NK = logits_NV.gather(-1, ids_NK)
+        if fused:
+            from shared.model import logits_kernel
+
+            kept_NV = logits_NV.data  # restored below, so what autograd saved of the logits stays valid
+            kept_NV.scatter_(-1, ids_NK, -torch.inf)
+            _, _, others_N = logits_kernel.forward(kept_NV, ids_NK[:, 0].contiguous(), temperatures_N)
+            kept_NV.scatter_(-1, ids_NK, own_NK)
+        else:
+            x_NV = _wide(logits_NV) / temperatures_N[:, None]
+            others_N = torch.logsumexp(x_NV.scatter_(-1, ids_NK, -torch.inf), dim=-1)
+        ctx.save_for_backward(logits_NV, ids_NK, temperatures_N, others_N)
+        ctx.fused = fused
+        return _wide(own_NK) / temperatures_N[:, None], others_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, of_chosen_NK: Tensor, of_others_N: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_NV, ids_NK, temperatures_N, others_N = ctx.saved_tensors
+        if ctx.fused:
+            from shared.model import logits_kernel
+
+            zeros_N = torch.zeros_like(others_N)
+            of_row = (ids_NK[:, 0].contiguous(), temperatures_N, others_N, zeros_N)
+            gradient_NV = logits_kernel.backward(logits_NV, *of_row, -of_others_N, zeros_N)
+        else:
+            x_NV = _wide(logits_NV) / temperatures_N[:, None]
+            x_NV -= others_N.clamp(min=torch.finfo(others_N.dtype).min)[:, None]
+            gradient_NV = x_NV.exp_().mul_((of_others_N / temperatures_N)[:, None]).to(logits_NV.dtype)
+        # e^(x − others) of the K tokens may be infinite, and is replaced.
+        gradient_NV.scatter_(-1, ids_NK, (of_chosen_NK / temperatures_N[:, None]).to(gradient_NV.dtype))
+        return gradient_NV, None, None, None

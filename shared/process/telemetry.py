@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import psutil
 from prometheus_client import Gauge
@@ -15,6 +15,7 @@ from prometheus_client import Gauge
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Json, PolicyVersion
 from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure, beat_once, count_start, note_left
+from shared.bus.stores.run.functions import Change
 from shared.bus.streams import EVENTS, MEMORY
 from shared.process.memory_timeline import MemoryTimeline
 from shared.process.start_up import StartUp
@@ -146,3 +147,10 @@ class HandlerFailures:
 async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:
     log.info(name, extra={"detail": detail, **fields})
     await bus.publish(EVENTS, Event(at_s=time.time(), source=source, name=name, detail=detail, fields=fields))
+
+
+async def tell_changed(bus: Bus, source: str, changed: Sequence[Change]) -> None:
+    """Report functions of the user's own whose code has changed."""
+    for change in changed:
+        log.warning("code changed", extra={"detail": change.sentence})
+        await tell(bus, source, "code changed", change.sentence, function=change.function, version=change.version)

@@ -328,11 +328,6 @@ class AlgorithmSettings(Section):
                 "expected algorithm.distillation_skew = 0 with algorithm.distillation_top_k, which has no term to bound, found "
                 f"{self.distillation_skew:g}: change one of them"
             )
-        if self.imitation and self.distillation_top_k:
-            return (
-                "expected algorithm.imitation = 0 with algorithm.distillation_top_k, as demonstrations have no teacher's tokens, found "
-                f"{self.imitation:g}: change one of them, or set algorithm.distillation_top_k = 0"
-            )
         if self.loss not in ("clip", "cispo", "policy_gradient") or self.advantage == "gae" or self.dynamic_sampling:
             return (
                 'expected algorithm.loss "clip", "cispo" or "policy_gradient", an advantage other than "gae" and dynamic_sampling = false '

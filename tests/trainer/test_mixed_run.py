@@ -1,4 +1,7 @@
-"""A run of the example on problems and demonstrations: each is trained once, whatever is killed, and after a resume."""
+"""A run of the example on problems and demonstrations: each is trained once, whatever is killed, and after a resume.
+
+So is one of which a teacher's most probable tokens are learned too: of its problems only.
+"""
 
 import asyncio
 import json
@@ -24,6 +27,11 @@ pytestmark = pytest.mark.timeout(900)
 
 STEPS, GROUPS, SAMPLES = 12, 8, 8
 EACH = STEPS * GROUPS // 2
+TAUGHT: Mapping[str, object] = {
+    "reward.teachers": '[{ name = "first", model = "examples/arithmetic/policy" }]',  # what the policy was
+    "algorithm.distillation": 0.1,
+    "algorithm.distillation_top_k": 4,
+}
 
 
 def datasets(folder: Path) -> Mapping[str, object]:
@@ -47,11 +55,14 @@ def datasets(folder: Path) -> Mapping[str, object]:
 
 
 @pytest.mark.slow
-async def test_problems_and_demonstrations_are_each_trained_once_through_kills_and_a_resume(tmp_path: Path) -> None:
-    async with running(tmp_path, flags=datasets(tmp_path)) as run:
+@pytest.mark.parametrize("teaching", [{}, TAUGHT], ids=["", "taught"])
+async def test_problems_and_demonstrations_are_each_trained_once_through_kills_and_a_resume(
+    tmp_path: Path, teaching: Mapping[str, object]
+) -> None:
+    async with running(tmp_path, flags={**datasets(tmp_path), **teaching}) as run:
         bus = await run.connect()
         await run.more_steps(bus, 3)
-        for name in ("trainer-0", "rollout-0"):
+        for name in ("trainer-0", "rollout-0", *(["reward-0"] if teaching else [])):
             assert run.send(name, signal.SIGKILL)
         await run.more_steps(bus, 2)
         await bus.close()
@@ -61,6 +72,12 @@ async def test_problems_and_demonstrations_are_each_trained_once_through_kills_a
         assert 5 <= len(interrupted) < STEPS
         await forge.up(["--resume", run.folder], tmp_path / "resumed.txt")
         await _audit(run)
+        distances = [step.get("distillation_loss") for step in _steps(run.folder)]
+        if not teaching:
+            assert distances == [None] * STEPS
+            return
+        assert distances[0] == pytest.approx(0.0, abs=1e-4), "the first step's policy is its teacher"
+        assert all(distance is not None and distance > 0 for distance in distances[1:])
 
 
 async def _audit(run: Run) -> None:

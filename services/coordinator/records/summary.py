@@ -16,6 +16,7 @@ from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.records.jsonl import finite
 from shared.bus.messages import Json
 from shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
+from shared.bus.stores.run.functions import History, Source
 from shared.files.durable import write_whole
 from shared.settings import Settings
 
@@ -61,6 +62,8 @@ class Summary:
     started_at_s: float
     finished_at_s: float
     settings_sha256: str
+    functions: dict[str, list[dict[str, Json]]]
+    """Of the user's own: SHA-256 of the source file, and the version after which it was used (null: from the start)."""
     bus: str
     versions: dict[str, str]
 
@@ -82,6 +85,7 @@ def summarize(
     evaluations: Sequence[Evaluation],
     lines: Iterable[dict[str, Json]],
     bus: str,
+    functions: History | None = None,
 ) -> Summary:
     """``lines`` are metrics.jsonl."""
     steps = one_line_a_step(lines)
@@ -117,9 +121,14 @@ def summarize(
         started_at_s=status.created_at_s,
         finished_at_s=time.time(),
         settings_sha256=digest(settings),
+        functions={name: [_source(each) for each in sources] for name, sources in (functions or {}).items()},
         bus=bus,
         versions=versions(),
     )
+
+
+def _source(source: Source) -> dict[str, Json]:
+    return {"sha256": source.sha256, "after_version": None if source.of_checkpoint else source.version}
 
 
 def write(summary: Summary, folder: Path) -> Path:

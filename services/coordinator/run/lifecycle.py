@@ -31,6 +31,7 @@ from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
 from shared.bus.stores.replicas.heartbeats import heartbeats
+from shared.bus.stores.run.functions import read_functions
 from shared.errors import BusFull
 from shared.process.telemetry import tell
 from shared.settings import Settings
@@ -221,7 +222,8 @@ class Lifecycle:
         evaluated = await self._evaluations()
         counts = await self._bus.counts()
         lines = read(self._folder / "metrics.jsonl")
-        result = summary.summarize(self._settings, status, counts, evaluated, lines, self._bus.server)
+        functions = await read_functions(self._bus)
+        result = summary.summarize(self._settings, status, counts, evaluated, lines, self._bus.server, functions)
         summary.write(result, self._folder)
         await asyncio.to_thread(write_report, self._folder)
 

@@ -15,7 +15,7 @@ from prometheus_client import Gauge
 from services.coordinator.evaluation.results import Evaluation, read_evaluations
 from services.coordinator.records.summary import training_seconds
 from services.coordinator.run.guards import read_guards
-from services.coordinator.run.notices import compose
+from services.coordinator.run.notices import changed_code, compose
 from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
 from shared.advice import advice
 from shared.bus import streams
@@ -25,6 +25,7 @@ from shared.bus.messages import StepReport
 from shared.bus.stores.policy.ledger import RunState, RunStatus
 from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
 from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.run.functions import Change, changes
 from shared.bus.stores.run.overview import overview
 from shared.bus.stores.run.records import newer
 from shared.errors import MessageError
@@ -76,6 +77,7 @@ class Look:
     evaluations: list[Evaluation]
     guards: list[GuardView]
     groups_in_flight: int
+    changes: Sequence[Change]
 
 
 class Monitor:
@@ -144,6 +146,7 @@ class Monitor:
             counts=run.counts,
             guards=read_guards(run.guards),
             groups_in_flight=run.groups_in_flight,
+            changes=changes(run.functions),
             evaluations=[evaluation for evaluation in evaluated if evaluation.version not in run.revoked],
         )
 
@@ -173,7 +176,9 @@ class Monitor:
             activity=activity(status),
             bus_full=status.bus_full,
             guards=look.guards,
-            notices=compose(status, look.guards, look.evaluations, self._beats, self._standing()),
+            notices=compose(
+                status, look.guards, look.evaluations, self._beats, [*changed_code(look.changes), *self._standing()]
+            ),
             bound=advice(
                 metrics,
                 sum(beat.service == "rollout" for beat in self._beats),

@@ -8,6 +8,7 @@ from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.schemas.run import GuardView, NoticeView
 from shared.bus.stores.policy.ledger import RunState, RunStatus
 from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
+from shared.bus.stores.run.functions import Change
 
 _RECENT_S = 600.0
 """How long a recovered part is mentioned."""
@@ -27,6 +28,10 @@ def compose(
 ) -> list[NoticeView]:
     notices = [*_state(status), *_guards(guards, status), *_failures(beats), *_unanswered(evaluations), *standing]
     return sorted(notices, key=lambda entry: _ORDER[entry.level])
+
+
+def changed_code(changes: Sequence[Change]) -> list[NoticeView]:
+    return [notice(f"code of {change.function}", "warning", change.sentence) for change in changes]
 
 
 def _state(status: RunStatus) -> list[NoticeView]:

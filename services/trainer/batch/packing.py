@@ -108,10 +108,17 @@ class Support:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TeacherTokens:
-    """The teacher's most probable tokens at each position, and their logprobs."""
+    """The teacher's most probable tokens at each position, and their logprobs.
+
+    Positions of demonstrations have the first tokens of the vocabulary, which no loss reads.
+    """
 
     ids_NK: Int32Array
     logprobs_NK: Float32Array
+
+    def at(self, places_N: Int64Array) -> "TeacherTokens":
+        """Return those of some positions."""
+        return TeacherTokens(self.ids_NK[places_N], self.logprobs_NK[places_N])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ class MicroBatch:
     support: Support | None = None
     """None: every token could be drawn."""
     teacher: TeacherTokens | None = None
-    """None: not all samples have them."""
+    """None: no sample has them."""
 
     @property
     def tokens(self) -> int:
@@ -279,10 +286,17 @@ def _support(samples: Sequence[Sample], contexts: Sequence[int]) -> Support | No
 
 
 def _teacher(samples: Sequence[Sample], contexts: Sequence[int]) -> TeacherTokens | None:
-    ids = [sample.teacher_top_ids for sample in samples if sample.teacher_top_ids is not None]
-    logprobs = [sample.teacher_top_logprobs for sample in samples if sample.teacher_top_logprobs is not None]
-    if not len(ids) == len(logprobs) == len(samples) or len({part.shape[1] for part in ids}) != 1:
+    """Return the teacher's tokens at the samples' trained tokens; which samples must have them, ``add_teacher`` checks."""
+    numbers = {sample.teacher_top_ids.shape[1] for sample in samples if sample.teacher_top_ids is not None}
+    if len(numbers) != 1:
         return None
+    first_K = np.arange(numbers.pop(), dtype=np.int32)
+    ids, logprobs = [], []
+    for sample in samples:
+        own_ids, own = sample.teacher_top_ids, sample.teacher_top_logprobs
+        shape = (len(sample.token_ids), len(first_K))
+        ids.append(np.broadcast_to(first_K, shape) if own_ids is None else own_ids)
+        logprobs.append(np.zeros(shape, np.float32) if own is None else own)
     return TeacherTokens(_trained(ids, contexts, np.int32), _trained(logprobs, contexts, np.float32))
 
 

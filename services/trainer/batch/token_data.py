@@ -41,8 +41,10 @@ class LossInputs:
         """Return the values of tokens that a policy drew, or those of demonstrations."""
         if self.demonstrated_S is None:
             return values_N[:0] if demonstrated else values_N
-        places_N = np.flatnonzero(np.repeat(self.demonstrated_S == demonstrated, self.batch.lengths_S))
-        return values_N[torch.from_numpy(places_N).to(values_N.device)]
+        return values_N[torch.from_numpy(self._places(self.demonstrated_S == demonstrated)).to(values_N.device)]
+
+    def _places(self, chosen_S: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        return np.flatnonzero(np.repeat(chosen_S, self.batch.lengths_S))
 
     def lengths(self, *, demonstrated: bool) -> Tensor:
         """Return the lengths of the samples whose tokens :meth:`chosen` returns."""
@@ -50,14 +52,18 @@ class LossInputs:
         return torch.from_numpy(self.batch.lengths_S[shown_S == demonstrated]).to(self.lengths_S.device)
 
     def without_demonstrations(self) -> "LossInputs":
-        """Return the inputs of the tokens that a policy drew; ``batch`` stays whole."""
+        """Return the inputs of the tokens that a policy drew; of ``batch``, only its teacher's tokens are chosen."""
         if self.demonstrated_S is None:
             return self
+        batch, teacher = self.batch, self.batch.teacher
+        if teacher is not None:
+            batch = dataclasses.replace(batch, teacher=teacher.at(self._places(~self.demonstrated_S)))
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         drawn: dict[str, Any] = {
             name: self.chosen(value) for name, value in fields.items() if name.endswith("_N") and value is not None
         }
-        return dataclasses.replace(self, **drawn, lengths_S=self.lengths(demonstrated=False), demonstrated_S=None)
+        lengths_S = self.lengths(demonstrated=False)
+        return dataclasses.replace(self, **drawn, batch=batch, lengths_S=lengths_S, demonstrated_S=None)
 
 
 def of(batch: MicroBatch, lags_M: Sequence[int], demonstrated_M: Sequence[bool], device: torch.device) -> LossInputs:
@@ -86,6 +92,8 @@ def add_teacher(inputs: Sequence[LossInputs], batch: Sequence[Experience], top_k
     """
     logprobs_M = [logprobs for experience in batch for logprobs in _teacher_of_samples(experience)]
     for experience in batch:
+        if experience.group.prompt.purpose is Purpose.DEMONSTRATE:
+            continue
         if top_k and (number := experience.group.teacher_top_k) != top_k:
             raise SettingsError(
                 f"expected the teacher's {top_k} most probable tokens with group {experience.group.prompt.group_id} in the journal, "

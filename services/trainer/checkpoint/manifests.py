@@ -51,6 +51,8 @@ class CheckpointState:
     live_values: dict[str, Any] = dataclasses.field(default_factory=dict)
     signals: dict[str, str] = dataclasses.field(default_factory=dict)
     """Of problems, with ``data.curriculum``."""
+    functions: dict[str, str] = dataclasses.field(default_factory=dict)
+    """SHA-256 of the source file of each function of the user's own."""
     gpu_s: float = 0.0
     """GPU-seconds until ``gpu_until_s`` (Unix time)."""
     gpu_until_s: float = 0.0

@@ -92,9 +92,9 @@ class Policy(nn.Module):
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of a token's kept logits; 0 with torch's operations, which keep several copies, also for a teacher."""
+        """Bytes of a token's kept logits; 0 with torch's operations, which keep several copies."""
         output = self.model.get_output_embeddings().weight
-        if self._distils or not (self._fused_logits and self._chunk_tokens and output.is_cuda):
+        if not (self._fused_logits and self._chunk_tokens and output.is_cuda):
             return 0
         return int(self.model.config.get_text_config().vocab_size) * (
             4 if self._logits == "float32" else output.element_size()

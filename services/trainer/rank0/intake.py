@@ -199,7 +199,7 @@ class Intake:
                 "its teacher in the reward service, or set algorithm.distillation = 0"
             )
         top_k = algorithm.distillation_top_k
-        if top_k and (number := group.teacher_top_k) != top_k:
+        if top_k and not is_shown and (number := group.teacher_top_k) != top_k:
             raise MessageError(
                 f"expected the teacher's {top_k} most probable tokens at every position with algorithm.distillation_top_k = {top_k}, found "
                 f"{number} for {group.prompt.problem}: start the reward service with the same settings"

@@ -16,9 +16,11 @@ from services.trainer.rank0.mailbox.commands import Command, CommandKind, decode
 from services.trainer.rank0.resume import find_resume, may_load
 from services.trainer.rank0.retention import Retention
 from shared.bus.stores.policy.ledger import JournalEntry, Ledger
+from shared.bus.stores.run.functions import inherit_functions, note_functions, reward_functions, trainer_functions
 from shared.errors import SettingsError
+from shared.files.source import digest
 from shared.process.service import Context
-from shared.process.telemetry import tell
+from shared.process.telemetry import tell, tell_changed
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class Opening:
         self._context = context
         self._branch = branch
         self._retention = retention
-        self._begun = False
+        self._begun = self._has_noted = False
         self.loaded: Checkpoint | None = None
         self.stranded = False
         """Whether a rollback's checkpoint cannot be loaded, or the run has ended."""
@@ -57,6 +59,7 @@ class Opening:
             return []
         await self._retention.note_start(resume)
         first = resume.checkpoint or await self._start()
+        await self._note_functions(first)
         load = [] if first is None else [Command(CommandKind.LOAD, folder=str(first.folder))]
         return [*load, *replay]
 
@@ -68,6 +71,20 @@ class Opening:
         if reason := await asyncio.to_thread(local_store.damage, folder):
             raise SettingsError(f"the checkpoint {folder} is damaged ({reason}): put an intact copy in its place")
         return local_store.read(folder)
+
+    async def _note_functions(self, first: Checkpoint | None) -> None:
+        """Report functions whose source files are others than those of earlier versions; they are not refused."""
+        bus, settings = self._context.bus, self._context.settings
+        own = trainer_functions(settings)
+        changed = []
+        if first is not None:
+            used = {**own, **reward_functions(settings)}.keys() & first.state.functions.keys()
+            noted = {function: first.state.functions[function] for function in sorted(used)}
+            changed = await inherit_functions(bus, noted, first.state.version)
+        if not self._has_noted:
+            changed += await note_functions(bus, {function: digest(name) for function, name in own.items()})
+        self._has_noted = True
+        await tell_changed(bus, "trainer", changed)
 
     async def _replayed(self, entries: Sequence[JournalEntry]) -> Command:
         payloads = tuple(entry.data for entry in entries)

@@ -27,6 +27,7 @@ from shared.bus.messages import PolicyVersion
 from shared.bus.stores.experience.signals import read_signals
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.run.functions import read_functions
 from shared.errors import StoreError
 from shared.process.telemetry import tell
 from shared.settings import Settings
@@ -76,6 +77,7 @@ class Retention:
             settings_revision=live.revision,
             live_values={} if revision is None else revision.values,
             signals=await read_signals(self._bus),
+            functions={name: sources[-1].sha256 for name, sources in (await read_functions(self._bus)).items()},
             gpu_s=status.gpu_s,
             gpu_until_s=status.gpu_until_s,
         )

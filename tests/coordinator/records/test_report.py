@@ -106,6 +106,12 @@ def whole_run(folder: Path) -> Path:
         "counts": {"trained": 7990, "dropped:run_ended": 10},
         "finished_at_s": 1_800_000_200.0,
         "versions": {"python": "3.11", "torch": "2.13.0"},
+        "functions": {
+            "algorithm.loss = mine:loss": [
+                {"sha256": "a" * 64, "after_version": None},
+                {"sha256": "b" * 64, "after_version": 40},
+            ]
+        },
     }
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "settings.toml").write_text("[run]\nsteps = 250\n")
@@ -172,6 +178,9 @@ async def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> N
         await shows(page, "#tables tr", "dropped:run_ended10")
         await shows(page, "#tables tr", "196,00075.0%")
         await shows(page, "#tables tr", "whole step0.500")
+        folded = await page.locator("#records tr").all_text_contents()
+        assert f"algorithm.loss = mine:lossfrom the start{'a' * 64}" in folded
+        assert f"algorithm.loss = mine:loss40{'b' * 64}" in folded
         bands = page.locator('#memory [data-device="host GPU-1"] svg rect.phase title')
         assert {*await bands.all_text_contents()} == {"wait", "forward and backward"}
         await page.locator('#memory svg[aria-label^="weights "]').wait_for()

@@ -1,7 +1,7 @@
 """Laws of steps with demonstrations beside samples: each part's gradient is what it is alone, and so are its figures."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.trainer.algorithm.loss.aggregation import STREAMS
 from services.trainer.algorithm.minibatches import lay_out
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch import oom_split
@@ -17,8 +18,10 @@ from services.trainer.metrics import batch_figures
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers.logits import TokenLogprobs
 from services.trainer.phases import Phases
-from shared.bus.messages import Experience
+from shared.bus.messages import Experience, Sample
+from shared.model.logits import partition
 from tests.support import tiny
+from tests.support.teaching import with_tops
 from tests.support.tolerance import FORWARD
 from tests.trainer.algorithm.test_update import Rank, batch, demonstrated, settings
 
@@ -28,7 +31,7 @@ WEIGHT = 0.3
 ROUNDING = 1e-12
 """Of a few hundred float64 terms, added in another order."""
 OF_SAMPLES = (
-    "rl_loss", "reference_kl_loss", "kl_mean", "kl_max", "entropy", "clip_fraction", "masked_fraction", "ess", "ratio_max",
+    "rl_loss", "reference_kl_loss", "distillation_loss", "kl_mean", "kl_max", "entropy", "clip_fraction", "masked_fraction", "ess", "ratio_max",
     "logprob_gap", "reference_kl", "value_loss", "explained_variance", "teacher_kl", "kl_coefficient",
 )  # fmt: skip
 
@@ -43,13 +46,22 @@ class Bigrams:
         self.logits_VV = torch.randn(tiny.VOCABULARY, tiny.VOCABULARY, generator=generator, dtype=torch.float64)
         self.logits_VV.requires_grad_(True)
 
+    def all_logprobs(self, before: Any) -> Tensor:
+        return self.logits_VV[torch.from_numpy(before).long()].log_softmax(-1)
+
     def logprobs(self, before: Any, tokens: Any) -> TokenLogprobs:
-        logprobs_NV = self.logits_VV[torch.from_numpy(before).long()].log_softmax(-1)
+        logprobs_NV = self.all_logprobs(before)
         chosen_N = logprobs_NV.gather(-1, torch.from_numpy(tokens).long()[:, None]).squeeze(-1)
         return TokenLogprobs(chosen_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1))
 
     def forward(self, micro_batch: MicroBatch) -> TokenLogprobs:
-        return self.logprobs(micro_batch.input_ids_BT[0][micro_batch.columns_N], micro_batch.targets_N)
+        before = micro_batch.input_ids_BT[0][micro_batch.columns_N]
+        out, teacher = self.logprobs(before, micro_batch.targets_N), micro_batch.teacher
+        if teacher is None:
+            return out
+        logits_NV, ids_NK = self.logits_VV[torch.from_numpy(before).long()], torch.from_numpy(teacher.ids_NK).long()
+        tops = partition(logits_NV, ids_NK, torch.ones(len(before), dtype=torch.float64))
+        return TokenLogprobs(out.policy_logprobs_N, out.entropy_N, *tops)
 
     def evaluate(self, micro_batch: MicroBatch) -> TokenLogprobs:
         with torch.no_grad():
@@ -62,27 +74,62 @@ class Bigrams:
         return 1.0
 
 
-def gradient(groups: Sequence[Experience], cap: int = 4096, **algorithm: Any) -> Tensor:
+def learned(
+    groups: Sequence[Experience], cap: int = 4096, contexts: Sequence[int] = (), **algorithm: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the gradient of a step, and its figures."""
     engine = Bigrams()
     learner = Learner(cast(TrainingEngine, engine), settings(cap, **algorithm), Phases(), reference=Bigrams().evaluate)
-    learner.learn(groups, [1] * len(groups), 1)
+    measured = learner.learn(groups, [1] * len(groups), 1, contexts=contexts)
     assert engine.logits_VV.grad is not None
-    return engine.logits_VV.grad
+    return engine.logits_VV.grad, measured
 
 
-def gradient_of_cross_entropy(groups: Sequence[Experience], aggregation: str) -> Tensor:
-    policy = Bigrams()
+def gradient(groups: Sequence[Experience], cap: int = 4096, **algorithm: Any) -> Tensor:
+    return learned(groups, cap, **algorithm)[0]
+
+
+def of_samples_alone(policy: Bigrams, groups: Sequence[Experience], of: Callable[..., Tensor]) -> list[Tensor]:
+    """Return ``of`` each sample, the tokens before its own, and their distributions."""
     terms = []
     for experience in groups:
         for sample in experience.group.samples:
             before = np.concatenate([experience.group.prompt_token_ids[-1:], sample.token_ids[:-1]])
-            terms.append(-policy.logprobs(before, sample.token_ids).policy_logprobs_N)
-    loss = {
-        "token": torch.cat(terms).mean(),
+            terms.append(of(sample, policy.all_logprobs(before)))
+    return terms
+
+
+def aggregated(terms: Sequence[Tensor], aggregation: str) -> Tensor:
+    return {
+        "token": torch.cat(list(terms)).mean(),
         "sequence": torch.stack([each.mean() for each in terms]).mean(),
-        "constant": torch.cat(terms).sum() / (len(terms) * 8),  # max_new_tokens
+        "constant": torch.cat(list(terms)).sum() / (len(terms) * 8),  # max_new_tokens
     }[aggregation]
-    loss.backward()
+
+
+def cross_entropy(sample: Sample, logprobs_TV: Tensor) -> Tensor:
+    return -logprobs_TV[torch.arange(len(sample.token_ids)), torch.from_numpy(sample.token_ids).long()]
+
+
+def kl_to_most_probable(sample: Sample, logprobs_TV: Tensor) -> Tensor:
+    """Return the KL from the teacher over its most probable tokens and all others as one outcome, position by position."""
+    assert sample.teacher_top_ids is not None
+    assert sample.teacher_top_logprobs is not None
+    terms = []
+    for ids_K, teacher_K, logprobs_V in zip(
+        sample.teacher_top_ids.tolist(), sample.teacher_top_logprobs.tolist(), logprobs_TV, strict=True
+    ):
+        others = [token for token in range(tiny.VOCABULARY) if token not in ids_K]
+        p_K = torch.tensor(teacher_K, dtype=torch.float64).exp()
+        rest = 1 - p_K.sum()
+        of_tops = (p_K * (p_K.log() - logprobs_V[ids_K])).sum()
+        terms.append(of_tops + rest * (rest.log() - logprobs_V[others].exp().sum().log()))
+    return torch.stack(terms)
+
+
+def gradient_of_cross_entropy(groups: Sequence[Experience], aggregation: str) -> Tensor:
+    policy = Bigrams()
+    aggregated(of_samples_alone(policy, groups, cross_entropy), aggregation).backward()
     assert policy.logits_VV.grad is not None
     return policy.logits_VV.grad
 
@@ -98,15 +145,17 @@ def gradient_of_cross_entropy(groups: Sequence[Experience], aggregation: str) ->
         {"preset": "gspo"},
         {"preset": "icepop", "correction": "sequence_mask", "entropy_bonus": 0.01},
         {"preset": "a3po", "minibatches": 1},
+        {"preset": "grpo", "aggregation": "constant", "distillation": 0.4, "distillation_top_k": 3},
+        {"preset": "reinforce", "kl": {"coefficient": 0.1}, "distillation": 2.0, "distillation_top_k": 40},
     ],
-    ids=lambda algorithm: algorithm["preset"] + algorithm.get("aggregation", ""),
+    ids=lambda algorithm: "-".join(str(value) for value in algorithm.values()),
 )
 def test_the_gradient_is_that_of_the_samples_plus_the_weighted_one_of_the_demonstrations(
     algorithm: dict[str, Any], cap: int
 ) -> None:
-    groups = batch()
+    groups = with_tops(batch(), 5, algorithm.get("distillation_top_k", 3))
     for shown in ((1,), (0, 2), (1, 2, 3)):
-        showing = demonstrated([groups[place] for place in shown])
+        showing = demonstrated([batch()[place] for place in shown])
         drawn = [group for place, group in enumerate(groups) if place not in shown]
         aggregation = settings(**algorithm).algorithm.aggregation
         of_samples, of_shown = gradient(drawn, **algorithm), gradient_of_cross_entropy(showing, aggregation)
@@ -115,32 +164,74 @@ def test_the_gradient_is_that_of_the_samples_plus_the_weighted_one_of_the_demons
         assert torch.allclose(mixed, of_samples + WEIGHT * of_shown, rtol=0.0, atol=ROUNDING)
 
 
+@pytest.mark.parametrize("cap", [4096, 18])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_a_teachers_most_probable_tokens_and_demonstrations_are_two_streams_each_over_its_own_count(
+    aggregation: str, cap: int
+) -> None:
+    """Float64; the reference knows no packing: distributions of single positions, the teacher's float32 as they are."""
+    taught, shown = with_tops(batch()[:2], 5, 3), demonstrated(batch()[2:])
+    policy = Bigrams()
+    kl = 0.7 * aggregated(of_samples_alone(policy, taught, kl_to_most_probable), aggregation)
+    imitated = WEIGHT * aggregated(of_samples_alone(policy, shown, cross_entropy), aggregation)
+    (kl + imitated).backward()
+    assert policy.logits_VV.grad is not None
+    only: dict[str, Any] = {"advantage": "none", "distillation": 0.7, "distillation_top_k": 3, "imitation": WEIGHT}
+    measured, figures = learned([shown[0], *taught, shown[1]], cap, aggregation=aggregation, **only)
+    assert torch.allclose(measured, policy.logits_VV.grad, rtol=0.0, atol=ROUNDING)
+    assert measured.abs().max() > 1e6 * ROUNDING
+    assert figures["distillation_loss"] == pytest.approx(float(kl.detach()), abs=ROUNDING)
+    assert figures["ce_loss"] == pytest.approx(float(imitated.detach()), abs=ROUNDING)
+    assert figures["rl_loss"] == 0.0
+    assert figures["loss"] == pytest.approx(float((kl + imitated).detach()), abs=ROUNDING)
+
+
+def test_contexts_of_taught_samples_are_theirs_also_beside_demonstrations() -> None:
+    taught, shown = with_tops(batch()[:2], 5, 3), demonstrated(batch()[2:])
+    only: dict[str, Any] = {"advantage": "none", "distillation": 0.7, "distillation_top_k": 3, "imitation": WEIGHT}
+    contexts = [0, 2, 1, 3, 1, 0, 2, 0]
+    mixed, _ = learned([*shown, *taught], 18, [0] * 8 + contexts, **only)
+    alone, _ = learned(taught, 18, contexts, **{**only, "imitation": 0.0})
+    of_shown = gradient_of_cross_entropy(shown, "token")
+    assert torch.allclose(mixed, alone + WEIGHT * of_shown, rtol=0.0, atol=ROUNDING)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
+        {"preset": "grpo", "distillation": 0.5, "distillation_top_k": 3},
         {"preset": "grpo", "kl": {"coefficient": 0.1, "target": 0.1}},
         {"preset": "ppo"},
         {"preset": "tis"},
         {"preset": "reinforce_pp", "epochs": 2},
     ],
-    ids=lambda algorithm: algorithm["preset"],
+    ids=lambda algorithm: "-".join(str(value) for value in algorithm.values()),
 )
 def test_figures_of_samples_do_not_know_of_demonstrations(algorithm: dict[str, Any]) -> None:
-    drawn, shown = batch()[:2], demonstrated(batch()[2:])
+    drawn, shown = with_tops(batch()[:2], 5, 3), demonstrated(batch()[2:])
     mixed, alone = Rank(settings(imitation=WEIGHT, **algorithm)), Rank(settings(**algorithm))
     measured, expected = mixed.learn([*shown, *drawn]), alone.learn(drawn)
     once = algorithm.get("epochs", 1) == 1  # later, the demonstrations have moved the policy
     for name in OF_SAMPLES if once else ("reference_kl_loss",):
         assert measured.get(name) == pytest.approx(expected.get(name), abs=FORWARD), name
     assert measured["ce_loss"] > 0
-    assert measured["loss"] == pytest.approx(sum(measured.get(f"{s}_loss", 0.0) for s in ("rl", "ce", "reference_kl")))
+    assert measured["loss"] == pytest.approx(sum(measured.get(f"{s}_loss", 0.0) for s in STREAMS))
     if once:
         assert mixed.learner.kl_coefficient == pytest.approx(alone.learner.kl_coefficient, rel=1e-9)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce_pp"])
-def test_a_step_of_demonstrations_alone_has_no_figures_of_samples(preset: str) -> None:
-    of = settings(preset=preset, imitation=WEIGHT, kl={"coefficient": 0.1})
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "grpo"},
+        {"preset": "ppo"},
+        {"preset": "reinforce_pp"},
+        {"preset": "grpo", "distillation": 0.5, "distillation_top_k": 3},
+    ],
+    ids=lambda algorithm: "-".join(str(value) for value in algorithm.values()),
+)
+def test_a_step_of_demonstrations_alone_has_no_figures_of_samples(algorithm: dict[str, Any]) -> None:
+    of = settings(imitation=WEIGHT, kl={"coefficient": 0.1}, **algorithm)
     measured = Rank(of).learn(demonstrated(batch()))
     assert not {"kl_mean", "entropy", "ess", "reference_kl", "teacher_kl", "explained_variance"} & measured.keys()
     alone = Rank(settings(loss="cross_entropy")).learn(demonstrated(batch()))
@@ -205,9 +296,10 @@ def test_a_split_forward_pass_keeps_which_samples_are_demonstrations() -> None:
     assert sum(tokens) == sum(len(sample.token_ids) for sample in groups[0].group.samples)
 
 
-def test_a_replay_of_a_mixed_step_repeats_it_to_the_bit() -> None:
-    groups = [*demonstrated(batch()[:2]), *batch()[2:]]
-    first, second = Rank(settings(18, imitation=WEIGHT)), Rank(settings(18, imitation=WEIGHT))
+@pytest.mark.parametrize("algorithm", [{}, {"distillation": 0.5, "distillation_top_k": 3}], ids=["", "taught"])
+def test_a_replay_of_a_mixed_step_repeats_it_to_the_bit(algorithm: dict[str, Any]) -> None:
+    groups = [*demonstrated(batch()[:2]), *with_tops(batch()[2:], 5, 3)]
+    first, second = (Rank(settings(18, imitation=WEIGHT, **algorithm)) for _ in range(2))
     first.learn(groups)
     second.learn(groups, plan=first.learner.plan)
     before, after = first.weights(), second.weights()

@@ -229,10 +229,6 @@ def test_a_journalled_group_with_other_most_probable_tokens_is_refused_by_name(
     [
         ({"algorithm": {"distillation_top_k": 4}}, "expected algorithm.distillation > 0 with algorithm.distillation_t"),
         ({"algorithm": {**ALONE, "distillation_skew": 0.1}}, "expected algorithm.distillation_skew = 0 with algorithm"),
-        (
-            {"algorithm": {**ALONE, "imitation": 0.5}},
-            "expected algorithm.imitation = 0 with algorithm.distillation_top_k",
-        ),
         ({"algorithm": {**ALONE, "distillation_top_k": 65}}, "less than or equal to 64"),
         ({"algorithm": ALONE, "sampling": {"top_k": 20}}, "expected no top_p, top_k, min_p"),
         (

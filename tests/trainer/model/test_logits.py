@@ -9,7 +9,7 @@ from torch import nn
 
 from services.trainer.model.layers.logits import token_logprobs
 from shared.errors import SettingsError
-from shared.model.logits import logprobs, logprobs_and_entropies
+from shared.model.logits import logprobs, logprobs_and_entropies, partition
 from shared.model.logits_projection import projection
 from tests.support.interpreted import interpreted
 from tests.support.tolerance import ULPS
@@ -34,6 +34,31 @@ def test_the_kernel_of_gpus_gives_the_same_numbers_and_gradients_and_carries_on_
     assert lines[8:] == ["nan nan", "nan nan", "0.0 0.0", "-inf 0.0"]
     for line in lines[:8]:
         assert max(map(float, line.split())) < 2e-6, line
+
+
+def test_the_kernel_of_gpus_parts_tokens_as_torch_does_and_leaves_the_logits_as_they_are() -> None:
+    """Against float64; the chosen tokens have all of the probability but 1e-20 in the second half of the lines."""
+    lines = interpreted(_PARTITION)
+    assert len(lines) == 8
+    for line in lines:
+        assert max(map(float, line.split())) < 2e-6, line
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_a_gpu_parts_tokens_as_torch_does(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(33, 151_936, device="cuda")).to(dtype).requires_grad_()
+    before, temperatures = logits.detach().clone(), torch.linspace(0.5, 1.5, 33, device="cuda")
+    ids = torch.arange(33 * 8, device="cuda").reshape(33, 8) * 500
+    collected = []
+    for fused in (False, True):
+        tops, others = partition(logits, ids, temperatures, fused=fused)
+        (gradient,) = torch.autograd.grad(tops.square().sum() + others.square().sum(), logits)
+        collected.append((tops.detach(), others.detach(), gradient.float()))
+    assert torch.equal(logits, before)
+    for number, (plain, fused_one) in enumerate(zip(*collected, strict=True)):
+        assert torch.allclose(plain, fused_one, rtol=tolerance if number == 2 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
@@ -129,6 +154,29 @@ for width, spread in ((9001, 1.0), (9001, 8.0), (4096, 1.0), (7, 1.0)):
         far = [(a - b).abs().max() / b.abs().max() for a, b in ((found[0], chosen), (found[1], entropies), (fused, gradient))]
         print(*(float(one) for one in far))
         assert not _Fused.apply(logits, targets, torch.ones(4), False)[1].requires_grad
+"""
+
+_PARTITION = """
+from shared.model.logits import _Fused, _Partition
+torch.manual_seed(0)
+for above in (0.0, 46.0):
+    for width, k in ((9001, 1), (9001, 64), (4096, 8), (7, 3)):
+        exact = torch.randn(4, width).double()
+        ids = torch.stack([torch.randperm(width)[:k].sort().values for _ in range(4)])
+        exact.scatter_add_(-1, ids, torch.full(ids.shape, above).double())
+        exact.requires_grad_()
+        temperatures, (one, other) = torch.linspace(0.7, 1.3, 4), (torch.randn(4, k), torch.randn(4))
+        scaled = exact / temperatures.double()[:, None]
+        expected = scaled.gather(-1, ids), scaled.scatter(-1, ids, -torch.inf).logsumexp(-1)
+        (gradient,) = torch.autograd.grad((one * expected[0]).sum() + (other * expected[1]).sum(), exact)
+        logits = exact.detach().float().requires_grad_()
+        kept, sampled = logits.detach().clone(), _Fused.apply(logits, ids[:, 0], temperatures, True)
+        found = _Partition.apply(logits, ids, temperatures, True)
+        (fused,) = torch.autograd.grad((one * found[0]).sum() + (other * found[1]).sum(), logits)
+        assert torch.equal(logits, kept)
+        torch.autograd.grad(sampled[0].sum(), logits)  # what it saved is still valid
+        pairs = (found[0], expected[0]), (found[1], expected[1]), (fused, gradient)
+        print(*(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
 """
 
 _NOT_FINITE = """

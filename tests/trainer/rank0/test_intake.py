@@ -552,8 +552,9 @@ async def test_a_demonstration_of_a_revoked_version_is_fenced_as_its_place_is_dr
     assert await bus.counts() == {"dropped:fenced": 1}
 
 
-async def test_a_mixed_run_takes_demonstrations_without_a_teacher_or_a_reference(bus: Bus) -> None:
-    of = mixing(distillation=1.0, reference="reward", kl={"coefficient": 0.1})
+@pytest.mark.parametrize("top_k", [0, 3])
+async def test_a_mixed_run_takes_demonstrations_without_a_teacher_or_a_reference(bus: Bus, top_k: int) -> None:
+    of = mixing(distillation=1.0, distillation_top_k=top_k, reference="reward", kl={"coefficient": 0.1})
     intake = Intake(bus, Live(bus, of), {V(0): 0})
     await put(bus, 0)
     for group_id in (1, 2, 3):

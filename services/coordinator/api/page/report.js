@@ -57,6 +57,11 @@ function lags() {
   return Object.entries(samples).map(([lag, count]) => [lag, figure(count), `${((100 * count) / total).toFixed(1)}%`]);
 }
 
+/** Each of the user's functions, once for each of its source files. */
+function functions() {
+  return Object.entries(summary.functions ?? {}).flatMap(([name, sources]) => sources.map((source) => [name, source.after_version ?? "from the start", source.sha256]));
+}
+
 function table(rows, names = []) {
   const isFigure = (index) => (index > 0 && names[0] !== "time" ? "number" : "");
   const cells = (kind, row) => el("tr", {}, row.map((cell, index) => el(kind, { class: isFigure(index) }, String(cell))));
@@ -77,6 +82,7 @@ drawRollouts(byId("rollouts"), rollouts, false);
 put("records", [
   fold("summary", pairs(summary).length > 0 && table(pairs(summary))),
   fold("versions", summary.versions && table(Object.entries(summary.versions))),
+  fold("your functions", functions().length > 0 && table(functions(), ["function", "after version", "SHA-256 of its source file"])),
   fold("events", events.length > 0 && table(events.map((event) => [Number.isFinite(event.at_s) ? clock(event.at_s) : "", event.source ?? "", event.name ?? "", event.detail ?? ""]), ["time", "from", "event", "what"])),
   fold("settings", settings && el("pre", {}, settings)),
 ]);

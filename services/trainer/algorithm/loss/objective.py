@@ -41,10 +41,20 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
         )
     if inputs.demonstrated_S is None:
         return _of_samples(inputs, out, algorithm, kl_coefficient)
-    drawn_out = TokenLogprobs(inputs.chosen(out.policy_logprobs_N), inputs.chosen(out.entropy_N))
-    of_samples = _of_samples(inputs.without_demonstrations(), drawn_out, algorithm, kl_coefficient)
+    of_samples = _of_samples(inputs.without_demonstrations(), _drawn(inputs, out), algorithm, kl_coefficient)
     imitated = algorithm.imitation * _imitated(inputs, out, algorithm)
     return Objective({**of_samples.sums, "ce": imitated}, of_samples.figures)
+
+
+def _drawn(inputs: LossInputs, out: TokenLogprobs) -> TokenLogprobs:
+    """Return the logprobs of the tokens that a policy drew."""
+    top_NK, others_N = out.top_logprobs_NK, out.others_logprobs_N
+    return TokenLogprobs(
+        inputs.chosen(out.policy_logprobs_N),
+        inputs.chosen(out.entropy_N),
+        None if top_NK is None else inputs.chosen(top_NK),
+        None if others_N is None else inputs.chosen(others_N),
+    )
 
 
 def _imitated(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> Tensor:
@@ -130,7 +140,7 @@ def _teacher_kl(inputs: LossInputs, out: TokenLogprobs) -> Tensor:
         return torch.zeros_like(policy_N)
     assert out.top_logprobs_NK is not None
     assert out.others_logprobs_N is not None
-    teacher_NK = torch.from_numpy(teacher.logprobs_NK).to(policy_N.device)
+    teacher_NK = torch.from_numpy(teacher.logprobs_NK).to(policy_N)
     return top_k_kl(teacher_NK, out.top_logprobs_NK, out.others_logprobs_N)
 
 

@@ -79,7 +79,7 @@ def token_logprobs(
             entropy_gradient=entropy_gradient,
             fused=fused,
         )
-        return sampled if tops_NK is None else (*sampled, *partition(logits_NV, ids[0], temperatures_N))
+        return sampled if tops_NK is None else (*sampled, *partition(logits_NV, ids[0], temperatures_N, fused=fused))
 
     def in_chunks(*whole: Tensor) -> tuple[Tensor, ...]:
         if not chunk_tokens or len(targets_N) <= chunk_tokens:

@@ -9,6 +9,7 @@ from shared.bus.messages import PolicyVersion
 from shared.bus.stores.policy.evaluations import EVALUATIONS
 from shared.bus.stores.policy.ledger import IN_FLIGHT, RunStatus, read_status
 from shared.bus.stores.policy.policies import REVOKED
+from shared.bus.stores.run.functions import FUNCTIONS, History, decode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,11 +21,25 @@ class Overview:
     """As :func:`shared.bus.stores.policy.evaluations.results`."""
     revoked: frozenset[PolicyVersion]
     groups_in_flight: int
+    functions: History
 
 
 async def overview(bus: Bus) -> Overview:
-    run, counts, evaluations, revoked, *in_flight = await bus.ask_all(
-        ("HGETALL", RUN), ("HGETALL", COUNTS), ("HGETALL", EVALUATIONS), ("SMEMBERS", REVOKED), *IN_FLIGHT
+    run, counts, evaluations, revoked, functions, *in_flight = await bus.ask_all(
+        ("HGETALL", RUN),
+        ("HGETALL", COUNTS),
+        ("HGETALL", EVALUATIONS),
+        ("SMEMBERS", REVOKED),
+        ("HGETALL", FUNCTIONS),
+        *IN_FLIGHT,
     )
     fenced = frozenset(PolicyVersion(int(version)) for version in revoked)
-    return Overview(read_status(run), read_counts(counts), run.get(b"guards", b""), evaluations, fenced, sum(in_flight))
+    return Overview(
+        read_status(run),
+        read_counts(counts),
+        run.get(b"guards", b""),
+        evaluations,
+        fenced,
+        sum(in_flight),
+        decode(functions),
+    )
