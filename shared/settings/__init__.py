@@ -2,7 +2,7 @@
 
 ::
 
-    loading.py        file, environment, flags ──▶ Settings ──▶ TOML
+    reading/          file, environment, flags ──▶ Settings ──▶ TOML, and sentences about wrong values
     root.py           Settings: all tables, what follows from several of them, what they must agree on
       run.py            [run] [bus] [data] [coordinator] [telemetry]
       policy.py         [policy] [policy.lora] [weights]
@@ -22,7 +22,7 @@ What two services must agree on stands once. Loaded in ``__main__``, passed down
 environment.
 """
 
-from shared.settings.loading import (
+from shared.settings.reading.loading import (
     ENVIRONMENT_PREFIX,
     SETTINGS_FILE,
     dump,
