@@ -455,6 +455,10 @@ def test_latest_of_a_run_that_goes_on_is_its_head_or_where_no_file_has_that_the_
     assert main(["export", "--url", coordinator.url, "--version", "latest"]) == 0
     assert coordinator.asked == ["/v1/policies/100/export", "/v1/policies/80/export"]
     assert capsys.readouterr().out == "version 80 (step 80): there\n"
+    items[-1]["checkpoint"] = "/c/100"  # written between the refusal and the list
+    assert main(["export", "--url", coordinator.url]) == 1
+    assert coordinator.asked[2:] == ["/v1/policies/100/export", "/v1/policies/100/export"]
+    capsys.readouterr()
     assert main(["export", "--url", coordinator.url, "--version", "newest"]) == 2
     assert "expected a version's number or latest, found 'newest': change --version" in capsys.readouterr().err
 
