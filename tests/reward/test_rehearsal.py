@@ -20,7 +20,7 @@ from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.expression import Expression
 from shared.process.telemetry import Presence, Status
 from shared.settings import Settings
-from shared.settings.rewards.scorers import AnswerScorer, CodeScorer, JudgeScorer, PythonScorer
+from shared.settings.rewards.scorers import AnswerScorer, CodeScorer, JudgeScorer, PythonScorer, TrlScorer
 from shared.settings.rewards.scorers import Scorer as ScorerSettings
 from tests.conftest import Server, until
 from tests.support import builders
@@ -36,6 +36,7 @@ class Tried:
     def __init__(self, name: str, failing: tuple[str, ...] = (), error: Exception | None = None) -> None:
         self.name = name
         self.asked: list[tuple[str, str]] = []
+        self.samples: list[int] = []
         self._failing = failing
         self._error = error
 
@@ -43,7 +44,8 @@ class Tried:
         pass
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        (sample,) = group.samples
+        sample = group.samples[0]
+        self.samples.append(len(group.samples))
         self.asked.append((group.prompt.problem, sample.text))
         if sample.text in self._failing:
             if self._error is not None:
@@ -69,6 +71,13 @@ async def test_each_scorer_is_tried_on_each_rows_answer_and_on_a_trivial_complet
     scorer = Tried("mine")
     assert (await rehearse(PYTHON, scorer, prompts("46", None))).failures == {}
     assert scorer.asked == [("train.jsonl:1", "46"), ("train.jsonl:1", "0"), ("train.jsonl:2", "0")]
+
+
+async def test_functions_of_a_whole_group_are_tried_on_two_completions() -> None:
+    scorer = Tried("mine")
+    trl = TrlScorer(kind="trl", name="mine", functions=("mine:score",))
+    assert (await rehearse(trl, scorer, prompts("46"))).failures == {}
+    assert (scorer.asked, scorer.samples) == ([("train.jsonl:1", "46"), ("train.jsonl:1", "0")], [2, 2])
 
 
 async def test_a_scorer_that_fails_on_every_row_refuses_the_start_with_cause_rows_and_setting() -> None:
