@@ -140,7 +140,8 @@ class Lifecycle:
         started, _ = await self._ledger.transition(RunState.RUNNING, "autostart", [RunState.CREATED])
         if started:
             self._opened()
-            await tell(self._bus, SOURCE, "run started", "version 0 is live and the initial evaluation is in")
+            evaluated = "" if self._evaluator is None else " and the initial evaluation is in"
+            await tell(self._bus, SOURCE, "run started", f"version 0 is live{evaluated}")
         return started
 
     async def _extend(self, step: int) -> bool:

@@ -29,6 +29,14 @@ def compose(
     return sorted(notices, key=lambda entry: _ORDER[entry.level])
 
 
+def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]:
+    """Return the notice of groups that were given up, unless a guard paused the run for the newest one's reason."""
+    if not count or (newest and newest in status.reason):
+        return []
+    text = f"dead letters: {count}, the newest: {newest}; `penstock dead` lists them"
+    return [notice("dead letters", "warning", text)]
+
+
 def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:
