@@ -127,5 +127,6 @@ def _group(prompt: Prompt, text: str, samples: int) -> RolloutGroup:
         text=text,
     )
     now_s = time.time()
-    asked = dataclasses.replace(prompt, purpose=Purpose.EVALUATE)
+    sampling = dataclasses.replace(prompt.sampling, samples=samples)
+    asked = dataclasses.replace(prompt, purpose=Purpose.EVALUATE, sampling=sampling)
     return RolloutGroup(asked, np.zeros(1, dtype=np.int32), (sample,) * samples, "rehearsal", now_s, now_s)

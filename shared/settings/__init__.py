@@ -22,6 +22,8 @@ What two services must agree on stands once. Loaded in ``__main__``, passed down
 environment.
 """
 
+from shared.settings.placement import check_shared_engine
+from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
 from shared.settings.reading.loading import (
     ENVIRONMENT_PREFIX,
     SETTINGS_FILE,
@@ -34,8 +36,6 @@ from shared.settings.reading.loading import (
     override,
     sources,
 )
-from shared.settings.placement import check_shared_engine
-from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.reward import ExecutorSettings
 from shared.settings.rollout import RolloutSettings, SamplingSettings
 from shared.settings.root import Settings, check_plain_engine, check_reproducible

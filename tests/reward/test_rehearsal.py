@@ -1,14 +1,17 @@
 """The dry run of scorers, and reports of failures before training, during it, and during a hang."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from services.reward import rehearsal, service
 from services.reward.failures import Failures
+from services.reward.scorers.function.trl_scorer import TrlFunctions
 from services.reward.scorers.scorer import Scorer, unavailable, valued
 from services.reward.scoring import Scoring
 from shared.bus.bus import Bus
@@ -36,7 +39,6 @@ class Tried:
     def __init__(self, name: str, failing: tuple[str, ...] = (), error: Exception | None = None) -> None:
         self.name = name
         self.asked: list[tuple[str, str]] = []
-        self.samples: list[int] = []
         self._failing = failing
         self._error = error
 
@@ -44,8 +46,7 @@ class Tried:
         pass
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        sample = group.samples[0]
-        self.samples.append(len(group.samples))
+        (sample,) = group.samples
         self.asked.append((group.prompt.problem, sample.text))
         if sample.text in self._failing:
             if self._error is not None:
@@ -73,11 +74,25 @@ async def test_each_scorer_is_tried_on_each_rows_answer_and_on_a_trivial_complet
     assert scorer.asked == [("train.jsonl:1", "46"), ("train.jsonl:1", "0"), ("train.jsonl:2", "0")]
 
 
-async def test_functions_of_a_whole_group_are_tried_on_two_completions() -> None:
-    scorer = Tried("mine")
-    trl = TrlScorer(kind="trl", name="mine", functions=("mine:score",))
-    assert (await rehearse(trl, scorer, prompts("46"))).failures == {}
-    assert (scorer.asked, scorer.samples) == ([("train.jsonl:1", "46"), ("train.jsonl:1", "0")], [2, 2])
+async def test_a_function_of_a_whole_group_is_tried_on_two_completions_so_that_a_short_list_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "group_functions.py").write_text(
+        "def one(completions, **_):\n    return [1.0]\n\n\ndef each(completions, **_):\n    return [1.0 for _ in completions]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    for function, sentence in (
+        ("one", "expected 2 rewards from the function, one per completion, found 1"),
+        ("each", ""),
+    ):
+        trl = TrlScorer(kind="trl", name="trl", functions=(f"group_functions:{function}",))
+        scorer = TrlFunctions(trl, "answer", 100)
+        try:
+            await scorer.start()
+            with pytest.raises(SettingsError, match=sentence) if sentence else contextlib.nullcontext():
+                assert (await rehearse(trl, scorer, prompts("46"))).failures == {}
+        finally:
+            await scorer.close()
 
 
 async def test_a_scorer_that_fails_on_every_row_refuses_the_start_with_cause_rows_and_setting() -> None:
