@@ -104,7 +104,11 @@ def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
 
 def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
     """Export a version (None: newest) from files. Raises PenstockError: it failed, or a dependency is not installed."""
-    exported = export(load_run(run), version, to, adapter=adapter)
+    settings = load_run(run)
+    try:
+        exported = export(settings, version, to, adapter=adapter)
+    except OSError as error:
+        raise PenstockError(f"could not write the policy: {error}: free disk space there, or change --to") from error
     return {"version": exported.version, "step": exported.step, "folder": exported.folder, "adapter": exported.adapter}
 
 
