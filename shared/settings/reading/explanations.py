@@ -63,7 +63,7 @@ def explanation(problems: Sequence[Problem]) -> str:
     """Return the sentence about the problems of one setting."""
     first, key = problems[0], problems[0].key
     table, _, name = key.rpartition(".")
-    found = redacted(repr(first.input))
+    given = redacted(repr(first.input))
     match first.type:
         case "value_error":
             return redacted(str(first.context["error"]))
@@ -73,7 +73,7 @@ def explanation(problems: Sequence[Problem]) -> str:
             hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
             return f"{key}: expected a known setting, found {name!r}; {hint}"
         case "missing" if name.isdecimal():
-            return f"{table}: expected {int(name) + 1} or more items, found {found}: change {table}"
+            return f"{table}: expected {int(name) + 1} or more items, found {given}: change {table}"
         case "missing":
             return f"{key}: expected a value, but it is not set: add it"
         case "union_tag_not_found":
@@ -85,7 +85,7 @@ def explanation(problems: Sequence[Problem]) -> str:
                 f"{key}: expected {_known_kinds(first)} as the kind, found {first.context['tag']!r}{hint}: change kind"
             )
     expected = " or ".join(dict.fromkeys(map(_expectation, problems)))
-    return f"{key}: expected {expected}, found {found}: change {key}"
+    return f"{key}: expected {expected}, found {given}: change {key}"
 
 
 def _expectation(problem: Problem) -> str:
