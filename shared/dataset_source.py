@@ -3,11 +3,15 @@
 import dataclasses
 import os
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from shared.errors import SettingsError
+
 _HUB = "hf://"
+_FILE_KINDS = (".jsonl", ".ndjson", ".json", ".parquet")
 _NAME = re.compile(
     r"hf://(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:((?P<configuration>[\w.-]+)/)?(?P<split>[\w.-]+))?"
 )
@@ -26,6 +30,14 @@ class HubDataset:
         revision = f"@{self.revision}" if self.revision else ""
         configuration = f"{self.configuration}/" if self.configuration else ""
         return f"{_HUB}{self.repository}{revision}:{configuration}{self.split}"
+
+
+def check_kind(path: Path, setting: str) -> None:
+    """Raise SettingsError if the file ``path`` is not of a known kind."""
+    if path.suffix not in _FILE_KINDS:
+        raise SettingsError(
+            f"expected .jsonl, .parquet, or a folder of a Hugging Face dataset, found {path}: change {setting}"
+        )
 
 
 def hub_dataset(source: str) -> HubDataset | None:

@@ -551,6 +551,11 @@ def main(arguments: list[str] | None = None) -> int:
     except PenstockError as error:
         console.warn(f"penstock {command}: {error}")
         return 2 if isinstance(error, SettingsError) else 1
+    except OSError as error:
+        if error.filename is None:  # not about a file that the user named
+            raise
+        console.warn(f"penstock {command}: could not use {error.filename}: {error.strerror}")
+        return 1
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:

@@ -84,7 +84,7 @@ def _export(asked: "CoordinatorClient", version: int, *, adapter: bool) -> "Json
 
 
 def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
-    """Export the head, or the newest checkpoint."""
+    """Export the head, or the newest checkpoint, which may be the head's: one that was written meanwhile."""
     from services.client.coordinator import RequestRefused
 
     head = asked.run().head
@@ -97,14 +97,18 @@ def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
         kept = [
             int(record["version"]) for record in known if record.get("checkpoint") and record.get("state") != "revoked"
         ]
-        if not kept or max(kept) == head:
+        if not kept:
             raise PenstockError(f"{error}; trainer.checkpoint_every_steps sets when a checkpoint is written") from error
     return _export(asked, max(kept), adapter=adapter)
 
 
 def make(run: Path, version: int | None, to: Path | None, *, adapter: bool) -> "JsonObject":
     """Export a version (None: newest) from files. Raises PenstockError: it failed, or a dependency is not installed."""
-    exported = export(load_run(run), version, to, adapter=adapter)
+    settings = load_run(run)
+    try:
+        exported = export(settings, version, to, adapter=adapter)
+    except OSError as error:
+        raise PenstockError(f"could not write the policy: {error}: free disk space there, or change --to") from error
     return {"version": exported.version, "step": exported.step, "folder": exported.folder, "adapter": exported.adapter}
 
 

@@ -20,6 +20,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "runs": ("run_id", "state", "step", "head", "here", "reason"),
 }
 """Columns by command; dots select nested fields."""
+_UNBROKEN = frozenset({"replica", "service", "version", "step", "state", "source", "at_s", "stream", "entry"})
+"""Columns that stay whole on a narrow terminal."""
 
 
 def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> None:
@@ -31,7 +33,10 @@ def show(command: str, items: Sequence[dict[str, Any]], *, as_json: bool) -> Non
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS[command]:
-        table.add_column(name.rpartition(".")[2].removesuffix("_at_s").removesuffix("_s"), overflow="fold")
+        heading = (
+            name.rpartition(".")[2].removesuffix("_at_s").removesuffix("_s").removeprefix("versions_").replace("_", " ")
+        )
+        table.add_column(heading, overflow="fold", no_wrap=name in _UNBROKEN)
     for item in items:
         table.add_row(*(Text(cell(item, name)) for name in COLUMNS[command]))
     console.show(table)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import time
+import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
 """Token file in the run's folder."""
 _TIMEOUT_S = 10.0
 _GENERATE_S = 150.0
-_ANNOUNCED, _SETTINGS = "coordinator.json", "settings.toml"
+_ANNOUNCED, _SETTINGS, _SUMMARY = "coordinator.json", "settings.toml", "summary.json"
 _POLL_S = 0.2
 _SILENCE_S = 30.0
 
@@ -53,10 +54,7 @@ def find(url: str | None, run_folder: Path) -> str:
         announced = json.loads(file.read_text(encoding="utf-8"))["url"]
     except FileNotFoundError as error:
         if (run_folder / _SETTINGS).exists():
-            raise Unreachable(
-                f"the run in {run_folder} has no coordinator: it is starting or has ended. Its records are in that folder; "
-                f"`penstock up --resume {run_folder}` continues it"
-            ) from error
+            raise Unreachable(f"the run in {run_folder} has no coordinator: {_why_not(run_folder)}") from error
         raise Unreachable(
             f"no run at {run_folder}: {file.name} is missing there: start one with `penstock up`, "
             "or give --run RUN_FOLDER or --url http://HOST:PORT"
@@ -64,6 +62,17 @@ def find(url: str | None, run_folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Unreachable(f"{file} does not contain the coordinator's URL: give --url http://HOST:PORT") from error
     return str(announced).rstrip("/")
+
+
+def _why_not(run_folder: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        summary = json.loads((run_folder / _SUMMARY).read_text(encoding="utf-8"))
+        planned = tomllib.loads((run_folder / _SETTINGS).read_text(encoding="utf-8"))["run"]["steps"]
+        if summary["state"] == "stopped" or summary["steps"] >= planned:
+            return f"it has {summary['state']} after {summary['steps']} steps. Its report.html and records are in that folder"
+    return (
+        f"it is starting or has ended. Its records are in that folder; `penstock up --resume {run_folder}` continues it"
+    )
 
 
 def read_token(path: Path | None, url: str = "", run_folder: Path | None = None) -> str:

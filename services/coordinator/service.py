@@ -44,7 +44,7 @@ from services.coordinator.run.device_grants import DeviceGrants
 from services.coordinator.run.gpu_hours import GpuHours
 from services.coordinator.run.guards import Guards
 from services.coordinator.run.leader_lease import Lease
-from services.coordinator.run.lifecycle import Lifecycle
+from services.coordinator.run.lifecycle import SOURCE, Lifecycle
 from services.coordinator.run.monitor import Monitor
 from services.coordinator.run.notices import notice
 from services.coordinator.run.release import Release
@@ -141,6 +141,9 @@ async def start(settings: Settings, replica: str) -> None:
             context.status.start.begin("offering the data")
             await context.live.refresh()
             scorers = [scorer.name for scorer in settings.reward.scorers]
+            if kept := await context.live.kept():
+                detail = f"{'; '.join(kept)}: revision {context.live.revision} overrides the run's settings"
+                await tell(context.bus, SOURCE, "live settings kept", detail)
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
             if settings.algorithm.is_supervised:

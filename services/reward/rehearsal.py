@@ -104,7 +104,7 @@ async def _try(of: ScorerSettings, scorer: Scorer, prompts: Sequence[Prompt], fa
 async def _ask(of: ScorerSettings, scorer: Scorer, prompt: Prompt, text: str, failures: Failures) -> Trial:
     try:
         with failures.calling(part_of(scorer.name), prompt.problem, DRY_RUN_SILENT_S):
-            (score,) = await scorer.score(_group(prompt, text))
+            score, *_ = await scorer.score(_group(prompt, text, 2 if isinstance(of, TrlScorer) else 1))
     except PermanentError as error:
         return Trial(prompt.problem, str(error), own=True)
     except TemporaryError as error:
@@ -116,7 +116,8 @@ async def _ask(of: ScorerSettings, scorer: Scorer, prompt: Prompt, text: str, fa
     return Trial(prompt.problem, score.detail if lost else "")
 
 
-def _group(prompt: Prompt, text: str) -> RolloutGroup:
+def _group(prompt: Prompt, text: str, samples: int) -> RolloutGroup:
+    """Return a group of equal samples: functions of a whole group get two, so that a list of another length shows."""
     tokens = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int32)
     sample = Sample(
         token_ids=tokens,
@@ -126,5 +127,6 @@ def _group(prompt: Prompt, text: str) -> RolloutGroup:
         text=text,
     )
     now_s = time.time()
-    asked = dataclasses.replace(prompt, purpose=Purpose.EVALUATE)
-    return RolloutGroup(asked, np.zeros(1, dtype=np.int32), (sample,), "rehearsal", now_s, now_s)
+    sampling = dataclasses.replace(prompt.sampling, samples=samples)
+    asked = dataclasses.replace(prompt, purpose=Purpose.EVALUATE, sampling=sampling)
+    return RolloutGroup(asked, np.zeros(1, dtype=np.int32), (sample,) * samples, "rehearsal", now_s, now_s)

@@ -19,7 +19,7 @@ from services.up.continuation import check_steps_left, check_unchanged
 from services.up.hub_revision import pinned
 from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared.bus.client import connection
-from shared.dataset_source import absolute, hub_dataset
+from shared.dataset_source import absolute, check_kind, hub_dataset
 from shared.errors import BusUnavailable, SettingsError
 from shared.files.durable import write_whole
 from shared.files.secret_file import make_secret, read_secret
@@ -249,6 +249,7 @@ def _check_data(source: str, setting: str) -> None:
         if not any(path.iterdir()):
             raise SettingsError(f"the folder {path} is empty: change {setting}")
         return
+    check_kind(path, setting)
     try:
         with path.open("rb") as file:
             empty = not any(line.strip() for line in file)

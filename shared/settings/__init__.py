@@ -2,7 +2,7 @@
 
 ::
 
-    loading.py        file, environment, flags ──▶ Settings ──▶ TOML
+    reading/          file, environment, flags ──▶ Settings ──▶ TOML, and sentences about wrong values
     root.py           Settings: all tables, what follows from several of them, what they must agree on
       run.py            [run] [bus] [data] [coordinator] [telemetry]
       policy.py         [policy] [policy.lora] [weights]
@@ -22,7 +22,9 @@ What two services must agree on stands once. Loaded in ``__main__``, passed down
 environment.
 """
 
-from shared.settings.loading import (
+from shared.settings.placement import check_shared_engine
+from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
+from shared.settings.reading.loading import (
     ENVIRONMENT_PREFIX,
     SETTINGS_FILE,
     dump,
@@ -34,8 +36,6 @@ from shared.settings.loading import (
     override,
     sources,
 )
-from shared.settings.placement import check_shared_engine
-from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.reward import ExecutorSettings
 from shared.settings.rollout import RolloutSettings, SamplingSettings
 from shared.settings.root import Settings, check_plain_engine, check_reproducible

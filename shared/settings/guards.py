@@ -37,7 +37,8 @@ class GuardsSettings(Section):
     starving_share: Share = Field(default=0.8)
     """Guards `trainer_starving` and `rollouts_starving`: largest share of the time spent waiting."""
     unscored_groups: PositiveInt = Field(default=16)
-    """Guard `unscored`: consecutive groups that were given up without a reward."""
+    """Guard `unscored`: consecutive groups that were given up without a reward; also refused prompts, if they are
+    at least as many as slots."""
     stalled_s: PositiveFloat = Field(default=600.0)
     """Guard `stalled`: seconds without a committed step while the run is running."""
 

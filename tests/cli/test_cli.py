@@ -189,6 +189,12 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
     dead = penstock("pause", "--url", "http://127.0.0.1:1")
     (tmp_path / "settings.toml").touch()
     ended = penstock("status", "--run", str(tmp_path))
+    (tmp_path / "finished").mkdir()
+    (tmp_path / "finished" / "settings.toml").write_text("run.steps = 6")
+    (tmp_path / "finished" / "summary.json").write_text('{"state": "finished", "steps": 6}')
+    finished = penstock("status", "--run", str(tmp_path / "finished"))
+    (tmp_path / "finished" / "settings.toml").write_text("run.steps = 7")
+    extended = penstock("status", "--run", str(tmp_path / "finished"))
     resume = (
         f"it is starting or has ended. Its records are in that folder; `penstock up --resume {tmp_path}` continues it"
     )
@@ -196,6 +202,8 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
         (missing, "coordinator.json is missing there"),
         (dead, "no coordinator answers"),
         (ended, resume),
+        (finished, "has no coordinator: it has finished after 6 steps. Its report.html and records are in that folder"),
+        (extended, "it is starting or has ended"),
     ):
         assert shown.returncode == 1
         assert piece in shown.stderr
@@ -299,6 +307,10 @@ BAD = {
     "a folder without a model": (["--policy.model", "."], "has no config.json: change policy.model"),
     "no dataset": (["--data.path", "none.jsonl"], "none.jsonl: change data.path"),
     "empty dataset": (["--data.path", "empty.jsonl"], "empty: change data.path"),
+    "a dataset of another kind": (
+        ["--data.path", "a-file"],
+        "expected .jsonl, .parquet, or a folder of a Hugging Face",
+    ),
     "no evaluation": (["--evaluation.path", "none.jsonl"], "change evaluation.path"),
     "unreachable bus": (["--bus.url", "redis://:secret@127.0.0.1:1"], "change bus.url, or set it to 'embedded'"),
     "no bus at all": (["--bus.url", "http://x"], "change bus.url"),
@@ -455,6 +467,10 @@ def test_latest_of_a_run_that_goes_on_is_its_head_or_where_no_file_has_that_the_
     assert main(["export", "--url", coordinator.url, "--version", "latest"]) == 0
     assert coordinator.asked == ["/v1/policies/100/export", "/v1/policies/80/export"]
     assert capsys.readouterr().out == "version 80 (step 80): there\n"
+    items[-1]["checkpoint"] = "/c/100"  # written between the refusal and the list
+    assert main(["export", "--url", coordinator.url]) == 1
+    assert coordinator.asked[2:] == ["/v1/policies/100/export", "/v1/policies/100/export"]
+    capsys.readouterr()
     assert main(["export", "--url", coordinator.url, "--version", "newest"]) == 2
     assert "expected a version's number or latest, found 'newest': change --version" in capsys.readouterr().err
 

@@ -13,10 +13,10 @@ from services.coordinator.run import guards
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
-from shared.bus.messages import Event, PolicyVersion, RolloutGroup, StepReport
+from shared.bus.messages import Event, PolicyVersion, Prompt, RolloutGroup, StepReport
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.replicas.heartbeats import PartFailure, heartbeats
-from shared.bus.streams import EVENTS, EXPERIENCE, ROLLOUTS
+from shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
 from shared.process.telemetry import WEIGHTS_PROBE, Presence, Status
 from shared.settings.guards import GuardsSettings
 from tests.conftest import until
@@ -83,10 +83,38 @@ def test_the_entropy_floor_is_of_the_mean_over_its_steps() -> None:
     assert guards.entropy(steps(entropy=[1.0, 0.1, 0.02]), guard) == "mean entropy over 2 steps is 0.06 nats, floor 0.1"
 
 
-def test_unscored_counts_groups_that_were_given_up_in_a_row_and_says_the_newest_cause() -> None:
+def test_unscored_counts_groups_that_were_given_up_in_a_row_and_refused_prompts_once_they_are_more_than_the_slots() -> (
+    None
+):
     guard = GuardsSettings(unscored_groups=16)
-    assert guards.unscored(15, "KeyError", guard) == ""
-    assert guards.unscored(16, "KeyError", guard) == "none of the last 16 groups could be scored; the newest: KeyError"
+    assert guards.unscored(guards.GivenUp(15, 31), 32, guard) == ""
+    assert guards.unscored(guards.GivenUp(16, 31), 32, guard) == "none of the last 16 groups could be scored"
+    assert guards.unscored(guards.GivenUp(15, 32), 32, guard) == "none of the last 32 prompts could be generated"
+    assert guards.unscored(guards.GivenUp(0, 15), 8, guard) == ""
+
+
+async def test_a_run_of_which_no_prompt_can_be_generated_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
+    ledger = Ledger(bus)
+    parts = make(bus, settings(tmp_path, guards={"unscored_groups": 2}))
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    await parts.guards.look(await parts.monitor.view())
+    slots = (await parts.monitor.view()).slots
+    for group_id in range(slots):
+        await bus.append(PROMPTS, {"id": str(group_id), "data": wire.encode(builders.prompt(group_id))})
+    for delivery in await bus.read(PROMPTS, Prompt, "rollout", slots, 0.1):
+        await bus.bury(delivery, "no chat template: change policy.tokenizer")
+    parts.monitor.forget()
+    await parts.guards.look(await parts.monitor.view())
+    assert (await ledger.status()).reason.startswith(
+        f"guard unscored: none of the last {slots} prompts could be generated; the newest: no chat template: change policy.tokenizer;"
+    )
+    await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
+    parts.monitor.forget()
+    shown = {notice.about: notice.text for notice in (await parts.monitor.view()).notices}
+    assert shown["dead letters"] == (
+        f"dead letters: {slots}, the newest: no chat template: change policy.tokenizer; `penstock dead` lists them"
+    )
 
 
 async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:

@@ -163,6 +163,14 @@ async def test_a_revision_on_the_bus_that_memory_cannot_hold_is_not_applied(bus:
     assert live.revision == 1
 
 
+async def test_a_revision_that_overrides_the_file_of_a_resume_is_named_with_both_values(bus: Bus) -> None:
+    assert await Live(bus, Settings()).kept() == []
+    await Live(bus, Settings()).change(0, {"trainer.learning_rate": 3e-5, "algorithm.max_lag": 2}, "")
+    resumed = Live(bus, Settings.model_validate({"trainer": {"learning_rate": 2e-5}, "algorithm": {"max_lag": 2}}))
+    await resumed.refresh()
+    assert await resumed.kept() == ["trainer.learning_rate is 3e-05, not 2e-05"]
+
+
 async def test_two_changes_of_one_revision_are_one_change(bus: Bus) -> None:
     record, other = Live(bus, Settings()), Live(bus, Settings())
     made = await asyncio.gather(

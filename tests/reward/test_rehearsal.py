@@ -1,14 +1,17 @@
 """The dry run of scorers, and reports of failures before training, during it, and during a hang."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from services.reward import rehearsal, service
 from services.reward.failures import Failures
+from services.reward.scorers.function.trl_scorer import TrlFunctions
 from services.reward.scorers.scorer import Scorer, unavailable, valued
 from services.reward.scoring import Scoring
 from shared.bus.bus import Bus
@@ -20,7 +23,7 @@ from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.expression import Expression
 from shared.process.telemetry import Presence, Status
 from shared.settings import Settings
-from shared.settings.rewards.scorers import AnswerScorer, CodeScorer, JudgeScorer, PythonScorer
+from shared.settings.rewards.scorers import AnswerScorer, CodeScorer, JudgeScorer, PythonScorer, TrlScorer
 from shared.settings.rewards.scorers import Scorer as ScorerSettings
 from tests.conftest import Server, until
 from tests.support import builders
@@ -69,6 +72,27 @@ async def test_each_scorer_is_tried_on_each_rows_answer_and_on_a_trivial_complet
     scorer = Tried("mine")
     assert (await rehearse(PYTHON, scorer, prompts("46", None))).failures == {}
     assert scorer.asked == [("train.jsonl:1", "46"), ("train.jsonl:1", "0"), ("train.jsonl:2", "0")]
+
+
+async def test_a_function_of_a_whole_group_is_tried_on_two_completions_so_that_a_short_list_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "group_functions.py").write_text(
+        "def one(completions, **_):\n    return [1.0]\n\n\ndef each(completions, **_):\n    return [1.0 for _ in completions]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    for function, sentence in (
+        ("one", "expected 2 rewards from the function, one per completion, found 1"),
+        ("each", ""),
+    ):
+        trl = TrlScorer(kind="trl", name="trl", functions=(f"group_functions:{function}",))
+        scorer = TrlFunctions(trl, "answer", 100)
+        try:
+            await scorer.start()
+            with pytest.raises(SettingsError, match=sentence) if sentence else contextlib.nullcontext():
+                assert (await rehearse(trl, scorer, prompts("46"))).failures == {}
+        finally:
+            await scorer.close()
 
 
 async def test_a_scorer_that_fails_on_every_row_refuses_the_start_with_cause_rows_and_setting() -> None:

@@ -52,6 +52,11 @@ def prepared_from(
             if optimizer:
                 _copy(checkpoint.folder, folder)
         return prepare.prepare(config, None, [*flags, *own])
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SettingsError(
+            f"could not write the initial policy: {error}: free disk space there, or change run.folder"
+        ) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

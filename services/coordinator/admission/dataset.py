@@ -219,10 +219,14 @@ def _check_loaded(
         )
     if bad:
         raise SettingsError(
-            f"expected at least one usable row in {source}, found {len(bad)} bad ones: correct them, or change "
+            f"expected at least one usable row in {source}, found {_count(len(bad))}: correct them, or change "
             f"{setting} or the columns in [data]. The first:\n  " + "\n  ".join(bad[:_SHOWN])
         )
     raise SettingsError(f"expected at least one row in {source}, but it has no rows: change {setting}")
+
+
+def _count(bad: int) -> str:
+    return "a bad one" if bad == 1 else f"{bad} bad ones"
 
 
 def _too_many(source: str | Path, bad: Sequence[str], limit: int, setting: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from services.coordinator.admission import hub
 from shared.bus.messages import Json
-from shared.dataset_source import hub_dataset
+from shared.dataset_source import check_kind, hub_dataset
 from shared.errors import SettingsError
 
 _BATCH_ROWS = 1024
@@ -35,12 +35,9 @@ def read(source: str, setting: str) -> Iterator[tuple[str, DatasetRow]]:
             yield from _saved(path, setting)
         elif path.suffix == ".parquet":
             yield from _parquet(path, setting)
-        elif path.suffix in (".jsonl", ".ndjson", ".json"):
-            yield from _lines(path)
         else:
-            raise SettingsError(
-                f"expected .jsonl, .parquet, or a folder of a Hugging Face dataset, found {path}: change {setting}"
-            )
+            check_kind(path, setting)
+            yield from _lines(path)
     except OSError as error:
         raise SettingsError(f"could not read the dataset at {path}: {error}: change {setting}") from error
 
@@ -61,7 +58,7 @@ def _line(content: bytes) -> DatasetRow:
     except (ValueError, RecursionError) as error:
         return BadRow(f"expected a JSON object, but this is not JSON ({error})")
     if not isinstance(value, dict):
-        return BadRow(f"expected a JSON object, found {type(value).__name__}")
+        return BadRow(f"expected a JSON object on each line, found {type(value).__name__}")
     return value
 
 

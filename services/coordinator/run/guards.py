@@ -13,7 +13,7 @@
     throughput         median tokens/s fell
     trainer_starving   the trainer mostly waits for groups
     rollouts_starving  replicas lack prompts while groups wait for the trainer
-    unscored           consecutive groups were given up, none scored
+    unscored           consecutive groups were given up, none scored, or no prompt can be generated
     probe              a replica's probe logprobs differ from the trainer's
     stalled            nothing was committed for long
 
@@ -21,6 +21,7 @@ Findings are on the bus for the next leader. The trainer itself handles non-fini
 """
 
 import asyncio
+import dataclasses
 import logging
 import statistics
 import time
@@ -133,13 +134,25 @@ def rollouts_starving(looks: Sequence[bool], window_s: int, share_limit: float) 
     )
 
 
-def unscored(given_up: int, cause: str, guards: GuardsSettings) -> str:
-    """Check for consecutive unscored groups; ``cause`` is the newest one's."""
-    return (
-        ""
-        if given_up < guards.unscored_groups
-        else f"none of the last {given_up} groups could be scored; the newest: {cause}"
-    )
+@dataclasses.dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Groups that were given up since the last scored one."""
+
+    unscored: int
+    """Generated, but not scored."""
+    prompts: int
+    """Not generated."""
+
+
+def unscored(given_up: GivenUp, slots: int, guards: GuardsSettings) -> str:
+    """Check for consecutive unscored groups, and for as many refused prompts as slots: fewer may only be faster refused
+    than the others are generated.
+    """
+    if given_up.unscored >= guards.unscored_groups:
+        return f"none of the last {given_up.unscored} groups could be scored"
+    if given_up.prompts >= max(guards.unscored_groups, slots):
+        return f"none of the last {given_up.prompts} prompts could be generated"
+    return ""
 
 
 def probe(beats: Iterable[Heartbeat], since_s: float) -> str:
@@ -219,7 +232,7 @@ class Guards:
         self._changed = changed
         self._looks: deque[bool] = deque(maxlen=starving_window_s)
         self._starving_window_s = starving_window_s
-        self._progress = (0.0, 0, 0)
+        self._progress = (0.0, 0, GivenUp(0, 0))
         """Running since, groups scored, groups given up then."""
         self._judged_s = 0.0
         self.active: dict[str, GuardView] = {}
@@ -285,13 +298,12 @@ class Guards:
 
     async def _find_unscored(self, view: RunView, since_s: float) -> dict[Guard, tuple[Action, str]]:
         guards = self._settings
-        given_up = self._given_up_in_a_row(view, since_s)
-        if "unscored" in guards.off or given_up < guards.unscored_groups:
+        sentence = unscored(self._given_up_in_a_row(view, since_s), view.slots, guards)
+        if not sentence or "unscored" in guards.off:
             return {}
-        newest = await newest_reason(self._bus, DeadLetterSource.ROLLOUTS)
-        return {
-            "unscored": (guards.action("unscored"), unscored(given_up, newest or "its dead letter is gone", guards))
-        }
+        newest = await newest_reason(self._bus, (DeadLetterSource.PROMPTS, DeadLetterSource.ROLLOUTS))
+        cause = newest or "its dead letter is gone"
+        return {"unscored": (guards.action("unscored"), f"{sentence}; the newest: {cause}")}
 
     def _find_probe(self, since_s: float) -> dict[Guard, tuple[Action, str]]:
         if "probe" in self._settings.off:
@@ -299,14 +311,15 @@ class Guards:
         sentence = probe(self._beats(), since_s)
         return {"probe": (self._settings.action("probe"), sentence)} if sentence else {}
 
-    def _given_up_in_a_row(self, view: RunView, since_s: float) -> int:
-        given_up = view.counts.get("dead:rollouts", 0)
+    def _given_up_in_a_row(self, view: RunView, since_s: float) -> GivenUp:
+        dead = GivenUp(view.counts.get("dead:rollouts", 0), view.counts.get("dead:prompts", 0))
         # Scored groups wait for the trainer or have left it; those that died earlier were not scored.
-        left = sum(view.counts.values()) - given_up - view.counts.get("dead:prompts", 0)
+        left = sum(view.counts.values()) - dead.unscored - dead.prompts
         scored = left + view.streams["experience"].entries
         if self._progress[0] != since_s or scored > self._progress[1]:
-            self._progress = (since_s, scored, given_up)
-        return given_up - self._progress[2]
+            self._progress = (since_s, scored, dead)
+        before = self._progress[2]
+        return GivenUp(dead.unscored - before.unscored, dead.prompts - before.prompts)
 
     def _find_in_steps(self, reports: StepReports) -> dict[Guard, str]:
         """Return findings at new steps, else at the last."""

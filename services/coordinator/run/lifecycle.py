@@ -127,7 +127,7 @@ class Lifecycle:
             return True
         self._open()
         if status.state is RunState.CREATED and self._settings.coordinator.autostart:
-            return await self._start()
+            return await self._start(status.head)
         if status.state is RunState.RUNNING and status.step >= self._settings.run.steps:
             return status.head == status.newest_version and await self._end(RunState.FINISHED)
         return False
@@ -137,11 +137,11 @@ class Lifecycle:
             self.gate_open = True
             self._opened()
 
-    async def _start(self) -> bool:
+    async def _start(self, head: int) -> bool:
         started, _ = await self._ledger.transition(RunState.RUNNING, "autostart", [RunState.CREATED])
         if started:
             self._opened()
-            await tell(self._bus, SOURCE, "run started", "version 0 is live and the initial evaluation is in")
+            await tell(self._bus, SOURCE, "run started", f"version {head} is live")
         return started
 
     async def _extend(self, step: int) -> bool:

@@ -1,6 +1,6 @@
 """The API's live view, and the Prometheus gauges.
 
-A look takes two round trips, cached for ``_KEEP_S``. Gauges are set on a schedule.
+A look takes two round trips, and one per stream after a change of the dead letters; it is cached for ``_KEEP_S``. Gauges are set on a schedule.
 """
 
 import asyncio
@@ -15,13 +15,14 @@ from prometheus_client import Gauge
 from services.coordinator.evaluation.results import Evaluation, read_evaluations
 from services.coordinator.records.summary import training_seconds
 from services.coordinator.run.guards import read_guards
-from services.coordinator.run.notices import changed_code, compose
+from services.coordinator.run.notices import changed_code, compose, dead_letters
 from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
 from shared.advice import advice
 from shared.bus import streams
-from shared.bus.bus import Bus
+from shared.bus.bus import Bus, Depth
 from shared.bus.encoding import wire
 from shared.bus.messages import StepReport
+from shared.bus.stores.experience.dead_letters import newest_reason
 from shared.bus.stores.policy.ledger import RunState, RunStatus
 from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
 from shared.bus.stores.replicas.live_settings import Live
@@ -91,6 +92,7 @@ class Monitor:
         self._beats: Sequence[Heartbeat] = ()
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
+        self._dead, self._dead_reason = 0, ""
         self._view: RunView | None = None
         self._text = b""
         self._seen_at_s = -math.inf
@@ -142,13 +144,21 @@ class Monitor:
                 stream.name: StreamView(**dataclasses.asdict(depth))
                 for stream, depth in zip(SHOWN, depths, strict=False)
             },
-            dead=sum(depth.entries for depth in depths[len(SHOWN) :]),
+            dead=await self._count_dead(depths[len(SHOWN) :]),
             counts=run.counts,
             guards=read_guards(run.guards),
             groups_in_flight=run.groups_in_flight,
             changes=changes(run.functions),
             evaluations=[evaluation for evaluation in evaluated if evaluation.version not in run.revoked],
         )
+
+    async def _count_dead(self, depths: Sequence[Depth]) -> int:
+        """Return the number of dead letters; look up the newest one's reason if it changed."""
+        dead = sum(depth.entries for depth in depths)
+        if dead != self._dead:
+            self._dead_reason = await newest_reason(self._bus)
+            self._dead = dead
+        return dead
 
     async def _read_steps(self) -> None:
         for entry, fields in reversed(await newer(self._bus, streams.STEPS, self._newest_report, _HISTORY_STEPS)):
@@ -177,7 +187,15 @@ class Monitor:
             bus_full=status.bus_full,
             guards=look.guards,
             notices=compose(
-                status, look.guards, look.evaluations, self._beats, [*changed_code(look.changes), *self._standing()]
+                status,
+                look.guards,
+                look.evaluations,
+                self._beats,
+                [
+                    *changed_code(look.changes),
+                    *dead_letters(look.dead, self._dead_reason, status),
+                    *self._standing(),
+                ],
             ),
             bound=advice(
                 metrics,

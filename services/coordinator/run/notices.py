@@ -34,6 +34,14 @@ def changed_code(changes: Sequence[Change]) -> list[NoticeView]:
     return [notice(f"code of {change.function}", "warning", change.sentence) for change in changes]
 
 
+def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]:
+    """Return the notice of groups that were given up, unless a guard paused the run for the newest one's reason."""
+    if not count or (newest and newest in status.reason):
+        return []
+    text = f"dead letters: {count}, the newest: {newest}; `penstock dead` lists them"
+    return [notice("dead letters", "warning", text)]
+
+
 def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:

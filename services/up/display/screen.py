@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
+from rich.constrain import Constrain
 from rich.live import Live
 
 from services.client.views import Notice, RunView
@@ -22,6 +23,8 @@ _LINE_EVERY_S = 5.0
 _AGAIN_S = 60.0
 """Seconds before a changed notice is repeated."""
 _MESSAGES = 4
+_ECHO_WIDTH = 3
+"""Columns left free: the terminal's `^C` at the end of a full last line would move the screen down."""
 
 
 class Screen(Protocol):
@@ -76,7 +79,8 @@ class LiveScreen:
     def _draw(self) -> None:
         with _reader_may_be_gone():
             shown = view.screen(self._title, self._run, self._rows, tuple(self._messages))
-            self._live.update(Escaped(shown), refresh=True)
+            width = self._live.console.width - _ECHO_WIDTH
+            self._live.update(Escaped(Constrain(shown, width)), refresh=True)
 
 
 class PlainDisplay:

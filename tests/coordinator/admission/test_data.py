@@ -72,7 +72,7 @@ def test_other_columns_can_be_named(tmp_path: Path) -> None:
     ("row", "words"),
     [
         ('{"prompt": ', "expected a JSON object, but this is not JSON"),
-        ("[1]", "expected a JSON object, found list"),
+        ("[1]", "expected a JSON object on each line, found list"),
         ({"question": "q"}, "expected a column 'prompt' or 'messages', found 'question'"),
         ({}, "expected a column 'prompt' or 'messages', found no column"),
         ({"prompt": ""}, "expected text in 'prompt', found an empty one"),
@@ -292,7 +292,7 @@ def test_a_dataset_of_few_rows_that_are_all_bad_names_them(tmp_path: Path) -> No
     path = tmp_path / "few.jsonl"
     path.write_text('{"prompt": "1+1="}\n')
     with pytest.raises(
-        SettingsError, match=r"found 1 bad ones(.|\n)*few\.jsonl:1: expected a reference answer in 'answer'"
+        SettingsError, match=r"found a bad one(.|\n)*few\.jsonl:1: expected a reference answer in 'answer'"
     ):
         dataset.load(path, DataSettings(path=str(path)), "data.path", ["answer"], ["answer"])
 

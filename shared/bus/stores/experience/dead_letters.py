@@ -9,6 +9,7 @@
 """
 
 import dataclasses
+from collections.abc import Iterable
 from enum import StrEnum
 
 from shared.bus import streams
@@ -74,10 +75,12 @@ async def read_one(bus: Bus, source: DeadLetterSource, entry: str) -> DeadLetter
     return letters[0] if letters else None
 
 
-async def newest_reason(bus: Bus, source: DeadLetterSource) -> str:
-    """Return the newest letter's reason, or ""."""
-    rows = await bus.xrevrange(_STREAMS[source].dead, count=1)
-    return _letter(source, rows[0]).reason if rows else ""
+async def newest_reason(bus: Bus, sources: Iterable[DeadLetterSource] = DeadLetterSource) -> str:
+    """Return the reason of the newest letter of ``sources``, or ""."""
+    letters = [
+        _letter(source, row) for source in sources for row in await bus.xrevrange(_STREAMS[source].dead, count=1)
+    ]
+    return max(letters, key=lambda letter: letter.buried_at_s).reason if letters else ""
 
 
 async def _read(bus: Bus, source: DeadLetterSource, start: str, end: str, count: int) -> list[DeadLetter]:

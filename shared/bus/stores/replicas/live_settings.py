@@ -119,6 +119,18 @@ class Live:
         text, step = await self._bus.hmget(LIVE, str(number), f"step:{number}")
         return None if text is None else Revision(**{**json.loads(text), "step": int(step or 0)})
 
+    async def kept(self) -> list[str]:
+        """Return the values of the newest revision that differ from the run's file, whose own have no effect."""
+        revision = await self.read(self.revision)
+        file = self._file.model_dump(mode="json")
+        values = {} if revision is None else revision.values
+        own = {key: file[table][name] for key in values for table, name in [key.split(".")]}
+        return [
+            f"{key} is {json.dumps(values[key])}, not {json.dumps(own[key])}"
+            for key in values
+            if values[key] != own[key]
+        ]
+
     async def change(self, expected: int, changes: Mapping[str, Json], reason: str) -> Revision | None:
         """Create the revision after ``expected``; None if another was first.
 

@@ -1,6 +1,5 @@
 """Load settings from a TOML file, the environment and flags; each error names the source of the wrong value."""
 
-import difflib
 import math
 import os
 import tomllib
@@ -14,8 +13,9 @@ from pydantic import ValidationError
 
 from shared.errors import SettingsError
 from shared.files.durable import write_whole
+from shared.settings.reading.explanations import Problem, explanation, located
 from shared.settings.root import Settings
-from shared.text.redaction import SECRET_NAME, redact, redacted
+from shared.text.redaction import SECRET_NAME, redact
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
 SETTINGS_FILE = "settings.toml"
@@ -166,12 +166,23 @@ def _value(text: str) -> Any:
 
 
 def _explain(error: ValidationError, name: str, sources: Mapping[str, str]) -> str:
-    return "\n".join(_with_source(dict(problem), name, sources) for problem in error.errors())
+    problems = [located(dict(problem)) for problem in error.errors()]
+    return "\n".join(_with_source(same, name, sources) for same in _by_key(problems))
 
 
-def _with_source(problem: dict[str, Any], name: str, sources: Mapping[str, str]) -> str:
-    key, sentence = ".".join(str(part) for part in problem["loc"]), _explain_one(problem)
-    if problem["type"] != "value_error":
+def _by_key(problems: Sequence[Problem]) -> list[list[Problem]]:
+    """Group the problems of each setting; one of a list or table that has wrong parts follows from them."""
+    by_key: dict[str, list[Problem]] = {}
+    for problem in problems:
+        has_wrong_parts = any(other.key.startswith(f"{problem.key}.") for other in problems)
+        if not (has_wrong_parts and problem.is_of_form):
+            by_key.setdefault(problem.key, []).append(problem)
+    return list(by_key.values())
+
+
+def _with_source(problems: Sequence[Problem], name: str, sources: Mapping[str, str]) -> str:
+    key, sentence = problems[0].key, explanation(problems)
+    if problems[0].type != "value_error":
         return f"{next((source for known, source in sources.items() if _holds(known, key)), name)}: {sentence}"
     overridden = [f"{known} is set by {source}" for known, source in sources.items() if known in sentence]
     return f"{name}: {sentence}" + (f" ({', '.join(overridden)})" if overridden else "")
@@ -180,32 +191,3 @@ def _with_source(problem: dict[str, Any], name: str, sources: Mapping[str, str])
 def _holds(table: str, key: str) -> bool:
     """Whether ``key`` is the setting ``table``, one of its parts, or a table around it."""
     return f"{key}.".startswith(f"{table}.") or f"{table}.".startswith(f"{key}.")
-
-
-def _explain_one(problem: dict[str, Any]) -> str:
-    where = [str(part) for part in problem["loc"]]
-    key = ".".join(where)
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(where[:-1])
-        close = difflib.get_close_matches(where[-1], known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        return f"{key}: expected a known setting, found {where[-1]!r}; {hint}"
-    if problem["type"] == "value_error":
-        return redacted(str(problem["ctx"]["error"]))
-    message = str(problem["msg"])
-    return f"{key}: expected {_expectation(message)}, found {redacted(repr(problem['input']))}: change {key}"
-
-
-def _expectation(message: str) -> str:
-    for start in ("Input should be ", "Value should be "):
-        if message.startswith(start):
-            return message.removeprefix(start)
-    return message[:1].lower() + message[1:]
-
-
-def _known_keys(where: Sequence[str]) -> list[str]:
-    model: Any = Settings
-    for name in where:
-        field = getattr(model, "model_fields", {}).get(name)
-        model = field.annotation if field is not None else None
-    return list(getattr(model, "model_fields", {}))

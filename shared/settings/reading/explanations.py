@@ -1,0 +1,128 @@
+"""Explain what is wrong with a setting, in the words of the TOML file."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from shared.settings.root import Settings
+from shared.text.redaction import redacted
+
+_FORMS = {
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "string_type": "text",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One of pydantic's errors."""
+
+    key: str
+    """The setting, without the names of unions' members."""
+    models: Sequence[type[BaseModel]]
+    """The tables that may be around it."""
+    type: str
+    message: str
+    input: object
+    context: Mapping[str, Any]
+
+    @property
+    def is_of_form(self) -> bool:
+        """Whether it is about the form of a value, not its parts: a list with a wrong item also counts as too short."""
+        return self.type == "too_short" or self.type in _FORMS
+
+
+def located(error: Mapping[str, Any]) -> Problem:
+    """Return an error with its place in the settings."""
+    tables: list[str] = []
+    models: Sequence[type[BaseModel]] = [Settings]
+    around, inside = models, models
+    chosen = False
+    for part in error["loc"]:
+        of_kind = [] if chosen else [model for model in inside if part in _kinds(model)]
+        if of_kind:
+            inside, chosen = of_kind, True
+        elif "[" not in str(part):  # else a member of a union
+            tables.append(str(part))
+            around, chosen = inside, False
+            inside = inside if isinstance(part, int) else [table for model in inside for table in _field(model, part)]
+    is_item = error["type"] in ("union_tag_invalid", "union_tag_not_found")
+    models = inside if is_item else around
+    return Problem(".".join(tables), models, error["type"], error["msg"], error["input"], error.get("ctx", {}))
+
+
+def explanation(problems: Sequence[Problem]) -> str:
+    """Return the sentence about the problems of one setting."""
+    first, key = problems[0], problems[0].key
+    table, _, name = key.rpartition(".")
+    given = redacted(repr(first.input))
+    match first.type:
+        case "value_error":
+            return redacted(str(first.context["error"]))
+        case "extra_forbidden":
+            known = list(dict.fromkeys(field for model in first.models for field in model.model_fields))
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+            return f"{key}: expected a known setting, found {name!r}; {hint}"
+        case "missing" if name.isdecimal():
+            return f"{table}: expected {int(name) + 1} or more items, found {given}: change {table}"
+        case "missing":
+            return f"{key}: expected a value, but it is not set: add it"
+        case "union_tag_not_found":
+            return f"{key}: expected {_known_kinds(first)} as the kind, but it is not set: add kind"
+        case "union_tag_invalid":
+            close = difflib.get_close_matches(first.context["tag"], _all_kinds(first), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            return (
+                f"{key}: expected {_known_kinds(first)} as the kind, found {first.context['tag']!r}{hint}: change kind"
+            )
+    expected = " or ".join(dict.fromkeys(map(_expectation, problems)))
+    return f"{key}: expected {expected}, found {given}: change {key}"
+
+
+def _expectation(problem: Problem) -> str:
+    if problem.type in _FORMS:
+        return _FORMS[problem.type]
+    if problem.type == "too_short":
+        return f"{problem.context['min_length']} or more items"
+    if problem.type == "string_pattern_mismatch":
+        return f"text of the form {problem.context['pattern']}"
+    message = problem.message
+    for start in ("Input should be ", "Value should be "):
+        if message.startswith(start):
+            return message.removeprefix(start)
+    return message[:1].lower() + message[1:]
+
+
+def _known_kinds(problem: Problem) -> str:
+    return ", ".join(map(repr, _all_kinds(problem)))
+
+
+def _all_kinds(problem: Problem) -> list[str]:
+    return [kind for model in problem.models for kind in _kinds(model)]
+
+
+def _kinds(model: type[BaseModel]) -> tuple[str, ...]:
+    field = model.model_fields.get("kind")
+    return () if field is None else typing.get_args(field.annotation)
+
+
+def _field(model: type[BaseModel], name: str) -> Iterator[type[BaseModel]]:
+    """Yield the tables that the field ``name`` may hold."""
+    field = model.model_fields.get(name)
+    yield from () if field is None else _tables(field.annotation)
+
+
+def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _tables(inner)
