@@ -147,7 +147,7 @@ async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: 
     )
     parts.monitor.forget()
     (notice,) = (await parts.monitor.view()).notices
-    assert (notice.level, notice.text) == ("error", f"paused: {status.reason}")
+    assert (notice.level, notice.text) == ("error", f"paused: {status.reason}; `penstock resume` continues")
     await ledger.transition(RunState.RUNNING, "test", [RunState.PAUSED])
     parts.monitor.forget()
     await parts.guards.look(await parts.monitor.view())

@@ -49,7 +49,8 @@ def test_why_a_run_is_paused_comes_first_and_the_guard_that_did_it_is_not_said_t
         GuardView(guard="lag", action="tell", detail="60% left as stale", since_s=0),
     ]
     paused = texts(status(RunState.PAUSED, REASON), guards, [], [], [notice("held-out data", "warning", "23 of 30")])
-    assert paused == [f"error: paused: {REASON}", "warning: guard lag: 60% left as stale", "warning: 23 of 30"]
+    stopped = f"error: paused: {REASON}; `penstock resume` continues"
+    assert paused == [stopped, "warning: guard lag: 60% left as stale", "warning: 23 of 30"]
     assert texts(status(RunState.RUNNING, "autostart"), [], [], [], []) == []
 
 

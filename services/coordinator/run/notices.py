@@ -45,7 +45,7 @@ def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]
 def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:
-        notices.append(notice("paused", "error", f"paused: {status.reason}"))
+        notices.append(notice("paused", "error", f"paused: {status.reason}; `penstock resume` continues"))
     if status.bus_full:
         notices.append(notice("bus full", "error", status.bus_full))
     return notices
