@@ -221,9 +221,12 @@ class TransformersEngine:
         self._swap_held()
         while (self._ladder.is_away or not self._waiting) and not self._closing:
             self._receive(self._inbox.get())
+        rows = sum(entry.request.sampling.samples for entry in self._waiting)
         with contextlib.suppress(queue.Empty):
-            while not self._closing and _rows(self._waiting) < self._max_rows:
-                self._receive(self._inbox.get(timeout=GATHER_S))
+            while not self._closing and rows < self._max_rows:
+                item = self._inbox.get(timeout=GATHER_S)
+                self._receive(item)
+                rows += item.request.sampling.samples if isinstance(item, Request) else 0
         return not self._closing
 
     def _poll(self) -> None:
@@ -272,14 +275,16 @@ class TransformersEngine:
         self._call(inbox.answer, item.answer, None)
 
     def _next_batch(self) -> list[Request]:
-        batch: list[Request] = []
+        batch, rows = list[Request](), 0
         while self._waiting:
             asked = self._waiting[0]
-            if batch and (self._alone or _rows(batch) + asked.request.sampling.samples > self._max_rows):
+            samples = asked.request.sampling.samples
+            if batch and (self._alone or rows + samples > self._max_rows):
                 break
             self._waiting.popleft()
             if not asked.answer.done():
                 batch.append(asked)
+                rows += samples
         return batch
 
     def _run(self, batch: list[Request]) -> None:
@@ -313,8 +318,10 @@ class TransformersEngine:
 
     def _deliver(self, whole: Sequence[tuple[int, tuple[GeneratedSample, ...]]], started_at_s: float) -> None:
         now_s = time.time()
-        for place, samples in whole:
-            self._call(inbox.answer, self._running[place].answer, GeneratedGroup(samples, started_at_s, now_s))
+        answers = [
+            (self._running[place].answer, GeneratedGroup(samples, started_at_s, now_s)) for place, samples in whole
+        ]
+        self._call(inbox.answer_all, answers)
 
     def _swap_held(self) -> None:
         held, self._held_swaps = self._held_swaps, []
@@ -371,12 +378,10 @@ class TransformersEngine:
 
 
 def _part(request: GenerationRequest, first: int, samples: int) -> GenerationRequest:
+    if samples == request.sampling.samples:
+        return request
     sampling = dataclasses.replace(request.sampling, samples=samples)
     seed = request.seed
     if first:
         seed = int(np.random.SeedSequence([request.seed, first]).generate_state(1, np.uint64)[0])
     return dataclasses.replace(request, sampling=sampling, seed=seed)
-
-
-def _rows(asked: Sequence[Request] | deque[Request]) -> int:
-    return sum(entry.request.sampling.samples for entry in asked)
