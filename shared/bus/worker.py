@@ -10,6 +10,7 @@
       │            ├── PermanentError ──▶ bury
       │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
       │            └── anything else  ──▶ a bug: logged with its traceback, then as TemporaryError
+      ├── new samples of a group ──▶ ``together``: handed over as they end; what it leaves or fails on is handled alone
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
       └── reclaim: what was given back, or not renewed for ``claim_after_s``
 
