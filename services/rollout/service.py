@@ -135,7 +135,9 @@ class Generation:
         with _in_progress(len(places)) as end:
             requests = self._requests(prompt, await self._admit(prompt, purpose), places)
             self._precedence.begin(len(places))
-            asked = {asyncio.create_task(self._engine.generate(request)): place for place, request in requests.items()}
+            asked = {
+                asyncio.ensure_future(self._engine.generate(request)): place for place, request in requests.items()
+            }
             failed: BaseException | None = None
             try:
                 while asked:

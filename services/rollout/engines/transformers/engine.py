@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple, Unpack
 
@@ -124,8 +124,14 @@ class TransformersEngine:
     def version(self) -> PolicyVersion | None:
         return self._version
 
-    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+    def generate(self, request: GenerationRequest) -> Awaitable[GeneratedGroup]:
         """Return completions; more than ``max_rows`` are generated in parts."""
+        if request.sampling.samples > self._max_rows:
+            return self._in_parts(request)
+        answer: asyncio.Future[GeneratedGroup] = self._loop.create_future()
+        return self._ask(Request(request, answer), answer)
+
+    async def _in_parts(self, request: GenerationRequest) -> GeneratedGroup:
         samples, parts = request.sampling.samples, list[GeneratedGroup]()
         for first in range(0, samples, self._max_rows):
             part = _part(request, first, min(self._max_rows, samples - first))
@@ -193,12 +199,15 @@ class TransformersEngine:
         await asyncio.to_thread(self._shadow.close)
         self._receiving.shutdown(wait=False)
 
-    async def _ask(self, item: Item, answer: "asyncio.Future[R]") -> R:
+    def _ask(self, item: Item, answer: "asyncio.Future[R]") -> "asyncio.Future[R]":
         with self._door:
-            if self._shut:
-                raise EngineDied(f"the engine's thread has ended: {self._death!r}") from self._death
-            self._inbox.put(item)
-        return await answer
+            if not self._shut:
+                self._inbox.put(item)
+                return answer
+        error = EngineDied(f"the engine's thread has ended: {self._death!r}")
+        error.__cause__ = self._death
+        answer.set_exception(error)
+        return answer
 
     # ---------------------------------------------------------------- the engine's thread
 
@@ -378,8 +387,6 @@ class TransformersEngine:
 
 
 def _part(request: GenerationRequest, first: int, samples: int) -> GenerationRequest:
-    if samples == request.sampling.samples:
-        return request
     sampling = dataclasses.replace(request.sampling, samples=samples)
     seed = request.seed
     if first:
