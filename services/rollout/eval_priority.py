@@ -26,7 +26,7 @@ class Precedence:
     async def turn(self, samples: int, *, training: bool) -> AsyncIterator[None]:
         """Hold room for ``samples``: at once for training, else when available."""
         if training:
-            self._training += samples
+            self.begin(samples)
         else:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._has_room(samples))
@@ -34,12 +34,19 @@ class Precedence:
         try:
             yield
         finally:
-            if training:
-                self._training -= samples
-            else:
+            if not training:
                 self._evaluating -= samples
-            async with self._changed:
-                self._changed.notify_all()
+            await self.end(samples if training else 0)
+
+    def begin(self, samples: int) -> None:
+        """Hold room for training at once."""
+        self._training += samples
+
+    async def end(self, samples: int) -> None:
+        """Return room held for training."""
+        self._training -= samples
+        async with self._changed:
+            self._changed.notify_all()
 
     def _has_room(self, samples: int) -> bool:
         room = max(self._capacity - self._training, self._capacity // _SHARE)

@@ -18,6 +18,7 @@ import functools
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
@@ -35,9 +36,9 @@ from shared.bus import streams
 from shared.bus.assembly import bare
 from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
-from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup
+from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
 from shared.bus.streams import Stream
-from shared.bus.worker import Patience, Worker
+from shared.bus.worker import HandOver, Patience, Worker
 from shared.process.telemetry import HandlerFailures, Status
 from shared.settings import WeightsSettings
 from shared.weights.receiver.puller import Puller
@@ -110,40 +111,100 @@ class Generation:
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
         """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
         with IN_PROGRESS.track_inprogress():
-            if self._plausibility is not None:
-                await self._plausibility.check(prompt, purpose)
-            token_ids = self._codec.encode(prompt)
-            await self._follower.wait_for(prompt.min_version)
-            training = purpose is Purpose.TRAIN
+            token_ids = await self._admit(prompt, purpose)
             sampling = prompt.sampling
             if prompt.sample is not None:
                 sampling = dataclasses.replace(sampling, samples=1)
-            async with self._precedence.turn(sampling.samples, training=training):
+            async with self._precedence.turn(sampling.samples, training=purpose is Purpose.TRAIN):
                 if purpose is Purpose.EVALUATE:
                     await self._follower.check_kept(prompt.min_version)
-                stop = StopTexts(self._codec.decode, sampling.stop) if sampling.stop else None
-                request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), stop)
+                request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), self._stop(sampling))
                 generated = await self._engine.generate(request)
-        self._count(prompt, generated)
-        texts = self._codec.decode([sample.token_ids for sample in generated.samples])
+        return self._made(prompt if prompt.sample is None else bare(prompt), token_ids, [generated], purpose)
+
+    async def handle_together(
+        self, prompt: Prompt, places: Sequence[int], hand_over: HandOver, purpose: Purpose
+    ) -> None:
+        """Generate the samples ``places`` of a group; hand over those that ended together, as they end.
+
+        Each is a request of its own. If one fails, the others still end.
+
+        Raises:
+            PermanentError, NotHere: no sample can be generated, or one cannot.
+        """
+        with _in_progress(len(places)) as end:
+            requests = self._requests(prompt, await self._admit(prompt, purpose), places)
+            self._precedence.begin(len(places))
+            asked = {
+                asyncio.ensure_future(self._engine.generate(request)): place for place, request in requests.items()
+            }
+            failed: BaseException | None = None
+            try:
+                while asked:
+                    done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                    ended = {asked.pop(task): task for task in done}
+                    end(len(ended))
+                    await self._precedence.end(len(ended))
+                    failed = next(filter(None, (task.exception() for task in done)), failed)
+                    made = {place: ended[place].result() for place in sorted(ended) if not ended[place].exception()}
+                    if made:
+                        token_ids = requests[places[0]].prompt_token_ids
+                        part = self._made(bare(prompt), token_ids, list(made.values()), purpose)
+                        await hand_over(dataclasses.replace(part, places=tuple(made)))
+            finally:
+                for task in asked:
+                    task.cancel()
+                await self._precedence.end(len(asked))
+                await asyncio.gather(*asked, return_exceptions=True)
+            if failed is not None:
+                raise failed
+
+    async def _admit(self, prompt: Prompt, purpose: Purpose) -> Int32Array:
+        """Return the tokens of a prompt that this replica may generate, once it has the prompt's version."""
+        if self._plausibility is not None:
+            await self._plausibility.check(prompt, purpose)
+        token_ids = self._codec.encode(prompt)
+        await self._follower.wait_for(prompt.min_version)
+        return token_ids
+
+    def _requests(self, prompt: Prompt, token_ids: Int32Array, places: Sequence[int]) -> dict[int, GenerationRequest]:
+        """Return the request of each sample."""
+        sampling = dataclasses.replace(prompt.sampling, samples=1)
+        seeds = seeds_of(self._seed, prompt, places)
+        stop = self._stop(sampling)
+        return {
+            place: GenerationRequest(token_ids, sampling, seed, stop) for place, seed in zip(places, seeds, strict=True)
+        }
+
+    def _stop(self, sampling: Sampling) -> StopTexts | None:
+        return StopTexts(self._codec.decode, sampling.stop) if sampling.stop else None
+
+    def _made(
+        self, prompt: Prompt, token_ids: Int32Array, generated: Sequence[GeneratedGroup], purpose: Purpose
+    ) -> RolloutGroup:
+        self._count(prompt.purpose, generated)
+        samples = [sample for each in generated for sample in each.samples]
+        texts = self._codec.decode([sample.token_ids for sample in samples])
         return RolloutGroup(
-            prompt=prompt if prompt.sample is None else bare(prompt),
+            prompt=prompt,
             prompt_token_ids=token_ids,
-            samples=with_texts(generated.samples, texts, supports=training),
+            samples=with_texts(samples, texts, supports=purpose is Purpose.TRAIN),
             replica=self._replica,
-            started_at_s=generated.started_at_s,
-            finished_at_s=generated.finished_at_s,
+            started_at_s=min(each.started_at_s for each in generated),
+            finished_at_s=max(each.finished_at_s for each in generated),
         )
 
-    def _count(self, prompt: Prompt, generated: GeneratedGroup) -> None:
-        tokens = sum(len(sample.token_ids) for sample in generated.samples)
-        truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in generated.samples)
-        GENERATED_TOKENS.labels(prompt.purpose.value).inc(tokens)
-        GENERATED_SAMPLES.labels(prompt.purpose.value).inc(len(generated.samples))
-        TRUNCATED_SAMPLES.labels(prompt.purpose.value).inc(truncated)
-        GENERATE.observe(generated.finished_at_s - generated.started_at_s)
-        self.rate.add(time.monotonic(), len(generated.samples), tokens)
-        self.generated = self.generated[0] + len(generated.samples), self.generated[1] + tokens
+    def _count(self, purpose: Purpose, generated: Sequence[GeneratedGroup]) -> None:
+        samples = [sample for each in generated for sample in each.samples]
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        truncated = sum(sample.finish_reason is FinishReason.LENGTH for sample in samples)
+        GENERATED_TOKENS.labels(purpose.value).inc(tokens)
+        GENERATED_SAMPLES.labels(purpose.value).inc(len(samples))
+        TRUNCATED_SAMPLES.labels(purpose.value).inc(truncated)
+        for each in generated:
+            GENERATE.observe(each.finished_at_s - each.started_at_s)
+        self.rate.add(time.monotonic(), len(samples), tokens)
+        self.generated = self.generated[0] + len(samples), self.generated[1] + tokens
 
 
 class Rollout:
@@ -219,6 +280,7 @@ class Rollout:
                 taking,
                 crowd=crowd,
                 bug=failures.note,
+                together=functools.partial(self._generation.handle_together, purpose=purpose),
                 block_s=_GUEST_BLOCK_S if self._is_guest else math.inf,
             )
 
@@ -324,10 +386,36 @@ class Rollout:
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:
     """Return the seed of a group or a sample: the same on every replica and delivery."""
+    return _states(run_seed, prompt, 0)[0] if prompt.sample is None else seeds_of(run_seed, prompt, [prompt.sample])[0]
+
+
+def seeds_of(run_seed: int, prompt: Prompt, places: Sequence[int]) -> list[int]:
+    """Return the seeds of a group's samples."""
+    states = _states(run_seed, prompt, max(places) + 1)
+    return [states[place + 1] for place in places]
+
+
+def _states(run_seed: int, prompt: Prompt, samples: int) -> list[int]:
     words = [run_seed, list(Purpose).index(prompt.purpose), prompt.group_id]
-    if prompt.sample is not None:
-        words.append(prompt.sample + 1)  # a seed ignores zeros at its end
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+    states: list[int] = np.random.SeedSequence(words).generate_state(samples + 1, np.uint64).tolist()
+    return states
+
+
+@contextlib.contextmanager
+def _in_progress(entries: int) -> Iterator[Callable[[int], None]]:
+    """Count entries in progress; yield the function that counts some of them as ended."""
+    left = entries
+
+    def end(ended: int) -> None:
+        nonlocal left
+        left -= ended
+        IN_PROGRESS.dec(ended)
+
+    IN_PROGRESS.inc(entries)
+    try:
+        yield end
+    finally:
+        IN_PROGRESS.dec(left)
 
 
 def _set(event: asyncio.Event, on: bool) -> None:

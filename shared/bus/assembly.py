@@ -3,7 +3,8 @@
 ::
 
     generating        group → its Prompt                       a group is here until it is whole or has ended
-    assembly:<group>  parts, missing, @<part> → its entry on prompts, or <part> → its RolloutGroup of one sample
+    assembly:<group>  parts, missing, @<part> → its entry on prompts, or <part> → its RolloutGroup, of one sample or of
+                      several that ended together, under the first of them
     rollouts          [Prompt, part, part, …]                  the array that ``hand_over.lua`` makes of the last part
 """
 
@@ -27,9 +28,18 @@ def part_of(prompt: Prompt, part: str) -> Prompt:
     """
     if part in ("", "all"):
         return prompt
+    return dataclasses.replace(prompt, sample=place_of(prompt, part))
+
+
+def place_of(prompt: Prompt, part: str) -> int:
+    """Return the index of the sample ``part`` in its group.
+
+    Raises:
+        MessageError: there is no such sample.
+    """
     if not (part.isascii() and part.isdecimal() and int(part[:9]) < prompt.sampling.samples):
         raise MessageError(f"expected a sample of {prompt.sampling.samples}, found {part[:40]!r}")
-    return dataclasses.replace(prompt, sample=int(part[:9]))
+    return int(part[:9])
 
 
 def bare(prompt: Prompt) -> Prompt:
@@ -46,29 +56,53 @@ def part_of_group(group: RolloutGroup, place: int) -> bytes:
     return wire.encode(dataclasses.replace(group, prompt=prompt, samples=(generated,)))
 
 
+def split(group: RolloutGroup) -> list[RolloutGroup]:
+    """Return the parts of one sample of a part of several."""
+    return [
+        dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, sample=place), samples=(sample,), places=())
+        for place, sample in zip(group.places, group.samples, strict=True)
+    ]
+
+
 def join(pieces: Sequence[Any]) -> dict[str, Any]:
     """Return the fields of the group of an encoded prompt and its encoded parts, to be checked at once.
 
     Raises:
-        MessageError: they are not those of one group, in order.
+        MessageError: they are not those of one group.
     """
     if len(pieces) < 2 or not all(type(piece) is bytes for piece in pieces):
         raise MessageError(f"expected a prompt and its samples, found {len(pieces)} pieces")
     prompt, parts = wire.unpack(pieces[0], Prompt), [wire.unpack(piece, RolloutGroup) for piece in pieces[1:]]
     group_id, tokens = prompt["group_id"], parts[0]["prompt_token_ids"]
-    for place, part in enumerate(parts):
-        if (part["prompt"]["group_id"], part["prompt"]["sample"], part["samples"]["rows"]) != (group_id, place, 1):
-            raise MessageError(f"expected sample {place} of group {group_id}, found another")
+    places: list[Any] = []
+    for part in parts:
+        own = part.get("places") or [part["prompt"]["sample"]]
+        if part["prompt"]["group_id"] != group_id or part["samples"]["rows"] != len(own):
+            raise MessageError(f"expected samples of group {group_id}, found others")
         if not np.array_equal(part["prompt_token_ids"], tokens):
             raise MessageError(f"expected the same prompt tokens for every sample of group {group_id}")
+        places += own
     return {
         "prompt": prompt,
         "prompt_token_ids": tokens,
-        "samples": join_columns([part["samples"] for part in parts]),
+        "samples": join_columns([part["samples"] for part in parts], _order(places)),
         "replica": ", ".join(sorted({part["replica"] for part in parts}))[:1024],
         "started_at_s": min(part["started_at_s"] for part in parts),
         "finished_at_s": max(part["finished_at_s"] for part in parts),
+        "places": [],
     }
+
+
+def _order(places: Sequence[Any]) -> list[int]:
+    """Return which of the samples is that of each place.
+
+    Raises:
+        MessageError: they are not those of a group.
+    """
+    rows = {place: row for row, place in enumerate(places) if type(place) is int}
+    if rows.keys() != set(range(len(places))):
+        raise MessageError(f"expected each sample of a group of {len(places)} once, found others")
+    return [rows[place] for place in range(len(places))]
 
 
 wire.join_by(RolloutGroup, join)

@@ -9,17 +9,17 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Any, Generic, NewType, TypeVar, cast
+from typing import Any, Generic, NewType, TypeAlias, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
 from shared.bus import streams
-from shared.bus.assembly import part_of
+from shared.bus.assembly import part_of, split
 from shared.bus.client import connection
 from shared.bus.client.commands import Commands, block, rows, text
 from shared.bus.encoding import wire
 from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, key
-from shared.bus.messages import Prompt
+from shared.bus.messages import Prompt, RolloutGroup
 from shared.bus.streams import Row, Stream
 from shared.errors import BusUnavailable, MessageError
 from shared.text.redaction import redact
@@ -38,6 +38,10 @@ _PAGE_ENTRIES = 256
 _GIVEN_BACK = "given-back"
 _LONGEST_REASON = 2000
 _AT_ONCE_MS = 86_400_000
+
+
+_Taken: TypeAlias = "tuple[str, int, int, Mapping[Any, Any]]"
+"""Id, attempts, crashes and fields of an entry."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -148,8 +152,8 @@ class Bus(Commands):
         command = self.call(lambda: self._client.execute_command(*words, self.keys.of(stream), ">"))
         answer = await self._unless_empty(command)
         entries = rows(answer[0][1]) if answer else ()
-        deliveries = [self._delivery(stream, kind, entry_id, 1, fields) for entry_id, fields in entries if fields]
-        return await self._with_prompts(deliveries)
+        taken = [(entry_id, 1, 0, fields) for entry_id, fields in entries if fields]
+        return await self._deliveries(stream, kind, taken)
 
     async def own(
         self, stream: Stream, kind: type[M], consumer: str, page_entries: int = _PAGE_ENTRIES, *, suspect: bool = False
@@ -166,7 +170,7 @@ class Bus(Commands):
                 stream_name=stream.name, suspect=int(suspect),
             )  # fmt: skip
             page = await self._unless_empty(retaken)
-            for delivery in await self._with_prompts(self._delivered(stream, kind, page)):
+            for delivery in await self._delivered(stream, kind, page):
                 yield delivery
             if len(page) < page_entries:
                 return
@@ -195,7 +199,7 @@ class Bus(Commands):
             min_idle_ms=int(min_idle_s * 1000), count=count, given_back=_GIVEN_BACK, stream_name=stream.name,
             suspect=int(suspect),
         )  # fmt: skip
-        return await self._with_prompts(self._delivered(stream, kind, await self._unless_empty(reclaimed)))
+        return await self._delivered(stream, kind, await self._unless_empty(reclaimed))
 
     async def try_alone(self, delivery: Delivery[Any], consumer: str, *, passed: bool = False) -> bool:
         """Count this attempt before the entry is handled alone; False if no longer ours.
@@ -223,43 +227,26 @@ class Bus(Commands):
         noted = await self.hget(CAUSES, _field(delivery))
         return "" if noted is None else text(noted)
 
-    async def _with_prompts(self, deliveries: list[Delivery[M]]) -> list[Delivery[M]]:
-        """Add the groups' prompts, of which parts have only the group."""
-        groups = list(dict.fromkeys(delivery.group_id for delivery in deliveries if delivery.part))
-        if not groups:
-            return deliveries
-        prompts = dict(zip(groups, await self.hmget(GENERATING, *groups), strict=True))
-        return [
-            dataclasses.replace(delivery, data=prompts[delivery.group_id] or b"") if delivery.part else delivery
-            for delivery in deliveries
-        ]
-
-    def _delivered(self, stream: Stream, kind: type[M], answers: Sequence[Any]) -> list[Delivery[M]]:
-        return [
-            self._delivery(stream, kind, text(entry_id), int(attempts), _pairs(fields), int(crashes))
+    async def _delivered(self, stream: Stream, kind: type[M], answers: Sequence[Any]) -> list[Delivery[M]]:
+        taken = [
+            (text(entry_id), int(attempts), int(crashes), _pairs(fields))
             for entry_id, attempts, crashes, fields in answers
             if fields
         ]
+        return await self._deliveries(stream, kind, taken)
 
-    def _delivery(
-        self,
-        stream: Stream,
-        kind: type[M],
-        entry_id: str,
-        attempts: int,
-        fields: Mapping[Any, Any],
-        crashes: int = 0,
-    ) -> Delivery[M]:
-        return Delivery(
-            stream=stream,
-            entry_id=EntryId(entry_id),
-            group_id=text(fields.get(b"id", b"")),
-            attempts=attempts,
-            data=fields.get(b"data", b""),
-            kind=kind,
-            crashes=crashes,
-            part=text(fields.get(b"part", b"")) if stream == streams.PROMPTS else "",
-        )
+    async def _deliveries(self, stream: Stream, kind: type[M], taken: Sequence[_Taken]) -> list[Delivery[M]]:
+        """Return entries, of parts with their groups' prompts, of which they have only the group."""
+        prompts: dict[str, bytes | None] = {}
+        if stream == streams.PROMPTS:
+            groups = {text(fields.get(b"id", b"")) for *_, fields in taken if fields.get(b"part")}
+            prompts = dict(zip(groups, await self.hmget(GENERATING, *groups), strict=True)) if groups else {}
+        deliveries: list[Delivery[M]] = []
+        for entry_id, attempts, crashes, fields in taken:
+            group_id, part = text(fields.get(b"id", b"")), text(fields.get(b"part", b"")) if prompts else ""
+            data = prompts[group_id] if part else fields.get(b"data")
+            deliveries.append(Delivery(stream, EntryId(entry_id), group_id, attempts, data or b"", kind, crashes, part))
+        return deliveries
 
     async def tail(
         self, stream: Stream, kind: type[M], after: str, count: int, block_s: float | None
@@ -290,7 +277,25 @@ class Bus(Commands):
     async def hand_over(self, delivery: Delivery[Any], output: Stream, result: object) -> bool:
         """Publish ``result`` (message or bytes) and acknowledge the input; False if another consumer was first."""
         payload = result if isinstance(result, bytes) else wire.encode(result)
-        return bool(await self.script("hand_over", **_input(delivery), output=output, payload=payload))
+        return await self._hand_over([delivery], output, payload)
+
+    async def hand_over_part(self, deliveries: Sequence[Delivery[Any]], output: Stream, part: RolloutGroup) -> int:
+        """Publish the samples of a group that ended together, ``part.places``, and acknowledge their entries.
+
+        If another consumer finished one of them, each is handed over alone. Return the number of those that counted.
+        """
+        if await self._hand_over(deliveries, output, wire.encode(part)):
+            return len(deliveries)
+        if len(deliveries) == 1:
+            return 0
+        alone = zip(deliveries, split(part), strict=True)
+        return sum([await self.hand_over(delivery, output, sample) for delivery, sample in alone])
+
+    async def _hand_over(self, deliveries: Sequence[Delivery[Any]], output: Stream, payload: bytes) -> bool:
+        given = _input(deliveries[0])
+        del given["part"], given["entry_id"]
+        entries = [word for delivery in deliveries for word in (delivery.part, delivery.entry_id)]
+        return bool(await self.script("hand_over", **given, output=output, payload=payload, entries=entries))
 
     async def drop(self, delivery: Delivery[Any], reason: str, detail: str = "") -> bool:
         """Drop a group, counted as ``dropped:<reason>``."""

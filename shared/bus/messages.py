@@ -275,6 +275,8 @@ class RolloutGroup:
     replica: Annotated[str, _NAME]
     started_at_s: Annotated[float, _TIME]
     finished_at_s: Annotated[float, _TIME]
+    places: Annotated[tuple[int, ...], FieldLimits(0, MOST_SAMPLES, length=MOST_SAMPLES)] = ()
+    """Of samples that travel together to their group: their indexes in it; empty: one sample, or the whole group."""
 
     def check(self) -> None:
         """Raise ValueError for more samples than requested."""

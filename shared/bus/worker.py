@@ -10,6 +10,7 @@
       │            ├── PermanentError ──▶ bury
       │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
       │            └── anything else  ──▶ a bug: logged with its traceback, then as TemporaryError
+      ├── new samples of a group ──▶ ``together``: handed over as they end; what it leaves or fails on is handled alone
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
       └── reclaim: what was given back, or not renewed for ``claim_after_s``
 
@@ -22,17 +23,20 @@ import asyncio
 import dataclasses
 import logging
 import math
+import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from prometheus_client import Counter
 
 from shared.backoff import Backoff
+from shared.bus.assembly import place_of
 from shared.bus.bus import Bus, Delivery, EntryId
 from shared.bus.crowd import Crowd
 from shared.bus.encoding import wire
+from shared.bus.messages import Prompt, RolloutGroup
 from shared.bus.streams import Stream
 from shared.errors import Fenced, NotHere, PermanentError, SettingsError, StateLost, TemporaryError
 
@@ -54,6 +58,9 @@ HANDLER_ERRORS = Counter(
 ENDS_PROCESS = (MemoryError, StateLost, SettingsError, Fenced)
 """End the process if a handler raises them; others cost only the group."""
 _ALONE_FROM = 2
+_MOST_TOGETHER = 1024
+"""Samples of one hand-over: a script has room for about 8,000 words."""
+_SAMPLE = re.compile(r"0|[1-9][0-9]{0,8}")
 _LOOK_S = 0.05
 _AT_ONCE_S = 86_400.0
 _ROUNDING_S = 0.005
@@ -61,6 +68,9 @@ _ROUNDING_S = 0.005
 
 Bug = Callable[[str, str], Awaitable[None]]
 """Receives the group and the exception's text."""
+HandOver = Callable[[RolloutGroup], Awaitable[None]]
+Together = Callable[[Prompt, Sequence[int], HandOver], Awaitable[None]]
+"""Generates samples of a group, and hands over those that ended together, as they end."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -105,6 +115,8 @@ class Worker(Generic[In, Out]):
         last: handles an entry's last attempt; default: ``handler``.
         crowd: shared by the workers of one process.
         bug: receives exceptions that are bugs.
+        together: handles new samples of one group that a read returned, of which each is an entry; what it does not
+            hand over is handled one by one.
         block_s: longest wait of a read, after which ``taking`` is looked at.
     """
 
@@ -123,6 +135,7 @@ class Worker(Generic[In, Out]):
         last: Callable[[In], Awaitable[Out]] | None = None,
         crowd: Crowd | None = None,
         bug: Bug | None = None,
+        together: Together | None = None,
         block_s: float = math.inf,
     ) -> None:
         self._bus = bus
@@ -137,6 +150,7 @@ class Worker(Generic[In, Out]):
         self._taking = taking or _always()
         self._crowd = crowd or Crowd()
         self._bug = bug
+        self._together = together
         self._block_s = block_s
         HANDLER_ERRORS.labels(source.name)  # a series that exists at 0 shows its first increment
         self._held: dict[EntryId, asyncio.Task[None]] = {}
@@ -197,11 +211,29 @@ class Worker(Generic[In, Out]):
                 block_s = _LOOK_S if self._suspects else max(_LOOK_S, min(patience_s, self._reclaim_at_s - now_s))
                 block_s = min(block_s, self._block_s)
                 deliveries = await self._bus.read(self._source, self._kind, self._consumer, room, block_s)
-            for delivery in deliveries:
-                if delivery.crashes:
-                    self._suspects.append(delivery)
+            for of_group in self._by_group(deliveries):
+                if len(of_group) > 1:
+                    self._start_together(of_group)
+                elif of_group[0].crashes:
+                    self._suspects.append(of_group[0])
                 else:
-                    await self._start(delivery)
+                    await self._start(of_group[0])
+
+    def _by_group(self, deliveries: Sequence[Delivery[In]]) -> list[list[Delivery[In]]]:
+        """Return the new samples of each group together, and all other entries alone."""
+        alone: list[list[Delivery[In]]] = []
+        together: dict[str, dict[str, Delivery[In]]] = {}
+        for delivery in deliveries:
+            samples = together.setdefault(delivery.group_id, {})
+            if self._is_new_sample(delivery) and delivery.part not in samples and len(samples) < _MOST_TOGETHER:
+                samples[delivery.part] = delivery
+            else:
+                alone.append([delivery])
+        return [*alone, *(list(samples.values()) for samples in together.values() if samples)]
+
+    def _is_new_sample(self, delivery: Delivery[In]) -> bool:
+        new = delivery.attempts == 1 and not delivery.crashes and delivery.entry_id not in self._held
+        return self._together is not None and new and _SAMPLE.fullmatch(delivery.part) is not None
 
     def _may_try(self) -> bool:
         """Whether the next suspect may begin: few at a time."""
@@ -237,9 +269,16 @@ class Worker(Generic[In, Out]):
             await self._bury(delivery, f"failed {delivery.attempts - 1} times: {cause}")
             return None
         work = self._handle_alone if delivery.crashes >= _ALONE_FROM else self._handle_beside
-        task = asyncio.create_task(work(delivery), name=f"{self._source.name}:{delivery.entry_id}")
-        self._held[delivery.entry_id] = task
-        task.add_done_callback(lambda done: self._finished(delivery.entry_id, done))
+        return self._hold([delivery], work(delivery))
+
+    def _start_together(self, deliveries: Sequence[Delivery[In]]) -> None:
+        self._hold(deliveries, self._handle_together(deliveries))
+
+    def _hold(self, deliveries: Sequence[Delivery[In]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"{self._source.name}:{deliveries[0].entry_id}")
+        for delivery in deliveries:
+            self._held[delivery.entry_id] = task
+        task.add_done_callback(lambda done: self._finished([delivery.entry_id for delivery in deliveries], done))
         return task
 
     async def _handle_beside(self, delivery: Delivery[In]) -> None:
@@ -255,15 +294,50 @@ class Worker(Generic[In, Out]):
             await self._handle(delivery)
             self._alone = None
 
-    def _finished(self, entry_id: EntryId, task: asyncio.Task[None]) -> None:
-        if self._held.get(entry_id) is task:
-            del self._held[entry_id]
-        self._leaving.discard(entry_id)
-        self._free.set()
+    async def _handle_together(self, deliveries: Sequence[Delivery[In]]) -> None:
+        assert self._together is not None
+        task, left = asyncio.current_task(), {delivery.part: delivery for delivery in deliveries}
+
+        async def hand_over(part: RolloutGroup) -> None:
+            ended = [left[str(place)] for place in part.places]
+            entries = [delivery.entry_id for delivery in ended]
+            self._leaving.update(entries)
+            handed_over = await self._bus.hand_over_part(ended, self._output, part)
+            self.counts.add(self._source, "handed_over", handed_over)
+            if late := len(ended) - handed_over:
+                self.counts.add(self._source, "late", late)
+                log.info("late results dropped", extra={"stream": self._source.name, "samples": late})
+            for delivery in ended:
+                del left[delivery.part]
+            self._let_go(entries, task)
+
+        try:
+            async with self._crowd.shared():
+                await self._together(*_samples(deliveries), hand_over)
+        except ENDS_PROCESS as error:
+            for delivery in left.values():
+                await self._bus.note_cause(delivery, repr(error))
+            raise
+        except Exception as error:  # noqa: BLE001 (what is left is handled again, and its own error counted)
+            log.warning("samples will be tried alone", extra={"group": deliveries[0].group_id, "reason": _words(error)})
+        self._leaving.difference_update(delivery.entry_id for delivery in left.values())
+        for delivery in left.values():
+            self._hold([delivery], self._handle_beside(delivery))
+
+    def _finished(self, entries: Sequence[EntryId], task: asyncio.Task[None]) -> None:
+        self._let_go(entries, task)
         if not task.cancelled() and (error := task.exception()) is not None:
             assert self._broken is not None
             if not self._broken.done():
                 self._broken.set_exception(error)
+
+    def _let_go(self, entries: Sequence[EntryId], task: asyncio.Task[None] | None) -> None:
+        """Make room for others, unless a later task handles an entry."""
+        for entry_id in entries:
+            if self._held.get(entry_id) is task:
+                del self._held[entry_id]
+                self._leaving.discard(entry_id)
+        self._free.set()
 
     async def _handle(self, delivery: Delivery[In]) -> None:
         handler = self._last if delivery.attempts >= self._patience.max_attempts else self._handler
@@ -337,14 +411,20 @@ class Worker(Generic[In, Out]):
             ours = await self._bus.renew(self._source, self._consumer, [*held, *suspects])
             gone = suspects - ours
             self._suspects = deque(delivery for delivery in self._suspects if delivery.entry_id not in gone)
-            for entry_id in held.keys() - ours - self._leaving:
-                if self._held.get(entry_id) is held[entry_id]:
-                    log.warning("entry was taken over", extra={"stream": self._source.name, "entry": entry_id})
-                    held[entry_id].cancel()
+            lost = {
+                entry_id
+                for entry_id in held.keys() - ours - self._leaving
+                if self._held.get(entry_id) is held[entry_id]
+            }
+            kept = {task for entry_id, task in self._held.items() if entry_id not in lost}
+            for entry_id in lost:
+                log.warning("entry was taken over", extra={"stream": self._source.name, "entry": entry_id})
+            for task in {held[entry_id] for entry_id in lost} - kept:
+                task.cancel()
 
     async def hand_back(self) -> None:
         """Give back what is held, uncounted, for others to take at once; call it while ``taking`` is not set."""
-        await _cancel(list(self._held.values()))
+        await _cancel(self._held.values())
         self._suspects.clear()
         if self._alone is not None:
             await self._bus.give_back(
@@ -359,7 +439,7 @@ class Worker(Generic[In, Out]):
             await asyncio.wait(self._held.values(), timeout=self._patience.drain_s)
 
     async def _release(self) -> None:
-        await _cancel(list(self._held.values()))
+        await _cancel(self._held.values())
         if self._broken is not None and self._broken.done():
             await self._bus.leave_suspects(self._source, self._consumer)
             return
@@ -376,7 +456,14 @@ def _always() -> asyncio.Event:
     return taking
 
 
-async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+def _samples(deliveries: Sequence[Delivery[Any]]) -> tuple[Prompt, list[int]]:
+    """Return the prompt of entries of one group, and their samples. Raises MessageError."""
+    prompt = dataclasses.replace(deliveries[0], part="all").message()
+    return prompt, [place_of(prompt, delivery.part) for delivery in deliveries]
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = set(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

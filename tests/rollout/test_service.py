@@ -22,7 +22,7 @@ from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.eval_priority import Precedence
 from services.rollout.follower import Follower
 from services.rollout.plausibility import Plausibility
-from services.rollout.service import Rate, Rollout, seed_of
+from services.rollout.service import Rate, Rollout, seed_of, seeds_of
 from shared.bus import streams
 from shared.bus.bus import Bus, Delivery
 from shared.bus.encoding import wire
@@ -38,6 +38,7 @@ from shared.bus.messages import (
     Sampling,
 )
 from shared.bus.stores.policy.evaluations import Holding
+from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import Stream
@@ -512,12 +513,70 @@ async def test_evaluation_takes_the_room_that_training_leaves_and_never_starves(
     assert order == ["training", "first of two", "more training", "no room"]
 
 
+async def admit(bus: Bus, *groups: Prompt) -> None:
+    state = {"state": "running", "cursor": 0, "newest_version": 0, "step": 0}
+    await raw(bus).hset(bus.keys.named("run"), mapping=state)
+    assert await Ledger(bus).admit(groups, 8, 8, 10, PolicyVersion(0)) == len(groups)
+
+
+class Waves(ScriptedEngine):
+    """The request ``n`` begins in the wave ``of[n]``; ``failing`` fails. Notes the seeds."""
+
+    def __init__(self, of: list[int], failing: int) -> None:
+        super().__init__(receive=weights.receiving())
+        self.of, self.failing = of, failing
+        self.begun = [asyncio.Event() for _ in range(max(of) + 1)]
+        self.begun[0].set()
+        self.seeds: list[int] = []
+
+    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+        asked = len(self.seeds)
+        self.seeds.append(request.seed)
+        if asked < len(self.of):
+            await self.begun[self.of[asked]].wait()
+        if asked == self.failing:
+            raise RuntimeError("a bad moment")
+        return await super().generate(request)
+
+
+async def test_samples_that_end_together_travel_together_and_one_that_fails_is_redone_alone(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed_over: list[list[str]] = []
+    hand_over = Bus._hand_over
+    engine = Waves([0, 2, 0, 2, 0, 1], failing=4)
+
+    async def noted(self: Bus, deliveries: Any, output: Stream, payload: bytes) -> bool:
+        handed_over.append([delivery.part for delivery in deliveries])
+        done = await hand_over(self, deliveries, output, payload)
+        for begun in engine.begun[: len(handed_over) + 1]:
+            begun.set()
+        return done
+
+    monkeypatch.setattr(Bus, "_hand_over", noted)
+    prompt = builders.prompt(0, samples=6)
+    await admit(bus, prompt)
+    await announce(bus, tmp_path, 0)
+    serving = Serving(rollout(bus, engine))
+    (delivery,) = await take(bus)
+    await serving.end()
+    assert handed_over == [["0", "2"], ["5"], ["1", "3"], ["4"]]
+    seeds = [seed_of(0, dataclasses.replace(prompt, sample=place)) for place in range(6)]
+    assert engine.seeds == [*seeds, seeds[4]]
+    group = delivery.message()
+    assert (group.prompt, group.places, len(group.samples)) == (prompt, (), 6)
+    assert {sample.text for sample in group.samples} <= {"46", "47"}
+
+
 def test_a_groups_seed_is_its_own_and_the_same_at_every_delivery() -> None:
     prompt = builders.prompt(7)
     evaluated = dataclasses.replace(prompt, purpose=Purpose.EVALUATE)
     again = dataclasses.replace(prompt, requeues=1, min_version=PolicyVersion(3), admitted_at_s=9.0)
     assert seed_of(0, prompt) == seed_of(0, again)
     assert len({seed_of(0, prompt), seed_of(1, prompt), seed_of(0, builders.prompt(8)), seed_of(0, evaluated)}) == 4
+    samples = [seed_of(0, dataclasses.replace(prompt, sample=place)) for place in range(3)]
+    assert seeds_of(0, prompt, [2, 0]) == [samples[2], samples[0]]
+    assert len({seed_of(0, prompt), *samples}) == 4
 
 
 @pytest.mark.parametrize(

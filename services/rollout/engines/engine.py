@@ -15,7 +15,7 @@ An engine turns a prompt's token ids into a group of samples, and takes new weig
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -135,7 +135,7 @@ class Engine(Protocol):
     def torn(self) -> bool:
         """Whether a swap failed midway, which blocks generation until another completes."""
 
-    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+    def generate(self, request: GenerationRequest) -> Awaitable[GeneratedGroup]:
         """Return ``request.sampling.samples`` completions; cancellation withdraws the request."""
 
     async def stage(self, offer: "Offer") -> None:

@@ -60,32 +60,42 @@ def write_columns(names: Iterable[str], records: Sequence[object]) -> dict[str, 
     return written
 
 
-def join_columns(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the columns of tables with a row each, as they are written; of columns that all tables have.
+def join_columns(tables: Sequence[Mapping[str, Any]], order: Sequence[int]) -> dict[str, Any]:
+    """Return the columns of all tables' rows, as they are written, in ``order``; of columns that all tables have.
 
     Raises:
-        ValueError: a column has not one row.
+        ValueError: a column has not the rows of its table.
     """
-    joined: dict[str, Any] = {"rows": len(tables)}
+    joined: dict[str, Any] = {"rows": len(order)}
     for name in tables[0]:
         cells = [table[name] for table in tables if name in table]
         if len(cells) < len(tables) or name == "rows":
             continue
         if type(cells[0]) is list:
-            joined[name] = _one_each(name, cells)
+            rows = _rows_of(name, cells, tables)
+            joined[name] = [rows[row] for row in order]
         else:
-            arrays = [cell["joined"] for cell in cells]
-            lengths = _one_each(name, [cell["lengths"] for cell in cells])
-            if lengths != list(map(len, arrays)) or len({array.dtype for array in arrays}) > 1:
-                raise ValueError(f"{name}: expected an array of its length from each part, found others")
-            joined[name] = {"lengths": lengths, "joined": np.concatenate(arrays)}
+            lengths = _rows_of(name, [cell["lengths"] for cell in cells], tables)
+            arrays = [array for cell in cells for array in _parts(name, cell)]
+            if len({array.dtype for array in arrays}) > 1:
+                raise ValueError(f"{name}: expected arrays of one type, found several")
+            parts = [arrays[row] for row in order]
+            joined[name] = {"lengths": [lengths[row] for row in order], "joined": np.concatenate(parts)}
     return joined
 
 
-def _one_each(name: str, cells: Sequence[Any]) -> list[Any]:
-    if not all(type(cell) is list and len(cell) == 1 for cell in cells):
-        raise ValueError(f"{name}: expected one row from each part, found others")
-    return [cell[0] for cell in cells]
+def _rows_of(name: str, cells: Sequence[Any], tables: Sequence[Mapping[str, Any]]) -> list[Any]:
+    for cell, table in zip(cells, tables, strict=True):
+        if type(cell) is not list or len(cell) != table["rows"]:
+            raise ValueError(f"{name}: expected the rows of each part, found others")
+    return [row for cell in cells for row in cell]
+
+
+def _parts(name: str, cell: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+    joined, lengths = cell["joined"], cell["lengths"]
+    if sum(lengths) != len(joined) or min(lengths) < 0:
+        raise ValueError(f"{name}: expected an array of its length from each part, found others")
+    return [joined] if len(lengths) == 1 else Joined(joined, lengths).split()
 
 
 def columns_reader(row: type, readers: Mapping[str, Reader], check: ColumnCheck | None, length: int) -> Reader:

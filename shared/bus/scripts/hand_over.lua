@@ -2,34 +2,52 @@
 -- Hand over: publish the result and take the input off the stream. A part of a group goes into its assembly; the last one
 -- publishes the group, as a MessagePack array of its prompt and its parts.
 -- KEYS: input output generating assembly crashes causes
--- ARGV: group stream_name entry_id group_id part payload
--- `part`: its index, "all" for one part with all samples, "" for an entry without an assembly.
--- Returns 1, or 0 if another consumer finished this entry first, or its group has ended: this result is dropped.
-if redis.call('XACK', input, group, entry_id) == 0 then
+-- ARGV: group stream_name group_id payload entries...
+-- `entries`: part and id of each entry that `payload` is the result of. A part is a sample's index, "all" for one part with
+-- all samples, "" for an entry without an assembly. Several are samples of one group, handed over together or not at all.
+-- Returns 1, or 0 if another consumer finished one of them first, or its group has ended: this result is dropped.
+local part = entries[1]
+local ids, fields, notes = {}, {}, {}
+for i = 1, #entries, 2 do
+  ids[#ids + 1] = entries[i + 1]
+  fields[#fields + 1] = '@' .. (entries[i] == 'all' and '0' or entries[i])
+  notes[#notes + 1] = stream_name .. ':' .. entries[i + 1]
+end
+local ours = true
+if part ~= '' then
+  for i, entry in ipairs(redis.call('HMGET', assembly, unpack(fields))) do
+    ours = ours and entry == ids[i]
+  end
+end
+if (#ids > 1 and not ours) or redis.call('XACK', input, group, unpack(ids)) == 0 then
   return 0
 end
-redis.call('XDEL', input, entry_id)
-redis.call('HDEL', crashes, stream_name .. ':' .. entry_id)
-redis.call('HDEL', causes, stream_name .. ':' .. entry_id)
+redis.call('XDEL', input, unpack(ids))
+redis.call('HDEL', crashes, unpack(notes))
+redis.call('HDEL', causes, unpack(notes))
+if not ours then
+  return 0
+end
 if part ~= '' then
-  local index = part == 'all' and '0' or part
-  if redis.call('HGET', assembly, '@' .. index) ~= entry_id then
-    return 0
-  end
-  redis.call('HDEL', assembly, '@' .. index)
-  redis.call('HSET', assembly, index, payload)
-  if redis.call('HINCRBY', assembly, 'missing', -1) > 0 then
+  redis.call('HDEL', assembly, unpack(fields))
+  redis.call('HSET', assembly, fields[1]:sub(2), payload)
+  if redis.call('HINCRBY', assembly, 'missing', -#ids) > 0 then
     return 1
   end
   if part ~= 'all' then
-    local parts = tonumber(redis.call('HGET', assembly, 'parts'))
-    local pieces = {struct.pack('>BI4', 0xdd, parts + 1)}
-    for place = -1, parts - 1 do
-      local piece = place < 0 and redis.call('HGET', generating, group_id) or redis.call('HGET', assembly, place)
-      pieces[#pieces + 1] = struct.pack('>BI4', 0xc6, #piece)
-      pieces[#pieces + 1] = piece
+    local pieces = {redis.call('HGET', generating, group_id)}
+    local held = redis.call('HGETALL', assembly)
+    for i = 1, #held, 2 do
+      if tonumber(held[i]) then
+        pieces[#pieces + 1] = held[i + 1]
+      end
     end
-    payload = table.concat(pieces)
+    local written = {struct.pack('>BI4', 0xdd, #pieces)}
+    for _, piece in ipairs(pieces) do
+      written[#written + 1] = struct.pack('>BI4', 0xc6, #piece)
+      written[#written + 1] = piece
+    end
+    payload = table.concat(written)
   end
   redis.call('DEL', assembly)
   redis.call('HDEL', generating, group_id)

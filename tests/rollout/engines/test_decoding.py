@@ -13,7 +13,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from services.rollout.engines.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
 from services.rollout.engines.stop_texts import StopTexts
-from services.rollout.engines.transformers.decoding import Batch, Tokens
+from services.rollout.engines.transformers.decoding import Batch, Tokens, seeds_of_rows, uniform
 from services.rollout.engines.transformers.engine import TransformersEngine
 from services.rollout.engines.transformers.smoke_test import seed_of, try_out
 from shared.bus.messages import FinishReason, Int32Array, PolicyVersion, Sampling
@@ -204,6 +204,20 @@ def test_finished_rows_leave_the_batch_when_half_of_it_is_finished() -> None:
     asked = [request(5, samples=2, max_new_tokens=2), request(6, samples=2, max_new_tokens=4)]
     decode(model, asked)
     assert rows == [2, 4, 2, 2]
+
+
+def test_the_numbers_of_a_seed_are_those_of_splitmix64() -> None:
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of Vigna's splitmix64.c, seed 1234567
+    drawn = [uniform(np.array([7, 1234567], np.uint64), step)[1] for step in range(3)]
+    assert drawn == [(number >> 11) / 2**53 for number in known]
+
+
+def test_each_sample_of_a_request_has_numbers_of_its_own() -> None:
+    seed_N = seeds_of_rows(
+        [request(1, samples=3, seed=5), request(1, seed=5), request(1, samples=3, seed=(1 << 64) - 1)]
+    )
+    assert len(set(seed_N.tolist())) == 6
+    assert seed_N[3] == seed_N[0] == 5
 
 
 def test_the_same_seed_draws_the_same_tokens_whatever_else_is_in_the_batch() -> None:

@@ -3,21 +3,22 @@
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
-from shared.bus.assembly import part_of_group
+from shared.bus.assembly import bare, part_of_group, split
 from shared.bus.bus import Bus, Delivery
 from shared.bus.encoding import wire
 from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
 from shared.bus.stores.experience.dead_letters import DeadLetterSource, discard, read_page, revive
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import AUDIT, EXPERIENCE, PROMPTS, PUBLISHED, ROLLOUTS
-from shared.bus.worker import Patience, Worker
-from shared.errors import MessageError, TemporaryError
+from shared.bus.worker import HandOver, Patience, Worker
+from shared.errors import MessageError, StateLost, TemporaryError
 from tests.chaos.fuzz import Hostile
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
@@ -42,6 +43,12 @@ async def take(bus: Bus, count: int = 100) -> list[Delivery[Prompt]]:
 
 async def finish(bus: Bus, delivery: Delivery[Prompt], text: str = "46") -> bool:
     return await bus.hand_over(delivery, ROLLOUTS, builders.part(delivery.message(), text=text))
+
+
+def together(whole: RolloutGroup, *places: int) -> RolloutGroup:
+    """Return the samples of a group that ended together."""
+    samples = tuple(whole.samples[place] for place in places)
+    return dataclasses.replace(whole, prompt=bare(whole.prompt), samples=samples, places=places)
 
 
 async def whole_groups(bus: Bus) -> list[RolloutGroup]:
@@ -90,6 +97,44 @@ async def test_a_sample_that_two_consumers_finish_counts_once(bus: Bus) -> None:
     assert await finish(bus, other)
     (group,) = await whole_groups(bus)
     assert [sample.text for sample in group.samples] == ["quick", "46"]
+
+
+async def test_samples_that_ended_together_travel_together_and_make_the_group_with_the_others(bus: Bus) -> None:
+    ledger = await admit(bus, builders.prompt(0, samples=5))
+    entries = await take(bus)
+    made = builders.group(0, ("0", "1", "2", "3", "4"))
+    for entry in entries:
+        await bus.note_cause(await bus.note_crash(entry), "out of memory")
+    assert await bus.hand_over_part([entries[4], entries[1]], ROLLOUTS, together(made, 4, 1)) == 2
+    assert await bus.hand_over(entries[3], ROLLOUTS, part_of_group(made, 3))
+    assert (await whole_groups(bus), await ledger.in_flight(), await bus.length(PROMPTS)) == ([], 1, 2)
+    assert await bus.hand_over_part([entries[0], entries[2]], ROLLOUTS, together(made, 0, 2)) == 2
+    (group,) = await whole_groups(bus)
+    assert wire.encode(group) == wire.encode(made)
+    assert (await ledger.in_flight(), await bus.length(PROMPTS), await parts_left(bus)) == (1, 0, 0)
+    assert [await raw(bus).exists(bus.keys.named(name)) for name in ("crashes", "causes")] == [0, 0]
+
+
+async def test_of_samples_handed_over_together_one_that_another_finished_counts_once(bus: Bus) -> None:
+    await admit(bus, builders.prompt(0, samples=3))
+    slow = await take(bus)
+    (quick,) = await bus.reclaim(PROMPTS, Prompt, "quick", 0.0, 1)
+    assert await finish(bus, quick, "quick")
+    made = builders.group(0, ("slow", "1", "2"))
+    assert await bus.hand_over_part(slow, ROLLOUTS, together(made, 0, 1, 2)) == 2
+    assert await bus.hand_over_part(slow, ROLLOUTS, together(made, 0, 1, 2)) == 0
+    (group,) = await whole_groups(bus)
+    assert [sample.text for sample in group.samples] == ["quick", "1", "2"]
+    assert (await bus.length(PROMPTS), await parts_left(bus)) == (0, 0)
+
+
+async def test_samples_of_a_group_that_has_ended_are_late_together(bus: Bus) -> None:
+    ledger = await admit(bus, builders.prompt(0, samples=3))
+    entries = await take(bus)
+    assert await bus.bury(entries[0], "too strange")
+    assert await bus.hand_over_part(entries[1:], ROLLOUTS, together(builders.group(0, ("0", "1", "2")), 1, 2)) == 0
+    assert (await whole_groups(bus), await ledger.in_flight(), await parts_left(bus)) == ([], 0, 0)
+    assert await bus.counts() == {"dead:prompts": 1}
 
 
 async def test_a_group_that_is_not_split_is_one_entry(bus: Bus) -> None:
@@ -167,6 +212,123 @@ async def _whole(bus: Bus, count: int) -> bool:
     return await bus.length(ROLLOUTS) == count
 
 
+class Generating:
+    """A worker whose samples end together as told, each of the others alone."""
+
+    def __init__(self, bus: Bus, *, claim_after_s: float = PATIENCE_S, concurrency: int = 8) -> None:
+        self.asked: list[tuple[int, list[int]]] = []
+        self.alone: list[tuple[int, int | None]] = []
+        self.error: Exception | None = None
+        self.first, self.rest = asyncio.Event(), asyncio.Event()
+        self.cancelled = 0
+        self.worker = Worker(
+            bus, "a", PROMPTS, Prompt, ROLLOUTS, self._handle, concurrency, Patience(claim_after_s, retry_s=0.01),
+            together=self._handle_together,
+        )  # fmt: skip
+
+    async def _handle(self, prompt: Prompt) -> RolloutGroup:
+        self.alone.append((prompt.group_id, prompt.sample))
+        return builders.part(prompt)
+
+    async def _handle_together(self, prompt: Prompt, places: Sequence[int], hand_over: HandOver) -> None:
+        self.asked.append((prompt.group_id, list(places)))
+        made = builders.group(prompt.group_id, ("46",) * prompt.sampling.samples)
+        try:
+            await self.first.wait()
+            await hand_over(together(made, *places[:2]))
+            await self.rest.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        if places[2:]:
+            await hand_over(together(made, *places[2:]))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        stop = asyncio.Event()
+        working = asyncio.create_task(self.worker.run(stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await working
+
+
+async def test_new_samples_of_a_group_are_handled_together_and_make_room_as_they_end(bus: Bus) -> None:
+    await admit(bus, *(builders.prompt(group, samples=4) for group in range(2)))
+    generating = Generating(bus, concurrency=4)
+    async with generating.running():
+        await until(lambda: generating.worker.held == 4)
+        assert generating.asked == [(0, [0, 1, 2, 3])]
+        generating.first.set()
+        await until(lambda: _whole(bus, 1))
+        assert [group.group_id for group in await whole_groups(bus)] == [1], "in the room of what ended"
+        generating.rest.set()
+        await until(lambda: _whole(bus, 2))
+    assert (generating.asked[1:], generating.alone) == ([(1, [0, 1]), (1, [2, 3])], [])
+    assert (generating.worker.counts.handed_over, generating.worker.held) == (8, 0)
+
+
+async def test_of_samples_handled_together_those_that_fail_are_handled_alone_which_counts_no_attempt(bus: Bus) -> None:
+    await admit(bus, builders.prompt(0, samples=4))
+    generating = Generating(bus)
+    generating.error = TemporaryError("a bad moment")
+    generating.first.set()
+    generating.rest.set()
+    async with generating.running():
+        await until(lambda: _whole(bus, 1))
+    assert (generating.asked, sorted(generating.alone)) == ([(0, [0, 1, 2, 3])], [(0, 2), (0, 3)])
+    assert (generating.worker.counts.handed_over, generating.worker.counts.retried) == (4, 0)
+
+
+async def test_a_sample_that_was_tried_before_is_handled_alone(bus: Bus) -> None:
+    await admit(bus, builders.prompt(0, samples=4))
+    for entry in (await take(bus, 2))[::-1]:
+        await bus.give_back(PROMPTS, "a", entry.entry_id, idle_s=PATIENCE_S)
+    generating = Generating(bus)
+    generating.first.set()
+    async with generating.running():
+        await until(lambda: _whole(bus, 1))
+        generating.rest.set()
+    assert (generating.asked, sorted(generating.alone)) == ([(0, [2, 3])], [(0, 0), (0, 1)])
+
+
+@pytest.mark.parametrize("taken", [1, 3])
+async def test_samples_handled_together_are_given_up_when_all_were_taken_over(
+    bus: Bus, caplog: pytest.LogCaptureFixture, taken: int
+) -> None:
+    await admit(bus, builders.prompt(0, samples=3))
+    generating = Generating(bus, claim_after_s=0.6)
+    async with generating.running():
+        await until(lambda: len(generating.asked) == 1)
+        for entry in await bus.reclaim(PROMPTS, Prompt, "b", 0.0, taken):
+            assert await finish(bus, entry, "other")
+        await until(lambda: caplog.text.count("entry was taken over") >= taken)
+        await until(lambda: generating.cancelled == 1 or taken < 3)
+        generating.first.set()
+        generating.rest.set()
+        await until(lambda: _whole(bus, 1))
+    (group,) = await whole_groups(bus)
+    assert [sample.text for sample in group.samples] == ["other"] * taken + ["46"] * (3 - taken)
+    assert (generating.cancelled, generating.alone) == (int(taken == 3), [])
+    assert generating.worker.counts.late == (1 if taken == 1 else 0)
+
+
+async def test_what_a_process_cannot_survive_is_noted_of_all_samples_that_it_handled_together(bus: Bus) -> None:
+    await admit(bus, builders.prompt(0, samples=4))
+    generating = Generating(bus)
+    generating.error = StateLost("the engine died")
+    generating.first.set()
+    generating.rest.set()
+    with pytest.raises(StateLost, match="the engine died"):
+        await generating.worker.run(asyncio.Event())
+    left = await bus.reclaim(PROMPTS, Prompt, "b", 0.0, 10, suspect=True)
+    assert [(entry.part, entry.attempts, entry.crashes) for entry in left] == [("2", 1, 1), ("3", 1, 1)]
+    assert [await bus.cause(entry) for entry in left] == ["StateLost('the engine died')"] * 2
+
+
 @pytest.mark.parametrize("part", ["7", "-1", "x", "²", "1" * 5000, "all"])
 async def test_an_entry_that_a_stranger_forged_for_a_group_in_flight_changes_nothing_of_it(bus: Bus, part: str) -> None:
     ledger = await admit(bus, builders.prompt(0, samples=2))
@@ -195,13 +357,13 @@ async def test_a_forged_entry_that_is_buried_ends_no_group(bus: Bus) -> None:
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda parts: parts[::-1],
         lambda parts: [parts[0], parts[0]],
+        lambda parts: [parts[1], parts[1]],
         lambda parts: [dataclasses.replace(parts[0], samples=()), parts[1]],
         lambda parts: [parts[0], dataclasses.replace(parts[1], prompt_token_ids=parts[1].prompt_token_ids[1:])],
     ],
 )
-def test_pieces_that_are_not_one_group_in_order_are_refused(harm: object) -> None:
+def test_pieces_that_are_not_one_group_are_refused(harm: object) -> None:
     prompt = builders.prompt(0)
     parts = [builders.part(dataclasses.replace(prompt, sample=place)) for place in (0, 1)]
     assert len(wire.decode(_joined(prompt, parts), RolloutGroup).samples) == 2
@@ -219,6 +381,26 @@ def test_joined_parts_are_the_group_of_their_samples() -> None:
     whole = dataclasses.replace(whole, samples=samples)
     pieces = [wire.encode(whole.prompt), *(part_of_group(whole, place) for place in range(3))]
     assert wire.encode(wire.decode(array(*pieces), RolloutGroup)) == wire.encode(whole)
+
+
+@pytest.mark.parametrize("parts", [[(0, 1, 2, 3)], [(3, 1), (0, 2)], [(2,), (3, 0, 1)], [(1, 0), (2,), (3,)]])
+def test_joined_parts_of_several_samples_are_the_group_in_order(parts: list[tuple[int, ...]]) -> None:
+    whole = builders.group(7, ("1", "2", "3", "4"))
+    samples = tuple(builders.sample(text, tokens=tokens) for text, tokens in zip("1234", (3, 1, 5, 2), strict=True))
+    whole = dataclasses.replace(whole, samples=samples)
+    pieces = [wire.encode(whole.prompt), *(wire.encode(together(whole, *places)) for places in parts)]
+    assert wire.encode(wire.decode(array(*pieces), RolloutGroup)) == wire.encode(whole)
+    assert [wire.encode(part) for part in split(together(whole, 3, 1))] == [
+        part_of_group(whole, 3), part_of_group(whole, 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("places", [(0, 2), (1, 1), (0,), (0, 1, 2), ("0", 1), (True, 0), (-1, 0), (0.0, 1), ([], 1)])
+def test_a_part_whose_samples_are_not_those_of_its_places_is_refused(places: tuple[Any, ...]) -> None:
+    whole = builders.group(7, ("1", "2", "3"))
+    spoiled = wire.encode(dataclasses.replace(together(whole, 0, 1), places=places))
+    with pytest.raises(MessageError, match="expected"):
+        wire.decode(array(wire.encode(whole.prompt), spoiled, part_of_group(whole, 2)), RolloutGroup)
 
 
 def test_a_kept_sample_joins_new_ones_without_what_its_teacher_said() -> None:
@@ -273,6 +455,17 @@ def test_no_mutation_of_joined_parts_raises_anything_but_a_message_error() -> No
         data = hostile.entry(honest, [honest]).get(b"data", b"")
         with contextlib.suppress(MessageError):
             read += len(wire.decode(array(wire.encode(whole.prompt), parts[0], data), RolloutGroup).samples) == 2
+    assert read < 200
+
+
+def test_no_mutation_of_a_part_of_several_samples_raises_anything_but_a_message_error() -> None:
+    hostile, whole, read = Hostile(seed=8), builders.group(3, ("1", "2", "3")), 0
+    honest = {b"id": b"3", b"data": wire.encode(together(whole, 2, 0))}
+    for _ in range(300):
+        data = hostile.entry(honest, [honest]).get(b"data", b"")
+        with contextlib.suppress(MessageError):
+            group = wire.decode(array(wire.encode(whole.prompt), data, part_of_group(whole, 1)), RolloutGroup)
+            read += len(group.samples) == 3
     assert read < 200
 
 

@@ -13,7 +13,8 @@ Shapes: P prompts, N rows of the whole batch, n remaining rows, L padded prompt 
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -70,13 +71,14 @@ class Batch:
         device: torch.device,
     ) -> None:
         self._model, self._device = model, device
-        self._lots = [_Lot(request) for request in requests]
+        self._seed_N = seeds_of_rows(requests)
         samplings = [request.sampling for request in requests]
         samples = np.array([sampling.samples for sampling in samplings])
         self._first_row = np.concatenate([[0], samples.cumsum()])
         self._group_n = np.repeat(np.arange(len(requests)), samples)
         limits_N = np.repeat([sampling.max_new_tokens for sampling in samplings], samples)
         temperatures_N = np.repeat([sampling.temperature for sampling in samplings], samples)
+        self._greedy_N = temperatures_N == 0
         rows, longest = len(limits_N), int(limits_N.max())
 
         self._stop = torch.tensor(tokens.stop, dtype=torch.long, device=device)
@@ -147,8 +149,8 @@ class Batch:
         return logits_nV.masked_fill(~possible_nV, -torch.inf)
 
     def _uniform(self) -> torch.Tensor:
-        uniform_N = torch.cat([lot.draw() for lot in self._lots])
-        return uniform_N.to(self._device)[self._alive_n].unsqueeze(1)
+        uniform_N = np.where(self._greedy_N, 0.0, uniform(self._seed_N, self._written))
+        return torch.from_numpy(uniform_N).to(self._device)[self._alive_n].unsqueeze(1)
 
     def _prefill(self) -> torch.Tensor:
         mask_PL = self._mask[:, : self._prompt_length]
@@ -230,27 +232,30 @@ class Batch:
         unfinished = set(self._group_n[~done_n].tolist())
         groups = sorted(self._undelivered - unfinished)
         self._undelivered.difference_update(groups)
-        return [(group, self._samples(group)) for group in groups]
+        if not groups:
+            return []
+        samples = iter(self._samples(groups))
+        return [(group, tuple(itertools.islice(samples, self._samplings[group].samples))) for group in groups]
 
-    def _samples(self, group: int) -> tuple[GeneratedSample, ...]:
-        rows = slice(self._first_row[group], self._first_row[group + 1])
+    def _samples(self, groups: Sequence[int]) -> Iterator[GeneratedSample]:
+        """Return the samples of finished groups, copied from the device together."""
+        owners = [(group, row) for group in groups for row in range(*self._first_row[group : group + 2].tolist())]
+        rows = torch.tensor([row for _, row in owners], device=self._device)
         token_ids = self._tokens_NT[rows].cpu().numpy()
         logprobs = self._logprobs_NT[rows].cpu().numpy()
         lengths: list[int] = self._length_N[rows].tolist()
         stopped: list[bool] = self._stopped_N[rows].tolist()
         spans = {length: self._spans(length) for length in set(lengths)}
-        supports = [self._support(group, rows.start + row, length) for row, length in enumerate(lengths)]
-        return tuple(
-            GeneratedSample(
-                token_ids=token_ids[row, :length],
-                behavior_logprobs=logprobs[row, :length],
+        for place, ((group, row), length) in enumerate(zip(owners, lengths, strict=True)):
+            support_sizes, support_ids = self._support(group, row, length)
+            yield GeneratedSample(
+                token_ids=token_ids[place, :length],
+                behavior_logprobs=logprobs[place, :length],
                 version_spans=spans[length],
-                finish_reason=FinishReason.STOP if stopped[row] else FinishReason.LENGTH,
-                support_sizes=supports[row][0],
-                support_ids=supports[row][1],
+                finish_reason=FinishReason.STOP if stopped[place] else FinishReason.LENGTH,
+                support_sizes=support_sizes,
+                support_ids=support_ids,
             )
-            for row, length in enumerate(lengths)
-        )
 
     def _support(self, group: int, row: int, length: int) -> tuple[Int32Array, Int32Array]:
         sampling = self._samplings[group]
@@ -276,18 +281,24 @@ class Batch:
         self._input_ids = self._input_ids[kept]
 
 
-class _Lot:
-    """A group's random numbers: one per sample and step, even for finished samples."""
+def seeds_of_rows(requests: Sequence[GenerationRequest]) -> npt.NDArray[np.uint64]:
+    """Return a seed of each request's samples."""
+    samples = [request.sampling.samples for request in requests]
+    seed_N = np.repeat(np.array([request.seed for request in requests], np.uint64), samples)
+    row_N = np.concatenate([np.arange(count, dtype=np.uint64) for count in samples])
+    return np.where(row_N == 0, seed_N, _mixed(seed_N ^ _mixed(row_N)))
 
-    def __init__(self, request: GenerationRequest) -> None:
-        self._samples = request.sampling.samples
-        self._generator = torch.Generator().manual_seed(request.seed) if request.sampling.temperature else None
 
-    def draw(self) -> torch.Tensor:
-        """Return float64 numbers (CPU) per sample; zeros if greedy."""
-        if self._generator is None:
-            return torch.zeros(self._samples, dtype=torch.float64)
-        return torch.rand(self._samples, generator=self._generator, dtype=torch.float64)
+def uniform(seed_N: npt.NDArray[np.uint64], step: int) -> npt.NDArray[np.float64]:
+    """Return the number in [0, 1) of each seed at a step: SplitMix64 (Steele, Lea and Flood, 2014)."""
+    bits_N = _mixed(seed_N + np.uint64((step + 1) * 0x9E3779B97F4A7C15 % (1 << 64))) >> np.uint64(11)
+    return bits_N.astype(np.float64) * 2.0**-53
+
+
+def _mixed(z_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z_N = (z_N ^ (z_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z_N = (z_N ^ (z_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z_N ^ (z_N >> np.uint64(31))
 
 
 def _distinct(prompts: Sequence[Int32Array]) -> tuple[list[Int32Array], npt.NDArray[np.int64]]:

@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple, Unpack
 
@@ -124,8 +124,14 @@ class TransformersEngine:
     def version(self) -> PolicyVersion | None:
         return self._version
 
-    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
+    def generate(self, request: GenerationRequest) -> Awaitable[GeneratedGroup]:
         """Return completions; more than ``max_rows`` are generated in parts."""
+        if request.sampling.samples > self._max_rows:
+            return self._in_parts(request)
+        answer: asyncio.Future[GeneratedGroup] = self._loop.create_future()
+        return self._ask(Request(request, answer), answer)
+
+    async def _in_parts(self, request: GenerationRequest) -> GeneratedGroup:
         samples, parts = request.sampling.samples, list[GeneratedGroup]()
         for first in range(0, samples, self._max_rows):
             part = _part(request, first, min(self._max_rows, samples - first))
@@ -193,12 +199,15 @@ class TransformersEngine:
         await asyncio.to_thread(self._shadow.close)
         self._receiving.shutdown(wait=False)
 
-    async def _ask(self, item: Item, answer: "asyncio.Future[R]") -> R:
+    def _ask(self, item: Item, answer: "asyncio.Future[R]") -> "asyncio.Future[R]":
         with self._door:
-            if self._shut:
-                raise EngineDied(f"the engine's thread has ended: {self._death!r}") from self._death
-            self._inbox.put(item)
-        return await answer
+            if not self._shut:
+                self._inbox.put(item)
+                return answer
+        error = EngineDied(f"the engine's thread has ended: {self._death!r}")
+        error.__cause__ = self._death
+        answer.set_exception(error)
+        return answer
 
     # ---------------------------------------------------------------- the engine's thread
 
@@ -221,9 +230,12 @@ class TransformersEngine:
         self._swap_held()
         while (self._ladder.is_away or not self._waiting) and not self._closing:
             self._receive(self._inbox.get())
+        rows = sum(entry.request.sampling.samples for entry in self._waiting)
         with contextlib.suppress(queue.Empty):
-            while not self._closing and _rows(self._waiting) < self._max_rows:
-                self._receive(self._inbox.get(timeout=GATHER_S))
+            while not self._closing and rows < self._max_rows:
+                item = self._inbox.get(timeout=GATHER_S)
+                self._receive(item)
+                rows += item.request.sampling.samples if isinstance(item, Request) else 0
         return not self._closing
 
     def _poll(self) -> None:
@@ -272,14 +284,16 @@ class TransformersEngine:
         self._call(inbox.answer, item.answer, None)
 
     def _next_batch(self) -> list[Request]:
-        batch: list[Request] = []
+        batch, rows = list[Request](), 0
         while self._waiting:
             asked = self._waiting[0]
-            if batch and (self._alone or _rows(batch) + asked.request.sampling.samples > self._max_rows):
+            samples = asked.request.sampling.samples
+            if batch and (self._alone or rows + samples > self._max_rows):
                 break
             self._waiting.popleft()
             if not asked.answer.done():
                 batch.append(asked)
+                rows += samples
         return batch
 
     def _run(self, batch: list[Request]) -> None:
@@ -313,8 +327,10 @@ class TransformersEngine:
 
     def _deliver(self, whole: Sequence[tuple[int, tuple[GeneratedSample, ...]]], started_at_s: float) -> None:
         now_s = time.time()
-        for place, samples in whole:
-            self._call(inbox.answer, self._running[place].answer, GeneratedGroup(samples, started_at_s, now_s))
+        answers = [
+            (self._running[place].answer, GeneratedGroup(samples, started_at_s, now_s)) for place, samples in whole
+        ]
+        self._call(inbox.answer_all, answers)
 
     def _swap_held(self) -> None:
         held, self._held_swaps = self._held_swaps, []
@@ -376,7 +392,3 @@ def _part(request: GenerationRequest, first: int, samples: int) -> GenerationReq
     if first:
         seed = int(np.random.SeedSequence([request.seed, first]).generate_state(1, np.uint64)[0])
     return dataclasses.replace(request, sampling=sampling, seed=seed)
-
-
-def _rows(asked: Sequence[Request] | deque[Request]) -> int:
-    return sum(entry.request.sampling.samples for entry in asked)

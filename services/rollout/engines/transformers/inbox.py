@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport
@@ -54,6 +55,12 @@ Reply: TypeAlias = (
 def answer(future: "asyncio.Future[R]", result: R) -> None:
     if not future.done():
         future.set_result(result)
+
+
+def answer_all(answers: "Sequence[tuple[asyncio.Future[R], R]]") -> None:
+    """Set answers that came together, for those who wait to see them together."""
+    for future, result in answers:
+        answer(future, result)
 
 
 def refuse(future: "asyncio.Future[R]", error: Exception) -> None:
