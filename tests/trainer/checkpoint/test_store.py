@@ -529,9 +529,13 @@ async def test_a_run_whose_machine_is_lost_goes_on_elsewhere_from_the_store_with
             await _begin(bus, ledger, tmp_path, 5)
             back = await weights_of(8)
             assert all(torch.equal(back[name], fourth[name]) for name in fourth)
-            assert (await ledger.checkpoints())[V(8)] == uri
+            await until(lambda: _is_stored(ledger, 8, uri), timeout_s=_LONG_S)  # noted after the version is live
             await run.stops(process)
     await proxy.close()
+
+
+async def _is_stored(ledger: Ledger, version: int, uri: str) -> bool:
+    return (await ledger.checkpoints()).get(V(version)) == uri
 
 
 async def _newest_is(ledger: Ledger, version: int) -> bool:
