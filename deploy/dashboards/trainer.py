@@ -30,7 +30,7 @@ _OFF_POLICY = Row(
         _gauge("Clipped tokens", "Share of tokens whose importance ratio was clipped, by side, or masked by a correction.", "percentunit", ("clip_low_ratio", "low"), ("clip_high_ratio", "high"), ("masked_ratio", "masked")),
         _gauge("Effective samples", "Effective sample size of the importance weights, as a share. 1 is on policy.", "percentunit", ("effective_sample_ratio", "ESS")),
         _gauge("Largest importance ratio", "Of policy to behavior, of any token.", "short", ("importance_ratio_max", "max")),
-        Panel("Groups dropped without training", "By reason: stale (over max_lag), fenced (of a revoked version), no_signal, nonfinite, requeued, buried.", "ops",
+        Panel("Groups dropped without training", "By reason: stale (over max_lag), fenced (of a revoked version), no_signal, filtered, nonfinite, requeued, buried.", "ops",
               (rate("penstock_trainer_groups_untrained_total", "reason"),)),
         _gauge("KL to the reference", "Mean per token, where the algorithm has a reference.", "suffix: nats", ("reference_kl_nats", "reference")),
     ),

@@ -16,7 +16,7 @@ VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy vers
 SAMPLES = PrometheusCounter("penstock_trainer_samples_total", "Samples trained on.")
 TOKENS = PrometheusCounter("penstock_trainer_tokens_total", "Generated tokens trained on.")
 LEFT = PrometheusCounter("penstock_trainer_groups_untrained_total", "Groups dropped without training.", ["reason"])
-for _reason in ("stale", "fenced", "no_signal", "nonfinite", "requeued", "buried"):
+for _reason in ("stale", "fenced", "no_signal", "filtered", "nonfinite", "requeued", "buried"):
     LEFT.labels(_reason)  # export 0, so that the first increase shows
 CHECKPOINTS_FAILED = PrometheusCounter(
     "penstock_trainer_checkpoint_failures_total", "Checkpoints that storage refused; the previous one is kept."

@@ -152,6 +152,9 @@ class AlgorithmSettings(Section):
     """Optimizer updates per epoch, each on its share of the groups (drawn by run.seed and the step)."""
     dynamic_sampling: bool = Field(default=False)
     """Whether groups with equal rewards are dropped on arrival (`dropped:no_signal`) and replaced."""
+    filter: str = Field(default="")
+    """Your own function of a group, `package.module:function`, that returns whether it is trained; others are dropped
+    on arrival (`dropped:filtered`) and replaced. Empty: all groups."""
     overlong: tuple[Share, NonNegativeFloat] = Field(default=(0.0, 1.0))
     """[share of sampling.max_new_tokens over which a long sample's reward falls linearly, penalty at the full
     length]; a share of 0: length has no cost."""
@@ -173,10 +176,10 @@ class AlgorithmSettings(Section):
         overrides = {str(name): table for name, table in PRESETS.items()}
         return {**overrides.get(str(values.get("preset", "grpo")), {}), **values}
 
-    @field_validator("advantage", "loss")
+    @field_validator("advantage", "loss", "filter")
     @classmethod
     def _known(cls, name: str, info: ValidationInfo) -> str:
-        names = LOSSES if info.field_name == "loss" else ADVANTAGES
+        names = {"loss": LOSSES, "advantage": ADVANTAGES}.get(info.field_name or "", ("",))
         if name not in names and re.fullmatch(r"[\w.]+:[\w.]+", name) is None:
             raise ValueError(
                 f"expected {', '.join(map(repr, names))} or an import path 'package.module:function', found {name!r}: change "
@@ -299,6 +302,7 @@ class AlgorithmSettings(Section):
             "proximal",
             "entropy_bonus",
             "dynamic_sampling",
+            "filter",
             "overlong",
             "kl",
             "imitation",

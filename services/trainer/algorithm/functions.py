@@ -1,4 +1,4 @@
-"""Loss and advantage functions of the user's own, by import path (docs/algorithms.md, "Your own loss or advantage").
+"""Loss and advantage functions of the user's own, by import path (docs/algorithms.md, "Your own loss, advantage or filter").
 
 ::
 
@@ -6,33 +6,18 @@
     def mine(rewards) -> array:                                                     # the advantage of each sample (S)
 """
 
-import functools
-import importlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from services.trainer.algorithm.group_filter import load, try_filter
 from shared.bus.messages import Float32Array
 from shared.errors import SettingsError
 from shared.settings.algorithm import AlgorithmSettings
 
 _TRIAL_LENGTHS = (3, 1, 2)
-
-
-@functools.cache
-def load(name: str) -> Callable[..., Any]:
-    """Return the function ``package.module:function``; raises its import's error."""
-    module, _, path = name.partition(":")
-    target: Any = importlib.import_module(module)
-    for part in path.split("."):
-        target = getattr(target, part)
-    if not callable(target):
-        raise TypeError(f"it is no function but {type(target).__name__}")
-    function: Callable[..., Any] = target
-    return function
 
 
 def loss(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -59,6 +44,7 @@ def check(algorithm: AlgorithmSettings) -> None:
     """Call the user's functions once; raise SettingsError if that fails."""
     for setting, name, trial in (
         ("loss", algorithm.loss, _try_loss), ("advantage", algorithm.advantage, _try_advantages),
+        ("filter", algorithm.filter, try_filter),
     ):  # fmt: skip
         try:
             if ":" in name:

@@ -9,6 +9,7 @@ Groups are used in the order of admission, and pending on the bus until their st
     too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
     no_signal   equal rewards with algorithm.dynamic_sampling: dropped, and another is generated in its slot
                 (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
+    filtered    not kept by algorithm.filter: dropped, and another is generated in its slot; buried if it fails
     nonfinite   loss or gradient of its batch is not finite: dropped, by the driver
     duplicate   held already, or trained: dropped
     unreadable  malformed, of an unknown group or version, or unfit for the model: buried with the reason
@@ -33,6 +34,7 @@ from collections import Counter
 import numpy as np
 
 from services.trainer.algorithm.advantages import has_signal, shaped_rewards
+from services.trainer.algorithm.group_filter import is_kept
 from services.trainer.batch.staleness import Granularity, find_contexts, is_fenced
 from services.trainer.metrics import LEFT
 from shared.bus.assembly import part_of_group
@@ -43,12 +45,15 @@ from shared.bus.stores.policy.ledger import Ledger, Standing
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EXPERIENCE
 from shared.errors import MessageError
+from shared.process.telemetry import tell
 from shared.settings import Settings
 from shared.settings.rollout import MOST_KEPT
 
 log = logging.getLogger(__name__)
 
 CONSUMER = "trainer"  # shared by successive trainers, so that pending entries are taken up at once
+MANY_FILTERED = 10
+"""Batches of groups that a filter did not keep for one step after which it is reported."""
 DYNAMIC_SAMPLING_ROUNDS = 10
 """Batches without signal for one step after which such groups are used."""
 _PROMPT_READ_S = 0.2
@@ -86,6 +91,7 @@ class Intake:
         self._tried: Taken | None = None
         self._retaken = asyncio.Event()
         self._useless = 0  # groups dropped without signal since the last batch
+        self._filtered = 0  # groups that the user's filter did not keep since then
         self._without_signal: list[tuple[GroupId, str, float]] = []
         self._full_at_s: float | None = None  # since when a batch waits for earlier groups
 
@@ -161,6 +167,15 @@ class Intake:
             self._without_signal.append((experience.group_id, experience.group.prompt.problem, 0.0))
             await self._drop(delivery, "no_signal", f"all rewards are {float(experience.rewards[0]):g}")
             return
+        try:
+            kept = await self._is_kept(experience)
+        except MessageError as error:
+            await self._bury(delivery, str(error))
+            return
+        if not kept:
+            await self._drop(delivery, "filtered", f"by {self._settings.algorithm.filter}")
+            await self._note_filtered()
+            return
         taken = Taken(delivery, experience)
         if delivery.crashes >= _ALONE_FROM:
             self._suspects.append(taken)
@@ -218,6 +233,19 @@ class Intake:
         if self._useless >= DYNAMIC_SAMPLING_ROUNDS * algorithm.groups_per_step:
             return False
         return not has_signal(shaped_rewards(experience, algorithm))
+
+    async def _is_kept(self, experience: Experience) -> bool:
+        """Whether the user's filter keeps the group, asked in a thread. Raises MessageError: it failed."""
+        name = self._settings.algorithm.filter
+        return not name or _is_shown(experience) or await asyncio.to_thread(is_kept, name, experience)
+
+    async def _note_filtered(self) -> None:
+        """Report a filter that keeps hardly anything: the step waits, and nothing else says why."""
+        self._filtered += 1
+        algorithm = self._settings.algorithm
+        if self._filtered == MANY_FILTERED * algorithm.groups_per_step:
+            detail = f"{algorithm.filter} has not kept {self._filtered} groups since the last batch: correct it, or change algorithm.filter"
+            await tell(self._bus, "trainer", "filter keeps little", detail, groups=self._filtered)
 
     def _longest_tokens(self, experience: Experience) -> int:
         together = 2 if self._settings.algorithm.loss == "dpo" else 1
@@ -283,7 +311,7 @@ class Intake:
         """Forget a committed batch."""
         for taken in batch:
             del self._held[taken.experience.group_id]
-        self._useless = 0
+        self._useless = self._filtered = 0
 
     def take_signals(self, batch: list[Taken]) -> SignalChange | None:
         """Return the signals of ``batch`` and of the groups dropped without signal since the last call, by group."""

@@ -45,6 +45,10 @@ def infinite(rewards: Float32Array) -> Any:
         return 1.0 / (rewards - rewards)
 
 
+def undecided(**_: Any) -> Any:
+    return 1
+
+
 NOT_A_FUNCTION = 3
 
 
@@ -70,6 +74,8 @@ def test_a_users_loss_and_advantage_move_the_weights_as_the_same_ones_of_penstoc
         ({"loss": f"{HERE}:NOT_A_FUNCTION"}, "it is no function but int"),
         ({"loss": "nowhere.to_be:found"}, "ModuleNotFoundError: No module named 'nowhere'"),
         ({"advantage": f"{HERE}:infinite"}, "algorithm.advantage: .*expected a finite advantage of each of 4 samples"),
+        ({"filter": f"{HERE}:undecided"}, "algorithm.filter: .*:undecided failed in a trial .TypeError: expected True or False, found int"),
+        ({"filter": f"{HERE}:raising"}, "algorithm.filter: .*KeyError: 'temperature'"),
     ],
 )  # fmt: skip
 def test_a_function_that_cannot_be_used_is_refused_before_the_first_step(

@@ -14,16 +14,31 @@ from services.trainer.rank0.intake import CONSUMER, Intake, Taken
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
 from shared.bus.encoding import wire
 from shared.bus.keys import GENERATING
-from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose, RolloutGroup, Sample
+from shared.bus.messages import Event, Experience, PolicyVersion, Prompt, Purpose, RolloutGroup, Sample
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
+from shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.raw_redis import raw
 
 V = PolicyVersion
+HERE = __name__
+
+seen: list[dict[str, Any]] = []
+
+
+def keeping(**group: Any) -> bool:
+    """Keep groups whose first sample is right; keep what was given."""
+    seen.append(group)
+    if group["rewards"][0] > 1:
+        raise ValueError("a reward over 1")
+    return bool(group["rewards"][0] == 1.0)
+
+
+def keeping_nothing(**_: Any) -> bool:
+    return False
 
 
 def settings(on_stale: str = "drop", max_lag: int = 1) -> Settings:
@@ -307,6 +322,53 @@ async def test_with_dynamic_sampling_groups_without_signal_leave_counted_and_fre
     assert await bus.counts() == {"dropped:no_signal": 2}
     assert intake.left["no_signal"] == 2
     assert await bus.length(EXPERIENCE) == 2, "two slots are free again"
+
+
+def filtered(name: str, **more: Any) -> Settings:
+    return Settings.model_validate({"algorithm": {"groups_per_step": 2, "filter": f"{HERE}:{name}", **more}})
+
+
+async def test_groups_that_a_users_filter_does_not_keep_leave_counted_and_what_it_fails_for_is_buried(bus: Bus) -> None:
+    seen.clear()
+    for group_id, rewards in enumerate([(0.0, 1.0), (1.0, 0.0), (2.0, 0.0), (1.0, 1.0)]):
+        experience = builders.experience(group_id, rewards)
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, Live(bus, filtered("keeping")), {V(0): 0})
+    async with filling(intake):
+        assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [1, 3]
+    assert await bus.counts() == {"dropped:filtered": 1, "dead:experience": 1}
+    ((reason, _),) = await _reasons(bus)
+    assert f"algorithm.filter: {HERE}:keeping failed for train.jsonl:3 (ValueError: a reward over 1)" in reason
+    assert intake.left["filtered"] == 1
+    group = experience.group
+    assert seen[-1]["rewards"].tolist() == [1.0, 1.0]
+    assert seen[-1]["lengths"].tolist() == [len(sample.token_ids) for sample in group.samples]
+    assert seen[-1]["token_ids"].tolist() == [token for sample in group.samples for token in sample.token_ids.tolist()]
+    assert len(seen[-1]["behavior_logprobs"]) == len(seen[-1]["token_ids"])
+    assert (seen[-1]["texts"], seen[-1]["truncated"].dtype) == ([sample.text for sample in group.samples], np.bool_)
+
+
+async def test_demonstrations_are_not_filtered(bus: Bus) -> None:
+    for group_id in (0, 1, 2):
+        await show(bus, group_id)
+    await generate(bus, 3, 4, 5)
+    intake = Intake(bus, Live(bus, mixing(filter=f"{HERE}:keeping_nothing")), {V(0): 0})
+    async with filling(intake):
+        assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [0, 1, 2]
+
+
+async def test_a_filter_that_keeps_nothing_is_reported_once_for_a_step(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake_module, "MANY_FILTERED", 2)
+    for group_id in range(6):
+        await put(bus, group_id)
+    intake = Intake(bus, Live(bus, filtered("keeping_nothing")), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: _counted(bus, {"dropped:filtered": 6}))
+    (told,) = [event for _, event in await bus.newest(EVENTS, Event, 10)]
+    assert (told.name, told.fields) == ("filter keeps little", {"groups": 4})
+    assert f"{HERE}:keeping_nothing has not kept 4 groups" in told.detail
 
 
 async def test_where_nothing_has_signal_any_more_groups_are_taken_all_the_same(

@@ -63,7 +63,11 @@ def trainer_functions(settings: Settings) -> dict[str, str]:
     algorithm = settings.algorithm
     return {
         f"algorithm.{name} = {reference}": reference
-        for name, reference in (("loss", algorithm.loss), ("advantage", algorithm.advantage))
+        for name, reference in (
+            ("loss", algorithm.loss),
+            ("advantage", algorithm.advantage),
+            ("filter", algorithm.filter),
+        )
         if ":" in reference
     }
 
