@@ -82,7 +82,7 @@ def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corr
             'expected a run with placement.mode = "separate" or "shared" with --calibrate, found "lend", where the rates of '
             "guests and other replicas are not measured apart: give another run"
         )
-    work = dataclasses.replace(workload_of(own, model))
+    work = workload_of(own, model)
     work = dataclasses.replace(work, lengths=dataclasses.replace(work.lengths, mean=figures.tokens))
     wants = preferences(own)
     planner = Planner(work, parse_cluster(gpus), wants)

@@ -18,6 +18,7 @@ from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.replicas.heartbeats import PartFailure, heartbeats
 from shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
 from shared.process.telemetry import WEIGHTS_PROBE, Presence, Status
+from shared.settings import Settings
 from shared.settings.guards import GuardsSettings
 from tests.conftest import until
 from tests.support import builders
@@ -93,11 +94,16 @@ def test_unscored_counts_groups_that_were_given_up_in_a_row_and_refused_prompts_
     assert guards.unscored(guards.GivenUp(0, 15), 8, guard) == ""
 
 
-async def test_a_run_of_which_no_prompt_can_be_generated_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
-    ledger = Ledger(bus)
-    parts = make(bus, settings(tmp_path, guards={"unscored_groups": 2}))
+async def started(bus: Bus, of: Settings) -> tuple[Ledger, Coordinator]:
+    """Return the ledger of a run that is said to run, and the coordinator's parts."""
+    ledger, parts = Ledger(bus), make(bus, of)
     await ledger.create()
     await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    return ledger, parts
+
+
+async def test_a_run_of_which_no_prompt_can_be_generated_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
+    ledger, parts = await started(bus, settings(tmp_path, guards={"unscored_groups": 2}))
     await parts.guards.look(await parts.monitor.view())
     slots = (await parts.monitor.view()).slots
     for group_id in range(slots):
@@ -118,10 +124,7 @@ async def test_a_run_of_which_no_prompt_can_be_generated_pauses_with_the_cause(b
 
 
 async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: Bus, tmp_path: Path) -> None:
-    ledger = Ledger(bus)
-    parts = make(bus, settings(tmp_path, guards={"unscored_groups": 2}))
-    await ledger.create()
-    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    ledger, parts = await started(bus, settings(tmp_path, guards={"unscored_groups": 2}))
     await parts.guards.look(await parts.monitor.view())
     for group_id in range(3):
         await bus.append(ROLLOUTS, {"id": str(group_id), "data": wire.encode(builders.group(group_id))})
@@ -155,9 +158,7 @@ async def test_a_run_of_which_no_group_can_be_scored_pauses_with_the_cause(bus: 
 
 
 async def test_a_replica_whose_logprobs_are_not_the_trainers_pauses_the_run(bus: Bus, tmp_path: Path) -> None:
-    ledger, parts = Ledger(bus), make(bus, settings(tmp_path))
-    await ledger.create()
-    await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
+    ledger, parts = await started(bus, settings(tmp_path))
     await parts.guards.look(await parts.monitor.view())
     assert parts.guards.active == {}
     gap = PartFailure(WEIGHTS_PROBE, "a gap of 0.33 nats", "version 3", 1, 1, time.time())

@@ -1,6 +1,7 @@
 """The API's live view, and the Prometheus gauges.
 
-A look takes two round trips, and one per stream after a change of the dead letters; it is cached for ``_KEEP_S``. Gauges are set on a schedule.
+A look takes two round trips, and one per stream after a change of the dead letters; it is cached for ``_KEEP_S``.
+Gauges are set on a schedule.
 """
 
 import asyncio

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.group_filter import load, try_filter
+from services.trainer.algorithm.group_filter import try_filter
+from services.trainer.algorithm.user_function import load
 from shared.bus.messages import Float32Array
 from shared.errors import SettingsError
 from shared.settings.algorithm import AlgorithmSettings

@@ -11,10 +11,10 @@ Async functions share one event loop, so that their clients stay usable.
 
 import asyncio
 import base64
-import importlib
 import inspect
 import math
 import numbers
+import pkgutil
 import sys
 import sysconfig
 import traceback
@@ -51,16 +51,11 @@ def load(name: str) -> Function:
 def load_object(name: str) -> Any:
     """Return what ``package.module:object`` or an entry point names. Raises ValueError or its import's error."""
     if ":" in name:
-        module, _, path = name.partition(":")
-        target: Any = importlib.import_module(module)
-        for part in path.split("."):
-            target = getattr(target, part)
-    else:
-        entries = tuple(metadata.entry_points(group=ENTRY_POINTS, name=name))
-        if not entries:
-            raise ValueError(f"no entry point {name!r} in the group {ENTRY_POINTS!r}")
-        target = entries[0].load()
-    return target
+        return pkgutil.resolve_name(name)
+    entries = tuple(metadata.entry_points(group=ENTRY_POINTS, name=name))
+    if not entries:
+        raise ValueError(f"no entry point {name!r} in the group {ENTRY_POINTS!r}")
+    return entries[0].load()
 
 
 def as_result(returned: object) -> Result:
