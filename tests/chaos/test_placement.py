@@ -90,4 +90,4 @@ async def test_guests_of_several_ranks_and_with_vllm_die_and_lose_nothing(
 
 def _lent_samples(run: Run) -> float:
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return sum(step.get("lent_samples", 0.0) for step in steps)
+    return sum(float(step.get("lent_samples", 0.0)) for step in steps)
