@@ -11,7 +11,7 @@ class ReportFile:
         self._digest = ""
 
     def digest(self) -> str:
-        """Return the digest of the file's contents; "" if there is none. Raises OSError: it cannot be read."""
+        """Return the digest of the file's contents; "" without a file. Raises OSError: it cannot be read."""
         try:
             stat = self.path.stat()
             now = (stat.st_ino, stat.st_size, stat.st_mtime_ns)

@@ -60,9 +60,9 @@ class RolloutLines:
         """The entry of a line that was returned before, and where the line ends."""
 
     def following(self, after: str, newest_version: int, count: int) -> list[dict[str, Any]]:
-        """Return up to ``count`` lines behind entry ``after``, and none from a version newer than ``newest_version`` on.
+        """Return up to ``count`` lines after entry ``after``, and stop before a version newer than ``newest_version``.
 
-        Without the file, there are none. Raises OSError: it cannot be read.
+        Return nothing while the file does not exist. Raises OSError: it cannot be read.
         """
         lines: list[dict[str, Any]] = []
         known, start = self._known
