@@ -16,6 +16,8 @@ from tests.support.chart import ROOT, TRACKED, Json, render, template_of, values
 STORE = Path(os.environ.get("PENSTOCK_IMAGES", "/var/tmp/penstock-images"))
 IMAGES = ("coordinator", "executor", "pod", "reward", "rollout", "tracking", "trainer")
 CHANGE_BYTES = 10_000_000
+EXAMPLES = "/mnt"
+"""Where a container sees this repository: its examples are in no image."""
 AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 pytestmark = [
     pytest.mark.usefixtures("helm"),
@@ -52,7 +54,7 @@ def root(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
         buildah("rm", container)
 
 
-def runtime_config(role: str, root: Path, words: list[str]) -> Json:
+def runtime_config(role: str, root: Path, words: list[str], place: str = "/tmp") -> Json:
     """Return the container that kubelet would make of the role's rendered pod, for crun."""
     kind = {"kind": "pod"} if role == "pod" else {}
     chart = values(executor={"enabled": True}, run={"config": TRACKED, **kind})
@@ -68,6 +70,7 @@ def runtime_config(role: str, root: Path, words: list[str]) -> Json:
             for mount in container["volumeMounts"]
             if mount["name"] == "tmp"
         ),
+        {"destination": EXAMPLES, "type": "bind", "source": str(ROOT), "options": ["bind", "ro"]},
     ]
     return {
         "ociVersion": "1.0.2",
@@ -75,7 +78,7 @@ def runtime_config(role: str, root: Path, words: list[str]) -> Json:
         "process": {
             "user": {"uid": security["runAsUser"], "gid": security["runAsGroup"]},
             "args": words,
-            "cwd": "/tmp",
+            "cwd": place,
             "env": ["PATH=/opt/penstock/bin:/usr/bin:/bin", "HOME=/tmp"],
             "noNewPrivileges": not security["allowPrivilegeEscalation"],
             "capabilities": {},
@@ -85,9 +88,11 @@ def runtime_config(role: str, root: Path, words: list[str]) -> Json:
     }
 
 
-def contained(role: str, root: Path, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def contained(
+    role: str, root: Path, words: list[str], folder: Path, place: str = "/tmp"
+) -> subprocess.CompletedProcess[str]:
     assert shutil.which("crun"), "expected Debian's crun, found none: apt-get install crun"
-    (folder / "config.json").write_text(json.dumps(runtime_config(role, root, words)))
+    (folder / "config.json").write_text(json.dumps(runtime_config(role, root, words, place)))
     crun = ["crun", "--cgroup-manager=disabled", "--root", str(folder / "state"), "run", "--bundle", str(folder)]
     command = ["unshare", "--mount", "sh", "-ec", UNIFIED, "sh", *crun, f"penstock-{role}-{os.getpid()}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -125,6 +130,21 @@ def test_a_built_image_starts_its_service(root: tuple[str, Path], tmp_path: Path
     done = contained(role, place, ["python", "-m", *words], tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().endswith("no settings file at missing.toml: check the path after the command")
+
+
+@pytest.mark.timeout(900)
+def test_a_run_trains_in_the_pods_image(tmp_path: Path) -> None:
+    need_image("pod")
+    container = buildah("from", "--pull-never", "localhost/penstock-pod")
+    flags = ["--run.folder=/tmp/runs", "--run.id=image", "--run.steps=5", "--evaluation.problems=8"]
+    try:
+        words = ["python", "-m", "services.cli", "up", "config/arithmetic.toml", *flags]
+        done = contained("pod", Path(buildah("mount", container)), words, tmp_path, EXAMPLES)
+    finally:
+        buildah("umount", container)
+        buildah("rm", container)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "finished: 5 steps" in done.stdout
 
 
 LIBRARIES = """
