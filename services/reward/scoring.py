@@ -130,8 +130,14 @@ class Scoring:
     async def start(self) -> None:
         """Start every scorer. Raises SettingsError."""
         parts: list[Scorer | Reference] = [*self._scorers, *([self._reference] if self._reference is not None else [])]
+        models = [part for part in parts if isinstance(part, RewardModel | Reference)]
         for part in parts:
-            await part.start()
+            if part not in models:
+                await part.start()
+        if models:
+            async with self._turns.loading():  # all of them in one turn
+                for part in models:
+                    await part.start()
         if self._teachers is not None:
             await self._teachers.start()
         for name in (part.name for part in self._parts()):
