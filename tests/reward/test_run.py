@@ -71,7 +71,9 @@ def _compare_with_the_model_alone(folder: Path, groups: Sequence[dict[str, Any]]
     for group in groups:
         prompt = dataclasses.replace(builders.prompt(), text=group["prompt"])
         texts = classifier.read(prompt, [sample["text"] for sample in group["completions"]])
-        raw_values = [float(sample["scores"]["model"]["detail"].removeprefix("raw ")) for sample in group["completions"]]
+        raw_values = [
+            float(sample["scores"]["model"]["detail"].removeprefix("raw ")) for sample in group["completions"]
+        ]
         assert classifier.compute(texts) == pytest.approx(raw_values, rel=1e-5, abs=FORWARD)
 
 

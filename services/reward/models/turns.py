@@ -236,7 +236,7 @@ class DeviceTurns(Turns):
         await self._lease.release()
 
     async def _over(self) -> None:
-        """Wait until no work waits, and none is about to."""
+        """Wait until no work waits, nor is about to."""
         idle_since_s = math.inf
         while True:
             groups = sum([await self._bus.length(stream) for stream in (ROLLOUTS, EVAL_ROLLOUTS)])

@@ -19,7 +19,7 @@ DEVICE = key(
     "device:<index>",
     "hash",
     "the run's",
-    "replica, process, phase, term, rung and end of a shared device's lease, and figures of the last",
+    "replica, process, phase, term, rung, begin and end of a shared device's lease, and figures of the last ones",
 )
 REQUESTS = key("device_requests", "hash", "the run's", "replica → process, phase and devices that it requests")
 
