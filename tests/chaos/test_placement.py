@@ -64,7 +64,7 @@ async def test_models_that_die_or_hang_in_a_turn_and_others_that_die_meanwhile_l
     async with running(tmp_path, flags={**SHARED, **reward_models.example_flags(model)}) as run:
         bus = await run.connect()
         await run.more_steps(bus, 2)
-        for victim in ("reward-0", "trainer-0", "rollout-0"):
+        for victim in ("reward-0", "trainer-0", "rollout-0", "coordinator-0"):
             await kill(run, bus, victim, "reward-0", asked=False)
             await run.more_steps(bus, 1)
         await hang(run, bus, "reward-0", "score")

@@ -61,7 +61,12 @@ async def test_rules_a_reward_model_and_a_reference_work_in_one_run(placement: s
     assert all(set(sample["scores"]) == {"answer", "format", "model"} for sample in samples)
     assert all(score["status"] != "unavailable" for sample in samples for score in sample["scores"].values())
     assert len({sample["scores"]["model"]["value"] for sample in samples}) > 1
-    assert any(line.get("score_turns", 0.0) > 0.0 for line in steps) == (placement == "shared")
+    turns, summary = (
+        sum(line.get("score_turns", 0.0) for line in steps),
+        json.loads((folder / "summary.json").read_text()),
+    )
+    assert (turns > 0.0) == (placement == "shared")
+    assert summary["score_turns"] == turns
     _compare_with_the_model_alone(model, groups)
     await _audit(folder)
 
