@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from services.coordinator.run.device_grants import DeviceGrants
 from services.reward.failures import Failures
+from services.reward.models import turns
 from services.reward.models.batcher import Batcher, NoRoom
 from services.reward.models.placement import Placed
 from services.reward.models.turns import Backlog, DeviceTurns, is_due
@@ -124,8 +125,11 @@ async def batching(notes: Notes, run: Run) -> AsyncIterator[Batcher[Item, float]
         await batcher.close()
 
 
-async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them_and_the_models_leave(bus: Bus) -> None:
+async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them_and_the_models_leave(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes = Notes()
+    monkeypatch.setattr(turns, "_LEAST_QUIET_S", TTL_S)
     async with taking_turns(bus) as run, batching(notes, run) as batcher:
         await until(lambda: notes.moves == ["offload"], timeout_s=PATIENCE_S)
         await until(lambda: not run.lease.held)
@@ -160,6 +164,7 @@ async def test_training_takes_the_device_after_the_forward_pass_in_progress_and_
         await until(lambda: run.lease.held)
         training = asyncio.create_task(run.trainer.acquire())
         await until(lambda: run.lease.rung >= 0)
+        await until(lambda: not run.turns._open.is_set())
         assert await run.holder() == "reward-0", "a forward pass is not interrupted"
         notes.gate.set()
         async with asyncio.timeout(PATIENCE_S):
@@ -185,9 +190,10 @@ async def _lose_the_device(bus: Bus) -> None:
         notes.gate.clear()
         scored = [asyncio.create_task(batcher.run([Item(1)])) for _ in range(4)]
         await until(lambda: run.lease.held)
-        training = asyncio.create_task(run.trainer.acquire())
-        await raw(bus).hset(bus.keys.named("device:0"), "until_ms", 0)  # as if it had not renewed
-        await asyncio.wait([training, *scored], timeout=PATIENCE_S)
+        async with run.lease._busy:  # it does not renew
+            await raw(bus).hset(bus.keys.named("device:0"), "until_ms", 0)
+            assert await run.trainer.acquire(PATIENCE_S)
+        await asyncio.wait(scored, timeout=PATIENCE_S)
 
 
 async def test_a_trainer_learns_the_turns_between_its_steps_and_their_seconds(bus: Bus) -> None:
