@@ -272,7 +272,7 @@ class Scoring:
         """Report scorers that may hang, and the models' memory, until cancelled."""
         while True:
             self._failures.look()
-            if not self._turns.is_taken:
+            if not self._turns.is_shared:
                 self._note_memory("score", _LOOK_EVERY_S)
             await asyncio.sleep(_LOOK_EVERY_S)
 
@@ -287,7 +287,7 @@ class Scoring:
                 components.update(held.components)
             whole = Held(place, components, max(held.total_bytes for held in together))
             self._status.memory.note(whole.during(phase, seconds))
-            if self._turns.is_taken:
+            if self._turns.is_shared:
                 self._status.values["memory_peak"] = max(held.peak_bytes for held in together)
 
     async def _read(self, model: Teacher, group: RolloutGroup) -> Reading:

@@ -26,7 +26,7 @@ from shared.bus.messages import RolloutGroup
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.device_leases import look_at_devices
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
-from shared.errors import Fenced
+from shared.errors import Fenced, StateLost
 from shared.process.device import DeviceLease, leased
 from shared.process.telemetry import Status
 from shared.settings import Settings, loads
@@ -194,6 +194,18 @@ async def _lose_the_device(bus: Bus) -> None:
             await raw(bus).hset(bus.keys.named("device:0"), "until_ms", 0)
             assert await run.trainer.acquire(PATIENCE_S)
         await asyncio.wait(scored, timeout=PATIENCE_S)
+
+
+async def test_a_device_that_its_last_holder_did_not_free_ends_the_process_and_costs_no_group_an_attempt(
+    bus: Bus,
+) -> None:
+    notes = Notes()
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        await until(lambda: not run.lease.held)
+        notes.fits_restore = False
+        await run.put(*range(4))
+        scored = await asyncio.gather(*(batcher.run([Item(1)]) for _ in range(4)), return_exceptions=True)
+    assert [type(error) for error in scored] == [StateLost] * 4
 
 
 async def test_a_trainer_learns_the_turns_between_its_steps_and_their_seconds(bus: Bus) -> None:

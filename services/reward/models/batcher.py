@@ -166,7 +166,7 @@ class Batcher(Generic[Item, Result]):
 
     async def _some(self) -> None:
         while not self._still_wanted():
-            patience_s = 0.0 if self._turns.is_taken else self._work_settings.offload_after_s
+            patience_s = 0.0 if self._turns.is_shared else self._work_settings.offload_after_s
             try:
                 async with asyncio.timeout(patience_s if patience_s and not self._away else None):
                     await self._next_arrival()
@@ -222,6 +222,8 @@ class Batcher(Generic[Item, Result]):
                 await self._in_thread(self._computation.restore)
             except NoRoom as error:
                 NO_ROOM.labels(self._scorer).inc()
+                if self._turns.is_shared:  # another holder did not free it: the group is not to blame
+                    raise
                 for request in batch:
                     request.fail(NoRoom(f"no memory for the model itself: {error}"))
                 return False

@@ -82,7 +82,7 @@ class Model(Protocol):
 class Turns:
     """Models that have their device for themselves."""
 
-    is_taken = False
+    is_shared = False
     """Whether models have the device in turn with others."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class DeviceTurns(Turns):
         room: groups that the service takes.
     """
 
-    is_taken = True
+    is_shared = True
 
     def __init__(self, lease: DeviceLease, bus: Bus, status: Status, groups: Callable[[], int], room: int) -> None:
         super().__init__()
