@@ -15,7 +15,7 @@ WORKDIR /src
 RUN python -m venv /opt/penstock && echo /opt/code > "$(echo /opt/penstock/lib/python3.*/site-packages)/code.pth"
 ARG LOCK=reward
 COPY deploy/docker/locks/${LOCK}.txt lock.txt
-RUN /opt/penstock/bin/pip install --require-hashes -r lock.txt
+RUN /opt/penstock/bin/pip install --require-hashes --no-deps -r lock.txt && /opt/penstock/bin/pip check
 
 FROM packages AS code
 COPY deploy/docker/locks/build.txt ./

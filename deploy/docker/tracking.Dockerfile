@@ -13,7 +13,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 WORKDIR /src
 RUN python -m venv /opt/penstock && echo /opt/code > "$(echo /opt/penstock/lib/python3.*/site-packages)/code.pth"
 COPY deploy/docker/locks/tracking.txt lock.txt
-RUN /opt/penstock/bin/pip install --require-hashes -r lock.txt
+RUN /opt/penstock/bin/pip install --require-hashes --no-deps -r lock.txt && /opt/penstock/bin/pip check
 
 FROM packages AS code
 COPY deploy/docker/locks/build.txt ./

@@ -18,7 +18,7 @@ COPY deploy/docker/locks/build.txt ./
 COPY deploy/docker/locks/${LOCK}.txt lock.txt
 # DeepSpeed has no wheel; it is built with the packages of build.txt.
 RUN /opt/penstock/bin/pip install --require-hashes -r build.txt \
-    && /opt/penstock/bin/pip install --require-hashes --no-build-isolation -r lock.txt
+    && /opt/penstock/bin/pip install --require-hashes --no-deps --no-build-isolation -r lock.txt && /opt/penstock/bin/pip check
 
 FROM packages AS code
 COPY deploy/docker/locks/build.txt ./

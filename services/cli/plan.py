@@ -11,9 +11,10 @@ from pathlib import Path
 
 from services.plan import measured as runs
 from services.plan.hardware import parse_cluster, read_calibration
-from services.plan.layouts import GpuLayout, Planner, Preferences
+from services.plan.layouts import PLACEMENTS, GpuLayout, Planner, Preferences
 from services.plan.measured import Corrections, Measured
 from services.plan.memory import TrainerOptions
+from services.plan.rates import SLOWED
 from services.plan.report import Plan, text
 from services.plan.workload import Workload, snapshots_of, workload_of
 from shared.errors import SettingsError
@@ -68,6 +69,7 @@ def preferences(settings: Settings) -> Preferences:
         rollout.vllm.gpu_memory_utilization,
         settings.reward.replicas,
         settings.weights.transport,
+        [placement for placement in PLACEMENTS if placement != "lend" or not settings.algorithm.imitation],
     )
 
 
@@ -75,7 +77,8 @@ def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corr
     """Return what a run measured over what is predicted for it on one GPU of the kind, with its own settings.
 
     Raises:
-        SettingsError: GPUs were lent, so that groups were decoded at two rates, or reward models took turns on them.
+        SettingsError: GPUs were lent, so that groups were decoded at two rates, or reward models took turns on them, or
+            trainer and replicas had some GPUs in common and others not, or several.
     """
     if own.placement.mode == "lend":
         raise SettingsError(
@@ -87,23 +90,39 @@ def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corr
             "expected a run whose reward models have a device of their own with --calibrate, found models that use the trainer's "
             "in turn, where the seconds of scoring include the wait for it: give another run"
         )
+    at_once = bool(own.common_gpus)
+    if at_once and (own.trainer.ranks, own.rollout.replicas, len(own.rollout.gpus)) != (1, 1, 1):
+        raise SettingsError(
+            f"expected a run with one GPU in trainer.gpus and rollout.gpus, or with no GPU in both, with --calibrate, found "
+            f"{list(own.trainer.gpus)} and {list(own.rollout.gpus)}, where replicas generate at rates of their own: give another run"
+        )
+    if at_once and own.rollout.engines_per_gpu == "auto":
+        raise SettingsError(
+            "expected a number in rollout.engines_per_gpu of a run with one GPU in trainer.gpus and rollout.gpus with --calibrate, found "
+            '"auto", whose choice is not recorded: give another run'
+        )
     work = workload_of(own, model)
     work = dataclasses.replace(work, lengths=dataclasses.replace(work.lengths, mean=figures.tokens))
     wants = preferences(own)
     planner = Planner(work, parse_cluster(gpus), wants)
     engines = own.rollout.engines_per_gpu if isinstance(own.rollout.engines_per_gpu, int) else 1
-    layout = GpuLayout("separate", wants.trainer, own.rollout.vllm.tensor_parallel_size, own.rollout.replicas, engines)
+    parallel, replicas = own.rollout.vllm.tensor_parallel_size, own.rollout.replicas
+    layout = GpuLayout("separate", wants.trainer, parallel, replicas, engines)
+    if at_once:
+        layout = GpuLayout("at once", wants.trainer, parallel, 0, engines, borrowed=replicas)
     groups = max(1, min(wants.max_groups, -(-work.slots // own.rollout.replicas)))
     predicted = planner.rates(layout, work.shape.layers, groups)
     decoding_s = predicted.decoding(groups * work.group_size)
-    if own.shared_devices:  # groups also wait for the trainer's turns, and the trainer waits for theirs
-        spent_s = figures.wait_s - figures.switch_s
+    slowed = SLOWED if at_once and work.max_lag else 1.0
+    if own.shared_devices or at_once:  # groups also wait for the trainer's turns, and the trainer waits for theirs
+        trains_s = (figures.compute_s + figures.other_s) * (work.max_lag > 0)
+        spent_s = figures.wait_s - figures.switch_s + predicted.beside * trains_s
         generate_s = work.samples * work.lengths.mean / (own.rollout.replicas * groups * work.group_size) * decoding_s
     else:
         spent_s, generate_s = figures.generate_s, _generate_s(work, groups) * decoding_s
     return Corrections(
-        train=figures.compute_s / (predicted.token_s * work.step_tokens),
-        update=figures.other_s / predicted.train_s,
+        train=figures.compute_s / (predicted.token_s * work.step_tokens * slowed),
+        update=figures.other_s / (predicted.train_s * slowed),
         decode=spent_s / generate_s if spent_s > 0 else 1.0,
         score_s=figures.score_s / max(1, groups),
     )

@@ -1,16 +1,27 @@
 """What cannot fit on the GPUs of this machine, for certain; ``penstock up`` refuses it before the start.
 
-Only what is allocated whatever the batch counts: weights, states and snapshots of the trainer, weights of an engine.
-Activations, caches, contexts and fragmentation are not counted, and neither are models whose sizes config.json does not give
-exactly, so that nothing that fits is refused.
+Only what is allocated whatever the batch counts: weights, states and snapshots of the trainer, weights of an engine; where
+several processes are on one GPU at the same time, also the least key-value cache that vLLM takes. Activations, contexts and
+fragmentation are not counted, and neither are models whose sizes config.json does not give exactly, so that nothing that
+fits is refused.
 """
 
+import importlib.util
 import shutil
 import subprocess
 from collections.abc import Sequence
 
 from services.plan.hardware import GIB
-from services.plan.memory import Component, TrainerOptions, total, trainer_table
+from services.plan.memory import (
+    ASIDE,
+    LEAST_CACHE,
+    LOGIT_COPIES,
+    WEIGHT_COPIES,
+    Component,
+    TrainerOptions,
+    total,
+    trainer_table,
+)
 from services.plan.workload import Workload, snapshots_of, workload_of
 from shared.errors import SettingsError
 from shared.model.context import read_config
@@ -20,6 +31,8 @@ _MARGIN = 1.02
 _QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _EXACT = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """Models whose weights config.json gives exactly, but for norms and biases."""
+_MEMORY_ARGUMENTS = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens"})
+"""Of vLLM, with which its cache, or what it sets aside for activations, is another."""
 _COUNTED = ("weights", "master weights", "moments", "critic", "reference", "snapshots")
 
 
@@ -40,7 +53,7 @@ def visible_gpus() -> list[float]:
 
 
 def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
-    """Raise SettingsError if trainer or engine cannot fit on the largest of the GPUs."""
+    """Raise SettingsError if trainer or engine, or all that name a GPU together, cannot fit on the largest of the GPUs."""
     if not memory_bytes or settings.run.device == "cpu" or settings.rollout.engine == "scripted":
         return
     models = [settings.policy.model, *filter(None, [settings.algorithm.critic.model])]
@@ -48,11 +61,62 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
         return
     work = workload_of(settings)
     _refuse("the trainer", _trainer(settings, work), max(memory_bytes))
-    if not settings.algorithm.is_supervised:
-        _refuse("an engine", _engine(settings, work), max(memory_bytes))
+    if settings.algorithm.is_supervised:
+        return
+    _refuse("an engine", _engine(settings, work), max(memory_bytes))
+    if settings.placement.mode == "separate":
+        _check_together(settings, work, memory_bytes)
 
 
-def _trainer(settings: Settings, work: Workload) -> list[Component]:
+def _check_together(settings: Settings, work: Workload, memory_bytes: Sequence[float]) -> None:
+    ranks, replicas = _named(settings, len(memory_bytes))
+    of_replica = _replica(settings, work, max(memory_bytes))
+    for gpu in sorted({*ranks, *(name for names in replicas for name in names)}):
+        beside = sum(gpu in names for names in replicas)
+        parts = [Component(part.name, beside * part.nbytes, part.advice) for part in of_replica]
+        if gpu in ranks and beside:
+            _refuse(
+                f"the trainer and {_counted(beside, 'replica')}, which work at the same time,",
+                [*_trainer(settings, work, ranks.index(gpu)), *parts],
+                max(memory_bytes),
+                ', or give rollout.gpus other GPUs, or set placement.mode = "shared", with which they take turns',
+            )
+        elif beside > 1:
+            _refuse(f"{beside} replicas", parts, max(memory_bytes), ", or give rollout.gpus more GPUs")
+
+
+def are_together(settings: Settings, gpus: int) -> bool:
+    """Return whether trainer and replicas use a GPU of this machine's ``gpus`` at the same time."""
+    if (
+        settings.placement.mode != "separate"
+        or settings.algorithm.is_supervised
+        or settings.rollout.engine == "scripted"
+    ):
+        return False
+    ranks, replicas = _named(settings, gpus)
+    return any(gpu in ranks for names in replicas for gpu in names)
+
+
+def _counted(number: int, word: str) -> str:
+    return f"a {word}" if number == 1 else f"{number} {word}s"
+
+
+def _named(settings: Settings, gpus: int) -> tuple[Sequence[int], list[Sequence[int]]]:
+    """Return the GPU of each rank and the GPUs of each replica, as trainer.gpus and rollout.gpus name them. Where they do
+    not, each process sees all GPUs and takes the first ones; which these are beside named ones, is known of one GPU only.
+    """
+    trainer, rollout = settings.trainer, settings.rollout
+    if bool(trainer.gpus) != bool(rollout.gpus) and gpus > 1:
+        return (), []
+    each = len(rollout.gpus) // rollout.replicas
+    first = range(rollout.vllm.tensor_parallel_size)
+    replicas: list[Sequence[int]] = [
+        rollout.gpus[place * each : (place + 1) * each] or first for place in range(rollout.replicas)
+    ]
+    return trainer.gpus or range(trainer.ranks), replicas
+
+
+def _trainer(settings: Settings, work: Workload, rank: int = 0) -> list[Component]:
     trainer = settings.trainer
     options = TrainerOptions(
         ranks=trainer.ranks * trainer.nodes,
@@ -63,7 +127,8 @@ def _trainer(settings: Settings, work: Workload) -> list[Component]:
         sharded=settings.weights.snapshots == "sharded",
     )
     table, _ = trainer_table(work, options, 0.0)
-    return [part for part in table["wait"] if part.name in _COUNTED]
+    own = _COUNTED if not rank or options.sharded else _COUNTED[:-1]  # rank 0 alone has whole snapshots
+    return [part for part in table["wait"] if part.name in own]
 
 
 def _engine(settings: Settings, work: Workload) -> list[Component]:
@@ -72,11 +137,49 @@ def _engine(settings: Settings, work: Workload) -> list[Component]:
     return [Component("weights", work.policy_bytes / parallel, advice)]
 
 
-def _refuse(side: str, parts: Sequence[Component], memory_bytes: float) -> None:
+def _replica(settings: Settings, work: Workload, memory_bytes: float) -> list[Component]:
+    """Return the least that a replica's engines take of each of its GPUs, its key-value cache included."""
+    vllm, count = settings.rollout.vllm, settings.rollout.engines_per_gpu
+    weights, arguments = work.policy_bytes / vllm.tensor_parallel_size, vllm.arguments
+    if "quantization" in arguments:
+        return []
+    if count != "auto" and count > 1:
+        fewer = "lower rollout.engines_per_gpu"
+        shadows = 0.0 if work.lora_rank or settings.weights.transport == "file" else count * weights
+        return [
+            Component("the engines' weights", count * weights, fewer),
+            Component("second copies of these", shadows, fewer),
+            Component("their key-value caches", count * LEAST_CACHE, fewer),
+        ]
+    cache = _cache(settings, work, memory_bytes) if count == 1 and _is_vllm(settings) else 0.0
+    return [
+        Component("the engine's weights", weights, "raise rollout.vllm.tensor_parallel_size"),
+        Component("its key-value cache", cache, "lower rollout.vllm.gpu_memory_utilization"),
+    ]
+
+
+def _cache(settings: Settings, work: Workload, memory_bytes: float) -> float:
+    """Return the least cache of one vLLM engine, which fills its share of the GPU with it."""
+    vllm, arguments = settings.rollout.vllm, settings.rollout.vllm.arguments
+    if not _MEMORY_ARGUMENTS.isdisjoint(arguments):
+        return 0.0
+    own, most = arguments.get("max_num_seqs"), settings.rollout.max_groups * settings.sampling.group_size
+    logits = (own if isinstance(own, int) else most) * work.shape.vocabulary * 4 * LOGIT_COPIES
+    weights = work.policy_bytes / vllm.tensor_parallel_size
+    return max(0.0, vllm.gpu_memory_utilization * memory_bytes - WEIGHT_COPIES * weights - ASIDE - logits)
+
+
+def _is_vllm(settings: Settings) -> bool:
+    engine = settings.rollout.engine
+    return engine == "vllm" or (engine == "auto" and importlib.util.find_spec("vllm") is not None)
+
+
+def _refuse(side: str, parts: Sequence[Component], memory_bytes: float, otherwise: str = "") -> None:
     if total(parts) <= _MARGIN * memory_bytes:
         return
     largest = max(parts, key=lambda part: part.nbytes)
     raise SettingsError(
-        f"expected {side} to fit on a GPU of {memory_bytes / GIB:.1f} GiB, and it needs at least {total(parts) / GIB:.1f} GiB, "
-        f"{largest.nbytes / GIB:.1f} of them for {largest.name}: {largest.advice} (`penstock plan` compares layouts)"
+        f"expected {side} to fit on a GPU of {memory_bytes / GIB:.1f} GiB, and {'they need' if otherwise else 'it needs'} at least "
+        f"{total(parts) / GIB:.1f} GiB, {largest.nbytes / GIB:.1f} of them for {largest.name}: {largest.advice}{otherwise} "
+        "(`penstock plan` compares layouts)"
     )

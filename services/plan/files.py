@@ -42,9 +42,7 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
     table |= {name: getattr(trainer, name) for name in _OF_TRAINER}
     table["ranks"] = min(trainer.ranks, cluster.per_node) if cluster.nodes > 1 else trainer.ranks
     rollout = values.setdefault("rollout", {})
-    replicas = (
-        layout.all_replicas if layout.placement == "shared" else layout.replicas
-    )  # guests are added by themselves
+    replicas = layout.replicas or layout.all_replicas  # guests are added by themselves
     rollout |= {"replicas": max(1, replicas), "max_groups": candidate.max_groups}
     rollout["engines_per_gpu"] = layout.engines
     rollout.setdefault("vllm", {})["tensor_parallel_size"] = layout.tensor_parallel
@@ -53,11 +51,16 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
     if not trainer.snapshots:
         weights.pop("snapshots", None)
     weights["shadow"] = "auto" if layout.shadow else "bucketed"
-    if layout.placement != "separate":
+    values.pop("placement", None)
+    if layout.placement in ("shared", "lend"):
         values["placement"] = {"mode": layout.placement}
+    if candidate.utilization:
+        rollout["vllm"]["gpu_memory_utilization"] = candidate.utilization
     if layout.placement == "shared":
         table.pop("gpus", None)
         rollout.pop("gpus", None)
+    elif layout.placement == "at once":
+        table["gpus"] = rollout["gpus"] = list(range(layout.gpus))
     elif cluster.nodes == 1:
         table["gpus"] = list(range(trainer.ranks))
         rollout["gpus"] = list(range(trainer.ranks, layout.gpus))
@@ -65,8 +68,12 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
 
 
 def chart_values(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
-    """Return the chart's values, without those that a cluster's owner knows (image, storage)."""
+    """Return the chart's values, without those that a cluster's owner knows (image, storage). Layouts that share GPUs are
+    one pod, which has each GPU once: pods share none.
+    """
     layout, product = candidate.layout, f"NVIDIA-{cluster.gpu.name}"
+    if layout.borrowed:
+        return {"run": {"kind": "pod"}, "pod": {"gpu": {"count": layout.gpus, "product": product}}}
     nodes = -(-layout.trainer.ranks // cluster.per_node)
     hosts = -(-layout.tensor_parallel // cluster.per_node)
     return {

@@ -1,8 +1,8 @@
 """The layouts of a run on a cluster: which fit, and how fast each is.
 
 ``separate``: trainer and replicas have GPUs of their own. ``shared``: they take turns on the same GPUs. ``lend``:
-separate, and the trainer's GPUs generate as well while it waits. Where GPUs are shared, an engine gives way on the
-lowest rung that fits:
+separate, and the trainer's GPUs generate as well while it waits. ``at once``: trainer and several engines of a small
+model on one GPU, under CUDA MPS. Where GPUs are shared in turn, an engine gives way on the lowest rung that fits:
 
     0 it keeps all its memory · 1 without its cache · 2 without its weights · 3 and the optimizer's state goes to the host
 """
@@ -23,6 +23,7 @@ from services.plan.memory import (
     TrainerOptions,
     engine_memory,
     peak,
+    several_engines,
     total,
     trainer_table,
 )
@@ -30,8 +31,9 @@ from services.plan.rates import Rates
 from services.plan.simulation import Side, SimulatedFigures, simulate
 from services.plan.workload import Workload
 
-Placement = Literal["separate", "shared", "lend"]
-PLACEMENTS: tuple[Placement, ...] = ("separate", "shared", "lend")
+Placement = Literal["separate", "shared", "lend", "at once"]
+"""``at once`` is ``placement.mode = "separate"`` with the same GPU in trainer.gpus and rollout.gpus."""
+PLACEMENTS: tuple[Placement, ...] = ("separate", "shared", "lend", "at once")
 USABLE = 0.95
 """Of a GPU's memory; the rest is fragmentation."""
 _SIMULATED = 16
@@ -53,7 +55,7 @@ class GpuLayout:
     trainer: TrainerOptions
     tensor_parallel: int
     replicas: int
-    """With GPUs of their own; with ``shared``, none has."""
+    """With GPUs of their own; with ``shared`` and ``at once``, none has."""
     engines: int = 1
     borrowed: int = 0
     """Replicas on the trainer's GPUs."""
@@ -79,6 +81,7 @@ class GpuLayout:
         each += f", {self.engines} engines each" if self.engines > 1 else ""
         own = f"{self.replicas} replicas{each}" if self.replicas else ""
         same = f"{self.borrowed} replicas on the same GPUs{'' if own else each}" if self.borrowed else ""
+        same += ", under CUDA MPS" if self.placement == "at once" else ""
         return "; ".join(filter(None, (train, own, same)))
 
 
@@ -95,12 +98,14 @@ class MemoryShortage:
 class Candidate:
     layout: GpuLayout
     memory: Mapping[str, Table]
-    """By side: trainer, rollout; or shared alone."""
+    """By side: trainer, rollout; or shared alone; or both, and of these the engines."""
     kept_layers: int
     max_groups: int
     """That one replica decodes at a time, as far as its cache holds them."""
     rates: Rates
     estimate_s: float
+    utilization: float = 0.0
+    """rollout.vllm.gpu_memory_utilization; 0: the run's own."""
     outcome: SimulatedFigures | None = None
 
     @property
@@ -158,6 +163,9 @@ class Planner:
         return Side(layout.replicas, candidate.max_groups, layout.borrowed, self.own.reward_replicas)
 
     def _of(self, placement: Placement) -> Iterator[Candidate | MemoryShortage]:
+        if placement == "at once":
+            yield from self._at_once() if self.cluster.gpus == 1 else ()
+            return
         sizes = self._trainer_sizes(placement)
         if (misfit := self._as_set(max(sizes, default=1))) is not None:
             yield misfit
@@ -223,9 +231,11 @@ class Planner:
         """Return the groups that a replica would have at a time."""
         return max(1, min(self.own.max_groups, -(-self.work.slots // max(1, replicas))))
 
-    def _engine(self, replicas: int, parallel: int, engines: int, room: float) -> tuple[EngineMemory, int, bool]:
+    def _engine(
+        self, replicas: int, parallel: int, engines: int, room: float, less: int = 1
+    ) -> tuple[EngineMemory, int, bool]:
         """Return memory, groups at a time (0: not even one fits), and whether there is a shadow."""
-        most_groups = self._wanted(replicas)
+        most_groups = -(-self._wanted(replicas) // less)
         group_tokens = self.work.prompt_tokens + self.work.group_size * self.work.lengths.mean
         needed = max(float(self.work.longest), min(1, most_groups) * group_tokens)
         for shadow in (True, False) if engines == 1 else (True,):
@@ -306,6 +316,39 @@ class Planner:
                 return rung, {**busy, "generate": [*memory.components, aside]}, groups
         return None
 
+    def _at_once(self) -> Iterator[Candidate | MemoryShortage]:
+        """Yield layouts of one GPU where trainer and engines work at the same time: with the run's optimizer, and with
+        room for all groups, or for as many as fit. One engine is not measured, and its start is disturbed by the trainer."""
+        for engines in self._engine_counts(1)[1:]:
+            for less in (1, 2, 4):
+                outcomes = list(self._beside(engines, less))
+                if isinstance(outcomes[0], Candidate):
+                    break
+            yield from outcomes
+
+    def _beside(self, engines: int, less: int) -> Iterator[Candidate | MemoryShortage]:
+        """Yield the trainer's settings that fit beside ``engines``, or why none does."""
+        memory, groups, _ = self._engine(1, 1, engines, self.limit_bytes, less)
+        if not groups:
+            yield _problem(
+                f"an engine of {engines} beside the trainer", {"generate": memory.components}, self.limit_bytes
+            )
+            return
+        options = EngineOptions(1, engines, sequences=groups * self.work.group_size)
+        memory, share = several_engines(self.work, options, memory, self.cluster.gpu.memory_bytes)
+        aside = Component("engines", total(memory.components), "lower rollout.max_groups or rollout.engines_per_gpu")
+        limit_bytes, fits = self.limit_bytes - aside.nbytes, False
+        for used in dict.fromkeys(next(self._options(1, 2))):
+            table, kept = trainer_table(self.work, used, limit_bytes)
+            if peak(table) <= limit_bytes:
+                fits = True
+                tables: dict[str, Table] = {"both": _with(table, aside), "engines": {"generate": memory.components}}
+                layout = GpuLayout("at once", used, 1, 0, engines, borrowed=1)
+                yield dataclasses.replace(self._candidate(layout, tables, kept, groups), utilization=share)
+        if not fits:
+            own, _ = trainer_table(self.work, self._mine(1), limit_bytes)
+            yield _problem(f"at once: {_words(self._mine(1))}, {engines} engines", _with(own, aside), self.limit_bytes)
+
     def _engine_counts(self, parallel: int) -> tuple[int, ...]:
         small = parallel == 1 and self.work.shape.weights < _SMALL
         return (1, 2, 3) if small else (1,)
@@ -319,9 +362,9 @@ class Planner:
     def rates(self, layout: GpuLayout, kept: int, groups: int) -> Rates:
         """Return the rates of a layout whose replicas decode ``groups`` at a time."""
         work, cluster, trainer, corrected = self.work, self.cluster, layout.trainer, self.corrections
-        most = max(2.0, float(groups * work.group_size))
+        most, at_once = max(2.0, float(groups * work.group_size)), layout.placement == "at once"
         few, many = (
-            rooflines.decode_seconds(work, cluster, layout.tensor_parallel, layout.engines, sequences)
+            rooflines.decode_seconds(work, cluster, layout.tensor_parallel, layout.engines, sequences, mps=at_once)
             for sequences in (most / 8, most)
         )
         slope = (many - few) / (most - most / 8)
@@ -340,10 +383,11 @@ class Planner:
             bus_s=corrected.bus_s
             or rooflines.BUS_GROUP_S
             + work.group_size * work.lengths.mean * rooflines.TOKEN_BYTES / rooflines.BUS_BYTES_PER_S,
+            beside=rooflines.speed_beside_training(work, cluster, layout.engines, most) if at_once else 0.0,
         )
 
     def _switch_s(self, layout: GpuLayout) -> float:
-        if not layout.borrowed:
+        if not layout.borrowed or layout.placement == "at once":
             return 0.0
         moved = 12.0 * self.work.trained / layout.trainer.shards(1) if layout.rung == 3 else 0.0
         return _SWITCH_S[layout.rung] + 2 * moved / self.cluster.host_bytes_per_s
@@ -384,6 +428,10 @@ def _words(options: TrainerOptions) -> str:
     more = ", 8-bit Adam" if options.optimizer == "adamw_8bit" else ""
     more += f", offload {options.offload}" if options.offload != "none" else ""
     return f"a trainer on {options.ranks} GPUs, ZeRO {options.zero_stage}{more}"
+
+
+def _with(table: Table, component: Component) -> Table:
+    return {phase: [*parts, component] for phase, parts in table.items()}
 
 
 def _problem(layout: str, table: Table, limit_bytes: float) -> MemoryShortage:

@@ -13,6 +13,7 @@ key-value cache in what is left.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -36,10 +37,12 @@ _LOGIT_BYTES = 4.3
 """Of one logit with its gradient, by the fused kernel (1.33 GB for 2,048 tokens of 152,064 words)."""
 _LOGIT_GRADIENT = 2.0
 """Of a chunk's logit while all logits are kept."""
-_LOGIT_COPIES = 6
+LOGIT_COPIES = 6
 """Float32 copies of a decoding step's logits."""
 _GRAPHS = 1.5 * GIB
 """CUDA graphs and activations of an engine."""
+ASIDE, WEIGHT_COPIES, LEAST_CACHE, _SHADOW_COPIES = 4.0 * GIB, 1.25, 1.0 * GIB, 1.05
+"""What each of several engines on a GPU sets aside (services/rollout/engines/vllm/several/plan.py)."""
 USED = 0.85
 """Share of the memory that activations may fill (services/trainer/model/memory/recomputation.py)."""
 
@@ -274,7 +277,7 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
     """Return the memory of one GPU of a replica, which may use ``room_bytes`` of ``total_bytes``."""
     weights = options.engines * work.policy_bytes / options.tensor_parallel
     parallel = "raise rollout.vllm.tensor_parallel_size"
-    logits = options.sequences * work.shape.vocabulary * 4.0 * _LOGIT_COPIES / options.tensor_parallel
+    logits = options.sequences * work.shape.vocabulary * 4.0 * LOGIT_COPIES / options.tensor_parallel
     fixed = [
         Component("weights", weights, parallel),
         Component("graphs and logits", options.engines * _GRAPHS + logits, "lower rollout.max_groups"),
@@ -286,6 +289,22 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
     needed = per_token * options.sequences * work.longest
     cache = Component("key-value cache", max(0.0, min(free, needed)), f"lower sampling.max_new_tokens, or {parallel}")
     return EngineMemory([*fixed, shadow, cache], cache.nbytes / per_token if per_token else 0.0)
+
+
+def several_engines(
+    work: Workload, options: EngineOptions, memory: EngineMemory, total_bytes: float
+) -> tuple[EngineMemory, float]:
+    """Return the memory of several engines with all that they set aside, and the share of the GPU
+    (rollout.vllm.gpu_memory_utilization) with which they start and have this key-value cache."""
+    cache = max(memory.components[-1].nbytes, options.engines * LEAST_CACHE)
+    logits = options.sequences * work.shape.vocabulary * 4.0 * LOGIT_COPIES
+    needed = options.engines * (WEIGHT_COPIES * work.policy_bytes + ASIDE + logits) + cache
+    share = math.ceil(100 * needed / total_bytes) / 100
+    taken = share * total_bytes + _SHADOW_COPIES * options.engines * work.policy_bytes
+    aside = Component(
+        "set aside", taken - total(memory.components), "lower rollout.max_groups or rollout.engines_per_gpu"
+    )
+    return dataclasses.replace(memory, components=[*memory.components, aside]), share
 
 
 _SHADOW = 'set weights.shadow = "bucketed", or raise rollout.vllm.tensor_parallel_size'

@@ -23,8 +23,10 @@ _LAYER_S = 50e-6
 """Kernels of a layer in a decoding step, beside the bytes."""
 _SCHEDULER_S, _SEQUENCE_S = 0.5e-3, 18e-6
 """vLLM's scheduler in each step, and for each sequence of it."""
-_SLICES = 1.2
-"""GPU time of engines that share a GPU in time slices."""
+_SLICES, _SIDE_BY_SIDE = 1.2, 1.14
+"""GPU time of engines that share a GPU, in time slices and under CUDA MPS."""
+SLOWED = 1.07
+"""Seconds of a training step beside engines that generate on the same GPU, over those of one alone."""
 _ALL_REDUCE_S = 20e-6
 """Of a layer's two sums over tensor parallel ranks."""
 _LOGIT_COPIES = 6
@@ -69,6 +71,8 @@ class Rates:
     bus_s: float = BUS_GROUP_S
     """Of a group, on the bus."""
     coordinator_s: float = COORDINATOR_GROUP_S
+    beside: float = 0.0
+    """Speed of generation on the trainer's GPUs while it trains, over that of generation alone; 0: it pauses."""
 
     def decoding(self, sequences: float) -> float:
         return self.decode_s + self.sequence_s * max(0.0, sequences - 1)
@@ -77,8 +81,31 @@ class Rates:
         return self.train_s + self.token_s * tokens
 
 
-def decode_seconds(work: Workload, cluster: Cluster, tensor_parallel: int, engines: int, sequences: float) -> float:
-    """Return the seconds in which every one of a replica's ``sequences`` grows by a token."""
+def decode_seconds(
+    work: Workload, cluster: Cluster, tensor_parallel: int, engines: int, sequences: float, *, mps: bool = False
+) -> float:
+    """Return the seconds in which every one of a replica's ``sequences`` grows by a token; ``mps``: under CUDA MPS."""
+    busy = _busy_seconds(work, cluster, tensor_parallel, engines, sequences)
+    scheduler = _SCHEDULER_S + max(1.0, sequences / engines) * _SEQUENCE_S
+    if engines == 1:
+        return busy + scheduler
+    shared = _SIDE_BY_SIDE if mps else _SLICES
+    return max(engines * busy * shared, busy * shared + scheduler)
+
+
+def speed_beside_training(work: Workload, cluster: Cluster, engines: int, sequences: float) -> float:
+    """Return the speed of engines while the trainer trains on their GPU, over their speed alone, under CUDA MPS.
+
+    The GPU's time is conserved: generation gains what training loses, over the share of the time that the engines alone
+    keep the GPU busy.
+    """
+    busy = engines * _busy_seconds(work, cluster, 1, engines, sequences) * _SIDE_BY_SIDE
+    share = busy / decode_seconds(work, cluster, 1, engines, sequences, mps=True)
+    return min(1.0, (1 - 1 / SLOWED) / share)
+
+
+def _busy_seconds(work: Workload, cluster: Cluster, tensor_parallel: int, engines: int, sequences: float) -> float:
+    """Return the seconds for which one engine's decoding step alone keeps its GPU busy."""
     gpu, shape, each = cluster.gpu, work.shape, max(1.0, sequences / engines)
     context = work.prompt_tokens + work.lengths.mean / 2
     used = shape.weights if each * shape.active > shape.decoder else shape.active * each + shape.embeddings
@@ -88,10 +115,7 @@ def decode_seconds(work: Workload, cluster: Cluster, tensor_parallel: int, engin
     if tensor_parallel > 1:
         slow = cluster.network_bytes_per_s if tensor_parallel > cluster.per_node else gpu.link_bytes_per_s
         busy += shape.layers * (_ALL_REDUCE_S + 4 * each * shape.hidden * work.weight_bytes / slow)
-    scheduler = _SCHEDULER_S + each * _SEQUENCE_S
-    if engines == 1:
-        return busy + scheduler
-    return max(engines * busy * _SLICES, busy * _SLICES + scheduler)
+    return busy
 
 
 def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kept: int, tokens: float) -> float:

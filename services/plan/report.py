@@ -25,11 +25,11 @@ class Plan:
 
 
 def accepted(layout: GpuLayout, cluster: Cluster) -> bool:
-    """Whether the settings accept a layout with vLLM, whose rates the plan assumes; devices are shared on one host, by
-    replicas of one GPU and one engine.
+    """Whether the settings accept a layout with vLLM, whose rates the plan assumes; devices are shared in turn on one
+    host, by replicas of one GPU and one engine.
     """
     alone = (cluster.nodes, layout.tensor_parallel, layout.engines) == (1, 1, 1)
-    return layout.placement == "separate" or (layout.placement == "shared" and alone)
+    return layout.placement in ("separate", "at once") or alone
 
 
 def text(plan: Plan) -> str:
@@ -101,6 +101,10 @@ def reason(plan: Plan, candidate: Candidate) -> str:
         return f"{place}; {' and '.join(full)}."
     if outcome.trainer_idle < _IDLE:
         return f"{place}; trainer-bound: more replicas would not help."
+    if candidate.layout.placement == "at once":
+        return (
+            f"{place}; the trainer waits {outcome.trainer_idle:.0%}, and generation takes from its GPU while it trains."
+        )
     if candidate.layout.placement == "shared":
         return f"{place}; the GPUs take turns, {outcome.trainer_idle:.0%} of the time without training."
     return f"{place}; rollout-bound: the trainer waits {outcome.trainer_idle:.0%}."

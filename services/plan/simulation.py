@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.plan.rates import COORDINATOR_BEAT_S, Rates
+from services.plan.rates import COORDINATOR_BEAT_S, SLOWED, Rates
 from services.plan.workload import Workload
 
 _WARM_UP = 3
@@ -37,7 +37,7 @@ class Side:
     max_groups: int
     """Of one replica."""
     borrowed: int = 0
-    """Replicas on the trainer's GPUs: they pause while it trains."""
+    """Replicas on the trainer's GPUs: they pause while it trains, or continue at the speed ``Rates.beside``."""
     reward_replicas: int = 1
     cores: float = 0.0
     """Of a host without GPUs; 0: every process has its own."""
@@ -110,6 +110,8 @@ class _Replica:
     busy_s: float = 0.0
     started_s: float = 0.0
     paused: bool = False
+    share: float = 1.0
+    """Of its speed alone, beside the trainer."""
 
 
 def simulate(
@@ -236,7 +238,7 @@ class _Run:
         if replica.paused or not replica.running:
             replica.speed = 0.0
             return
-        replica.speed = self._rate / self._rates.decoding(replica.sequences)
+        replica.speed = self._rate * replica.share / self._rates.decoding(replica.sequences)
         epoch, end_s = replica.epoch, self._now + max(0.0, replica.running[0][0] - replica.clock) / replica.speed
         self._at(end_s, self._finish, replica, epoch)
 
@@ -315,7 +317,7 @@ class _Run:
             self._lags.update(self._step - group.version for group in batch)
         self._training, self._train_started_s = True, self._now
         switch = self._pause(paused=True)
-        seconds = self._rates.step(sum(group.tokens for group in batch))
+        seconds = self._rates.step(sum(group.tokens for group in batch)) * self._slowed
         self._occupy(1)
         self._end_training_at(self._now + switch + seconds / self._rate)
 
@@ -324,11 +326,21 @@ class _Run:
         epoch, self._train_ends_s = self._train_epoch, when_s
         self._at(when_s, self._commit, epoch)
 
+    @property
+    def _slowed(self) -> float:
+        """The factor by which generation beside it lengthens a training step, if there is any when the step starts."""
+        beside = self._rates.beside and any(replica.borrowed and replica.running for replica in self._replicas)
+        return SLOWED if beside else 1.0
+
     def _pause(self, *, paused: bool) -> float:
         """Pause or wake the replicas on the trainer's GPUs; return the seconds of the switch."""
         borrowed = [replica for replica in self._replicas if replica.borrowed]
         for replica in borrowed:
             self._advance(replica)
+            if self._rates.beside:
+                replica.share = self._rates.beside if paused else 1.0
+                self._schedule(replica)
+                continue
             if replica.running and paused:
                 replica.busy_s += self._now - replica.started_s
                 self._span(f"rollout-{replica.number}", "generate", replica.started_s)

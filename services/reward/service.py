@@ -171,7 +171,7 @@ async def _turns(context: Context) -> AsyncIterator[Turns]:
         yield Turns()
         return
     device = settings.shared_device(replica)
-    if device is None or device >= settings.reward.replicas:
+    if device is None:
         raise SettingsError(
             'expected the replica reward-0 with placement.mode = "shared" and models in the reward service, which take turns '
             f"on the trainer's device, found {replica!r}: change --replica"

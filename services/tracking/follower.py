@@ -5,12 +5,15 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from services.tracking.offset import Offset
-from services.tracking.points import results_of
+from services.tracking.points import REPORT, Point, results_of
+from services.tracking.report import ReportFile
 from services.tracking.sink_client import SinkClient, SinkFailure
+from services.tracking.tables import RolloutLines
 from shared.backoff import Backoff
 from shared.bus import streams
 from shared.bus.bus import Bus
@@ -23,6 +26,8 @@ from shared.errors import MessageError
 log = logging.getLogger(__name__)
 
 _BATCH = 100
+_TABLES = 8
+"""Rollout tables in a batch."""
 _WAIT_S = 0.5
 AGAIN = Backoff(first_s=0.5, longest_s=60.0)
 
@@ -30,13 +35,16 @@ Tell = Callable[[str, str], Awaitable[None]]
 
 
 class Follower:
-    """Deliver every step and evaluation to one sink, exactly once."""
+    """Deliver every step, evaluation and rollout table to one sink exactly once, and each new report.
+
+    Steps and evaluations are read from the bus, tables and the report from ``folder``, the run's.
+    """
 
     def __init__(
         self,
         name: str,
         bus: Bus,
-        path: Path,
+        folder: Path,
         sink: SinkClient,
         tell: Tell,
         again: Backoff = AGAIN,
@@ -46,12 +54,14 @@ class Follower:
         self.trouble = ""
         """Why nothing is delivered now."""
         self._bus = bus
-        self._path = path
+        self._path = folder / "tracking" / f"{name}.json"
         self._sink = sink
         self._tell = tell
         self._again = again
         self._every_s = every_s
-        self._offset = Offset.read(path)
+        self._offset = Offset.read(self._path)
+        self._rollouts = RolloutLines(folder / "rollouts.jsonl")
+        self._report = ReportFile(folder / "report.html")
         self._failures = 0
 
     @property
@@ -82,10 +92,11 @@ class Follower:
             if not self._offset.pending:
                 ahead = await self._read(copy.deepcopy(self._offset))
                 if not ahead.pending:
+                    self._offset = ahead  # passed over what cannot be read
                     return False
                 ahead.write(self._path)
                 self._offset = ahead
-            state = await self._sink.write(self._offset.pending, self._offset.sink)
+            state = await self._sink.write(_deliverable(self._offset.pending), self._offset.sink)
             done = dataclasses.replace(self._offset, pending=[], sink=state)
             done.write(self._path)
             self._offset = done
@@ -119,7 +130,32 @@ class Follower:
                 if int(version) not in offset.evaluated:
                     offset.pending.append(offset.segments.of_evaluation(results_of(raw)))
                     offset.evaluated.append(int(version))
+        lines = await self._read_rollouts(offset)
+        if len(rows) < _BATCH and lines < _TABLES:
+            await self._read_report(offset)
         return offset
+
+    async def _read_rollouts(self, offset: Offset) -> int:
+        newest_version = offset.segments.last_version
+        lines = await asyncio.to_thread(self._rollouts.following, offset.rollouts, newest_version, _TABLES)
+        for line in lines:
+            offset.rollouts = line["entry"]
+            try:
+                offset.pending.append(offset.segments.of_rollout(line))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                log.warning("unreadable rollouts passed over", extra={"entry": line["entry"], "reason": repr(error)})
+        return len(lines)
+
+    async def _read_report(self, offset: Offset) -> None:
+        digest = await asyncio.to_thread(self._report.digest)
+        if digest and digest != offset.report:
+            offset.pending.append(offset.segments.of_report(self._report.path, time.time()))
+            offset.report = digest
+
+
+def _deliverable(points: list[Point]) -> list[Point]:
+    """Return the points without a report that was removed since."""
+    return [point for point in points if REPORT not in point or Path(point[REPORT]).exists()]
 
 
 async def _wait(stop: asyncio.Event, wait_s: float) -> None:

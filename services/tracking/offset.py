@@ -20,6 +20,10 @@ class Offset:
     evaluated: list[int] = dataclasses.field(default_factory=list)
     """Versions whose evaluations are in."""
     segments: Segments = dataclasses.field(default_factory=Segments)
+    rollouts: str = "0-0"
+    """The journal entry of the last line of rollouts.jsonl."""
+    report: str = ""
+    """Digest of the last report.html."""
     pending: list[Point] = dataclasses.field(default_factory=list)
     sink: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The sink's own state after the last batch."""

@@ -1,18 +1,24 @@
-"""Points: what trackers show of a step or an evaluation, under names that users of TRL know.
+"""Points: what trackers show of a step, an evaluation, a rollout table or the report, under names that users of TRL know.
 
-A step that does not follow the last one begins a segment: the run was rolled back.
+A step that does not follow the last one begins a segment: the run was rolled back. A table belongs to the segment of the
+version that its step made, as a version is never reused.
 """
 
 import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from services.tracking.tables import entry_time_s, table_of
 from shared.bus.messages import StepReport
 
 Point: TypeAlias = dict[str, Any]
-"""``{"segment": 0, "index": 17, "step": 3, "at_s": 1.5, "values": {"train/reward": 0.5}}``; ``index`` counts a segment's points."""
+"""``{"segment": 0, "index": 17, "step": 3, "at_s": 1.5, "values": {"train/reward": 0.5}}``; ``index`` counts a segment's points.
+One of a rollout table has it as ``table`` (:data:`services.tracking.tables.Table`), one of the report its path as ``report``.
+"""
+TABLE, REPORT = "table", "report"
 
 _NAMES = {
     "reward_mean": "train/reward",
@@ -40,12 +46,18 @@ class Segments:
     segment: int = 0
     last_step: int = 0
     points: int = 0
+    last_version: int = -1
+    """The newest version of a step so far."""
+    first_version: int = 0
+    earlier: list[list[int]] = dataclasses.field(default_factory=list)
+    """The first version of each earlier segment, and its number of points."""
 
     def of_step(self, report: StepReport) -> Point:
         """Return a step's point; one that does not ascend begins a segment."""
         if report.step <= self.last_step:
-            self.segment, self.points = self.segment + 1, 0
-        self.last_step = report.step
+            self.earlier.append([self.first_version, self.points])
+            self.segment, self.points, self.first_version = self.segment + 1, 0, int(report.version)
+        self.last_step, self.last_version = report.step, max(self.last_version, int(report.version))
         metrics = {**report.metrics, "version": float(report.version), "samples": float(report.samples)}
         return self._point(report.step, report.finished_at_s, {name_of(name): metrics[name] for name in metrics})
 
@@ -59,10 +71,33 @@ class Segments:
             values |= {f"eval/{name}/pass_at_{k}": of["value"] for k, of in result.get("pass_at", {}).items()}
         return self._point(step, at_s, values)
 
-    def _point(self, step: int, at_s: float, values: Mapping[str, float]) -> Point:
-        self.points += 1
+    def of_rollout(self, line: Mapping[str, Any]) -> Point:
+        """Return the point of a line of ``rollouts.jsonl``. Raises as :func:`services.tracking.tables.table_of`."""
+        table, entry = table_of(line), str(line["entry"])
+        segment = self._segment_of(int(line["version"]))
+        return {**self._point(int(line["step"]), entry_time_s(entry), {}, segment), TABLE: table}
+
+    def of_report(self, path: Path, at_s: float) -> Point:
+        """Return the point of a new ``report.html``."""
+        return {**self._point(self.last_step, at_s, {}), REPORT: str(path)}
+
+    def _segment_of(self, version: int) -> int:
+        if len(self.earlier) < self.segment:  # the offset of an older Penstock
+            return self.segment
+        starts = [first for first, _ in self.earlier] + [self.first_version]
+        return max((number for number, first in enumerate(starts) if first <= version), default=0)
+
+    def _point(self, step: int, at_s: float, values: Mapping[str, float], segment: int | None = None) -> Point:
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-        return {"segment": self.segment, "index": self.points - 1, "step": step, "at_s": at_s, "values": finite}
+        segment = self.segment if segment is None else segment
+        return {"segment": segment, "index": self._next(segment), "step": step, "at_s": at_s, "values": finite}
+
+    def _next(self, segment: int) -> int:
+        if segment < self.segment:
+            self.earlier[segment][1] += 1
+            return self.earlier[segment][1] - 1
+        self.points += 1
+        return self.points - 1
 
 
 def name_of(metric: str) -> str:

@@ -34,7 +34,7 @@ async def run(settings: Settings, replica: str) -> None:
             Follower(
                 name,
                 context.bus,
-                settings.run_folder / "tracking" / f"{name}.json",
+                settings.run_folder,
                 SinkClient(name, tracked, _ANSWER_S),
                 report,
                 every_s=_EVERY_S.get(name, 0.0),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.client.coordinator import page_link, read_token
+from services.plan.certain import are_together, visible_gpus
 from services.up import plan, process_tree, run_folder
 from services.up.disk_space import Room
 from services.up.display.screen import Screen, open_screen
@@ -21,7 +22,8 @@ from services.up.process import Child, ChildState, Restarts
 from services.up.supervisor import Ending, Supervisor
 from shared.bus import embedded
 from shared.files.durable import free_bytes
-from shared.settings import SETTINGS_FILE
+from shared.preflight.node import mps_answers
+from shared.settings import SETTINGS_FILE, Settings
 
 INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
@@ -49,7 +51,7 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
             plans.insert(0, plan.valkey(socket, run.folder / "valkey", plan.current_environment()))
         (run.folder / "coordinator.json").unlink(missing_ok=True)
         process_tree.inherit_orphans()
-        return asyncio.run(_go(run, plans, url, restarts or Restarts()))
+        return asyncio.run(_go(run, plans, url, restarts or Restarts(), time_slices(run.settings)))
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
             file.unlink(missing_ok=True)  # the ports may be reused
@@ -59,12 +61,29 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
             shutil.rmtree(socket.parent, ignore_errors=True)
 
 
-async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restarts: Restarts) -> Ending:
+def time_slices(settings: Settings) -> str:
+    """Return the notice that processes which share a GPU at the same time run in time slices, or ""."""
+    gpus = 0 if settings.run.device == "cpu" else len(visible_gpus())
+    together = gpus > 0 and are_together(settings, gpus)
+    several = gpus > 0 and settings.rollout.engines_per_gpu not in ("auto", 1)
+    if not (together or several) or mps_answers():
+        return ""
+    who = "trainer and replicas" if together else "the engines of a replica"
+    otherwise = ", or give rollout.gpus another GPU" if together and gpus > 1 else ""
+    return (
+        f"{who} share a GPU in time slices, which is slower than side by side: start CUDA MPS before the run "
+        f"(nvidia-cuda-mps-control -d, docs/reference/rollout.md){otherwise}"
+    )
+
+
+async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restarts: Restarts, notice: str) -> Ending:
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
         token = read_token(run.settings.coordinator.token_file)
         watch = Watch(run.folder, screen.tell, token)
         supervisor = Supervisor(run.folder, plans, bus_url, restarts, screen.tell, watch.finished)
         screen.tell(f"run folder: {run.folder}")
+        if notice:
+            screen.tell(notice)
         for child in (child for child in plans if child.service == plan.PROMETHEUS):
             screen.tell(f"Prometheus: {prometheus.url(child)}")
         targets = Targets(run.folder, run.settings.run.id, plans, screen.tell)

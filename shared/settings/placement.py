@@ -22,8 +22,9 @@ class PlacementSettings(Section):
 
     mode: Literal["separate", "shared", "lend"] = Field(default="separate")
     """`separate`: trainer and replicas have devices of their own. `shared`: trainer rank i and replica i use the same
-    device in turn, and models of the reward service that of rank 0, unless they have their own. `lend`: as `separate`, and one more replica, `guest-0`, generates on the trainer's device while the
-    trainer waits longer than the switches take; not with vLLM, or several trainer ranks."""
+    device in turn, and models of the reward service that of rank 0, unless they have their own. `lend`: as `separate`,
+    and one more replica for each trainer rank, `guest-0` and so on, generates on its device while the trainer waits longer
+    than the switches take."""
     rung: Literal["auto", 0, 1, 2, 3, 4] = Field(default="auto")
     """What is freed at a switch, with `shared` and `lend`: nothing (0), the replica's KV cache (1), its weights too (2); for
     generation also the trainer's optimizer states (3), and its weights (4). `auto`: the lowest that fits into memory, by
@@ -51,9 +52,8 @@ def check_placement(settings: "Settings") -> None:
         ("rollout.replicas", rollout.replicas, trainer.ranks, "rank i and replica i share device i"),
         ("rollout.gpus", list(rollout.gpus or trainer.gpus), list(trainer.gpus), "the replicas use the trainer's GPUs"),
     )
-    lend = (("trainer.ranks", trainer.ranks, 1, "several lent devices are not verified yet"),)
     for key, value, expected, reason in (
-        *(shared if placement.mode == "shared" else lend),
+        *(shared if placement.mode == "shared" else ()),
         ("rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, 1, "a replica has one device"),
         ("rollout.engines_per_gpu", rollout.engines_per_gpu, 1, "a replica suspends one engine"),
         ("rollout.nodes", rollout.nodes, 1, "it is for one host"),
@@ -86,11 +86,6 @@ def check_shared_engine(settings: "Settings", engine: str, *, on_gpu: bool) -> N
     if engine == "scripted":
         raise ValueError(
             f'expected the engine "vllm" or "transformers" with placement.mode = {mode}, found "scripted", which uses no device: '
-            'change rollout.engine, or set placement.mode = "separate"'
-        )
-    if engine == "vllm" and settings.placement.mode == "lend":
-        raise ValueError(
-            'expected the engine "transformers" with placement.mode = "lend", found "vllm", with which lending is not verified yet: '
             'change rollout.engine, or set placement.mode = "separate"'
         )
     if engine == "vllm" and settings.weights.shadow == "full":

@@ -6,6 +6,7 @@ Rules for one table are with that table; rules over several are here.
 import hashlib
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -114,9 +115,27 @@ class Settings(Section):
         0
         """
         name, _, number = replica.rpartition("-")
-        sharing = {"shared": ("rollout", *(["reward"] * self.scores_in_turns)), "lend": (GUEST,)}
-        shares = name in sharing.get(self.placement.mode, ()) and number in map(str, self.shared_devices)
-        return int(number) if shares else None
+        sharing = {"shared": "rollout", "lend": GUEST}.get(self.placement.mode)
+        if replica == "reward-0" and self.scores_in_turns:
+            return 0
+        return int(number) if name == sharing and number in map(str, self.shared_devices) else None
+
+    @property
+    def common_gpus(self) -> frozenset[int]:
+        """GPUs on which trainer and replicas work at the same time, as trainer.gpus and rollout.gpus both name them.
+
+        >>> sorted(Settings.model_validate({"trainer": {"gpus": [0]}, "rollout": {"gpus": [0]}}).common_gpus)
+        [0]
+        """
+        named = self.trainer.gpus if self.placement.mode == "separate" else ()
+        return frozenset(named) & frozenset(self.rollout.gpus)
+
+    @property
+    def gpu_sharing(self) -> Literal["", "in turn", "at once"]:
+        """How all replicas share the trainer's GPUs, or some do; "": they have their own."""
+        if self.placement.mode == "shared":
+            return "in turn"
+        return "at once" if self.common_gpus else ""
 
     @property
     def needs_executor(self) -> bool:

@@ -145,7 +145,7 @@ class CoordinatorSettings(Section):
     autostart: bool = Field(default=True)
     """Whether the run starts as soon as its services are ready; otherwise it waits for `penstock start`."""
     sample_every_steps: PositiveInt = Field(default=5)
-    """Steps between two groups written to rollouts.jsonl."""
+    """Steps between two groups written to rollouts.jsonl and shown as tables in trackers."""
 
 
 Tracker = Literal["wandb", "trackio", "mlflow", "tensorboard"]
@@ -155,8 +155,8 @@ class TrackingSettings(Section):
     """Experiment trackers (docs/tracking.md)."""
 
     sinks: tuple[Tracker, ...] = Field(default=())
-    """Trackers to which `penstock up` copies steps and evaluations: "wandb", "trackio", "mlflow", "tensorboard". Each
-    needs the extra of its name."""
+    """Trackers to which `penstock up` copies steps, evaluations, rollout tables and the report: "wandb", "trackio",
+    "mlflow", "tensorboard". Each needs the extra of its name."""
     project: str = Field(default="penstock", min_length=1)
     """Project (wandb, trackio) or experiment (mlflow) of the run."""
 

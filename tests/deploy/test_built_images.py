@@ -14,7 +14,7 @@ from tests.conftest import PATIENCE_S
 from tests.support.chart import ROOT, TRACKED, Json, render, template_of, values
 
 STORE = Path(os.environ.get("PENSTOCK_IMAGES", "/var/tmp/penstock-images"))
-IMAGES = ("coordinator", "executor", "reward", "rollout", "tracking", "trainer")
+IMAGES = ("coordinator", "executor", "pod", "reward", "rollout", "tracking", "trainer")
 CHANGE_BYTES = 10_000_000
 AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 pytestmark = [
@@ -54,7 +54,8 @@ def root(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
 
 def runtime_config(role: str, root: Path, words: list[str]) -> Json:
     """Return the container that kubelet would make of the role's rendered pod, for crun."""
-    chart = values(executor={"enabled": True}, run={"config": TRACKED})
+    kind = {"kind": "pod"} if role == "pod" else {}
+    chart = values(executor={"enabled": True}, run={"config": TRACKED, **kind})
     pod = template_of(render(chart).workload(role))["spec"]
     (container,) = pod["containers"]
     security = pod["securityContext"] | container["securityContext"]
@@ -117,8 +118,11 @@ def test_a_built_image_runs_without_root_rights_or_a_writable_root(root: tuple[s
 
 def test_a_built_image_starts_its_service(root: tuple[str, Path], tmp_path: Path) -> None:
     role, place = root
-    module = "services.reward.executor" if role == "executor" else f"services.{role}"
-    done = contained(role, place, ["python", "-m", module, "--config", "missing.toml"], tmp_path)
+    words = {
+        "executor": ["services.reward.executor", "--config", "missing.toml"],
+        "pod": ["services.cli", "up", "missing.toml"],
+    }.get(role, [f"services.{role}", "--config", "missing.toml"])
+    done = contained(role, place, ["python", "-m", *words], tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().endswith("no settings file at missing.toml: check the path after the command")
 
@@ -132,14 +136,17 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 print(torch.version.cuda, torch.cuda.nccl.version(), torch.cuda.is_available())
 """
+TRAINER = ["deepspeed", "services.trainer.__main__", "services.trainer.training"]
+ROLLOUT = ["vllm", "services.rollout.__main__", "services.rollout.engines.vllm.engine"]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("role", "modules"),
     [
-        ("trainer", ["deepspeed", "services.trainer.__main__", "services.trainer.training"]),
-        ("rollout", ["vllm", "services.rollout.__main__", "services.rollout.engines.vllm.engine"]),
+        ("trainer", TRAINER),
+        ("rollout", ROLLOUT),
+        ("pod", [*TRAINER, *ROLLOUT]),
     ],
 )
 def test_an_image_with_cuda_loads_its_libraries_and_those_of_rdma(

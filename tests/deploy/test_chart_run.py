@@ -138,10 +138,14 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_afterwards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["separate", "shared", "lend"])
+async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_afterwards(
+    mode: str, tmp_path: Path
+) -> None:
     config = values()["run"]["config"].replace("steps = 200", "steps = 1").replace("replicas = 2", "replicas = 1")
     config = re.sub(r"(?s)\[evaluation\].*?(?=\n\[)", "", config).replace("warmup_steps = 5", "warmup_steps = 1")
-    made = Cluster(render(values(run={"config": config, "kind": "pod"})), tmp_path)
+    run = {"config": f'{config}\n[placement]\nmode = "{mode}"\n', "kind": "pod"}
+    made = Cluster(render(values(run=run, pod={"gpu": {"count": 0}})), tmp_path)
     try:
         for expected in ("finished: 1 steps", "has finished"):
             pod = Pod(made, made.release.workload("pod"))
@@ -151,8 +155,12 @@ async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_
             assert expected in pod.log.read_text()
     finally:
         await made.close()
-    summary = json.loads((tmp_path / "claims" / "demo-penstock-runs" / "demo" / "summary.json").read_text())
+    folder = tmp_path / "claims" / "demo-penstock-runs" / "demo"
+    summary = json.loads((folder / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["gpu_hours"]) == ("finished", 1, 0.0)
+    if mode != "lend":  # which lends if it waits long enough
+        assert (summary.get("switches", 0) > 0) == (mode == "shared")
+    assert (folder / "logs" / "guest-0.log").exists() == (mode == "lend")
 
 
 async def _comes_up(made: Cluster) -> None:

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import yaml
 
+from services.cli.__main__ import main
 from shared.settings import load
 from tests.support.chart import (
     CASES,
@@ -17,6 +19,7 @@ from tests.support.chart import (
     Json,
     environment,
     labels,
+    merged,
     play,
     play_all,
     refusal,
@@ -104,6 +107,44 @@ def test_a_schema_error_names_the_value() -> None:
     ]
 
 
+def in_one_pod(config: str, gpus: int) -> Json:
+    return values(run={"config": config, "kind": "pod"}, pod={"gpu": {"count": gpus}})
+
+
+SHARING: Sequence[tuple[str, int]] = (
+    ('[placement]\nmode = "shared" # in turn\n', 1),
+    ('[trainer]\nranks = 4\ngpus = [3, 2, 1, 0]\n[rollout]\nreplicas = 4\n[placement]\nmode = "shared"\n', 4),
+    ('[placement]\nmode = "lend"\n[trainer]\nranks = 1\n[rollout]\nreplicas = 2\ngpus = [1, 2]\n', 3),
+    ("[trainer]\ngpus = [\n    0,\n]\n[rollout]\ngpus = [\n    0,\n]\n", 1),
+    ('# mode = "shared"\n[trainer]\ngpus = [0]\n[rollout]\ngpus = [1]\n', 8),
+    ('[placement]\nmode = "shared"\n[run]\ndevice = "cpu"\n', 0),
+)
+
+
+def test_one_pod_has_each_gpu_that_trainer_and_replicas_share_once() -> None:
+    played = play_all([[in_one_pod(config, gpus)] for config, gpus in SHARING], version=NEWEST, crds=None)
+    for (config, gpus), (release,) in zip(SHARING, played, strict=True):
+        assert not release.error, release.error
+        assert [labels(workload)["app.kubernetes.io/component"] for workload in release.workloads()] == ["pod"]
+        (container,) = template_of(release.workload("pod"))["spec"]["containers"]
+        assert container["resources"]["limits"].get(GPU, 0) == gpus
+        assert release.one("ConfigMap", "run")["data"]["run.toml"].strip() == config.strip()
+
+
+@pytest.mark.parametrize(("model", "mode"), [("0.5b", "separate"), ("7b", "shared")])
+def test_the_chart_takes_a_layout_that_shares_gpus_as_the_plan_writes_it(model: str, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "in.toml").write_text("[sampling]\nmax_new_tokens = 512\n[rollout]\nmax_groups = 64\n")
+    assert (
+        main(["plan", str(tmp_path / "in.toml"), "--model", model, "--gpus", "1xH200", "--write", str(tmp_path)]) == 0
+    )
+    written = load(tmp_path / "run.toml", environment={})
+    assert (written.placement.mode, written.gpu_sharing != "") == (mode, True)
+    chosen = json.loads((tmp_path / "values.json").read_text())
+    release = render(values(**merged(chosen, {"run": {"config": (tmp_path / "run.toml").read_text()}})))
+    (container,) = template_of(release.workload("pod"))["spec"]["containers"]
+    assert container["resources"]["limits"][GPU] == 1
+
+
 MISSING: Sequence[tuple[Json, str]] = (
     (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
     (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
@@ -129,7 +170,23 @@ MISSING: Sequence[tuple[Json, str]] = (
     ),
     (
         values(run={"config": '[placement]\nmode = "shared"\n'}),
-        'expected placement.mode = "separate" in run.config: pods do not share GPUs',
+        'expected placement.mode = "separate" in run.config: pods do not share GPUs; remove placement.mode, or set run.kind to '
+        "pod, which runs `penstock up`",
+    ),
+    (
+        values(run={"config": "[trainer]\ngpus = [\n    0,\n]\n[rollout]\ngpus = [1, 0] # both\n"}),
+        "expected no GPU both in trainer.gpus and rollout.gpus of run.config: pods do not share GPUs; remove both, or set "
+        "run.kind to pod",
+    ),
+    (
+        in_one_pod('[placement]\nmode = "shared"\n[trainer]\nranks = 4\n', 2),
+        "expected pod.gpu.count of at least 4, for the GPUs of trainer, rollout and reward in run.config, found 2: change "
+        "pod.gpu.count or these numbers",
+    ),
+    (
+        in_one_pod("trainer.gpus = [0]\nrollout.gpus = [0]\n", 8),
+        "expected pod.gpu.count = 1, for the GPUs that run.config uses, each once where trainer and replicas share it, found 8: "
+        "change pod.gpu.count",
     ),
     (
         values(rollout={"nodes": 2}),

@@ -109,6 +109,7 @@ def test_an_image_installs_no_package_without_version_and_hash(name: str) -> Non
     for words in installs:
         assert "--require-hashes" in words or {"--no-deps", "--no-build-isolation"} <= set(words.split())
     assert sum(rest.count("pip install") for _, rest in instructions(name)) == len(installs)
+    assert name == "dev" or any(rest.endswith("pip check") for word, rest in instructions(name) if word == "RUN")
     for _, rest in instructions(name):
         packages = re.findall(r"apt-get install -y --no-install-recommends ([^&]+)", rest)
         assert all("=" in package for line in packages for package in line.split())
@@ -237,12 +238,13 @@ def test_an_image_installed_from_its_files_alone_starts(name: str, context: Path
     install = [sys.executable, "-m", "pip", "--python", str(venv), "install", "-q", "--no-compile"]
     build = ("--require-hashes", "-r", str(LOCKS / "build.txt"))
     for words in (
-        ("--require-hashes", "-r", str(LOCKS / f"{name}.txt")),
+        ("--require-hashes", "--no-deps", "-r", str(LOCKS / f"{name}.txt")),
         build,
         ("--no-deps", "--no-build-isolation", "."),
     ):
         done = subprocess.run([*install, *words], cwd=context, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(venv), "check"], check=True)
     shutil.rmtree(context)
     starts(name, [str(venv / "bin/python")], context.parent, {})
     installed = {path.name for path in (venv / "lib").glob("python*/site-packages/services/*") if path.is_dir()}

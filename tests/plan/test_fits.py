@@ -57,7 +57,7 @@ def works(draw: st.DrawFn) -> Workload:
 @st.composite
 def planners(draw: st.DrawFn) -> Planner:
     gpu = dataclasses.replace(GPUS["A100"], memory_bytes=draw(st.floats(4.0, 180.0)) * GIB)
-    cluster = Cluster(gpu, draw(st.sampled_from([1, 2])), draw(st.sampled_from([2, 4, 8])))
+    cluster = Cluster(gpu, draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 4, 8])))
     trainer = TrainerOptions(
         ranks=1,
         zero_stage=draw(st.integers(1, 3)),

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ H200 = 140.4 * 2**30
 
 def test_the_examples_of_the_page_are_what_the_command_prints() -> None:
     page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
-    assert page.count("$ penstock plan --model") == 5
+    assert page.count("$ penstock plan --model") == 6
     assert with_outputs(page) == page, "run python -m services.cli.plan docs/plan.md"
 
 
@@ -105,11 +106,57 @@ SEVEN = {
 }  # fmt: skip
 
 
+SMALL = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
 def test_up_refuses_what_cannot_fit_with_component_and_setting(tmp_path: Path) -> None:
     settings = settings_with(tmp_path, **SEVEN)
     with pytest.raises(SettingsError, match=r"at least 127\.7 GiB, 56\.7 of them for moments: raise trainer\.ranks"):
         certain.check_gpus(settings, [80 * 2**30])
-    certain.check_gpus(settings, [H200])
+    certain.check_gpus(named(settings, (0,), (1,)), [H200, H200])
+
+
+def named(settings: Settings, trainer: Sequence[int], rollout: Sequence[int], **more: object) -> Settings:
+    """Return ``settings`` with these GPUs of trainer and one replica."""
+    return loads(
+        tomli_w.dumps(settings.model_dump(mode="json", exclude_unset=True)),
+        "test",
+        ["--rollout.replicas=1", f"--trainer.gpus={list(trainer)}", f"--rollout.gpus={list(rollout)}"]
+        + [f"--{name}={value}" for name, value in more.items()],
+    )
+
+
+def test_up_counts_all_that_name_a_gpu_together(tmp_path: Path) -> None:
+    seven = settings_with(tmp_path, **SEVEN)
+    together = r"the trainer and a replica, which work at the same time, to fit on a GPU of 140\.4 GiB"
+    with pytest.raises(SettingsError, match=together) as refused:
+        certain.check_gpus(named(seven, (0,), (0,), **{"rollout.engine": "vllm"}), [H200, H200])
+    assert (
+        "at least 238.6 GiB, 96.7 of them for its key-value cache: lower rollout.vllm.gpu_memory_utilization, or "
+        in str(refused.value)
+    )
+    certain.check_gpus(named(seven, (0,), (0,), **{"placement.mode": "shared"}), [H200])
+    less = {"trainer.optimizer": "adamw_8bit", "rollout.vllm.gpu_memory_utilization": 0.3}
+    certain.check_gpus(named(seven, (0,), (0,), **less), [H200])
+    with pytest.raises(SettingsError, match=r"42\.6 of them for the engines' weights: lower rollout\.engines"):
+        certain.check_gpus(named(seven, (0,), (0,), **less, **{"rollout.engines_per_gpu": 3}), [H200])
+
+
+def test_up_counts_replicas_that_name_no_gpu_with_the_trainer_that_names_none(tmp_path: Path) -> None:
+    seven = settings_with(tmp_path, **SEVEN)
+    with pytest.raises(SettingsError, match=r"give rollout\.gpus other GPUs"):
+        certain.check_gpus(seven, [H200, H200])
+    with pytest.raises(SettingsError, match=r"give rollout\.gpus other GPUs"):
+        certain.check_gpus(named(seven, (0,), ()), [H200])
+    certain.check_gpus(named(seven, (0,), ()), [H200, H200])  # CUDA_VISIBLE_DEVICES may show the replica another
+
+
+def test_up_accepts_the_run_with_both_at_once_that_was_measured(tmp_path: Path) -> None:
+    measured_with = {"rollout.engines_per_gpu": 3, "rollout.vllm.gpu_memory_utilization": 0.4, "rollout.max_groups": 64}
+    certain.check_gpus(named(settings_with(tmp_path, **SMALL), (0,), (0,), **measured_with), [H200])
 
 
 def test_up_refuses_two_snapshots_that_fit_on_no_gpu(tmp_path: Path) -> None:
@@ -215,11 +262,11 @@ def test_lengths_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:
     assert plan.planner.work.lengths.sample == (10, 30, 20)
 
 
-@pytest.mark.parametrize("placement", ["separate", "shared"])
+@pytest.mark.parametrize("placement", ["separate", "shared", "lend"])
 def test_the_settings_accept_what_the_plan_says_they_do(placement: Placement) -> None:
     settings = load(ROOT / "config/two-gpus.toml", environment={})
     trainer = dataclasses.replace(preferences(settings).trainer, ranks=2)
-    own, borrowed = (0, 2) if placement == "shared" else (2, 0)
+    own, borrowed = {"separate": (2, 0), "shared": (0, 2), "lend": (2, 2)}[placement]
     layout = GpuLayout(placement, trainer, 1, own, borrowed=borrowed, shadow=placement != "shared")
     plan = make(settings, "4xH200", "7b")
     rates = plan.planner.rates(layout, 28, 16)
@@ -240,4 +287,3 @@ def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
         assert not report.accepted(parallel, one_host)
         assert not report.accepted(several, one_host)
         assert not report.accepted(GpuLayout(placement, trainer, 1, 1, borrowed=1), two_hosts)
-    assert not report.accepted(GpuLayout("lend", trainer, 1, 1, borrowed=1), one_host)

@@ -12,11 +12,11 @@ TWO = Side(2, 4)
 
 def outcome(
     lag: int = 1, *, train_s: float = 1.0, decode_s: float = 0.01, transfer_s: float = 0.0, bus_s: float = 0.0,
-    coordinator_s: float = 0.0, switch_s: float = 0.0, side: Side = TWO, spread: float = 0.0, steps: int = 30,
+    coordinator_s: float = 0.0, switch_s: float = 0.0, beside: float = 0.0, side: Side = TWO, spread: float = 0.0, steps: int = 30,
 ) -> SimulatedFigures:  # fmt: skip
     """Return 8 groups of 4 × 100 tokens a step, by default a second of generation and one of training."""
     work = Workload(shape_of("0.5b"), 2, 8, 4, 10, Lengths(100, 400, spread), lag, 100, 1.0, None, False, 0)
-    rates = Rates(decode_s, 0.0, 0.0, train_s, 0.0, transfer_s, 0.0, switch_s, bus_s, coordinator_s)
+    rates = Rates(decode_s, 0.0, 0.0, train_s, 0.0, transfer_s, 0.0, switch_s, bus_s, coordinator_s, beside)
     if not spread:
         work = Workload(shape_of("0.5b"), 2, 8, 4, 10, Lengths(100, 100, 0.0), lag, 100, 1.0, None, False, 0)
     return simulate(work, rates, side, steps)
@@ -54,6 +54,14 @@ def test_a_transfer_delays_a_synchronous_step_and_no_other() -> None:
 def test_replicas_on_the_trainers_gpus_take_turns_with_it() -> None:
     shared = outcome(1, side=Side(0, 4, borrowed=2), switch_s=0.4)
     assert shared.step_s == pytest.approx(2.4, rel=0.1)
+
+
+def test_replicas_that_generate_while_the_trainer_trains_slow_it_and_gain_what_they_generate_meanwhile() -> None:
+    at_once = outcome(1, side=Side(0, 4, borrowed=2), beside=0.5)
+    assert at_once.step_s == pytest.approx(1.07 + (1.0 - 0.5 * 1.07), rel=0.01)
+    assert outcome(0, side=Side(0, 4, borrowed=2), beside=0.5).step_s == pytest.approx(
+        2.0
+    )  # nothing is generated meanwhile
 
 
 def test_lent_gpus_are_faster_than_idle_ones_where_generation_is_slow() -> None:

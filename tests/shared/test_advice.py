@@ -1,5 +1,7 @@
 """Laws of the advice on what bounds a run."""
 
+from typing import Literal
+
 import pytest
 
 from shared.advice import advice
@@ -17,6 +19,21 @@ from shared.advice import advice
 )  # fmt: skip
 def test_measured_rates_say_what_bounds_a_run(metrics: dict[str, float], sentence: str) -> None:
     assert advice(metrics, 6, on_gpus=True) == sentence
+
+
+@pytest.mark.parametrize(
+    ("sharing", "lag", "sentence"),
+    [
+        ("at once", 1, "rollout-bound: the trainer waits 62% for replicas on its own GPUs; more of them would help on other GPUs only (`penstock plan` compares layouts)"),
+        ("in turn", 0, "rollout-bound: the trainer waits 62% for replicas on its own GPUs; more of them would help on other GPUs only (`penstock plan` compares layouts)"),
+        ("at once", 0, "synchronous: the trainer waits 62%; algorithm.max_lag = 1 would generate meanwhile"),
+    ],
+)  # fmt: skip
+def test_where_trainer_and_replicas_share_gpus_no_replica_more_is_promised_there(
+    sharing: Literal["in turn", "at once"], lag: int, sentence: str
+) -> None:
+    metrics = {"step_s": 3.1, "phase_wait_s": 1.92, "lag_max": lag}
+    assert advice(metrics, 1, on_gpus=True, sharing=sharing) == sentence
 
 
 @pytest.mark.parametrize(("wait_s", "sentence"), [(1.0, "rollout-bound: the trainer waits 25% of a step"), (0.2, "trainer-bound: the trainer waits 5% of a step")])  # fmt: skip

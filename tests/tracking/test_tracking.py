@@ -7,98 +7,29 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tomli_w
 
-from services.tracking.follower import Follower
+from services.coordinator.records.jsonl import Lines
 from services.tracking.offset import Offset
 from services.tracking.points import Segments
-from services.tracking.sink_client import SinkClient
-from services.tracking.sinks.sink import TrackedRun
-from shared.backoff import Backoff
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.evaluations import EVALUATIONS
 from shared.errors import SettingsError
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.coordinator_players import report
-from tests.support.trackers import READERS
+from tests.support.trackers import READERS, TABLES
+from tests.tracking.conftest import Tracking, line, points
 
 EVALUATION = {
     "version": 0, "step": 0, "set": "heldout", "problems": 2, "samples": 1, "answered": 2, "correct": 1, "accuracy": 0.5,
     "accuracy_low": 0.1, "accuracy_high": 0.9, "pass_at": {"2": {"value": 0.75, "low": 0.5, "high": 1.0}},
     "initial": True, "final": False, "started_at_s": 1.0, "seconds": 2.0, "note": "",
 }  # fmt: skip
-
-
-@pytest.fixture(params=["tensorboard", "mlflow", "trackio", "wandb"])
-def tracker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A tracker whose library is installed, with its data in the test's folder."""
-    name = str(request.param)
-    pytest.importorskip(name, reason=f"needs the extra {name}")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    return name
-
-
-class Tracking:
-    """Followers of one run, one after the other."""
-
-    def __init__(self, bus: Bus, folder: Path, name: str) -> None:
-        self.bus, self.folder, self.name = bus, folder, name
-        self.path = folder / "tracking" / f"{name}.json"
-        self.events: list[tuple[str, str]] = []
-        self.client = self.connect()
-        self.follower = self.follow()
-
-    def connect(self, timeout_s: float = PATIENCE_S) -> SinkClient:
-        run = TrackedRun("run", "penstock", self.folder, {"trainer.learning_rate": "0.1"})
-        self.client = SinkClient(self.name, run, timeout_s)
-        return self.client
-
-    def follow(self) -> Follower:
-        async def tell(name: str, detail: str) -> None:
-            self.events.append((name, detail))
-
-        self.follower = Follower(self.name, self.bus, self.path, self.client, tell, Backoff(0.01, longest_s=0.05))
-        return self.follower
-
-    async def restart(self) -> Follower:
-        """Begin again as after a kill -9: what is left is the offset file and what the tracker has."""
-        await self.client.kill()
-        self.connect()
-        return self.follow()
-
-    async def put(self, *steps: int) -> None:
-        for step in steps:
-            await self.bus.publish(streams.STEPS, report(step, step))
-
-    def shown(self, segment: str = "run") -> list[tuple[int, float]]:
-        """Return (step, reward) of each point in the tracker, in its order."""
-        return READERS[self.name](self.folder, segment, "train/reward")
-
-
-@pytest.fixture
-async def tracking(bus: Bus, tmp_path: Path, tracker: str) -> AsyncIterator[Tracking]:
-    made = Tracking(bus, tmp_path, tracker)
-    yield made
-    await made.client.close(PATIENCE_S)
-
-
-@pytest.fixture
-async def tensorboard(bus: Bus, tmp_path: Path) -> AsyncIterator[Tracking]:
-    made = Tracking(bus, tmp_path, "tensorboard")
-    yield made
-    await made.client.kill()
-
-
-def points(*steps: int) -> list[tuple[int, Any]]:
-    return [(step, pytest.approx(0.1 * step)) for step in steps]
 
 
 async def test_a_step_that_was_written_but_not_acknowledged_is_in_the_tracker_once(tracking: Tracking) -> None:
@@ -193,7 +124,7 @@ async def test_a_cancelled_delivery_loses_nothing(tensorboard: Tracking) -> None
     assert tensorboard.shown() == points(1, 2)
 
 
-async def test_the_service_shows_each_step_once_though_it_is_killed(server: Server, tmp_path: Path) -> None:
+async def test_the_service_shows_each_step_and_table_once_though_it_is_killed(server: Server, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
         tomli_w.dumps(
@@ -206,10 +137,12 @@ async def test_the_service_shows_each_step_once_though_it_is_killed(server: Serv
     )
     folder = tmp_path / f"tracked-{os.getpid()}"
     bus = await Bus.connect(server.url, folder.name, wait_s=PATIENCE_S)
+    folder.mkdir()
     offset = folder / "tracking" / "tensorboard.json"
     command = [sys.executable, "-m", "services.tracking", "--config", str(config), "--replica", "tracking-0"]
     try:
         for last in (20, 40):
+            Lines(folder / "rollouts.jsonl").append([line(step) for step in range(last - 19, last + 1)])
             await _publish(bus, last - 19, last)
             await _run(command, lambda last=last: _after(offset, last - 10), signal.SIGKILL)  # type: ignore[misc]
         await _publish(bus, 41, 45)
@@ -217,6 +150,7 @@ async def test_the_service_shows_each_step_once_though_it_is_killed(server: Serv
     finally:
         await bus.close()
     assert READERS["tensorboard"](folder, folder.name, "train/reward") == points(*range(1, 46))
+    assert [step for step, _, _ in TABLES["tensorboard"](folder, folder.name)] == list(range(1, 41))
 
 
 async def _publish(bus: Bus, first: int, last: int) -> None:

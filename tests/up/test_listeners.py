@@ -1,6 +1,7 @@
 """Processes listen only on loopback or the configured address, as the kernel says.
 
-Engines and trainers across hosts: ``tests/rollout/engines/vllm/test_nodes.py``, ``tests/trainer/test_nodes.py``.
+One engine of one rank: ``tests/rollout/engines/vllm/test_engine.py``. Engines and trainers across hosts: its neighbour
+``test_nodes.py``, and ``tests/trainer/test_nodes.py``.
 """
 
 import os
@@ -20,12 +21,10 @@ from tests.support.listeners import Listener, listeners
 
 SHORT = {"sampling.group_size": 4, "algorithm.groups_per_step": 4, "evaluation.problems": 4}
 VLLM = {"rollout.engine": "vllm", "rollout.vllm.arguments.enforce_eager": "true", "rollout.replicas": 1}
+TWO = {"trainer.ranks": 2, "rollout.vllm.tensor_parallel_size": 2}
 RUNS: dict[str, tuple[str, Mapping[str, object], bool]] = {
-    "one rank, Prometheus and the API": ("config/arithmetic.toml", SHORT, True),
-    "two ranks": ("config/arithmetic.toml", {**SHORT, "trainer.ranks": 2}, False),
-    "code executor": ("config/code.toml", SHORT, False),
-    "vLLM": ("config/arithmetic.toml", {**SHORT, **VLLM}, False),
-    "vLLM of two ranks": ("config/arithmetic.toml", {**SHORT, **VLLM, "rollout.vllm.tensor_parallel_size": 2}, False),
+    "code executor, Prometheus and the API": ("config/code.toml", SHORT, True),
+    "two ranks of the trainer and of vLLM": ("config/arithmetic.toml", {**SHORT, **VLLM, **TWO}, False),
 }
 STEPS = 2
 

@@ -64,10 +64,12 @@ def predicted(settings: Settings, measured: PhaseMemory) -> dict[str, float]:
         return {}
     if measured.device.endswith(" cpu"):
         work = dataclasses.replace(work, weight_bytes=4)  # the trainer computes in float32 there
-    options = preferences(settings).trainer
+    options, room_bytes = preferences(settings).trainer, measured.capacity_bytes
+    if settings.common_gpus:  # the engines have theirs at the same time
+        room_bytes *= 1 - settings.rollout.vllm.gpu_memory_utilization
     if "." in measured.replica and not options.sharded:  # rank 0 alone has snapshots
         options = dataclasses.replace(options, snapshots=0)
-    table, _ = trainer_table(work, options, measured.capacity_bytes)
+    table, _ = trainer_table(work, options, room_bytes)
     return _folded({str(phase): parts for phase, parts in table.items()}.get(measured.phase, ()))
 
 

@@ -137,8 +137,9 @@ class Recorder:
         for entry, experience in _decoded(
             newest, Experience
         ):  # empty just after a checkpoint; retried at the next step
-            step = int(newest[0][1][b"step"])
-            self._rollouts.append([rollout_line(entry, step, experience)])
+            fields = newest[0][1]
+            step, version = int(fields[b"step"]), fields.get(b"version")
+            self._rollouts.append([rollout_line(entry, step, experience, None if version is None else int(version))])
             self._sampled_step = max(step, self._step)
 
 
@@ -154,7 +155,8 @@ def step_line(entry: str, report: StepReport) -> dict[str, Json]:
     }
 
 
-def rollout_line(entry: str, step: int, experience: Experience) -> dict[str, Json]:
+def rollout_line(entry: str, step: int, experience: Experience, version: int | None = None) -> dict[str, Json]:
+    """Return a group's line. ``version``: what its step made; None in the journal of an older Penstock."""
     prompt = experience.group.prompt
     completions: list[Json] = [
         {
@@ -173,6 +175,7 @@ def rollout_line(entry: str, step: int, experience: Experience) -> dict[str, Jso
     return {
         "entry": entry,
         "step": step,
+        "version": version,
         "group": int(prompt.group_id),
         "problem": prompt.problem,
         "prompt": _asked(prompt),

@@ -202,6 +202,7 @@ class Monitor:
                 metrics,
                 sum(beat.service == "rollout" for beat in self._beats),
                 any(beat.gpus for beat in self._beats),
+                settings.gpu_sharing,
             ),
             self_tests=status.self_tests,
             step=status.step,

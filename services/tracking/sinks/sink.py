@@ -8,6 +8,9 @@ from typing import Any, Protocol, cast
 
 from services.tracking.points import Point
 
+ROLLOUTS = "rollouts"
+"""Name of the tables in trackers."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrackedRun:
@@ -26,7 +29,7 @@ class Sink(Protocol):
     """One tracker, in a process of its own."""
 
     def write(self, points: Sequence[Point], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Write points durably and return the new state.
+        """Write points, with their tables and reports, durably and return the new state.
 
         ``state`` is what the last acknowledged call returned. After a crash the same points come again, and those that
         are already written must not be written twice.

@@ -2,20 +2,30 @@
 
 The state is the length of each file after the last batch; what is behind it was being written when the process died,
 and is cut off.
+
+TensorBoard shows a rollout table's cells as Markdown or, if its user prefers, as HTML. They are preformatted, with
+punctuation as character references, so that both show what the model wrote. There is no place for the report.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from services.tracking.points import Point
-from services.tracking.sinks.sink import TrackedRun
+from services.tracking.points import REPORT, TABLE, Point
+from services.tracking.sinks.sink import ROLLOUTS, TrackedRun
+from services.tracking.tables import Table
 
+_MARKUP = re.compile(r"[!-/:-@\[-`{-~]")
 _FILE = "events.out.tfevents.0.penstock"
 
 
@@ -26,7 +36,7 @@ class TensorBoard:
     def write(self, points: Sequence[Point], state: Mapping[str, Any]) -> dict[str, Any]:
         lengths = {str(segment): int(length) for segment, length in state.items()}
         for segment in dict.fromkeys(int(point["segment"]) for point in points):
-            events = [_event(point) for point in points if point["segment"] == segment]
+            events = [_event(point) for point in points if point["segment"] == segment and REPORT not in point]
             lengths[str(segment)] = _append(self._file(segment), events, lengths.get(str(segment), 0))
         return lengths
 
@@ -56,7 +66,23 @@ def _write(file: BinaryIO, events: Sequence[Event]) -> None:
 
 def _event(point: Point) -> Event:
     values = [Summary.Value(tag=name, simple_value=value) for name, value in point["values"].items()]
+    if TABLE in point:
+        values.append(_text(point[TABLE]))
     return Event(wall_time=point["at_s"], step=point["step"], summary=Summary(value=values))
+
+
+def _text(table: Table) -> Summary.Value:
+    rows = [table["columns"], *table["rows"]]
+    shape = [TensorShapeProto.Dim(size=len(rows)), TensorShapeProto.Dim(size=len(table["columns"]))]
+    cells = [_html(cell).encode() for row in rows for cell in row]
+    tensor = TensorProto(dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=shape), string_val=cells)
+    return Summary.Value(tag=ROLLOUTS, metadata=create_summary_metadata(None, None), tensor=tensor)
+
+
+def _html(cell: str | float | None) -> str:
+    """Return a cell as HTML that has no meaning in Markdown."""
+    text = "" if cell is None else str(cell)
+    return f"<pre>{_MARKUP.sub(lambda match: f'&#{ord(match[0])};', text)}</pre>"
 
 
 def open_sink(run: TrackedRun) -> TensorBoard:

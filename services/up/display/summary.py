@@ -1,13 +1,13 @@
 """Closing message of a run."""
 
 import json
-import tomllib
 from pathlib import Path
 
 from services.plan.measured import mean_metrics
 from services.up.display import view
 from shared.advice import advice
-from shared.settings import SETTINGS_FILE
+from shared.errors import SettingsError
+from shared.settings import SETTINGS_FILE, load
 
 
 def text(run_folder: Path, resumable: bool) -> str:
@@ -36,11 +36,10 @@ def _figures(summary: dict[str, object]) -> str:
 
 def _bound(run_folder: Path, on_gpus: bool) -> str:
     try:
-        values = tomllib.loads((run_folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-        replicas = int(values["rollout"]["replicas"])
-    except (OSError, ValueError, KeyError, TypeError):
+        settings = load(run_folder / SETTINGS_FILE, environment={})
+    except SettingsError:
         return ""
-    return advice(mean_metrics(run_folder), replicas, on_gpus)
+    return advice(mean_metrics(run_folder), settings.rollout.replicas, on_gpus, settings.gpu_sharing)
 
 
 def _places(run_folder: Path, folder: str) -> str:

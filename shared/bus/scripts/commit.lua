@@ -36,7 +36,8 @@ for i, entry in ipairs(entries) do
   for f = 1, #fields, 2 do
     if fields[f] == 'id' then id = fields[f + 1] elseif fields[f] == 'data' then data = fields[f + 1] end
   end
-  redis.call('XADD', journal, '*', 'id', id, 'step', step, 'revision', revision, 'plan', i == 1 and plan or '', 'data', data)
+  redis.call('XADD', journal, '*', 'id', id, 'step', step, 'version', version, 'revision', revision,
+    'plan', i == 1 and plan or '', 'data', data)
   if string.match(id or '', '^%d+$') and tonumber(id) < 4294967296 then
     redis.call('SETBIT', trained, id, 1)
   end

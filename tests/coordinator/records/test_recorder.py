@@ -90,6 +90,7 @@ async def test_a_trained_group_is_written_to_be_read_each_so_many_steps(bus: Bus
     await Recorder(bus, tmp_path, 2).catch_up()
     first, second = lines(tmp_path, "rollouts.jsonl")
     assert (first["step"], first["group"], second["step"], second["group"]) == (2, 1, 4, 3)
+    assert (first["version"], second["version"]) == (2, 4), "of the step, whatever version generated the samples"
     assert (first["prompt"], first["answer"], first["problem"]) == ("12+34=", "46", "train.jsonl:2")
     assert first["completions"] == [
         {

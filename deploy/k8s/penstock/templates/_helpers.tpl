@@ -77,6 +77,54 @@ yes
 {{- end -}}
 {{- end -}}
 
+{{/* The text of a setting in run.config, or empty: dict "root" $ "table" "trainer" "key" "ranks" "value" a regular expression. */}}
+{{- define "penstock.setting" -}}
+{{- $lines := regexReplaceAll "#[^\n]*" .root.Values.run.config "" -}}
+{{- $found := regexFind (printf "(?m)^\\s*%s\\.%s\\s*=\\s*%s" .table .key .value) $lines -}}
+{{- range $part := regexSplit "(?m)^\\s*\\[" $lines -1 -}}
+{{- if regexMatch (printf "^\\s*%s\\s*\\]" $.table) $part -}}
+{{- $found = default $found (regexFind (printf "(?m)^\\s*%s\\s*=\\s*%s" $.key $.value) $part) -}}
+{{- end -}}
+{{- end -}}
+{{- regexFind (printf "%s$" .value) $found -}}
+{{- end -}}
+
+{{/* The GPUs that a table's `gpus` names, as JSON: dict "root" $ "table" "trainer". */}}
+{{- define "penstock.gpus" -}}
+{{- $numbers := include "penstock.setting" (merge (dict "key" "gpus" "value" "\\[[^\\]]*\\]") .) -}}
+{{- regexFindAll "[0-9]+" $numbers -1 | toJson -}}
+{{- end -}}
+
+{{/* shared or lend, as run.config says, or empty. */}}
+{{- define "penstock.turns" -}}
+{{- regexFind "(?m)^[^#\n]*mode\\s*=\\s*\"(shared|lend)\"" .Values.run.config | regexFind "(shared|lend)\"$" | trimSuffix "\"" -}}
+{{- end -}}
+
+{{/* "yes" where run.config names a GPU for trainer and replicas. */}}
+{{- define "penstock.commonGpus" -}}
+{{- $replicas := include "penstock.gpus" (dict "root" . "table" "rollout") | fromJsonArray -}}
+{{- range include "penstock.gpus" (dict "root" . "table" "trainer") | fromJsonArray }}{{ if has . $replicas }}yes{{ end }}{{ end -}}
+{{- end -}}
+
+{{/* Refuses a number of GPUs of the one pod that is not that of run.config: shared ones count once. */}}
+{{- define "penstock.checkPodGpus" -}}
+{{- $count := int .Values.pod.gpu.count -}}
+{{- $turns := include "penstock.turns" . -}}
+{{- $trainer := include "penstock.gpus" (dict "root" . "table" "trainer") | fromJsonArray -}}
+{{- $replicas := include "penstock.gpus" (dict "root" . "table" "rollout") | fromJsonArray -}}
+{{- $ranks := include "penstock.setting" (dict "root" . "table" "trainer" "key" "ranks" "value" "[0-9]+") | default "1" | int -}}
+{{- if and $turns (not $trainer) }}{{ range until $ranks }}{{ $trainer = append $trainer (toString .) }}{{ end }}{{ end -}}
+{{- $needed := 0 -}}
+{{- range concat $trainer $replicas (include "penstock.gpus" (dict "root" . "table" "reward") | fromJsonArray) }}{{ $needed = max $needed (add1 (int .)) }}{{ end -}}
+{{- $known := or (eq $turns "shared") (and $turns $replicas) (include "penstock.commonGpus" .) -}}
+{{- if and $count (gt (int $needed) $count) -}}
+{{- fail (printf "expected pod.gpu.count of at least %d, for the GPUs of trainer, rollout and reward in run.config, found %d: change pod.gpu.count or these numbers" (int $needed) $count) -}}
+{{- end -}}
+{{- if and $count $known (lt (int $needed) $count) -}}
+{{- fail (printf "expected pod.gpu.count = %d, for the GPUs that run.config uses, each once where trainer and replicas share it, found %d: change pod.gpu.count" (int $needed) $count) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "penstock.runId" -}}
 {{- default .Release.Name .Values.run.id -}}
 {{- end -}}

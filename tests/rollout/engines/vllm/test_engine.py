@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -36,6 +37,7 @@ from shared.weights.receiver.puller import file_offer
 from shared.weights.transport.offer import Offer
 from tests.conftest import PATIENCE_S, Server, need_module, until
 from tests.support import tiny, truncated
+from tests.support.listeners import listeners
 from tests.support.raw_redis import raw
 from tests.support.tolerance import FORWARD
 
@@ -565,6 +567,12 @@ async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmE
     )
     yield opened
     await opened.close()
+
+
+async def test_an_engine_that_serves_weights_listens_on_loopback_alone(other: VllmEngine) -> None:
+    listening = listeners(*(process.pid for process in psutil.Process().children()))
+    assert listening, "expected at least the listener for other replicas"
+    assert [listener for listener in listening if not listener.is_loopback] == []
 
 
 async def test_weights_are_served_by_the_secret_that_an_emptied_bus_got_meanwhile(

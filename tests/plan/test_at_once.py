@@ -1,0 +1,206 @@
+"""Laws of trainer and engines on one GPU at the same time; figures are those of benchmarks/results."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.__main__ import main
+from services.cli.plan import corrections, make, preferences, settings_of
+from services.plan import certain
+from services.plan.hardware import GIB, parse_cluster
+from services.plan.layouts import Candidate, Planner
+from services.plan.measured import Corrections, measured
+from services.plan.memory import peak, total
+from services.plan.rates import decode_seconds
+from services.plan.workload import Lengths, workload_of
+from services.rollout.engines.vllm.several.plan import Demand, Memory
+from services.up.display.summary import text
+from services.up.run import time_slices
+from shared.errors import SettingsError
+from shared.settings import Settings, load, loads
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED = json.loads((RESULTS / "2026-11-23-one-gpu-h200.json").read_text())
+WORK = [
+    *("--sampling.group_size=8", "--sampling.max_new_tokens=512", "--rollout.max_groups=64", "--rollout.replicas=1"),
+    "--trainer.micro_batch_tokens=32768",
+]
+PROMPTS = {"prompt": "x" * 256}
+"""Of 64 tokens."""
+MODES = {
+    "shared": ["--placement.mode=shared"],
+    "at_once": ["--trainer.gpus=[0]", "--rollout.gpus=[0]", "--rollout.engines_per_gpu=3"],
+}
+
+
+def as_run(folder: Path, mode: str) -> Settings:
+    """Return the settings of a run that was measured."""
+    (folder / "prompts.jsonl").write_text(json.dumps(PROMPTS) + "\n")
+    settings = settings_of(None, [*WORK, *MODES[mode], f"--data.path={folder / 'prompts.jsonl'}"])
+    assert workload_of(settings, "0.5b").prompt_tokens == 64
+    return settings
+
+
+def of_run(folder: Path, mode: str) -> Corrections:
+    """Return what the run in ``mode`` corrects."""
+    lines: list[Mapping[str, Any]] = [
+        {**step, "samples": 256, "response_tokens_mean": 512.0} for step in MEASURED["steps"][mode]
+    ]
+    return corrections(measured(lines), as_run(folder, mode), "0.5b", "1xH200")
+
+
+def planner(folder: Path, corrected: Corrections | None = None) -> Planner:
+    settings = as_run(folder, "shared")
+    work = dataclasses.replace(workload_of(settings, "0.5b"), lengths=Lengths(512, 512, 0.0))
+    return Planner(work, parse_cluster("1xH200"), preferences(settings), corrected or Corrections())
+
+
+def rates(plan: Planner) -> dict[tuple[str, int], float]:
+    """Return samples/s by placement and engines."""
+    best: dict[tuple[str, int], float] = {}
+    for candidate in plan.compare()[0]:
+        assert candidate.outcome is not None
+        key = candidate.layout.placement, candidate.layout.engines
+        best[key] = max(best.get(key, 0.0), candidate.outcome.samples_per_s)
+    return best
+
+
+def test_the_run_in_turn_predicts_the_one_at_once_of_the_same_host(tmp_path: Path) -> None:
+    predicted = rates(planner(tmp_path, of_run(tmp_path, "shared")))
+    assert predicted["shared", 1] == pytest.approx(MEASURED["samples_per_s"]["shared"], rel=0.02)
+    assert predicted["at once", 3] == pytest.approx(MEASURED["samples_per_s"]["at_once"], rel=0.05)
+    assert max(predicted, key=lambda layout: predicted[layout]) == ("at once", 3)
+
+
+def test_a_run_at_once_corrects_the_rates_without_what_the_two_take_from_each_other(tmp_path: Path) -> None:
+    corrected = of_run(tmp_path, "at_once")
+    assert rates(planner(tmp_path, corrected))["at once", 3] == pytest.approx(82.1, rel=0.06)
+    assert corrected.train == pytest.approx(of_run(tmp_path, "shared").train, rel=0.02)
+
+
+def test_without_a_run_the_error_is_what_the_page_says(tmp_path: Path) -> None:
+    predicted = rates(planner(tmp_path))
+    assert round(predicted["at once", 3] / 82.1 - 1, 2) == 0.16
+    assert round(predicted["shared", 1] / 54.4 - 1, 2) == 0.12
+
+
+def test_three_engines_under_mps_decode_as_measured() -> None:
+    stored = json.loads((RESULTS / "2026-11-23-pipeline-h200.json").read_text())["decode"]["CUDA MPS"]["engines"]["3"]
+    work = dataclasses.replace(
+        workload_of(settings_of(None, []), "0.5b"), prompt_tokens=16, lengths=Lengths(512, 512, 0.0)
+    )
+    predicted = 512 / decode_seconds(work, parse_cluster("1xH200"), 1, 3, 512, mps=True)
+    assert predicted == pytest.approx(sum(stored["tokens_per_s"]) / 2, rel=0.05)
+
+
+def at_once(model: str, gpus: str, *flags: str) -> list[Candidate]:
+    candidates = make(settings_of(None, flags), gpus, model).candidates
+    return [candidate for candidate in candidates if candidate.layout.placement == "at once"]
+
+
+@pytest.mark.parametrize("model", ["0.5b", "1.5b", "3b"])
+def test_no_step_is_shorter_than_what_keeps_the_gpu_busy(model: str) -> None:
+    plan = make(settings_of(None, ["--rollout.max_groups=64"]), "1xH200", model).planner
+    for candidate in at_once(model, "1xH200", "--rollout.max_groups=64"):
+        layout, work = candidate.layout, plan.work
+        sequences = candidate.max_groups * work.group_size
+        alone_s = work.samples * work.lengths.mean / sequences * candidate.rates.decoding(sequences)
+        busy = min(1.0, (1 - 1 / 1.07) / candidate.rates.beside)
+        assert candidate.step_s >= candidate.rates.step(work.step_tokens) + busy * alone_s
+        assert layout.engines > 1
+
+
+def test_it_is_planned_only_where_it_was_measured_and_can_gain() -> None:
+    assert at_once("0.5b", "1xH200")
+    assert not at_once("0.5b", "2xH200")
+    assert not at_once("7b", "1xH200", "--policy.lora.rank", "16")
+
+
+def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:
+    for candidate in at_once("0.5b", "1xH200"):
+        both, engines = candidate.memory["both"], candidate.memory["engines"]
+        beside = [part.nbytes for part in both["wait"] if part.name == "engines"]
+        assert beside == [pytest.approx(peak(engines))]
+        assert peak(both) <= 0.95 * 140.4 * GIB
+    small = make(settings_of(None, ["--rollout.max_groups=64"]), "1x16GiB", "0.5b")
+    assert not [each for each in small.candidates if each.layout.placement == "at once"]
+    (problem, *_) = [each for each in small.problems if each.layout.startswith("at once")]
+    assert problem.component.advice == "lower rollout.max_groups or rollout.engines_per_gpu"
+    assert problem.needed_bytes > problem.limit_bytes
+
+
+def test_what_is_written_starts_as_planned_and_is_one_pod_with_one_gpu(tmp_path: Path) -> None:
+    model, config = tmp_path / "model", tmp_path / "in.toml"
+    model.mkdir()
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    more = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True, "model_type": "qwen2"}
+    (model / "config.json").write_text(json.dumps({**shape, **more}))
+    config.write_text(
+        f'[policy]\nmodel = "{model}"\n[rollout]\nmax_groups = 64\n[sampling]\ngroup_size = 8\nmax_new_tokens = 512\n'
+        '[placement]\nmode = "shared"\nrung = 2\n'
+    )
+    assert main(["plan", str(config), "--gpus", "1xH200", "--write", str(tmp_path / "plan")]) == 0
+    written = load(tmp_path / "plan/run.toml", environment={})
+    assert (written.placement.mode, written.trainer.gpus, written.rollout.gpus) == ("separate", (0,), (0,))
+    engines = written.rollout.engines_per_gpu
+    assert isinstance(engines, int)
+    assert (written.common_gpus, written.rollout.replicas, engines > 1) == (frozenset({0}), 1, True)
+    assert json.loads((tmp_path / "plan/values.json").read_text()) == {
+        "run": {"kind": "pod"},
+        "pod": {"gpu": {"count": 1, "product": "NVIDIA-H200"}},
+    }
+    gpu_bytes = 140.4 * GIB
+    certain.check_gpus(written, [gpu_bytes])
+    candidate = next(each for each in make(written, "1xH200").candidates if each.layout.placement == "at once")
+    beside = candidate.memory["both"]["forward and backward"]
+    free = gpu_bytes - total([part for part in beside if part.name != "engines"])  # at the trainer's peak
+    sequences = written.rollout.max_groups * written.sampling.group_size
+    demand = Demand(493_961_216, 2 * 493_961_216, sequences * 151_936 * 4)
+    share = Memory(int(gpu_bytes), int(free)).arguments(engines, written.rollout.vllm.gpu_memory_utilization, demand)
+    (cache,) = [part.nbytes for part in candidate.memory["engines"]["generate"] if part.name == "key-value cache"]
+    assert engines * share["kv_cache_memory_bytes"] >= 0.999 * cache
+
+
+def test_a_run_with_some_gpus_in_common_does_not_calibrate() -> None:
+    own = settings_of(None, ["--trainer.gpus=[0]", "--rollout.gpus=[0, 1]", "--rollout.replicas=2"])
+    lines: list[Mapping[str, Any]] = [{"step_s": 1.0, "phase_wait_s": 0.5}] * 4
+    with pytest.raises(SettingsError, match=r"one GPU in trainer\.gpus and rollout\.gpus, or with no GPU in both"):
+        corrections(measured(lines), own, "0.5b", "1xH200")
+    unknown = settings_of(None, [*MODES["at_once"], "--rollout.replicas=1", "--rollout.engines_per_gpu=auto"])
+    with pytest.raises(SettingsError, match=r'found "auto", whose choice is not recorded'):
+        corrections(measured(lines), unknown, "0.5b", "1xH200")
+
+
+def test_the_closing_message_of_such_a_run_promises_nothing_of_more_replicas_on_its_gpu(tmp_path: Path) -> None:
+    lines = [{**step, "lag_max": 1} for step in MEASURED["steps"]["at_once"]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "settings.toml").write_text("[trainer]\ngpus = [0]\n[rollout]\nreplicas = 1\ngpus = [0]\n")
+    (tmp_path / "summary.json").write_text('{"gpu_hours": 0.1}')
+    assert "the trainer waits 61% for replicas on its own GPUs; more of them would help on other GPUs" in text(
+        tmp_path, False
+    )
+
+
+def test_up_says_that_processes_share_a_gpu_in_time_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(name: str, script: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    both = loads("[trainer]\ngpus = [0]\n[rollout]\nreplicas = 1\ngpus = [0]\n", "test")
+    several = loads("[rollout]\nengines_per_gpu = 3\n", "test")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert time_slices(both) == ""  # no GPU
+    program("nvidia-smi", "echo 143771; echo 143771")
+    apart = loads("[trainer]\ngpus = [0]\n[rollout]\nreplicas = 1\ngpus = [1]\n", "test")
+    in_turn = loads('[placement]\nmode = "shared"\n[rollout]\nreplicas = 1\n', "test")
+    assert [time_slices(settings) for settings in (apart, in_turn)] == ["", ""]
+    assert time_slices(loads("", "test")) == time_slices(both)  # each sees both GPUs and takes the first
+    assert time_slices(both).endswith(", or give rollout.gpus another GPU")
+    assert time_slices(both).startswith("trainer and replicas share a GPU in time slices")
+    assert "(nvidia-cuda-mps-control -d, " in time_slices(several)
+    program("nvidia-cuda-mps-control", "exit 0")
+    assert (time_slices(both), time_slices(several)) == ("", "")
