@@ -77,13 +77,18 @@ def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corr
     """Return what a run measured over what is predicted for it on one GPU of the kind, with its own settings.
 
     Raises:
-        SettingsError: GPUs were lent, so that groups were decoded at two rates, or trainer and replicas had some GPUs in
-            common and others not, or several.
+        SettingsError: GPUs were lent, so that groups were decoded at two rates, or reward models took turns on them, or
+            trainer and replicas had some GPUs in common and others not, or several.
     """
     if own.placement.mode == "lend":
         raise SettingsError(
             'expected a run with placement.mode = "separate" or "shared" with --calibrate, found "lend", where the rates of '
             "guests and other replicas are not measured apart: give another run"
+        )
+    if own.scores_in_turns:
+        raise SettingsError(
+            "expected a run whose reward models have a device of their own with --calibrate, found models that use the trainer's "
+            "in turn, where the seconds of scoring include the wait for it: give another run"
         )
     at_once = bool(own.common_gpus)
     if at_once and (own.trainer.ranks, own.rollout.replicas, len(own.rollout.gpus)) != (1, 1, 1):

@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from types import MappingProxyType
 
 from prometheus_client import Counter, Gauge
 
@@ -48,11 +49,21 @@ class _Calls:
 
 
 class Failures:
-    """Failures of one replica's parts; lives in its event loop."""
+    """Failures of one replica's parts; lives in its event loop.
 
-    def __init__(self, status: Status, tell: Tell | None = None) -> None:
+    ``ready_s``: of the parts that take turns on a device, when it became theirs (the current time while it is not): a call
+    that waits for it does not hang.
+    """
+
+    def __init__(
+        self,
+        status: Status,
+        tell: Tell | None = None,
+        ready_s: Mapping[str, Callable[[], float]] = MappingProxyType({}),
+    ) -> None:
         self._status = status
         self._tell = tell
+        self._ready_s = ready_s
         self._down: dict[str, str] = {}
         self._calls: dict[str, _Calls] = {}
         self._number = 0
@@ -74,7 +85,7 @@ class Failures:
         finally:
             del calls.running[number]
             calls.answered_s = time.monotonic()
-            calls.longest_s = max(calls.longest_s, calls.answered_s - started_s)
+            calls.longest_s = max(calls.longest_s, calls.answered_s - self._begun_s(part, started_s))
             self._silent.discard(part)
 
     async def failed(self, part: str, problem: str, reason: str) -> None:
@@ -115,13 +126,17 @@ class Failures:
         self._status.state = "degraded" if self._down else "working"
         self._status.last_error = "; ".join(f"scorer {name!r}: {reason}" for name, reason in self._down.items())
 
+    def _begun_s(self, part: str, started_s: float) -> float:
+        """Return when a call began, or its part had its device, in monotonic seconds."""
+        return max(started_s, self._ready_s[part]()) if part in self._ready_s else started_s
+
     def look(self) -> None:
         now_s = time.monotonic()
         for part, calls in self._calls.items():
             if not calls.running:
                 continue
             started_s, problem, least_s = min(calls.running.values())
-            silent_s = now_s - max(started_s, calls.answered_s)
+            silent_s = now_s - max(self._begun_s(part, started_s), calls.answered_s)
             if part in self._silent or silent_s < max(least_s, _SILENT_TIMES * calls.longest_s):
                 continue
             self._silent.add(part)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from services.reward.models.batcher import Batcher, NoRoom
 from services.reward.models.reading import Reading, check, join
+from services.reward.models.turns import Turns
 from services.reward.scorers.reward_model import require_libraries
 from shared.bus.messages import RolloutGroup
 from shared.errors import PermanentError, TemporaryError
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The frozen initial policy of a run, or ``teacher``. Raises SettingsError."""
+    """The frozen initial policy of a run, or ``teacher``; ``turns``: when it has its device. Raises SettingsError."""
 
-    def __init__(self, settings: Settings, teacher: TeacherSettings | None = None) -> None:
+    def __init__(self, settings: Settings, teacher: TeacherSettings | None = None, turns: Turns | None = None) -> None:
         self.name = teacher.name if teacher else "reference"
         self._settings = settings
+        self._turns = turns or Turns()
         self._model = teacher.model if teacher else settings.policy.model
         self._where = f"model of {teacher.setting}" if teacher else "policy.model"
         require_libraries(teacher.setting if teacher else 'algorithm.reference = "reward"')
@@ -37,9 +39,11 @@ class Reference:
 
     async def start(self, words: int = 0) -> None:
         """Load the model in a thread; a teacher's most probable tokens are of the first ``words``. Raises SettingsError."""
-        self._policy = await asyncio.to_thread(_open, self._settings, self._model, self._where, self._top_k, words)
-        self._batcher = Batcher(self._policy, self._settings.model_work, self.name)
-        self._batcher.start()
+        opening = self._settings, self._model, self._where, self._top_k, words
+        async with self._turns.loading():
+            self._policy = await asyncio.to_thread(_open, *opening)
+            self._batcher = Batcher(self._policy, self._settings.model_work, self.name, turns=self._turns)
+            self._batcher.start()
 
     @property
     def held(self) -> Held | None:

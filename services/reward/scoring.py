@@ -12,6 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
 from services.reward.models.reading import Reading
+from services.reward.models.turns import Turns
 from services.reward.reference import Reference
 from services.reward.rehearsal import rehearse
 from services.reward.scorers.reward_model import RewardModel
@@ -93,6 +94,7 @@ class Scoring:
         teachers: give the samples' ``teacher_logprobs``.
         tell: writes an event.
         redo: the waits before missing scores are asked for again.
+        turns: when models have their device.
     """
 
     def __init__(
@@ -104,16 +106,20 @@ class Scoring:
         tell: Tell | None = None,
         redo: Backoff = _REDO,
         teachers: Teachers | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._scorers = scorers
+        self._turns = turns or Turns()
         self._redo_waits = redo
         self._reference = reference
         self._teachers = teachers
         self._expression = expression
         self._status = status
-        self._failures = Failures(status, tell)
+        models = [scorer.name for scorer in scorers if isinstance(scorer, RewardModel)]
+        self._failures = Failures(status, tell, {part_of(name): self._turns.ready_s for name in models})
         self._groups = 0
         self._samples = 0
+        self._turns.on_memory = self._note_memory
         for part in self._parts():
             AVAILABLE.labels(part.name).set(1)
 
@@ -124,8 +130,14 @@ class Scoring:
     async def start(self) -> None:
         """Start every scorer. Raises SettingsError."""
         parts: list[Scorer | Reference] = [*self._scorers, *([self._reference] if self._reference is not None else [])]
+        models = [part for part in parts if isinstance(part, RewardModel | Reference)]
         for part in parts:
-            await part.start()
+            if part not in models:
+                await part.start()
+        if models:
+            async with self._turns.loading():  # all of them in one turn
+                for part in models:
+                    await part.start()
         if self._teachers is not None:
             await self._teachers.start()
         for name in (part.name for part in self._parts()):
@@ -260,10 +272,11 @@ class Scoring:
         """Report scorers that may hang, and the models' memory, until cancelled."""
         while True:
             self._failures.look()
-            self._note_memory()
+            if not self._turns.is_shared:
+                self._note_memory("score", _LOOK_EVERY_S)
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _note_memory(self) -> None:
+    def _note_memory(self, phase: str, seconds: float) -> None:
         models = (part.held for part in self._parts() if isinstance(part, RewardModel | Reference))
         by_place: dict[tuple[str, float], list[Held]] = {}
         for held in filter(None, models):
@@ -273,7 +286,9 @@ class Scoring:
             for held in together:
                 components.update(held.components)
             whole = Held(place, components, max(held.total_bytes for held in together))
-            self._status.memory.note(whole.during("score", _LOOK_EVERY_S))
+            self._status.memory.note(whole.during(phase, seconds))
+            if self._turns.is_shared:
+                self._status.values["memory_peak"] = max(held.peak_bytes for held in together)
 
     async def _read(self, model: Teacher, group: RolloutGroup) -> Reading:
         """Return the logprobs of the samples' tokens under the reference or a teacher. Raises TemporaryError."""

@@ -12,12 +12,16 @@
 """
 
 import asyncio
+import contextlib
 import functools
 import gc
+from collections.abc import AsyncIterator, Coroutine
 from importlib import metadata
+from typing import Any
 
 from services.reward.executor.client import read_executor_secret
 from services.reward.failures import Tell
+from services.reward.models.turns import DeviceTurns, Turns
 from services.reward.normalisation import Normaliser
 from services.reward.reference import Reference
 from services.reward.rehearsal import rows
@@ -42,6 +46,8 @@ from shared.bus.worker import Worker
 from shared.errors import SettingsError
 from shared.expression import Expression
 from shared.files.source import digest
+from shared.process.device import DeviceLease, leased
+from shared.process.importing import importing
 from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell, tell_changed
 from shared.settings import Settings
@@ -58,7 +64,9 @@ from shared.settings.rewards.scorers import (
 from shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 
-def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = None) -> Scorer:
+def make_scorer(
+    scorer: ScorerSettings, settings: Settings, bus: Bus | None = None, turns: Turns | None = None
+) -> Scorer:
     """Return the scorer of one ``[[reward.scorers]]`` table; without a bus, only for the check. Raises SettingsError."""
     match scorer:
         case AnswerScorer():
@@ -68,7 +76,7 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
         case ModelScorer():
             running = bus is not None and scorer.normalise == "running"
             normaliser = Normaliser(bus, scorer.name) if running and bus is not None else None
-            return RewardModel(scorer, normaliser, settings.model_work)
+            return RewardModel(scorer, normaliser, settings.model_work, turns)
         case PythonScorer():
             return FunctionScorer(scorer)
         case TrlScorer():
@@ -82,17 +90,18 @@ def make_scorer(scorer: ScorerSettings, settings: Settings, bus: Bus | None = No
             return CodeTester(scorer, executor.address, read_executor_secret(executor))
 
 
-def make_scoring(settings: Settings, status: Status, bus: Bus | None = None) -> Scoring:
-    """Return the checked scoring of a run; without a bus, only for the check. Raises SettingsError."""
-    scorers = [make_scorer(scorer, settings, bus) for scorer in settings.reward.scorers]
+def make_scoring(settings: Settings, status: Status, bus: Bus | None = None, turns: Turns | None = None) -> Scoring:
+    """Return the checked scoring of a run; without a bus, only for the check. ``turns``: when its models have their device.
+    Raises SettingsError.
+    """
+    scorers = [make_scorer(scorer, settings, bus, turns) for scorer in settings.reward.scorers]
     for of in settings.reward.scorers:
         if isinstance(of, AnswerScorer):
             create_lenient_series(of.name, (*of.lenient, *(("tolerance",) if of.tolerance else ())))
     expression = Expression(settings.reward.expression, [scorer.name for scorer in scorers])
-    reference = Reference(settings) if settings.algorithm.reference_travels else None
-    return Scoring(
-        scorers, expression, status, reference, None if bus is None else _teller(bus), teachers=Teachers(settings)
-    )
+    reference = Reference(settings, turns=turns) if settings.algorithm.reference_travels else None
+    teller, teachers = None if bus is None else _teller(bus), Teachers(settings, turns)
+    return Scoring(scorers, expression, status, reference, teller, teachers=teachers, turns=turns)
 
 
 def _teller(bus: Bus) -> Tell:
@@ -113,7 +122,7 @@ async def work(context: Context, scoring: Scoring) -> None:
             output=output,
             handler=scoring,
             last=functools.partial(scoring, last=True),
-            concurrency=context.settings.internal.reward_groups,
+            concurrency=_room(context.settings),
             patience=context.patience,
             taking=context.cordon.taking,
             crowd=crowd,
@@ -129,23 +138,73 @@ async def work(context: Context, scoring: Scoring) -> None:
             running.create_task(worker.run(context.stop))
 
 
+def _room(settings: Settings) -> int:
+    """Return the groups that are scored at a time; where models take turns, at least a batch."""
+    groups = settings.algorithm.groups_per_step if settings.scores_in_turns else 0
+    return max(settings.internal.reward_groups, groups)
+
+
 async def run(settings: Settings, replica: str) -> None:
     make_scoring(settings, Status())  # report wrong settings before waiting for anything
-    async with serve(settings, "reward", replica) as context:
-        scoring = make_scoring(await context.live.refresh(), context.status, context.bus)
+    async with serve(settings, "reward", replica) as context, _turns(context) as turns:
+        scoring = make_scoring(await context.live.refresh(), context.status, context.bus, turns)
         context.live.listen(scoring.reward_by)
         watching = asyncio.create_task(scoring.watch())
         try:
             context.status.start.begin("opening the scorers")
-            await scoring.start()
-            await _note_functions(context)
-            gc.freeze()  # exempt libraries and scorers from collections that block the event loop
-            if await _rehearsed(context, scoring):
-                await work(context, scoring)
+            if await _unless_stopped(context, scoring.start()):
+                await _note_functions(context)
+                gc.freeze()  # exempt libraries and scorers from collections that block the event loop
+                if await _rehearsed(context, scoring):
+                    await work(context, scoring)
             context.status.state = "stopping"
         finally:
             watching.cancel()
             await scoring.close()
+
+
+@contextlib.asynccontextmanager
+async def _turns(context: Context) -> AsyncIterator[Turns]:
+    """Let models take turns on the device that they share, if they do. Raises Fenced: another process was granted it."""
+    settings, replica = context.settings, context.replica
+    if not settings.scores_in_turns:
+        yield Turns()
+        return
+    device = settings.shared_device(replica)
+    if device is None:
+        raise SettingsError(
+            'expected the replica reward-0 with placement.mode = "shared" and models in the reward service, which take turns '
+            f"on the trainer's device, found {replica!r}: change --replica"
+        )
+    context.status.start.begin("importing the models' libraries")
+    await asyncio.to_thread(_import_libraries)
+    lease = DeviceLease(context.bus, replica, "score", [device], settings.internal.claim_after_s)
+    turns = DeviceTurns(
+        lease, context.bus, context.status, lambda: context.live.settings.algorithm.groups_per_step, _room(settings)
+    )
+    async with leased(lease), turns.running():
+        yield turns
+
+
+def _import_libraries() -> None:
+    """Import what models need before their device is held, which others use meanwhile."""
+    with importing():
+        import services.reward.models.classifier
+        import services.reward.models.frozen_policy  # noqa: F401
+
+
+async def _unless_stopped(context: Context, work: Coroutine[Any, Any, None]) -> bool:
+    """Return whether ``work`` was done before the service was stopped; raise its error."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(context.stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done() and not stopping.done()
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 async def _note_functions(context: Context) -> None:
@@ -162,19 +221,12 @@ async def _rehearsed(context: Context, scoring: Scoring) -> bool:
     context.status.start.begin("waiting for rows")
     prompts = await rows(context.bus, context.stop)
     context.status.start.begin("trying the scorers")
-    trying = asyncio.create_task(scoring.rehearse(context.settings, prompts))
-    stopping = asyncio.create_task(context.stop.wait())
     try:
-        await asyncio.wait([trying, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if trying.done():
-            trying.result()
-            context.status.state = "working"
-            context.status.start.end()
-        return trying.done() and not stopping.done()
+        is_done = await _unless_stopped(context, scoring.rehearse(context.settings, prompts))
     except SettingsError as error:
         await tell(context.bus, "reward", "scorer refused", str(error))
         raise
-    finally:
-        for task in (trying, stopping):
-            task.cancel()
-        await asyncio.gather(trying, stopping, return_exceptions=True)
+    if is_done:
+        context.status.state = "working"
+        context.status.start.end()
+    return is_done

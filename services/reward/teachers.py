@@ -22,6 +22,7 @@ import numpy as np
 
 from services.reward.endpoint import LARGEST_BYTES, Endpoint, NoAnswer, Refused
 from services.reward.models.reading import Reading, check, join
+from services.reward.models.turns import Turns
 from services.reward.reference import Reference
 from shared.bus.messages import RolloutGroup
 from shared.errors import PermanentError, SettingsError, TemporaryError
@@ -164,9 +165,9 @@ Teacher = EndpointTeacher | Reference
 
 
 class Teachers:
-    """All teachers of a run. Raises SettingsError."""
+    """All teachers of a run; ``turns``: when those in this service have their device. Raises SettingsError."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, turns: Turns | None = None) -> None:
         self._settings = settings
         if settings.algorithm.distillation and not settings.reward.teachers:
             raise SettingsError(
@@ -174,7 +175,7 @@ class Teachers:
                 "change one of them"
             )
         self._named: Mapping[str, Teacher] = {
-            of.name: EndpointTeacher(settings, of) if of.url else Reference(settings, of)
+            of.name: EndpointTeacher(settings, of) if of.url else Reference(settings, of, turns)
             for of in settings.reward.teachers
         }
 

@@ -69,6 +69,7 @@ WEIGHT_PULLS_OVERTAKEN = Counter(
 
 _BACKOFF = Backoff(0.1, longest_s=5.0)
 _IDLE_S = 1.0
+_LOOK_S = 0.1
 
 
 class Follower:
@@ -157,11 +158,14 @@ class Follower:
         await self._notify()
 
     async def evaluated(self) -> None:
-        """Wait until the engine's version is not kept for an evaluation."""
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._hold.version is None or self._hold.version != self._engine.version
-            )
+        """Wait until the engine's version is not kept for an evaluation, or no completion of it is left to generate.
+
+        Its results are not awaited: reward models may need this device for them.
+        """
+        while self._hold.version is not None and self._hold.version == self._engine.version:
+            if not await self._bus.length(streams.EVAL_PROMPTS):
+                return
+            await asyncio.sleep(_LOOK_S)
 
     @property
     def newest_step(self) -> int:

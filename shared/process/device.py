@@ -1,4 +1,4 @@
-"""One process's lease of the devices that it shares, for one phase: training or generation.
+"""One process's lease of the devices that it shares, for one phase: training, scoring or generation.
 
 ::
 
@@ -53,6 +53,8 @@ class DeviceLease:
         self.generated = (0, 0)
         """Samples and tokens that guests finished in their turns before the newest grant."""
         self._switches: dict[str, float] = {}
+        self._scored: tuple[int, float] | None = None
+        """Turns of reward models before the newest grant, and their seconds."""
 
     @property
     def is_shared(self) -> bool:
@@ -120,12 +122,25 @@ class DeviceLease:
             "switch_train_s": self._switches.get("switch_train_s", 0.0) + waited_s,
             "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + (renewal.switch_s or 0.0),
             "switch_rung": float(max(0, renewal.freed)),
+            **self._score_turns(renewal),
         }
         self.generated = renewal.samples, renewal.tokens
         self._granted.set()
 
+    def _score_turns(self, renewal: Renewal) -> dict[str, float]:
+        before, self._scored = self._scored, (renewal.score_turns, renewal.score_s)
+        if not renewal.score_turns:
+            return {}
+        turns, seconds = before or self._scored
+        return {
+            "score_turns": self._switches.get("score_turns", 0.0) + renewal.score_turns - turns,
+            "score_turn_s": self._switches.get("score_turn_s", 0.0) + renewal.score_s - seconds,
+        }
+
     def take_switches(self) -> dict[str, float]:
-        """Return figures of the switches since the last call: number, seconds to this phase and back, newest rung."""
+        """Return figures of the switches since the last call: number, seconds to this phase and back, newest rung; and
+        of reward models' turns.
+        """
         switches, self._switches = self._switches, {}
         return switches
 

@@ -54,6 +54,15 @@ def used_bytes(device: "torch.device") -> float:
     return float(torch.cuda.memory_allocated(device))
 
 
+def peak_bytes(device: "torch.device") -> float:
+    """Return the most that this process has held on ``device`` so far; of a host, what it holds now."""
+    if device.type != "cuda":
+        return resident_bytes()
+    import torch
+
+    return float(torch.cuda.max_memory_allocated(device))
+
+
 def sample(
     place: tuple[str, float],
     phase: str,
@@ -81,6 +90,8 @@ class Held:
     total_bytes: float
     rest: str = OTHER
     """Name of what the components leave of the total."""
+    peak_bytes: float = 0.0
+    """The most that the process has held there, where it is measured."""
 
     def during(self, phase: str, seconds: float) -> MemorySample:
         """Return it as a sample of ``phase``, which ends now."""

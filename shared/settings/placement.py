@@ -22,8 +22,9 @@ class PlacementSettings(Section):
 
     mode: Literal["separate", "shared", "lend"] = Field(default="separate")
     """`separate`: trainer and replicas have devices of their own. `shared`: trainer rank i and replica i use the same
-    device in turn. `lend`: as `separate`, and one more replica for each trainer rank, `guest-0` and so on, generates on its
-    device while the trainer waits longer than the switches take."""
+    device in turn, and models of the reward service that of rank 0, unless they have their own. `lend`: as `separate`,
+    and one more replica for each trainer rank, `guest-0` and so on, generates on its device while the trainer waits longer
+    than the switches take."""
     rung: Literal["auto", 0, 1, 2, 3, 4] = Field(default="auto")
     """What is freed at a switch, with `shared` and `lend`: nothing (0), the replica's KV cache (1), its weights too (2); for
     generation also the trainer's optimizer states (3), and its weights (4). `auto`: the lowest that fits into memory, by
@@ -64,6 +65,12 @@ def check_placement(settings: "Settings") -> None:
                 f"expected {key} = {shown(expected)} with placement.mode = {shown(placement.mode)}, where {reason}, found "
                 f"{shown(value)}: change one of them"
             )
+    if settings.scores_in_turns and settings.reward.replicas != 1:
+        raise ValueError(
+            'expected reward.replicas = 1 with placement.mode = "shared" and models in the reward service, which take turns on '
+            f"the trainer's device, found {settings.reward.replicas}: change it, or give them another device with "
+            "reward.models.device or reward.gpus"
+        )
     if placement.mode == "lend" and set(trainer.gpus) & set(rollout.gpus):
         raise ValueError(
             f'expected other GPUs in rollout.gpus than in trainer.gpus with placement.mode = "lend", found {list(rollout.gpus)} '

@@ -96,14 +96,28 @@ class Settings(Section):
         """Devices that the trainer and replicas use in turn, by trainer rank."""
         return range(0 if self.placement.mode == "separate" else self.trainer.ranks)
 
+    @property
+    def scores_in_turns(self) -> bool:
+        """Whether the reward service's models share a device with the trainer and a replica."""
+        reward = self.reward
+        has_models = (
+            any(scorer.kind == "model" for scorer in reward.scorers)
+            or any(not teacher.url for teacher in reward.teachers)
+            or self.algorithm.reference_travels
+        )
+        in_turn = self.placement.mode == "shared" and reward.models.device == "auto" and not reward.gpus
+        return in_turn and has_models and not self.algorithm.is_supervised
+
     def shared_device(self, replica: str) -> int | None:
-        """Return the device that ``replica`` shares with the trainer, or None.
+        """Return the device that ``replica``, of rollout or reward, shares with the trainer, or None.
 
         >>> Settings.model_validate({"placement": {"mode": "lend"}}).shared_device("guest-0")
         0
         """
         name, _, number = replica.rpartition("-")
         sharing = {"shared": "rollout", "lend": GUEST}.get(self.placement.mode)
+        if replica == "reward-0" and self.scores_in_turns:
+            return 0
         return int(number) if name == sharing and number in map(str, self.shared_devices) else None
 
     @property

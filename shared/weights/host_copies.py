@@ -19,10 +19,14 @@ _CHUNK_BYTES = 256 << 20
 
 
 class HostCopies:
-    """The storages of one component of a model; on the thread that computes."""
+    """The storages of one component of a model; on the thread that computes.
 
-    def __init__(self, device: torch.device) -> None:
+    Copies of ``frozen`` storages are kept, so that these are copied once.
+    """
+
+    def __init__(self, device: torch.device, *, frozen: bool = False) -> None:
         self._device = device
+        self._frozen = frozen
         self._lane = Lane(device)
         self._arrived = Point(device)
         self._copied: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
@@ -79,10 +83,10 @@ class HostCopies:
         self.is_away = False
 
     def follow(self) -> None:
-        """Make the current stream wait for copies in progress, which are then forgotten."""
+        """Make the current stream wait for copies in progress, which are then forgotten unless they are kept."""
         if self._copied and not self.is_away:
             self._arrived.follow()
-            self._copied = []
+            self._copied = self._copied if self._frozen else []
 
 
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:

@@ -1,4 +1,4 @@
-"""Faults of a device that trainer and replica share: a process is killed in a switch, or hangs."""
+"""Faults of a device that trainer, reward models and replica share: a process is killed in a switch, or hangs."""
 
 import os
 import signal
@@ -45,7 +45,9 @@ async def _freeze(run: Run, bus: Bus, name: str, phase: Phase, *, asked: bool) -
 
 
 def _is_held(grant: Grant | None, phase: Phase, *, asked: bool) -> bool:
-    return grant is not None and (grant.phase == "train") == (phase == "train") and (grant.rung >= 0) == asked
+    if grant is None or (grant.rung >= 0) != asked:
+        return False
+    return grant.phase == phase or (grant.phase, phase) == ("load", "generate")
 
 
 async def _replaced(run: Run, name: str, pid: int) -> None:
@@ -53,8 +55,11 @@ async def _replaced(run: Run, name: str, pid: int) -> None:
 
 
 async def kill(run: Run, bus: Bus, victim: str, holder: str = "rollout-0", *, asked: bool = True) -> None:
-    """Kill ``victim`` while the replica ``holder`` has the device; ``asked``: and has not answered that it is asked for it."""
-    replica, _ = await _freeze(run, bus, holder, "generate", asked=asked)
+    """Kill ``victim`` while ``holder``, which does not train, has the device; ``asked``: and has not answered that it is
+    asked for it.
+    """
+    phase: Phase = "score" if holder.startswith("reward-") else "generate"
+    replica, _ = await _freeze(run, bus, holder, phase, asked=asked)
     killed = run.pid(victim)
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
@@ -67,7 +72,7 @@ async def hang(run: Run, bus: Bus, name: str, phase: Phase) -> None:
     """Freeze ``name`` until another process holds its device, then wake it: it is fenced, and starts again."""
     pid = run.pid(name)
     while run.pid(name) == pid:  # a process that was just about to release its device is not fenced
-        pid, term = await _freeze(run, bus, name, phase, asked=name != "trainer-0")
+        pid, term = await _freeze(run, bus, name, phase, asked=phase == "generate")
 
         async def followed() -> bool:
             # Of any grant: the trainer may have made its step and released the device between two looks.

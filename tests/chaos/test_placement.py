@@ -9,6 +9,7 @@ from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 from tests.chaos.switches import HOLDERS, LEND, LEND_HOLDERS, SHARED, hang, kill
 from tests.conftest import need_module
+from tests.support import reward_models
 
 
 @pytest.mark.slow
@@ -91,3 +92,25 @@ async def test_guests_of_several_ranks_and_with_vllm_die_and_lose_nothing(
 def _lent_samples(run: Run) -> float:
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     return sum(float(step.get("lent_samples", 0.0)) for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_models_that_die_or_hang_in_a_turn_and_others_that_die_meanwhile_lose_no_group(tmp_path: Path) -> None:
+    model = reward_models.save_example(tmp_path / "model")
+    async with running(tmp_path, flags={**SHARED, **reward_models.example_flags(model)}) as run:
+        bus = await run.connect()
+        await run.more_steps(bus, 2)
+        for victim in ("reward-0", "trainer-0", "rollout-0", "coordinator-0"):
+            await kill(run, bus, victim, "reward-0", asked=False)
+            await run.more_steps(bus, 1)
+        await hang(run, bus, "reward-0", "score")
+        await run.more_steps(bus, 2)
+        await bus.close()
+        await run.stop()
+    async with left_behind(run) as bus:
+        counts = await audit_groups(bus)
+        await audit_versions(bus)
+    assert not any(name.startswith("dead") for name in counts)
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step.get("score_turns", 0.0) for step in steps) >= 2.0

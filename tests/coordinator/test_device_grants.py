@@ -14,9 +14,11 @@ from shared.bus.stores.replicas.device_leases import (
     DeviceLook,
     DeviceRequest,
     Grant,
+    Phase,
     grant_devices,
     look_at_devices,
 )
+from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.errors import Fenced
 from shared.process.device import DeviceLease
 from shared.settings import loads
@@ -30,7 +32,8 @@ SETTINGS = loads(
     f"internal.claim_after_s = {TTL_S}",
     "run.toml",
 )
-HELD: dict[str, Sequence[int]] = {"trainer-0": (0, 1), "rollout-0": (0,), "rollout-1": (1,)}
+HELD: dict[str, Sequence[int]] = {"trainer-0": (0, 1), "reward-0": (0,), "rollout-0": (0,), "rollout-1": (1,)}
+PHASES: dict[str, Phase] = {"trainer": "train", "reward": "score", "rollout": "generate"}
 TRAIN = DeviceRequest("trainer-0", "t", "train", (0, 1))
 FIRST, SECOND = DeviceRequest("rollout-0", "a", "generate", (0,)), DeviceRequest("rollout-1", "b", "generate", (1,))
 
@@ -40,7 +43,15 @@ def grant(request: DeviceRequest, rung: int = -1) -> Grant:
 
 
 LOAD, AGAIN = DeviceRequest("guest-0", "g", "load", (0,)), DeviceRequest("guest-0", "g", "generate", (0,))
+SCORE = DeviceRequest("reward-0", "s", "score", (0,))
 DECISIONS = [
+    ((grant(FIRST), grant(SECOND)), (SCORE,), Decision((), ((0, grant(FIRST)),))),
+    ((grant(SCORE), None), (FIRST, SECOND), Decision((SECOND,), ())),
+    ((grant(SCORE), grant(SECOND)), (TRAIN,), Decision((), ((0, grant(SCORE)), (1, grant(SECOND))))),
+    ((grant(TRAIN), grant(TRAIN)), (SCORE, FIRST), Decision((), ())),
+    ((None, None), (FIRST, SCORE, SECOND), Decision((SCORE, SECOND), ())),
+    ((None, None), (FIRST, SCORE, SECOND, TRAIN), Decision((TRAIN,), ())),
+    ((None, grant(SECOND)), (SCORE, TRAIN), Decision((), ((1, grant(SECOND)),))),
     ((grant(TRAIN), grant(TRAIN)), (LOAD,), Decision((), ((0, grant(TRAIN)),))),
     ((grant(TRAIN, 4), grant(TRAIN, 4)), (LOAD,), Decision((), ())),
     ((grant(TRAIN), grant(TRAIN)), (AGAIN,), Decision((), ())),
@@ -57,7 +68,7 @@ DECISIONS = [
 
 
 @pytest.mark.parametrize(("grants", "requests", "decision"), DECISIONS)
-def test_training_gets_every_device_or_none_and_goes_first(
+def test_training_gets_every_device_or_none_and_goes_first_and_scoring_second(
     grants: tuple[Grant | None, ...], requests: tuple[DeviceRequest, ...], decision: Decision
 ) -> None:
     assert decide(DeviceLook(grants, requests)) == decision
@@ -75,6 +86,34 @@ def test_the_lowest_rung_at_which_training_and_generation_fit_is_chosen(capacity
 
 def test_a_small_trainer_asks_the_replica_alone_for_memory() -> None:
     assert lowest_rung(REPLICA, {"weights": 1.0, "peak": 60.0}, 99.0) == 2
+
+
+BESIDE = [(101.0, 0), (102.0, 1), (141.0, 1), (142.0, 2), (171.0, 2), (172.0, 3), (261.0, 3), (262.0, 4)]
+
+
+@pytest.mark.parametrize(("scoring", "rung"), BESIDE)
+def test_the_rung_leaves_room_for_reward_models_beside_what_both_keep(scoring: float, rung: int) -> None:
+    assert lowest_rung(REPLICA, TRAINER, 340.0, scoring) == rung
+
+
+def beat(replica: str, **values: float) -> Heartbeat:
+    return Heartbeat(replica[:-2], replica, "working", None, "h", 1, "h:1", 0.0, 0.0, 0, "", values)
+
+
+async def test_the_models_of_the_reward_service_are_measured_before_less_is_freed(bus: Bus) -> None:
+    two = 'placement.mode = "shared"\ntrainer.ranks = 2\nrollout.replicas = 2\n'
+    settings = loads(two + 'reward.scorers = [{kind = "model", model = "m"}]', "run.toml")
+    beats = [
+        beat("trainer-0", memory_peak=10.0, memory_weights=4.0),
+        beat("rollout-0", memory_weights=4.0, memory_kv_cache=30.0, memory_capacity=100.0),
+        beat("reward-0"),
+        beat("rollout-1", memory_weights=4.0, memory_kv_cache=30.0, memory_capacity=100.0),
+    ]
+    grants = DeviceGrants(bus, Ledger(bus), settings, lambda: beats)
+    assert (grants._rung(0, grant(FIRST)), grants._rung(1, grant(SECOND))) == (4, 0), "the models use device 0 alone"
+    for peak, rung in ((50.0, 0), (80.0, 1), (84.0, 2)):
+        beats[2] = beat("reward-0", memory_peak=peak)
+        assert (grants._rung(0, grant(FIRST)), grants._rung(0, grant(SCORE))) == (rung, rung)
 
 
 def test_what_is_not_measured_yet_is_freed_as_far_as_possible() -> None:
@@ -98,7 +137,7 @@ class Players:
         self.grants = DeviceGrants(bus, ledger, SETTINGS, list)
 
     def start(self, replica: str) -> DeviceLease:
-        return DeviceLease(self.bus, replica, "train" if replica == "trainer-0" else "generate", HELD[replica], TTL_S)
+        return DeviceLease(self.bus, replica, PHASES[replica.partition("-")[0]], HELD[replica], TTL_S)
 
     async def holds(self, replica: str) -> set[int]:
         look = await look_at_devices(self.bus, DEVICES)
@@ -164,7 +203,7 @@ class Players:
             await self.look()
             for name, lease in list(self.leases.items()):
                 await self.confirm(name)
-                if name != replica and (lease.rung >= 0 or (lease.term and name == "trainer-0")):
+                if name != replica and (lease.rung >= 0 or (lease.term and name in ("trainer-0", "reward-0"))):
                     await self.release(name)
             if self.leases[replica].term:
                 return rounds
@@ -177,7 +216,7 @@ async def test_under_any_interleaving_no_device_is_held_twice_and_no_request_is_
     players = Players(bus, seed)
     for _ in range(80):
         await players.draw()
-    for replica in ("trainer-0", "rollout-0", "rollout-1", "trainer-0"):
+    for replica in ("trainer-0", "rollout-0", "reward-0", "rollout-1", "trainer-0"):
         assert await players.settle(replica) < 10, replica
     assert players.leases["trainer-0"].term == max(players.terms)
 

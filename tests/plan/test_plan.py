@@ -250,6 +250,9 @@ def test_the_time_in_which_groups_wait_for_the_trainer_is_not_taken_for_decoding
     assert decoding_s * planner.work.samples * 512 / sequences == pytest.approx(3.0, rel=1e-3)
     with pytest.raises(SettingsError, match="guests and other replicas"):
         corrections(figures, settings_of(None, ["--placement.mode=lend"]), "0.5b", "2xH200")
+    turns = ["--placement.mode=shared", '--reward.scorers=[{kind = "model", model = "m"}]']
+    with pytest.raises(SettingsError, match="the seconds of scoring include the wait"):
+        corrections(figures, settings_of(None, turns), "0.5b", "1xH200")
 
 
 def test_lengths_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:

@@ -2,51 +2,33 @@
 service.
 """
 
+import dataclasses
 import json
-import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 from shared.bus import embedded
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import AUDIT, TRAINING_STREAMS
 from tests.conftest import PATIENCE_S
-from tests.support import forge
+from tests.support import builders, forge, reward_models
 from tests.support.raw_redis import raw
+from tests.support.tolerance import FORWARD
 
-ROOT = Path(__file__).parents[2]
-POLICY = ROOT / "examples" / "arithmetic" / "policy"
 STEPS, GROUPS, GROUP_SIZE = 4, 4, 4
 
 
-def save_reward_model(folder: Path) -> Path:
-    """Write a sequence classifier of the example's size with the example's tokenizer."""
-    torch.manual_seed(0)
-    Qwen2ForSequenceClassification(AutoConfig.from_pretrained(POLICY, num_labels=1)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(POLICY / name, folder)
-    return folder
-
-
 def flags(model: Path, folder: Path) -> list[str]:
-    scorers = [
-        '{kind = "answer", mode = "exact", extract = "whole", needs_stop = true}',
-        '{kind = "format", pattern = "[0-9]+"}',
-        f'{{kind = "model", model = {json.dumps(str(model))}, normalise = "running"}}',
-    ]
     values = {
+        **reward_models.example_flags(model),
         "run.id": "scorers",
         "run.folder": folder,
         "run.steps": STEPS,
-        "reward.scorers": f"[{', '.join(scorers)}]",
-        "reward.expression": "0.8 * answer + 0.1 * format + 0.01 * model",
-        "algorithm.reference": "reward",
-        "algorithm.kl.coefficient": 0.01,
         "algorithm.groups_per_step": GROUPS,
         "sampling.group_size": GROUP_SIZE,
         "rollout.replicas": 1,
@@ -60,9 +42,12 @@ def flags(model: Path, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Path) -> None:
-    model = save_reward_model(tmp_path / "model")
-    await forge.up(["config/arithmetic.toml", *flags(model, tmp_path)], tmp_path / "up.txt")
+@pytest.mark.parametrize("placement", ["separate", "shared"])
+async def test_rules_a_reward_model_and_a_reference_work_in_one_run(placement: str, tmp_path: Path) -> None:
+    model = reward_models.save_example(tmp_path / "model")
+    await forge.up(
+        ["config/arithmetic.toml", *flags(model, tmp_path), f"--placement.mode={placement}"], tmp_path / "up.txt"
+    )
     folder = tmp_path / "scorers"
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -76,7 +61,25 @@ async def test_rules_a_reward_model_and_a_reference_work_in_one_run(tmp_path: Pa
     assert all(set(sample["scores"]) == {"answer", "format", "model"} for sample in samples)
     assert all(score["status"] != "unavailable" for sample in samples for score in sample["scores"].values())
     assert len({sample["scores"]["model"]["value"] for sample in samples}) > 1
+    turns, summary = (
+        sum(line.get("score_turns", 0.0) for line in steps),
+        json.loads((folder / "summary.json").read_text()),
+    )
+    assert (turns > 0.0) == (placement == "shared")
+    assert summary["score_turns"] == turns
+    _compare_with_the_model_alone(model, groups)
     await _audit(folder)
+
+
+def _compare_with_the_model_alone(folder: Path, groups: Sequence[dict[str, Any]]) -> None:
+    classifier = reward_models.classifier(reward_models.settings(folder))
+    for group in groups:
+        prompt = dataclasses.replace(builders.prompt(), text=group["prompt"])
+        texts = classifier.read(prompt, [sample["text"] for sample in group["completions"]])
+        raw_values = [
+            float(sample["scores"]["model"]["detail"].removeprefix("raw ")) for sample in group["completions"]
+        ]
+        assert classifier.compute(texts) == pytest.approx(raw_values, rel=1e-5, abs=FORWARD)
 
 
 async def _audit(folder: Path) -> None:

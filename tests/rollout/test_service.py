@@ -426,6 +426,39 @@ async def test_a_replica_keeps_the_evaluated_version_until_its_evaluation_is_ove
     await until(lambda: _trained(bus))
 
 
+async def test_an_evaluation_ends_for_a_replica_that_frees_its_weights_when_no_completion_is_left_to_generate(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, status, may = ScriptedEngine(receive=weights.receiving()), Status(), asyncio.Event()
+    generate = engine.generate
+
+    async def later(request: GenerationRequest) -> GeneratedGroup:
+        await may.wait()
+        return await generate(request)
+
+    monkeypatch.setattr(engine, "generate", later)
+    replica = rollout(bus, engine, status)
+    serving = Serving(replica)
+    await announce(bus, tmp_path, 1)
+    await until(lambda: status.version == 1)
+    await evaluate(bus, 1, "rollout-0")
+    await until(lambda: replica._follower._hold.version == 1)
+    held_out = builders.prompt(0, samples=1)
+    held_out = dataclasses.replace(held_out, min_version=PolicyVersion(1), purpose=Purpose.EVALUATE)
+    await put(bus, held_out, streams.EVAL_PROMPTS)
+    ended = asyncio.create_task(replica.evaluated())
+    await until(lambda: _is_generating(bus))
+    assert not ended.done()
+    may.set()
+    await asyncio.wait_for(ended, PATIENCE_S)
+    assert await bus.length(streams.EVAL_ROLLOUTS) == 1, "not scored, for which the device may be needed"
+    await serving.end()
+
+
+async def _is_generating(bus: Bus) -> bool:
+    return (await bus.depth(streams.EVAL_PROMPTS)).pending == 1
+
+
 async def _trained(bus: Bus) -> bool:
     return await bus.length(streams.ROLLOUTS) == 1
 

@@ -10,6 +10,7 @@ from shared.settings import loads
 
 SHARED = 'placement.mode = "shared"\nrollout.engine = "transformers"\n'
 VLLM = 'placement.mode = "shared"\nrollout.engine = "vllm"\n'
+MODEL = 'reward.scorers = [{kind = "model", model = "m"}]\n'
 TWO = "rollout.vllm.tensor_parallel_size = 2"
 LEND = 'placement.mode = "lend"\n'
 REFUSED = [
@@ -26,6 +27,7 @@ REFUSED = [
     (SHARED + "rollout.replicas = 2", 'expected rollout.replicas = 1 with placement.mode = "shared", where rank i and replica i'),
     (SHARED + 'weights.update = "drain"', 'expected weights.update = "inflight"'),
     (SHARED + "trainer.gpus = [3]\nrollout.gpus = [4]", "expected rollout.gpus = [3]"),
+    (SHARED + MODEL + "reward.replicas = 2", 'expected reward.replicas = 1 with placement.mode = "shared" and models'),
     (SHARED + 'run.deterministic = "run"\nalgorithm.max_lag = 0', 'expected placement.rung = 0 with run.deterministic = "run"'),
 ]  # fmt: skip
 
@@ -49,6 +51,28 @@ def test_a_guest_beside_the_trainer_sees_its_gpu() -> None:
     plans = services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {})
     shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans if plan.service == "rollout"}
     assert shown == {"rollout-0": "0", "rollout-1": "1", "rollout-2": "2", "guest-0": "5"}
+
+
+@pytest.mark.parametrize(
+    ("text", "in_turns"),
+    [
+        (MODEL, True),
+        ('algorithm = {reference = "reward", kl = {coefficient = 0.1}}', True),
+        ('algorithm.distillation = 1.0\nreward.teachers = [{name = "a", model = "m"}]', True),
+        ('algorithm.distillation = 1.0\nreward.teachers = [{name = "a", model = "m", url = "http://a"}]', False),
+        ("", False),
+        (MODEL + 'reward.models.device = "cpu"', False),
+        (MODEL + "reward.gpus = [7]", False),
+        (MODEL + 'reward.models.device = "cuda:0"\nreward.replicas = 2', False),
+    ],
+)
+def test_models_take_turns_unless_they_have_a_device_of_their_own(text: str, *, in_turns: bool) -> None:
+    settings = loads(SHARED + 'trainer.gpus = [5]\nrun.id = "a"\n' + text, "run.toml")
+    assert settings.scores_in_turns == in_turns
+    (plan, *_) = [plan for plan in services(settings, Path("run.toml"), "redis://x", {}) if plan.service == "reward"]
+    own = ",".join(map(str, settings.reward.gpus)) or None
+    assert plan.environment.get("CUDA_VISIBLE_DEVICES") == ("5" if in_turns else own)
+    assert not loads(LEND + text, "run.toml").scores_in_turns
 
 
 def test_a_replica_shares_the_device_of_its_rank_where_the_mode_says_so() -> None:

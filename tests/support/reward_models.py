@@ -1,11 +1,14 @@
 """Tiny random reward models whose values differ between texts."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    AutoConfig,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -19,6 +22,7 @@ from services.reward.models.classifier import Classifier
 from shared.settings.rewards.models import ModelScorer, ModelWork
 from tests.support import tiny
 
+POLICY = Path(__file__).parents[2] / "examples" / "arithmetic" / "policy"
 SIZES: dict[str, Any] = {
     "vocab_size": tiny.VOCABULARY,
     "hidden_size": 32,
@@ -56,6 +60,30 @@ def save(model: Any, folder: Path, chat_template: str | None = None, padding_sid
     tokenizer.padding_side = padding_side
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_example(folder: Path) -> Path:
+    """Write a sequence classifier of the example's size with the example's tokenizer."""
+    torch.manual_seed(0)
+    Qwen2ForSequenceClassification(AutoConfig.from_pretrained(POLICY, num_labels=1)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(POLICY / name, folder)
+    return folder
+
+
+def example_flags(model: Path) -> dict[str, object]:
+    """Return settings that score the arithmetic example by rules, ``model`` and a reference in the reward service."""
+    scorers = [
+        '{kind = "answer", mode = "exact", extract = "whole", needs_stop = true}',
+        '{kind = "format", pattern = "[0-9]+"}',
+        f'{{kind = "model", model = {json.dumps(str(model))}, normalise = "running"}}',
+    ]
+    return {
+        "reward.scorers": f"[{', '.join(scorers)}]",
+        "reward.expression": "0.8 * answer + 0.1 * format + 0.01 * model",
+        "algorithm.reference": "reward",
+        "algorithm.kl.coefficient": 0.01,
+    }
 
 
 def save_scalar(folder: Path) -> Path:

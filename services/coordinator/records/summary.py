@@ -54,6 +54,9 @@ class Summary:
     switch_s_mean: float | None
     """To training and back."""
     switch_rung_max: int | None
+    score_turns: int
+    """Of reward models on a shared device."""
+    score_turn_s_mean: float | None
     groups_admitted: int
     counts: dict[str, int]
     """trained, dropped:<reason>, dead:<stream>."""
@@ -114,6 +117,8 @@ def summarize(
         switches=(switches := int(sum(_figures(steps, "switches")))),
         switch_s_mean=_switch_seconds(steps) / switches if switches else None,
         switch_rung_max=int(max(_figures(steps, "switch_rung"))) if switches else None,
+        score_turns=(score_turns := int(sum(_figures(steps, "score_turns")))),
+        score_turn_s_mean=sum(_figures(steps, "score_turn_s")) / score_turns if score_turns else None,
         groups_admitted=status.cursor,
         counts=dict(counts),
         head=status.head,

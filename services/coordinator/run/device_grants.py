@@ -1,7 +1,8 @@
-"""Grant shared devices to the trainer and the replicas in turn (docs/placement.md).
+"""Grant shared devices to the trainer, reward models and replicas in turn (docs/placement.md).
 
-One leader decides; its term fences each change. The trainer requests only when it has work for the devices and releases
-them by itself, so neither side starves.
+One leader decides; its term fences each change. Training comes before scoring, and scoring before generation. The
+trainer and the reward service request only when they have work for the devices, and release them by themselves, so no
+phase starves.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from shared.bus.stores.replicas.device_leases import (
     DeviceLook,
     DeviceRequest,
     Grant,
+    Phase,
     ask_back,
     grant_devices,
     look_at_devices,
@@ -33,6 +35,7 @@ _ADDED = {1: {"kv_cache"}, 2: {"weights", "shadow"}}
 _ADDED_BY_TRAINER = {3: {"optimizer"}, 4: {"weights", "gradients"}}
 """Components that each rung frees in addition to the one below: of a replica for training, of the trainer for generation."""
 MEASURED = "memory_"
+_PRECEDENCE: Mapping[Phase, int] = {"train": 0, "score": 1, "generate": 2, "load": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,25 +45,39 @@ class Decision:
 
 
 def decide(look: DeviceLook) -> Decision:
-    """Training comes first, but when it waits, a guest may load its model."""
-    training = [request for request in look.requests if request.phase == "train"]
-    reserved = {index for request in training for index in request.devices}
+    """Training comes first, then scoring; but when training waits, a guest may load its model.
+
+    >>> request, replica = DeviceRequest("reward-0", "5f3a", "score", (0,)), Grant("rollout-0", "1b", "generate", 7, -1)
+    >>> decide(DeviceLook((replica,), (request,))).ask_back == ((0, replica),)
+    True
+    """
     holders = {index: grant for index, grant in enumerate(look.grants) if grant is not None}
-    due = training + [request for request in look.requests if reserved.isdisjoint(request.devices)]
-    grants = [request for request in dict.fromkeys(due) if holders.keys().isdisjoint(request.devices)]
+    first: defaultdict[int, int] = defaultdict(lambda: max(_PRECEDENCE.values()))
+    for request in look.requests:
+        for index in request.devices:
+            first[index] = min(first[index], _PRECEDENCE[request.phase])
+    grants = [
+        request
+        for request in look.requests
+        if holders.keys().isdisjoint(request.devices)
+        and all(first[index] == _PRECEDENCE[request.phase] for index in request.devices)
+    ]
     loading = {index for request in look.requests if request.phase == "load" for index in request.devices}
     asked = [
         (index, grant)
         for index, grant in holders.items()
-        if grant.rung < 0 and index in (loading if grant.phase == "train" else reserved)
+        if grant.rung < 0 and (index in loading if grant.phase == "train" else first[index] < _PRECEDENCE[grant.phase])
     ]
     return Decision(tuple(grants), tuple(asked))
 
 
-def lowest_rung(replica: Mapping[str, float], trainer: Mapping[str, float], capacity: float) -> int:
-    """Return the lowest rung at which both phases fit into ``capacity`` bytes; the highest if any is not measured yet.
+def lowest_rung(
+    replica: Mapping[str, float], trainer: Mapping[str, float], capacity: float, scoring: float = 0.0
+) -> int:
+    """Return the lowest rung at which each phase fits into ``capacity`` bytes; the highest if any is not measured yet.
 
-    ``trainer`` has its ``peak`` in a step, and what it holds between two steps by component.
+    ``trainer`` has its ``peak`` in a step, and what it holds between two steps by component; ``scoring``: the peak of
+    reward models, which hold nothing in other phases.
 
     >>> lowest_rung({"weights": 2.0, "kv_cache": 3.0}, {"peak": 5.0, "weights": 2.0, "optimizer": 2.0}, 10.0)
     1
@@ -71,7 +88,8 @@ def lowest_rung(replica: Mapping[str, float], trainer: Mapping[str, float], capa
     for rung in RUNGS:
         training = _kept(replica, _ADDED, rung) + trainer["peak"]
         generating = sum(replica.values()) + _kept(resident, _ADDED_BY_TRAINER, rung)
-        if max(training, generating) <= _USABLE * capacity:
+        between = _kept(replica, _ADDED, rung) + _kept(resident, _ADDED_BY_TRAINER, rung) + scoring
+        if max(training, generating, between) <= _USABLE * capacity:
             return rung
     return RUNGS[-1]
 
@@ -100,22 +118,27 @@ class DeviceGrants:
         term = self._ledger.term or 0
         decision = decide(await look_at_devices(self._bus, len(self._settings.shared_devices)))
         for index, grant in decision.ask_back:
-            await ask_back(self._bus, term, index, grant.term, self._rung(grant))
+            await ask_back(self._bus, term, index, grant.term, self._rung(index, grant))
         for request in decision.grants:
             granted = await grant_devices(self._bus, term, request, self._settings.internal.claim_after_s)
             log.debug("devices granted", extra={"replica": request.replica, "term": granted})
 
-    def _rung(self, grant: Grant) -> int:
+    def _rung(self, index: int, grant: Grant) -> int:
         chosen = self._settings.placement.rung
         if chosen != "auto":
             return chosen
         if grant.phase == "train":
             return RUNGS[-1]
         self._note_peaks()
+        sharing = {name: peaks for name, peaks in self._peaks.items() if self._settings.shared_device(name) == index}
+        models = {name: sharing.pop(name) for name in list(sharing) if name.startswith("reward-")}
+        scores = self._settings.shared_device(f"reward-{index}") is not None
+        if scores and not any("peak" in peaks for peaks in models.values()):
+            return RUNGS[-1]
         trainer = next((self._peaks[beat.replica] for beat in self._beats() if beat.service == "trainer"), {})
-        measured = dict(self._peaks[grant.replica])
-        capacity = measured.pop("capacity", 0.0)
-        return lowest_rung(measured, trainer, capacity)
+        measured = dict(next(iter(sharing.values()), {}))
+        scoring = max((peaks.get("peak", 0.0) for peaks in models.values()), default=0.0)
+        return lowest_rung(measured, trainer, measured.pop("capacity", 0.0), scoring)
 
     def _note_peaks(self) -> None:
         for beat in self._beats():

@@ -6,7 +6,7 @@
                                  └── compute, in a thread
                                        ├── NoRoom ──▶ halve and retry; a single item: its caller gets NoRoom
                                        └── anything else ──▶ a bug: every caller gets it
-    no work for offload_after_s ──▶ offload             next work ──▶ restore
+    no work for offload_after_s, or the end of a turn (``turns``) ──▶ offload             next work ──▶ restore
 
 A batch costs ``longest × count`` tokens, as padded. Items of cancelled callers are dropped. torch releases the GIL
 while it computes.
@@ -24,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from services.reward.models.turns import Turns
 from shared.errors import PenstockError, StateLost
 from shared.settings.rewards.models import ModelsSettings
 
@@ -95,9 +96,17 @@ class Batcher(Generic[Item, Result]):
     """Run ``computation`` over the items of all callers."""
 
     def __init__(
-        self, computation: Computation[Item, Result], work: ModelsSettings, scorer: str, wait_s: float = WAIT_S
+        self,
+        computation: Computation[Item, Result],
+        work: ModelsSettings,
+        scorer: str,
+        wait_s: float = WAIT_S,
+        turns: Turns | None = None,
     ) -> None:
         self._computation = computation
+        self._turns = turns or Turns()
+        self.calls = 0
+        """Groups whose items wait, or are computed."""
         self._work_settings = work
         self._wait_s = wait_s
         self._scorer = scorer
@@ -110,6 +119,7 @@ class Batcher(Generic[Item, Result]):
         WAITING.labels(scorer).set_function(lambda: len(self._waiting))
 
     def start(self) -> None:
+        self._turns.join(self)
         self._working = asyncio.create_task(self._work(), name=f"{self._scorer}:batches")
 
     async def close(self) -> None:
@@ -124,7 +134,9 @@ class Batcher(Generic[Item, Result]):
         now_s, loop = time.monotonic(), asyncio.get_running_loop()
         asked = [_Waiting[Item, Result](item, now_s, loop.create_future()) for item in items]
         self._waiting += asked
+        self.calls += 1
         self._arrived.set()
+        self._turns.note_arrival()
         results = asyncio.gather(*(request.result for request in asked))
         results.add_done_callback(_look_at)
         first: list[asyncio.Future[Any]] = [results, self._working]
@@ -135,24 +147,31 @@ class Batcher(Generic[Item, Result]):
                 raise StateLost(f"the model of scorer {self._scorer!r} failed: {error!r}") from error
             return await results
         finally:
+            self.calls -= 1
             results.cancel()
+
+    async def leave(self) -> None:
+        """Free the device until the next forward pass."""
+        if not self._away:
+            await self._in_thread(self._computation.offload)
+            self._away = True
+            OFFLOADS.labels(self._scorer).inc()
 
     async def _work(self) -> None:
         while True:
             await self._some()
-            await self._enough()
-            await self._compute(self._take())
+            async with self._turns.computing():
+                await self._enough()
+                await self._compute(self._take())
 
     async def _some(self) -> None:
         while not self._still_wanted():
-            patience_s = self._work_settings.offload_after_s
+            patience_s = 0.0 if self._turns.is_shared else self._work_settings.offload_after_s
             try:
                 async with asyncio.timeout(patience_s if patience_s and not self._away else None):
                     await self._next_arrival()
             except TimeoutError:
-                await self._in_thread(self._computation.offload)
-                self._away = True
-                OFFLOADS.labels(self._scorer).inc()
+                await self.leave()
                 log.info("model offloaded", extra={"scorer": self._scorer, "idle_s": patience_s})
 
     async def _enough(self) -> None:
@@ -198,14 +217,18 @@ class Batcher(Generic[Item, Result]):
 
     async def _is_there(self, batch: list[_Waiting[Item, Result]]) -> bool:
         if self._away:
+            started_s = time.monotonic()
             try:
                 await self._in_thread(self._computation.restore)
             except NoRoom as error:
                 NO_ROOM.labels(self._scorer).inc()
+                if self._turns.is_shared:  # another holder did not free it: the group is not to blame
+                    raise
                 for request in batch:
                     request.fail(NoRoom(f"no memory for the model itself: {error}"))
                 return False
             self._away = False
+            self._turns.note_moved(time.monotonic() - started_s)
         return True
 
     def _smaller(self, part: list[_Waiting[Item, Result]], error: NoRoom) -> list[list[_Waiting[Item, Result]]]:

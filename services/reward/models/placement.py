@@ -9,6 +9,7 @@ from services.reward.models.batcher import NoRoom
 from shared.errors import SettingsError, is_out_of_memory
 from shared.process import memory_timeline
 from shared.process.memory_timeline import Held
+from shared.weights.host_copies import HostCopies, storages_of
 
 Done = TypeVar("Done")
 
@@ -21,22 +22,41 @@ class Placed:
         self.device = device
         self._threads = threads
         self._place = memory_timeline.place_of(device)
-        self.restore()
+        self._copies = HostCopies(device, frozen=True)
+        self.guarded(lambda: self.module.to(device))
 
     def offload(self) -> None:
-        """Move the weights to host memory."""
-        self.module.to("cpu")
+        """Free the device; the weights are copied to host memory the first time."""
+        self._make_freeable()
+        self._copies.begin(storages_of(self.module.parameters(), self.device).values())
+        self._copies.finish()
         self._empty_cache()
 
     def restore(self) -> None:
-        """Move them back. Raises NoRoom."""
-        self.guarded(lambda: self.module.to(self.device))
+        """Move the weights back. Raises NoRoom."""
+        try:
+            self.guarded(self._reload)
+        except NoRoom:
+            self._copies.finish()
+            self._empty_cache()
+            raise
 
     def held(self, component: str) -> Held:
         """Return what the module holds on its device, as ``component``."""
-        here = [part for part in self.module.parameters() if part.device.type == self.device.type]
-        total_bytes = memory_timeline.used_bytes(self.device)
-        return Held(self._place, {component: float(sum(part.nbytes for part in here))}, total_bytes)
+        here = [part.untyped_storage() for part in self.module.parameters() if part.device.type == self.device.type]
+        nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in here}.values())
+        total_bytes, peak_bytes = memory_timeline.used_bytes(self.device), memory_timeline.peak_bytes(self.device)
+        return Held(self._place, {component: float(nbytes)}, total_bytes, peak_bytes=peak_bytes)
+
+    def _reload(self) -> None:
+        self._copies.reload()
+        self._copies.follow()
+
+    def _make_freeable(self) -> None:
+        """Copy weights that are mapped from a file, as on a CPU."""
+        for parameter in self.module.parameters():
+            if not parameter.untyped_storage().resizable():
+                parameter.data = parameter.data.clone()
 
     def guarded(self, work: Callable[[], Done]) -> Done:
         """Run ``work`` without gradients. Raises NoRoom."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter
 
 from services.reward.models.batcher import Batcher, NoRoom
+from services.reward.models.turns import Turns
 from services.reward.normalisation import Normaliser
 from services.reward.scorers.scorer import unavailable, valued
 from shared.bus.messages import RolloutGroup, Score, ScoreStatus
@@ -42,16 +43,20 @@ class RewardModel:
     Args:
         normaliser: None: values are not normalised.
         work: where the model runs.
+        turns: when it has its device.
 
     Raises:
         SettingsError: invalid settings.
     """
 
-    def __init__(self, scorer: ModelScorer, normaliser: Normaliser | None, work: ModelWork) -> None:
+    def __init__(
+        self, scorer: ModelScorer, normaliser: Normaliser | None, work: ModelWork, turns: Turns | None = None
+    ) -> None:
         self.name = scorer.name
         self._scorer = scorer
         self._normaliser = normaliser
         self._work = work
+        self._turns = turns or Turns()
         require_libraries(f"scorer {scorer.name!r}")
         check_model(scorer.model_setting, scorer.model)
         self._model: Classifier | None = None
@@ -60,9 +65,10 @@ class RewardModel:
 
     async def start(self) -> None:
         """Load the model in a thread. Raises SettingsError."""
-        self._model = await asyncio.to_thread(_open, self._scorer, self._work)
-        self._batcher = Batcher(self._model, self._work, self.name)
-        self._batcher.start()
+        async with self._turns.loading():
+            self._model = await asyncio.to_thread(_open, self._scorer, self._work)
+            self._batcher = Batcher(self._model, self._work, self.name, turns=self._turns)
+            self._batcher.start()
 
     @property
     def held(self) -> Held | None:

@@ -24,7 +24,7 @@ for _, device in ipairs(devices) do
     redis.call('HDEL', device, 'samples', 'tokens')
   end
   redis.call('HSET', device, 'replica', replica, 'process', process, 'phase', phase, 'term', term,
-    'until_ms', string.format('%.0f', now_ms + tonumber(ttl_ms)))
+    'since_ms', string.format('%.0f', now_ms), 'until_ms', string.format('%.0f', now_ms + tonumber(ttl_ms)))
 end
 redis.call('HDEL', device_requests, replica)
 return term

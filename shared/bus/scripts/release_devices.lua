@@ -4,10 +4,16 @@
 -- ARGV: replica process switch_ms samples tokens
 -- ``switch_ms``: what the switch to the phase that ends took, or "".
 -- Returns the number of devices released.
+local time = redis.call('TIME')
+local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local released = 0
 for _, device in ipairs(devices) do
-  local held = redis.call('HMGET', device, 'process', 'rung')
+  local held = redis.call('HMGET', device, 'process', 'rung', 'phase', 'since_ms')
   if held[1] == process then
+    if held[3] == 'score' then
+      redis.call('HINCRBY', device, 'score_turns', 1)
+      redis.call('HINCRBY', device, 'score_ms', string.format('%.0f', math.max(0, now_ms - tonumber(held[4] or now_ms))))
+    end
     if held[2] then
       redis.call('HSET', device, 'freed', held[2])
     end

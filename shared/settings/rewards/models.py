@@ -12,12 +12,13 @@ class ModelsSettings(Section):
     """Where the reward service runs its models, reward models and the reference, and how it fills their forward passes."""
 
     device: str = Field(default="auto")
-    """Device: `auto` (as run.device), `cpu`, `cuda`, or one GPU, as `cuda:0`. Weights are bfloat16 on a GPU (the
-    reference: policy.dtype), else float32."""
+    """Device: `auto` (as run.device; with `placement.mode = "shared"` and without reward.gpus, the trainer's, in turn),
+    `cpu`, `cuda`, or one GPU, as `cuda:0`. Weights are bfloat16 on a GPU (the reference: policy.dtype), else float32."""
     batch_tokens: PositiveInt = Field(default=16_384)
     """Maximum tokens of a forward pass, padding included; only a single longer sample makes a larger one."""
     offload_after_s: NonNegativeFloat = Field(default=0.0)
-    """Seconds without work after which weights move to the host's memory until the next group; 0: never."""
+    """Seconds without work after which weights move to the host's memory until the next group; 0: never. Models that use
+    the trainer's device in turn leave it after each turn."""
 
 
 class TeacherSettings(Section):

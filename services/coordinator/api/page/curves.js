@@ -38,7 +38,7 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Lag", `in steps, of samples when used${bound}`, plain(["lag_mean", "lag_max"])],
     ["Throughput", "trained tokens per second", plain(["tokens_per_s"])],
     ["Time per phase", "seconds of a step in the trainer", () => stack(steps, phases)],
-    ["Device switches", "seconds to training, and back to generation", plain(["switch_train_s", "switch_generate_s", "phase_offload_s", "phase_reload_s"]), "switch_train_s"],
+    ["Device switches", "seconds to training, and back to generation; of reward models' turns", plain(["switch_train_s", "switch_generate_s", "phase_offload_s", "phase_reload_s", "score_turn_s"]), "switch_train_s"],
     ["Rung of the last switch", "0: nothing is freed, 4: everything", plain(["switch_rung"], { high: 4 }), "switch_rung"],
     ["Response length", "tokens, mean", plain(["response_tokens_mean"])],
     ["Gradient norm", "before clipping", plain(["grad_norm"])],

@@ -10,7 +10,7 @@ A request for several devices is granted for all of them or for none, so two pro
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from shared.bus.bus import Bus
 from shared.bus.keys import Named, key
@@ -19,12 +19,13 @@ DEVICE = key(
     "device:<index>",
     "hash",
     "the run's",
-    "replica, process, phase, term, rung and end of a shared device's lease, and figures of the last",
+    "replica, process, phase, term, rung, begin and end of a shared device's lease, and figures of the last ones",
 )
 REQUESTS = key("device_requests", "hash", "the run's", "replica → process, phase and devices that it requests")
 
-Phase = Literal["train", "load", "generate"]
-"""``load``: a guest's first, for which the trainer releases its devices when it waits next."""
+Phase = Literal["train", "score", "generate", "load"]
+"""``score``: of reward models. ``load``: a guest's first, for which the trainer releases its devices when it waits next."""
+_PHASES: dict[str, Phase] = {phase: phase for phase in get_args(Phase)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class Renewal:
     samples: int
     """Finished by guests in their last turns."""
     tokens: int
+    score_turns: int
+    """Of reward models, since the run began."""
+    score_s: float
+    """Seconds of those turns."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,10 +108,11 @@ async def grant_devices(bus: Bus, leader_term: int, request: DeviceRequest, ttl_
 
 
 async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: float) -> Renewal:
-    term, rung, switch_ms, freed, samples, tokens = await bus.script(
+    term, rung, switch_ms, freed, samples, tokens, score_turns, score_ms = await bus.script(
         "renew_devices", process=process, ttl_ms=round(ttl_s * 1000), devices=_keys(devices)
     )
-    return Renewal(term, rung, None if switch_ms < 0 else switch_ms / 1000, freed, samples, tokens)
+    switch_s = None if switch_ms < 0 else switch_ms / 1000
+    return Renewal(term, rung, switch_s, freed, samples, tokens, score_turns, score_ms / 1000)
 
 
 async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int) -> bool:
@@ -166,4 +172,4 @@ def _requests(cells: Sequence[bytes]) -> Iterator[DeviceRequest]:
 
 
 def _phase(text: str) -> Phase:
-    return "train" if text == "train" else "load" if text == "load" else "generate"
+    return _PHASES.get(text, "generate")

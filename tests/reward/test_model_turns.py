@@ -1,0 +1,334 @@
+"""Models of the reward service that take turns on a shared device: few turns, no endless wait, the same values."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.coordinator.run.device_grants import DeviceGrants
+from services.reward.failures import Failures
+from services.reward.models import turns
+from services.reward.models.batcher import Batcher, NoRoom
+from services.reward.models.placement import Placed
+from services.reward.models.turns import Backlog, DeviceTurns, is_due
+from services.reward.service import make_scoring
+from shared.bus.bus import Bus
+from shared.bus.encoding import wire
+from shared.bus.keys import RUN
+from shared.bus.messages import RolloutGroup
+from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.device_leases import look_at_devices
+from shared.bus.streams import EXPERIENCE, ROLLOUTS
+from shared.errors import Fenced, StateLost
+from shared.process.device import DeviceLease, leased
+from shared.process.telemetry import Status
+from shared.settings import Settings, loads
+from shared.settings.rewards.models import ModelsSettings
+from tests.conftest import PATIENCE_S, until
+from tests.reward.test_batcher import Item, Notes
+from tests.support import builders, reward_models, tiny
+from tests.support.raw_redis import raw
+
+TTL_S = 3600.0
+SHARED = loads(f'placement = {{mode = "shared", rung = 1}}\ninternal.claim_after_s = {TTL_S}', "run.toml")
+COUNTS = st.integers(0, 100)
+SECONDS = st.floats(0.0, 1e4)
+
+
+@given(COUNTS, COUNTS, COUNTS, st.integers(1, 64), st.integers(1, 64), SECONDS, SECONDS)
+def test_a_turn_is_due_only_for_work_and_no_work_waits_forever(
+    waiting: int, unscored: int, scored: int, groups: int, room: int, quiet_s: float, turn_s: float
+) -> None:
+    backlog = Backlog(waiting, unscored, scored)
+    assert not is_due(dataclasses.replace(backlog, waiting=0), groups, room, quiet_s, turn_s)
+    if waiting:
+        assert is_due(backlog, groups, room, max(1.0, 4 * turn_s), turn_s)
+    if waiting < room and quiet_s < max(1.0, 4 * turn_s):
+        missing = groups - scored % groups
+        assert is_due(backlog, groups, room, quiet_s, turn_s) == (min(waiting, unscored) >= missing)
+
+
+@pytest.mark.parametrize(
+    ("backlog", "due"),
+    [
+        (Backlog(8, 8, 0), True),
+        (Backlog(7, 7, 0), False),
+        (Backlog(3, 9, 5), True),
+        (Backlog(7, 9, 8), False),  # the trainer has a complete batch
+        (Backlog(9, 0, 7), False),  # held-out groups alone
+        (Backlog(12, 0, 0), True),  # and as many as the service takes
+    ],
+)
+def test_groups_that_complete_the_next_batch_and_a_full_service_are_due(backlog: Backlog, *, due: bool) -> None:
+    assert is_due(backlog, 8, 12, 0.0, 0.5) == due
+
+
+class Run:
+    """A bus on which the device is granted, with the trainer's lease."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus, self.status = bus, Status()
+        ledger = Ledger(bus)
+        ledger.term = 1
+        self.grants = DeviceGrants(bus, ledger, SHARED, list)
+        self.trainer = DeviceLease(bus, "trainer-0", "train", (0,), TTL_S)
+        self.lease = DeviceLease(bus, "reward-0", "score", (0,), TTL_S)
+        self.batch_groups = 4
+        self.turns = DeviceTurns(self.lease, bus, self.status, lambda: self.batch_groups, room=8)
+
+    async def holder(self) -> str:
+        held = (await look_at_devices(self.bus, 1)).grants[0]
+        return "" if held is None else held.replica
+
+    async def grant(self) -> None:
+        while True:
+            await self.grants.look()
+            await asyncio.sleep(0.01)
+
+    async def put(self, *group_ids: int) -> None:
+        for group_id in group_ids:
+            await self.bus.append(ROLLOUTS, {"id": str(group_id), "data": wire.encode(builders.group(group_id))})
+
+    async def turns_made(self) -> int:
+        return int(await raw(self.bus).hget(self.bus.keys.named("device:0"), "score_turns") or 0)
+
+
+@contextlib.asynccontextmanager
+async def taking_turns(bus: Bus) -> AsyncIterator[Run]:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    run = Run(bus)
+    granting = asyncio.create_task(run.grant())
+    try:
+        async with leased(run.trainer), leased(run.lease), run.turns.running():
+            yield run
+    finally:
+        granting.cancel()
+
+
+@contextlib.asynccontextmanager
+async def batching(notes: Notes, run: Run) -> AsyncIterator[Batcher[Item, float]]:
+    batcher = Batcher(notes, ModelsSettings.model_validate({"batch_tokens": 1}), "notes", 0.0, run.turns)
+    async with run.turns.loading():
+        assert await run.holder() == "reward-0"
+        batcher.start()
+    try:
+        yield batcher
+    finally:
+        notes.gate.set()
+        await batcher.close()
+
+
+async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them_and_the_models_leave(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = Notes()
+    monkeypatch.setattr(turns, "_LEAST_QUIET_S", TTL_S)
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        await until(lambda: notes.moves == ["offload"], timeout_s=PATIENCE_S)
+        await until(lambda: not run.lease.held)
+        made = await run.turns_made()
+        await run.put(0, 1, 2, 3)
+        first = [asyncio.create_task(batcher.run([Item(1, float(group))])) for group in range(3)]
+        await until(lambda: batcher.calls == 3)
+        assert not run.lease.held
+        last = asyncio.create_task(batcher.run([Item(1, 3.0)]))
+        assert await asyncio.gather(*first, last) == [[0.0], [1.0], [2.0], [3.0]]
+        await until(lambda: not run.lease.held)
+        assert notes.moves == ["offload", "restore", "offload"]
+        assert await run.turns_made() == made + 1
+
+
+async def test_a_group_that_completes_nothing_is_scored_after_a_while(bus: Bus) -> None:
+    notes = Notes()
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        async with asyncio.timeout(PATIENCE_S):
+            assert await batcher.run([Item(1, 0.5)]) == [0.5]
+
+
+async def test_training_takes_the_device_after_the_forward_pass_in_progress_and_the_rest_is_scored_later(
+    bus: Bus,
+) -> None:
+    notes = Notes()
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        await until(lambda: not run.lease.held)
+        await run.put(*range(4))
+        notes.gate.clear()
+        scored = [asyncio.create_task(batcher.run([Item(1, float(group))])) for group in range(4)]
+        await until(lambda: run.lease.held)
+        training = asyncio.create_task(run.trainer.acquire())
+        await until(lambda: run.lease.rung >= 0)
+        await until(lambda: not run.turns._open.is_set())
+        assert await run.holder() == "reward-0", "a forward pass is not interrupted"
+        notes.gate.set()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await training
+        assert await run.holder() == "trainer-0"
+        assert notes.moves[-1] == "offload"
+        assert sum(task.done() for task in scored) < 4
+        assert run.trainer.freed == 1, "the rung at which the device was freed"
+        await run.trainer.release()
+        assert await asyncio.gather(*scored) == [[0.0], [1.0], [2.0], [3.0]]
+
+
+async def test_a_process_whose_device_another_was_granted_ends(bus: Bus) -> None:
+    with pytest.raises(Fenced, match="another process holds them"):
+        await _lose_the_device(bus)
+
+
+async def _lose_the_device(bus: Bus) -> None:
+    notes = Notes()
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        await until(lambda: not run.lease.held)
+        await run.put(*range(4))
+        notes.gate.clear()
+        scored = [asyncio.create_task(batcher.run([Item(1)])) for _ in range(4)]
+        await until(lambda: run.lease.held)
+        async with run.lease._busy:  # it does not renew
+            await raw(bus).hset(bus.keys.named("device:0"), "until_ms", 0)
+            assert await run.trainer.acquire(PATIENCE_S)
+        await asyncio.wait(scored, timeout=PATIENCE_S)
+
+
+async def test_a_device_that_its_last_holder_did_not_free_ends_the_process_and_costs_no_group_an_attempt(
+    bus: Bus,
+) -> None:
+    notes = Notes()
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        await until(lambda: not run.lease.held)
+        notes.fits_restore = False
+        await run.put(*range(4))
+        scored = await asyncio.gather(*(batcher.run([Item(1)]) for _ in range(4)), return_exceptions=True)
+    assert [type(error) for error in scored] == [StateLost] * 4
+
+
+async def test_a_trainer_learns_the_turns_between_its_steps_and_their_seconds(bus: Bus) -> None:
+    notes = Notes()
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        await run.trainer.acquire()
+        run.trainer.take_switches()
+        await run.trainer.release()
+        await run.put(*range(4))
+        await asyncio.gather(*(batcher.run([Item(1)]) for _ in range(4)))
+        await until(lambda: not run.lease.held)
+        made = await run.turns_made()
+        await run.trainer.acquire()
+        figures = run.trainer.take_switches()
+        assert 1.0 <= figures["score_turns"] <= made
+        assert figures["score_turn_s"] > 0.0
+        await run.trainer.release()
+        await run.trainer.acquire()
+        assert run.trainer.take_switches()["score_turns"] == 0.0
+
+
+def test_waiting_for_a_device_is_not_hanging() -> None:
+    status, ready_s = Status(), [float("inf")]
+    failures = Failures(status, None, {"scorer 'model'": lambda: ready_s[0]})
+    with failures.calling("scorer 'model'", "train.jsonl:7", silent_s=0.0):
+        failures.look()
+        assert status.failures == {}
+        ready_s[0] = 0.0
+        failures.look()
+        assert list(status.failures) == ["scorer 'model'"]
+
+
+def settings(folder: Path, policy: Path) -> Settings:
+    return Settings.model_validate(
+        {
+            "run": {"device": "cpu", "threads": 1},
+            "policy": {"model": str(policy), "dtype": "float32"},
+            "placement": {"mode": "shared"},
+            "algorithm": {"reference": "reward", "kl": {"coefficient": 0.1}},
+            "reward": {
+                "expression": "answer + model",
+                "scorers": [
+                    {"kind": "answer", "mode": "exact", "extract": "whole"},
+                    {"kind": "model", "model": str(folder)},
+                ],
+            },
+        }
+    )
+
+
+async def _scored(run_settings: Settings, groups: Sequence[RolloutGroup], run: Run | None = None) -> list[Any]:
+    """Score each group in a turn of its own, if models take turns."""
+    status = Status() if run is None else run.status
+    scoring = make_scoring(run_settings, status, None, None if run is None else run.turns)
+    await scoring.start()
+    experience = []
+    try:
+        for group in groups:
+            if run is not None:
+                await until(lambda: not run.lease.held)
+            experience.append(await scoring(group))
+    finally:
+        await scoring.close()
+    logprobs = [made.reference_logprobs for made in experience if made.reference_logprobs is not None]
+    return [array.tobytes() for array in (*(made.rewards for made in experience), *logprobs)]
+
+
+async def test_rewards_and_reference_are_bit_equal_to_those_of_models_with_a_device_of_their_own(
+    bus: Bus, tmp_path: Path
+) -> None:
+    folder = reward_models.save(reward_models.qwen(), tmp_path / "reward")
+    run_settings = settings(folder, tiny.save(tmp_path / "policy"))
+    groups = [builders.group(group_id, ("46", "4", "47", "2")) for group_id in range(3)]
+    expected = await _scored(run_settings, groups)
+    async with taking_turns(bus) as run:
+        run.batch_groups = 1
+        await run.put(0, 1, 2)
+        assert await _scored(run_settings, groups, run) == expected
+        assert await run.turns_made() >= 3
+        assert run.status.values["memory_peak"] > 0.0
+        assert {sample.phase for report in run.status.memory.take("reward-0") for sample in report.samples} == {
+            "score",
+            "wait",
+        }
+    assert await bus.length(EXPERIENCE) == 0
+
+
+def test_offloaded_weights_leave_the_device_and_return_bit_for_bit_and_are_copied_once() -> None:
+    placed = Placed(reward_models.qwen(), torch.device("cpu"))
+    before = [part.clone() for part in placed.module.parameters()]
+    nbytes = sum(part.nbytes for part in before)
+    assert placed.held("weights").components == {"weights": nbytes}
+    placed.offload()
+    assert placed.held("weights").components == {"weights": 0.0}
+    placed.restore()
+    copies = _chunks(placed)
+    placed.offload()
+    placed.restore()
+    assert all(mine is kept for mine, kept in zip(copies, _chunks(placed), strict=True))
+    assert placed.held("weights").components == {"weights": nbytes}
+    assert all(torch.equal(part, old) for part, old in zip(placed.module.parameters(), before, strict=True))
+
+
+def test_weights_that_find_no_room_leave_nothing_on_the_device_and_come_back_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed = Placed(reward_models.qwen(), torch.device("cpu"))
+    before = [part.clone() for part in placed.module.parameters()]
+    placed.offload()
+    with monkeypatch.context() as full:
+        reload = placed._copies.reload
+
+        def half() -> None:
+            reload()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        full.setattr(placed._copies, "reload", half)
+        with pytest.raises(NoRoom):
+            placed.restore()
+    assert placed.held("weights").components == {"weights": 0.0}
+    placed.restore()
+    assert all(torch.equal(part, old) for part, old in zip(placed.module.parameters(), before, strict=True))
+
+
+def _chunks(placed: Placed) -> list[torch.Tensor]:
+    return [chunk for _, chunks in placed._copies._copied for chunk in chunks]
