@@ -63,7 +63,9 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
         table["gpus"] = rollout["gpus"] = list(range(layout.gpus))
     elif cluster.nodes == 1:
         table["gpus"] = list(range(trainer.ranks))
-        rollout["gpus"] = list(range(trainer.ranks, layout.gpus))
+        rollout["gpus"] = list(range(trainer.ranks, layout.gpus - layout.scoring))
+    if layout.scoring and cluster.nodes == 1:
+        values.setdefault("reward", {})["gpus"] = list(range(layout.gpus - layout.scoring, layout.gpus))
     return values
 
 
@@ -83,4 +85,5 @@ def chart_values(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
             "nodes": hosts,
             "gpu": {"count": layout.tensor_parallel // hosts, "product": product},
         },
+        **({"reward": {"gpu": {"count": 1, "product": product}}} if layout.scoring else {}),
     }

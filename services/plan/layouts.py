@@ -16,13 +16,17 @@ from services.plan import rates as rooflines
 from services.plan.hardware import Cluster
 from services.plan.measured import Corrections
 from services.plan.memory import (
+    CONTEXT,
     Component,
+    Components,
     EngineMemory,
     EngineOptions,
+    Phase,
     Table,
     TrainerOptions,
     engine_memory,
     peak,
+    scoring_memory,
     several_engines,
     total,
     trainer_table,
@@ -61,6 +65,8 @@ class GpuLayout:
     """Replicas on the trainer's GPUs."""
     rung: int = 0
     shadow: bool = True
+    scoring: int = 0
+    """GPUs of the reward service's own."""
 
     @property
     def all_replicas(self) -> int:
@@ -69,7 +75,7 @@ class GpuLayout:
 
     @property
     def gpus(self) -> int:
-        return self.trainer.ranks + self.replicas * self.tensor_parallel
+        return self.trainer.ranks + self.replicas * self.tensor_parallel + self.scoring
 
     @property
     def words(self) -> str:
@@ -82,7 +88,8 @@ class GpuLayout:
         own = f"{self.replicas} replicas{each}" if self.replicas else ""
         same = f"{self.borrowed} replicas on the same GPUs{'' if own else each}" if self.borrowed else ""
         same += ", under CUDA MPS" if self.placement == "at once" else ""
-        return "; ".join(filter(None, (train, own, same)))
+        scoring = f"reward models on {self.scoring}" if self.scoring else ""
+        return "; ".join(filter(None, (train, own, same, scoring)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +171,11 @@ class Planner:
 
     def _of(self, placement: Placement) -> Iterator[Candidate | MemoryShortage]:
         if placement == "at once":
-            yield from self._at_once() if self.cluster.gpus == 1 else ()
+            yield from self._at_once() if self.cluster.gpus == 1 and not self.work.scoring else ()
+            return
+        scoring = scoring_memory(self.work)
+        if total(scoring) > self.limit_bytes:
+            yield _problem("the reward service's models", {"score": scoring}, self.limit_bytes)
             return
         sizes = self._trainer_sizes(placement)
         if (misfit := self._as_set(max(sizes, default=1))) is not None:
@@ -176,10 +187,18 @@ class Planner:
                 yield from self._split(placement, ranks)
 
     def _trainer_sizes(self, placement: Placement) -> Sequence[int]:
-        gpus, each = self.cluster.gpus, self.cluster.per_node
+        gpus, each = self._gpus(placement), self.cluster.per_node
         if placement == "shared":
-            return (gpus,)
+            return (gpus,) if gpus else ()
         return range(1, gpus) if self.cluster.nodes == 1 else range(each, gpus, each)
+
+    def _scoring_gpus(self, placement: Placement) -> int:
+        """Return the GPUs that the reward service's models have for themselves."""
+        return self.own.reward_replicas if self.work.scoring and not self._scores_in_turns(placement) else 0
+
+    def _gpus(self, placement: Placement) -> int:
+        """Return the GPUs of trainer and replicas; those of several hosts are whole hosts, beside the reward service's."""
+        return self.cluster.gpus - (self._scoring_gpus(placement) if self.cluster.nodes == 1 else 0)
 
     # ---------------------------------------------------------------- memory
 
@@ -260,8 +279,9 @@ class Planner:
         self, placement: Placement, options: TrainerOptions, table: Table, kept: int
     ) -> Iterator[Candidate | MemoryShortage]:
         ranks = options.ranks
-        for parallel in self._parallel_sizes(self.cluster.gpus - ranks):
-            replicas = (self.cluster.gpus - ranks) // parallel
+        gpus = self._gpus(placement) - ranks
+        for parallel in self._parallel_sizes(gpus):
+            replicas = gpus // parallel
             for engines in self._engine_counts(parallel):
                 memory, groups, shadow = self._engine(replicas, parallel, engines, self.limit_bytes)
                 if not groups:
@@ -277,10 +297,9 @@ class Planner:
     def _lent(
         self, layout: GpuLayout, tables: dict[str, Table], kept: int, groups: int
     ) -> Iterator[Candidate | MemoryShortage]:
-        sharing = self._turns(layout.trainer, layout.tensor_parallel, layout.replicas)
-        if sharing is None:
+        rung, table, lent_groups = self._turns(layout.trainer, layout.tensor_parallel, layout.replicas)
+        if not lent_groups:
             return
-        rung, table, _ = sharing
         borrowed = layout.trainer.ranks // layout.tensor_parallel
         lent = dataclasses.replace(layout, borrowed=borrowed, rung=rung)
         yield self._candidate(lent, {**tables, "trainer": table}, kept, groups)
@@ -291,30 +310,43 @@ class Planner:
                 yield dataclasses.replace(trainer, layout=f"shared: {trainer.layout}")
                 continue
             options, _, kept = trainer
+            tables = []
             for parallel in self._parallel_sizes(ranks):
-                turns = self._turns(options, parallel, 0)
-                if turns is not None:
-                    rung, table, groups = turns
+                rung, table, groups = self._turns(options, parallel, 0)
+                tables.append(table)
+                if groups:
                     layout = GpuLayout(
                         "shared", options, parallel, 0, borrowed=ranks // parallel, rung=rung, shadow=False
                     )
                     yield self._candidate(layout, {"shared": table}, kept, groups)
+            if all(peak(table) > self.limit_bytes for table in tables):
+                yield _problem(f"shared: {_words(options)}, in turn", min(tables, key=peak), self.limit_bytes)
 
-    def _turns(self, options: TrainerOptions, parallel: int, others: int) -> tuple[int, Table, int] | None:
-        """Return the lowest rung on which trainer and engine fit by turns, the memory, and an engine's groups."""
+    def _turns(self, options: TrainerOptions, parallel: int, others: int) -> tuple[int, Table, int]:
+        """Return the lowest rung on which trainer, engine and scoring models fit by turns, the memory, and an engine's
+        groups; none if they fit on no rung."""
         replicas = others + options.ranks // parallel
+        scoring = scoring_memory(self.work) if self.work.scores_in_turns and not others else []
+        idle = [Component("reward service", CONTEXT)] if scoring else []
         for rung in range(4):
             trainer, _ = trainer_table(self.work, options, self.limit_bytes - _CONTEXT_ASLEEP)
             waiting = [part for part in trainer["wait"] if rung < 3 or part.name not in ("master weights", "moments")]
+            waiting += idle
             memory, groups, _ = self._engine(replicas, parallel, 1, self.limit_bytes - total(waiting))
             stays = _staying(memory, rung)
-            busy: Table = {phase: [*parts, stays] for phase, parts in trainer.items() if phase != "wait"}
-            fits = peak(busy) <= self.limit_bytes and total(waiting) + total(memory.components) <= self.limit_bytes
+            busy: dict[Phase, Components] = {
+                phase: [*parts, stays, *idle] for phase, parts in trainer.items() if phase != "wait"
+            }
+            if scoring:
+                busy["score"] = [Component("trainer, waiting", total(waiting) - total(idle)), stays, *scoring]
+            table: Table = {
+                **busy,
+                "generate": [*memory.components, Component("trainer, waiting", total(waiting) - total(idle)), *idle],
+            }
             enough = 2 * groups >= self._wanted(replicas) or rung == 3
-            if groups and fits and enough:
-                aside = Component("trainer, waiting", total(waiting))
-                return rung, {**busy, "generate": [*memory.components, aside]}, groups
-        return None
+            if groups and peak(table) <= self.limit_bytes and enough:
+                return rung, table, groups
+        return rung, table, 0
 
     def _at_once(self) -> Iterator[Candidate | MemoryShortage]:
         """Yield layouts of one GPU where trainer and engines work at the same time: with the run's optimizer, and with
@@ -357,6 +389,9 @@ class Planner:
 
     def _candidate(self, layout: GpuLayout, memory: Mapping[str, Table], kept: int, groups: int) -> Candidate:
         rates = self.rates(layout, kept, groups)
+        if scoring := self._scoring_gpus(layout.placement):
+            layout = dataclasses.replace(layout, scoring=scoring)
+            memory = {**memory, "reward": {"score": scoring_memory(self.work)}}
         return Candidate(layout, memory, kept, groups, rates, self._estimate(layout, rates, groups))
 
     def rates(self, layout: GpuLayout, kept: int, groups: int) -> Rates:
@@ -371,20 +406,27 @@ class Planner:
         passes = rooflines.train_seconds(work, cluster, trainer, kept, work.step_tokens)
         prompt_flops = 2.0 * work.prompt_tokens * work.shape.active
         moved = rooflines.update_seconds(work, cluster, trainer)
+        score_s, turn_s = corrected.score_s or rooflines.scoring_seconds(work, cluster), 0.0
+        if self._scores_in_turns(layout.placement):
+            loaded = sum(model.nbytes for model in work.scoring)
+            turn_s = work.groups * score_s + loaded / cluster.host_bytes_per_s
         return Rates(
             decode_s=max(few - slope * (most / 8 - 1), 1e-6) * corrected.decode,
             sequence_s=slope * corrected.decode,
             prefill_s=prompt_flops / (cluster.gpu.flops_per_s * layout.tensor_parallel * 0.4),
-            train_s=moved * corrected.update,
+            train_s=moved * corrected.update + turn_s,
             token_s=passes / work.step_tokens * corrected.train,
             transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.all_replicas),
-            score_s=corrected.score_s,
+            score_s=0.0 if turn_s else score_s,
             switch_s=self._switch_s(layout),
             bus_s=corrected.bus_s
             or rooflines.BUS_GROUP_S
             + work.group_size * work.lengths.mean * rooflines.TOKEN_BYTES / rooflines.BUS_BYTES_PER_S,
             beside=rooflines.speed_beside_training(work, cluster, layout.engines, most) if at_once else 0.0,
         )
+
+    def _scores_in_turns(self, placement: Placement) -> bool:
+        return placement == "shared" and self.work.scores_in_turns
 
     def _switch_s(self, layout: GpuLayout) -> float:
         if not layout.borrowed or layout.placement == "at once":

