@@ -56,6 +56,11 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
     """Raise SettingsError if trainer or engine, or all that name a GPU together, cannot fit on the largest of the GPUs."""
     if not memory_bytes or settings.run.device == "cpu" or settings.rollout.engine == "scripted":
         return
+    if settings.placement.mode == "lend" and not settings.rollout.gpus:
+        raise SettingsError(
+            'expected rollout.gpus with placement.mode = "lend" on a machine with GPUs, found none, with which replicas would use '
+            "those that the trainer lends: name others"
+        )
     models = [settings.policy.model, *filter(None, [settings.algorithm.critic.model])]
     if any(read_config(model).get("model_type") not in _EXACT for model in models):
         return
@@ -108,10 +113,9 @@ def _named(settings: Settings, gpus: int) -> tuple[Sequence[int], list[Sequence[
     trainer, rollout = settings.trainer, settings.rollout
     if bool(trainer.gpus) != bool(rollout.gpus) and gpus > 1:
         return (), []
-    each = len(rollout.gpus) // rollout.replicas
-    first = range(rollout.vllm.tensor_parallel_size)
+    each, used = len(rollout.gpus) // rollout.replicas, rollout.vllm.tensor_parallel_size
     replicas: list[Sequence[int]] = [
-        rollout.gpus[place * each : (place + 1) * each] or first for place in range(rollout.replicas)
+        rollout.gpus[place * each : (place + 1) * each][:used] or range(used) for place in range(rollout.replicas)
     ]
     return trainer.gpus or range(trainer.ranks), replicas
 

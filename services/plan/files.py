@@ -21,11 +21,18 @@ def write(settings: Settings, candidates: Sequence[Candidate], cluster: Cluster,
     """Write ``run.toml`` and ``values.json`` for the fastest layout that this version supports. Raises SettingsError:
     no layout is accepted, or the folder cannot be written.
     """
-    candidate = next((each for each in candidates if accepted(each.layout, cluster)), None)
-    if candidate is None:
-        raise SettingsError("expected a layout that fits and that the settings accept, found none: change --gpus")
-    run = tomli_w.dumps(run_values(settings, candidate, cluster))
-    loads(run, "run.toml")
+    refused: SettingsError | None = None
+    for candidate in (each for each in candidates if accepted(each.layout, cluster)):
+        run = tomli_w.dumps(run_values(settings, candidate, cluster))
+        try:
+            loads(run, "run.toml")
+            break
+        except SettingsError as error:
+            refused = refused or error
+    else:
+        raise refused or SettingsError(
+            "expected a layout that fits and that the settings accept, found none: change --gpus"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "run.toml", run)
@@ -65,7 +72,9 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
         table["gpus"] = list(range(trainer.ranks))
         rollout["gpus"] = list(range(trainer.ranks, layout.gpus - layout.scoring))
     if layout.scoring and cluster.nodes == 1:
-        values.setdefault("reward", {})["gpus"] = list(range(layout.gpus - layout.scoring, layout.gpus))
+        reward = values.setdefault("reward", {})
+        reward["gpus"] = list(range(layout.gpus - layout.scoring, layout.gpus))
+        reward.get("models", {}).pop("device", None)  # the only one that it sees
     return values
 
 

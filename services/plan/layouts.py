@@ -198,7 +198,7 @@ class Planner:
 
     def _gpus(self, placement: Placement) -> int:
         """Return the GPUs of trainer and replicas; those of several hosts are whole hosts, beside the reward service's."""
-        return self.cluster.gpus - (self._scoring_gpus(placement) if self.cluster.nodes == 1 else 0)
+        return max(0, self.cluster.gpus - (self._scoring_gpus(placement) if self.cluster.nodes == 1 else 0))
 
     # ---------------------------------------------------------------- memory
 

@@ -12,6 +12,7 @@ from typing import Any
 from services.plan.shapes import Shape, shape_of
 from shared.errors import SettingsError
 from shared.settings import Settings
+from shared.settings.placement import PlacementSettings
 
 _CHARACTERS_PER_TOKEN = 4
 _ROWS = 200
@@ -159,7 +160,8 @@ def workload_of(settings: Settings, model: str = "", lengths: Path | None = None
         lora_rank=settings.policy.lora.rank,
         scoring=scoring,
         scoring_tokens=models.batch_tokens,
-        scores_in_turns=bool(scoring) and models.device == "auto" and not settings.reward.gpus,
+        scores_in_turns=settings.model_copy(update={"placement": PlacementSettings(mode="shared")}).scores_in_turns
+        and settings.reward.replicas == 1,
         unknown=unknown,
     )
 

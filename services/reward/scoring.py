@@ -134,10 +134,8 @@ class Scoring:
         for part in parts:
             if part not in models:
                 await part.start()
-        if models:
-            async with self._turns.loading():  # all of them in one turn
-                for part in models:
-                    await part.start()
+        for part in models:  # one after the other, so that a turn holds them all unless its device is asked back
+            await part.start()
         if self._teachers is not None:
             await self._teachers.start()
         for name in (part.name for part in self._parts()):

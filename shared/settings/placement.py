@@ -71,10 +71,11 @@ def check_placement(settings: "Settings") -> None:
             f"the trainer's device, found {settings.reward.replicas}: change it, or give them another device with "
             "reward.models.device or reward.gpus"
         )
-    if placement.mode == "lend" and set(trainer.gpus) & set(rollout.gpus):
+    lent = list(trainer.gpus or range(trainer.ranks))
+    if placement.mode == "lend" and set(lent) & set(rollout.gpus):
         raise ValueError(
             f'expected other GPUs in rollout.gpus than in trainer.gpus with placement.mode = "lend", found {list(rollout.gpus)} '
-            f"and {list(trainer.gpus)}: guests are added by themselves; change one of them"
+            f"and {lent}: guests are added by themselves; change one of them"
         )
 
 

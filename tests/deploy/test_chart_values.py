@@ -118,6 +118,8 @@ SHARING: Sequence[tuple[str, int]] = (
     ("[trainer]\ngpus = [\n    0,\n]\n[rollout]\ngpus = [\n    0,\n]\n", 1),
     ('# mode = "shared"\n[trainer]\ngpus = [0]\n[rollout]\ngpus = [1]\n', 8),
     ('[placement]\nmode = "shared"\n[run]\ndevice = "cpu"\n', 0),
+    ("trainer = {ranks = 2, gpus = [0, 1]}\nrollout.replicas = 2\nplacement = {'mode' = 'shared'}\n", 2),
+    ('[placement]\nmode = "shared"\n[reward.models]\ndevice = "cuda:1"\n', 2),
 )
 
 
@@ -174,7 +176,7 @@ MISSING: Sequence[tuple[Json, str]] = (
         "pod, which runs `penstock up`",
     ),
     (
-        values(run={"config": "[trainer]\ngpus = [\n    0,\n]\n[rollout]\ngpus = [1, 0] # both\n"}),
+        values(run={"config": "['trainer']\n\"gpus\" = [\n    0,\n]\n[rollout]\ngpus = [1, 0] # both\n"}),
         "expected no GPU both in trainer.gpus and rollout.gpus of run.config: pods do not share GPUs; remove both, or set "
         "run.kind to pod",
     ),

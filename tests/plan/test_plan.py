@@ -145,6 +145,19 @@ def test_up_counts_all_that_name_a_gpu_together(tmp_path: Path) -> None:
         certain.check_gpus(named(seven, (0,), (0,), **less, **{"rollout.engines_per_gpu": 3}), [H200])
 
 
+def test_up_counts_a_replica_on_the_gpus_that_its_engine_uses(tmp_path: Path) -> None:
+    certain.check_gpus(named(settings_with(tmp_path, **SEVEN), (1,), (0, 1)), [H200, H200])
+
+
+def test_up_refuses_replicas_on_the_gpus_that_the_trainer_lends(tmp_path: Path) -> None:
+    lending = {"placement.mode": "lend"}
+    with pytest.raises(
+        SettingsError, match=r"expected rollout\.gpus with placement\.mode = \"lend\" on a machine with GPUs"
+    ):
+        certain.check_gpus(named(settings_with(tmp_path, **SEVEN), (), (), **lending), [H200, H200])
+    certain.check_gpus(named(settings_with(tmp_path, **SEVEN), (), (1,), **lending), [H200, H200])
+
+
 def test_up_counts_replicas_that_name_no_gpu_with_the_trainer_that_names_none(tmp_path: Path) -> None:
     seven = settings_with(tmp_path, **SEVEN)
     with pytest.raises(SettingsError, match=r"give rollout\.gpus other GPUs"):

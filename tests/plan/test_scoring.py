@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from services.cli.plan import make
-from services.plan.files import chart_values, run_values
+from services.plan.files import chart_values, run_values, write
 from services.plan.memory import peak, scoring_memory, total
 from services.plan.report import Plan, text
 from services.plan.shapes import SHAPES
@@ -53,7 +53,7 @@ def test_models_that_take_turns_have_a_phase_on_the_shared_gpus_and_cost_their_t
 
 @pytest.mark.parametrize("gpus", ["4xH200", "2x8xH200"])
 def test_elsewhere_they_have_a_gpu_of_their_own(tmp_path: Path, gpus: str) -> None:
-    settings = scored(folder(tmp_path / "reward"))
+    settings = scored(folder(tmp_path / "reward"), 'reward.models.device = "cuda:1"')
     plan = planned(settings, gpus)
     (best, *_) = [each for each in plan.candidates if each.layout.placement == "separate"]
     assert best.layout.scoring == 1
@@ -62,8 +62,21 @@ def test_elsewhere_they_have_a_gpu_of_their_own(tmp_path: Path, gpus: str) -> No
     assert chart_values(best, plan.planner.cluster)["reward"]["gpu"]["count"] == 1
     if plan.planner.cluster.nodes == 1:
         written = loads(tomli_w.dumps(run_values(settings, best, plan.planner.cluster)), "run.toml")
+        assert written.reward.models.device == "auto"
         used = [*written.trainer.gpus, *written.rollout.gpus, *written.reward.gpus]
         assert sorted(used) == list(range(best.layout.gpus)) == list(range(4))
+
+
+def test_what_has_no_gpu_left_is_said_and_what_the_settings_refuse_is_not_written(tmp_path: Path) -> None:
+    model = folder(tmp_path / "reward")
+    plan = planned(scored(model, "reward.replicas = 2\nreward.gpus = [0, 1]"), "1xH200")
+    assert not plan.candidates
+    assert "Reward models need a GPU of their own" in text(plan)
+    two = scored(model, "reward.replicas = 2")
+    assert not planned(two, "1xH200").candidates, "two services take no turns"
+    plan = planned(scored(model, 'weights.update = "drain"'), "4xH200")
+    run, _ = write(scored(model, 'weights.update = "drain"'), plan.candidates, plan.planner.cluster, tmp_path / "out")
+    assert loads(run.read_text(), "run.toml").placement.mode == "separate"
 
 
 def test_models_on_the_host_are_not_counted_and_those_without_sizes_are_named(tmp_path: Path) -> None:
@@ -77,9 +90,7 @@ def test_models_on_the_host_are_not_counted_and_those_without_sizes_are_named(tm
 
 
 def test_a_reference_in_the_reward_service_is_counted_with_its_logits(tmp_path: Path) -> None:
-    settings = loads(
-        'algorithm.reference = "reward"\nalgorithm.kl.coefficient = 0.1', "run.toml"
-    )
+    settings = loads('algorithm.reference = "reward"\nalgorithm.kl.coefficient = 0.1', "run.toml")
     plan = planned(settings, "2xH200")
     (reference,) = plan.planner.work.scoring
     assert reference.has_logits

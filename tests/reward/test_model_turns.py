@@ -18,6 +18,8 @@ from services.reward.models import turns
 from services.reward.models.batcher import Batcher, NoRoom
 from services.reward.models.placement import Placed
 from services.reward.models.turns import Backlog, DeviceTurns, is_due
+from services.reward.scorers.reward_model import RewardModel
+from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
@@ -27,6 +29,7 @@ from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.device_leases import look_at_devices
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from shared.errors import Fenced, StateLost
+from shared.expression import Expression
 from shared.process.device import DeviceLease, leased
 from shared.process.telemetry import Status
 from shared.settings import Settings, loads
@@ -143,6 +146,35 @@ async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them
         await until(lambda: not run.lease.held)
         assert notes.moves == ["offload", "restore", "offload"]
         assert await run.turns_made() == made + 1
+
+
+class Loading(RewardModel):
+    """A model that loads for as long as the test likes."""
+
+    def __init__(self, name: str, of: DeviceTurns) -> None:
+        self.name, self._of, self._model = name, of, None
+        self.began, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def start(self) -> None:
+        async with self._of.loading():
+            self.began.set()
+            await self.may_end.wait()
+
+
+async def test_a_device_that_is_asked_back_while_models_load_is_released_between_two(bus: Bus) -> None:
+    async with taking_turns(bus) as run:
+        first, second = models = [Loading(name, run.turns) for name in ("a", "b")]
+        scoring = Scoring(models, Expression("a + b", ["a", "b"]), run.status, turns=run.turns)
+        starting = asyncio.create_task(scoring.start())
+        await asyncio.wait_for(first.began.wait(), PATIENCE_S)
+        training = asyncio.create_task(run.trainer.acquire())
+        await until(lambda: run.lease.rung >= 0)
+        first.may_end.set()
+        assert await asyncio.wait_for(training, PATIENCE_S)
+        assert not second.began.is_set()
+        second.may_end.set()
+        await run.trainer.release()
+        await asyncio.wait_for(starting, PATIENCE_S)
 
 
 async def test_a_group_that_completes_nothing_is_scored_after_a_while(bus: Bus) -> None:

@@ -19,6 +19,7 @@ REFUSED = [
     (LEND + TWO, 'expected rollout.vllm.tensor_parallel_size = 1 with placement.mode = "lend", where a replica has one device'),
     (LEND + 'rollout.engine = "vllm"\nrun.device = "cpu"', "expected placement.rung = 0 for vLLM on a CPU"),
     (LEND + "trainer.gpus = [0]\nrollout.gpus = [0]", "expected other GPUs in rollout.gpus than in trainer.gpus"),
+    (LEND + "trainer.ranks = 2\nrollout.gpus = [1]\nrollout.replicas = 1", "found [1] and [0, 1]"),
     (LEND + 'weights.update = "drain"', 'expected weights.update = "inflight" with placement.mode = "lend"'),
     (VLLM + 'run.device = "cpu"\nplacement.rung = 1', "expected placement.rung = 0 for vLLM on a CPU, found 1"),
     (VLLM + 'run.device = "cpu"', 'expected placement.rung = 0 for vLLM on a CPU, found "auto"'),

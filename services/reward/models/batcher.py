@@ -126,6 +126,7 @@ class Batcher(Generic[Item, Result]):
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
+        self._away = True  # a turn that ends now has nothing to free
         await asyncio.to_thread(self._thread.shutdown)
 
     async def run(self, items: Sequence[Item]) -> list[Result]:

@@ -80,10 +80,13 @@ yes
 {{/* The text of a setting in run.config, or empty: dict "root" $ "table" "trainer" "key" "ranks" "value" a regular expression. */}}
 {{- define "penstock.setting" -}}
 {{- $lines := regexReplaceAll "#[^\n]*" .root.Values.run.config "" -}}
-{{- $found := regexFind (printf "(?m)^\\s*%s\\.%s\\s*=\\s*%s" .table .key .value) $lines -}}
+{{- $table := printf "[\"']?%s[\"']?" .table -}}
+{{- $key := printf "[\"']?%s[\"']?\\s*=\\s*%s" .key .value -}}
+{{- $found := regexFind (printf "(?m)^\\s*%s\\.%s" $table $key) $lines -}}
+{{- $found = default $found (regexFind (printf "(?m)^\\s*%s\\s*=\\s*\\{([^}\n]*,)?\\s*%s" $table $key) $lines) -}}
 {{- range $part := regexSplit "(?m)^\\s*\\[" $lines -1 -}}
-{{- if regexMatch (printf "^\\s*%s\\s*\\]" $.table) $part -}}
-{{- $found = default $found (regexFind (printf "(?m)^\\s*%s\\s*=\\s*%s" $.key $.value) $part) -}}
+{{- if regexMatch (printf "^\\s*%s\\s*\\]" $table) $part -}}
+{{- $found = default $found (regexFind (printf "(?m)^\\s*%s" $key) $part) -}}
 {{- end -}}
 {{- end -}}
 {{- regexFind (printf "%s$" .value) $found -}}
@@ -97,7 +100,7 @@ yes
 
 {{/* shared or lend, as run.config says, or empty. */}}
 {{- define "penstock.turns" -}}
-{{- regexFind "(?m)^[^#\n]*mode\\s*=\\s*\"(shared|lend)\"" .Values.run.config | regexFind "(shared|lend)\"$" | trimSuffix "\"" -}}
+{{- regexFind "(?m)^[^#\n]*mode[\"']?\\s*=\\s*[\"'](shared|lend)[\"']" .Values.run.config | regexFind "(shared|lend).$" | trimAll "\"'" -}}
 {{- end -}}
 
 {{/* "yes" where run.config names a GPU for trainer and replicas. */}}
@@ -120,7 +123,7 @@ yes
 {{- if and $count (gt (int $needed) $count) -}}
 {{- fail (printf "expected pod.gpu.count of at least %d, for the GPUs of trainer, rollout and reward in run.config, found %d: change pod.gpu.count or these numbers" (int $needed) $count) -}}
 {{- end -}}
-{{- if and $count $known (lt (int $needed) $count) -}}
+{{- if and $count $known (lt (int $needed) $count) (not (regexMatch "cuda:[0-9]" .Values.run.config)) -}}
 {{- fail (printf "expected pod.gpu.count = %d, for the GPUs that run.config uses, each once where trainer and replicas share it, found %d: change pod.gpu.count" (int $needed) $count) -}}
 {{- end -}}
 {{- end -}}
