@@ -138,7 +138,7 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("mode", ["separate", "shared", "lend"])
+@pytest.mark.parametrize("mode", ["shared", "lend"])
 async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_afterwards(
     mode: str, tmp_path: Path
 ) -> None:
@@ -158,8 +158,8 @@ async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_
     folder = tmp_path / "claims" / "demo-penstock-runs" / "demo"
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["gpu_hours"]) == ("finished", 1, 0.0)
-    if mode != "lend":  # which lends if it waits long enough
-        assert (summary.get("switches", 0) > 0) == (mode == "shared")
+    if mode == "shared":  # a trainer lends only if it waits long enough
+        assert summary["switches"] > 0
     assert (folder / "logs" / "guest-0.log").exists() == (mode == "lend")
 
 
