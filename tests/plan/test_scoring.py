@@ -77,9 +77,7 @@ def test_models_on_the_host_are_not_counted_and_those_without_sizes_are_named(tm
 
 
 def test_a_reference_in_the_reward_service_is_counted_with_its_logits(tmp_path: Path) -> None:
-    settings = loads(
-        'algorithm.reference = "reward"\nalgorithm.kl.coefficient = 0.1', "run.toml"
-    )
+    settings = loads('algorithm.reference = "reward"\nalgorithm.kl.coefficient = 0.1', "run.toml")
     plan = planned(settings, "2xH200")
     (reference,) = plan.planner.work.scoring
     assert reference.has_logits
