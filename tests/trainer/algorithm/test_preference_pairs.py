@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -9,15 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.coordinator.admission.demonstrations import experience
+from services.coordinator.service import load_data
 from services.trainer.algorithm.update import Learner
 from services.trainer.metrics import batch_figures
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
 from shared.bus.messages import Experience, PolicyVersion
+from tests.coordinator.admission import test_preference_pairs as admission
 from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_mixture import ROUNDING, Bigrams
+from tests.trainer.algorithm.test_trl import trl
 from tests.trainer.algorithm.test_update import GROUPS, Rank, batch, demonstrated, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -120,6 +125,43 @@ def test_the_loss_is_that_of_transformers_logits_and_learning_lowers_it(micro_ba
     after = trained.learner.figures_of(groups)
     assert after["evaluation_loss"] < float(loss.detach()) / 2
     assert after["evaluation_accuracy"] == 1.0
+
+
+def their_loss(rows: list[dict[str, Any]], folder: Path) -> tuple[float, float]:
+    """Return loss and gradient norm of TRL's DPOTrainer, which tokenizes the rows itself, in one batch."""
+    from datasets import Dataset
+
+    dpo = trl().dpo_trainer
+    arguments = dpo.DPOConfig(
+        output_dir=str(folder), beta=BETA, per_device_train_batch_size=len(rows), report_to=[], use_cpu=True, bf16=False,
+        gradient_checkpointing=False, max_length=None,
+    )  # fmt: skip
+    trainer = dpo.DPOTrainer(
+        model=tiny.model(0).requires_grad_(True), ref_model=tiny.model(1), args=arguments,
+        train_dataset=Dataset.from_list(rows), processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+    trainer.model.eval()
+    loss = trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+    loss.backward()
+    norms = [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
+    return float(loss.detach()), float(torch.stack(norms).norm())
+
+
+def test_the_same_rows_have_the_loss_and_the_gradient_of_trls_trainer(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "12+34=", "chosen": "46", "rejected": "4"},
+        {"prompt": "1+1=", "chosen": "2", "rejected": "377"},
+        {"prompt": "99+1=", "chosen": "100", "rejected": "90"},
+    ]
+    loss, norm = their_loss(rows, tmp_path / "trl")
+    problems = load_data(admission.settings(tmp_path, rows)).train.problems
+    groups = [experience(problem, place, PolicyVersion(0)) for place, problem in enumerate(problems)]
+    trained = Rank(settings(preset="dpo", dpo_beta=BETA, groups_per_step=len(groups)))
+    trained.learner._reference = Policy(tiny.model(1)).eval().requires_grad_(False)
+    assert trained.learner.figures_of(groups)["evaluation_loss"] == pytest.approx(loss, abs=FORWARD)
+    measured = trained.learn(groups)
+    assert measured["loss"] == pytest.approx(loss, abs=FORWARD)
+    assert measured["grad_norm"] == pytest.approx(norm, rel=GRADIENT)
 
 
 def test_at_the_reference_the_loss_is_log_2_and_no_pair_is_ordered() -> None:
