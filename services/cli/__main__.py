@@ -145,15 +145,18 @@ def sft(
         typer.Option("--epochs", min=0.0, metavar="N", help="Passes over the data, instead of `run.steps`."),
     ] = None,
 ) -> None:
-    """Train on demonstrations: a supervised warm start, with the cross-entropy of completions.
+    """Train on demonstrations, with the cross-entropy of completions, or on preference pairs, with DPO.
 
     Starts the coordinator and the trainer, no rollout and no reward service. Rows have a completion beside their prompt
-    (`data.completion_field`). With `evaluation.path`, steps report the loss on held-out demonstrations. Continue an
+    (`data.completion_field`). With `data.rejected_field`, the column of a worse completion, they are preference pairs,
+    and the algorithm is the preset `dpo`. With `evaluation.path`, steps report the loss on held-out rows. Continue an
     interrupted run with `penstock up --resume`; start reinforcement learning with `penstock up CONFIG --from RUN`.
 
     **Examples**
 
     `penstock sft my-run.toml --data.path demonstrations.jsonl --epochs 2`
+
+    `penstock sft my-run.toml --data.path pairs.jsonl --data.completion_field chosen --data.rejected_field rejected`
 
     `penstock up my-run.toml --from runs/latest`
     """

@@ -1,4 +1,4 @@
-"""``penstock sft``: a run's settings as those of a supervised run over its demonstrations."""
+"""``penstock sft``: a run's settings as those of a supervised run over its demonstrations or preference pairs."""
 
 import math
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from services.coordinator.service import load_data
 from services.up import prepare
 from shared.errors import SettingsError
 from shared.settings import load
+from shared.settings.reading.loading import is_given
 
 
 def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) -> prepare.Prepared:
@@ -20,7 +21,8 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
         raise SettingsError(
             "the settings file is missing: penstock sft my-run.toml; continue one by penstock up --resume"
         )
-    flags = [*flags, "--algorithm.loss=cross_entropy"]
+    has_pairs = is_given("data.rejected_field", config, flags)
+    flags = [*flags, "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"]
     if epochs is not None:
         settings = load(config, flags)
         rows = len(load_data(settings).train)

@@ -146,7 +146,7 @@ async def start(settings: Settings, replica: str) -> None:
                 await tell(context.bus, SOURCE, "live settings kept", detail)
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
-            if settings.algorithm.is_supervised:
+            if settings.is_supervised:
                 await _offer_held_out(context.bus, settings, data)
             else:
                 await offer(context.bus, dataset.rows_to_try(data.train.problems, scorers))
@@ -238,10 +238,10 @@ def assemble(
         settings.weights.deadline_s,
         look,
         lambda rollback: operations.begin(ROLLBACK, rollback.stage, request(rollback)),
-        has_replicas=not settings.algorithm.is_supervised,
+        has_replicas=not settings.is_supervised,
     )
     gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
-    generated = data.held_out and not settings.algorithm.is_supervised
+    generated = data.held_out and not settings.is_supervised
     evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if generated else None
     lifecycle = Lifecycle(bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder)
     steering = Steering(bus, ledger, rollbacks, groups_per_step, look)
@@ -341,7 +341,7 @@ def load_data(settings: Settings) -> Data:
     names = [scorer.name for scorer in scorers]
     comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
     demonstrations = None
-    if settings.algorithm.is_supervised:
+    if settings.is_supervised:
         demonstrations, comparing = Demonstrations(settings), []
     completed = Demonstrations(settings) if settings.algorithm.is_mixed else demonstrations
     teachers = [of.name for of in settings.reward.teachers]

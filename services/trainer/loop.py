@@ -149,7 +149,7 @@ class Trainer:
         try:
             measured = self.update(command.groups, command.lags, command.learning_rate, contexts=command.contexts)
             if command.held_out:
-                measured["evaluation_loss"] = self._learner.loss_of(decode_all(command.held_out))
+                measured |= self._learner.figures_of(decode_all(command.held_out))
         except NotFinite as error:
             return StepSkipped(str(error), error.touched)
         for residency in self._residencies:

@@ -124,8 +124,9 @@ class AlgorithmSettings(Section):
     demonstrations, each over its own count. 0: completions are columns like any other."""
     loss: str = Field(default="clip")
     """Loss: PPO's clipped ratio per token, the same per sequence (gspo), a clipped weight (cispo), plain policy
-    gradient, preferences between a group's best and worst sample (dpo), or your own function of the tokens' logprobs
-    and advantages, `package.module:function`. cross_entropy: nothing is generated, the data are demonstrations."""
+    gradient, preferences between a group's best and worst sample or, with data.rejected_field, the two of a row (dpo),
+    or your own function of the tokens' logprobs and advantages, `package.module:function`. cross_entropy: nothing is
+    generated, the data are demonstrations."""
     clip: tuple[Clip, PositiveFloat] = Field(default=(0.2, 0.2))
     """[low, high]: the ratio is clipped at 1 − low where the advantage is negative, and at 1 + high where it is
     positive (clip, gspo). For cispo, high is the largest weight − 1."""
@@ -196,7 +197,7 @@ class AlgorithmSettings(Section):
 
     @property
     def is_supervised(self) -> bool:
-        """Whether the run trains demonstrations: nothing is generated or scored."""
+        """Whether the run trains demonstrations alone: nothing is generated or scored."""
         return self.loss == "cross_entropy"
 
     @property

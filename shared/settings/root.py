@@ -106,7 +106,7 @@ class Settings(Section):
             or self.algorithm.reference_travels
         )
         in_turn = self.placement.mode == "shared" and reward.models.device == "auto" and not reward.gpus
-        return in_turn and has_models and not self.algorithm.is_supervised
+        return in_turn and has_models and not self.is_supervised
 
     def shared_device(self, replica: str) -> int | None:
         """Return the device that ``replica``, of rollout or reward, shares with the trainer, or None.
@@ -138,9 +138,19 @@ class Settings(Section):
         return "at once" if self.common_gpus else ""
 
     @property
+    def trains_pairs(self) -> bool:
+        """Whether the data are preference pairs, and not prompts whose samples become some."""
+        return self.algorithm.loss == "dpo" and bool(self.data.rejected_field)
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run trains demonstrations or preference pairs: nothing is generated or scored."""
+        return self.algorithm.is_supervised or self.trains_pairs
+
+    @property
     def needs_executor(self) -> bool:
         """Whether a scorer runs model-written code."""
-        return not self.algorithm.is_supervised and any(scorer.kind == "code" for scorer in self.reward.scorers)
+        return not self.is_supervised and any(scorer.kind == "code" for scorer in self.reward.scorers)
 
     @property
     def model_work(self) -> ModelWork:
@@ -180,6 +190,7 @@ class Settings(Section):
             _check_trainer,
             _check_slots,
             _check_sampling,
+            _check_pairs,
             _check_supervised,
             _check_mixture,
             check_placement,
@@ -354,9 +365,42 @@ def _check_sampling(settings: Settings) -> None:
         )
 
 
-def _check_supervised(settings: Settings) -> None:
-    if not settings.algorithm.is_supervised:
+def _check_pairs(settings: Settings) -> None:
+    data, algorithm, plain = settings.data, settings.algorithm, AlgorithmSettings()
+    if not data.rejected_field:
         return
+    if algorithm.loss != "dpo":
+        raise ValueError(
+            f'expected algorithm.loss = "dpo" with data.rejected_field, whose rows are preference pairs, found "{algorithm.loss}": set '
+            'algorithm.preset = "dpo", or leave data.rejected_field out'
+        )
+    if data.rejected_field in (data.completion_field, data.prompt_field):
+        raise ValueError(
+            f"expected a column of its own in data.rejected_field, found {data.rejected_field!r}, which is data.completion_field or "
+            "data.prompt_field: change one of them"
+        )
+    if algorithm.reference != plain.reference:
+        raise ValueError(
+            'expected algorithm.reference = "trainer" with data.rejected_field, where no reward service runs, found '
+            f'"{algorithm.reference}": change algorithm.reference'
+        )
+    if settings.guards.reference_kl_nats:
+        raise ValueError(
+            "expected guards.reference_kl_nats = 0 with data.rejected_field, as the KL's estimate needs the policy's own tokens, found "
+            f"{settings.guards.reference_kl_nats:g}: change guards.reference_kl_nats"
+        )
+    for name in ("entropy_bonus", "filter", "overlong"):
+        if (value := getattr(algorithm, name)) != getattr(plain, name):
+            raise ValueError(
+                f"expected algorithm.{name} to be left at its default with data.rejected_field, whose pairs no policy drew and nothing "
+                f"scored, found {shown(value)}: leave it out"
+            )
+
+
+def _check_supervised(settings: Settings) -> None:
+    if not settings.is_supervised:
+        return
+    start = "data.rejected_field" if settings.trains_pairs else 'algorithm.loss = "cross_entropy"'
     for key, value, expected in (
         ("placement.mode", settings.placement.mode, PlacementSettings().mode),
         ("data.curriculum", settings.data.curriculum, False),
@@ -364,12 +408,12 @@ def _check_supervised(settings: Settings) -> None:
     ):
         if value != expected:
             raise ValueError(
-                f'expected {key} = {shown(expected)} with algorithm.loss = "cross_entropy", where nothing is generated or scored, '
-                f"found {shown(value)}: change one of them"
+                f"expected {key} = {shown(expected)} with {start}, where nothing is generated or scored, found "
+                f"{shown(value)}: change one of them"
             )
     if len(settings.evaluation.held_out) > 1:
         raise ValueError(
-            'expected one held-out set with algorithm.loss = "cross_entropy", whose evaluation is one loss, found '
+            f"expected one held-out set with {start}, whose evaluation is one loss, found "
             f"{len(settings.evaluation.held_out)}: give one path in evaluation.path"
         )
 
@@ -404,7 +448,7 @@ def check_reproducible(settings: Settings, engine: str) -> None:
             'expected algorithm.dynamic_sampling = false with data.curriculum and run.deterministic = "run", found true: a trainer '
             "that dies forgets which groups it dropped since its last step; change one of them"
         )
-    if engine not in ("auto", "transformers") and not settings.algorithm.is_supervised:
+    if engine not in ("auto", "transformers") and not settings.is_supervised:
         raise ValueError(
             f'expected the engine "transformers" with run.deterministic = "run", found "{engine}", whose samples depend on timing: change '
             "rollout.engine, or run.deterministic"

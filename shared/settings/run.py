@@ -81,7 +81,11 @@ class DataSettings(Section):
     """Column with the reference answer. Every other column is available to the scorers."""
     completion_field: str = Field(default="completion")
     """Column with a demonstration's completion, with algorithm.loss = "cross_entropy" or algorithm.imitation > 0: text,
-    or one message of the assistant. A row without it may have `messages` that end with the assistant's."""
+    or one message of the assistant. A row without it may have `messages` that end with the assistant's. With
+    rejected_field: the better completion of a pair."""
+    rejected_field: str = Field(default="")
+    """Column with the worse completion of a preference pair, with algorithm.loss = "dpo": nothing is generated, and each
+    row trains completion_field against it. Empty: pairs are among a group's samples."""
     scorers_field: str = Field(default="")
     """Column with the scorers of a problem, as a list or separated by commas. All scorers apply where it is empty or
     not set."""

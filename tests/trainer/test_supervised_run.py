@@ -1,7 +1,8 @@
-"""Supervised runs of the example: each demonstration ends once whatever is killed, and the policy is better for it."""
+"""Supervised runs of the example: each row ends once whatever is killed, and the policy is better for it."""
 
 import asyncio
 import json
+import math
 import signal
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import Run, left_behind, running
+from tests.chaos.run import ROOT, Run, left_behind, running
 from tests.conftest import PATIENCE_S
 from tests.support import forge
+from tests.support.tolerance import FORWARD
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -20,14 +22,54 @@ STEPS, GROUPS = 30, 32
 
 @pytest.mark.slow
 async def test_demonstrations_are_trained_once_whatever_is_killed_and_rl_begins_with_the_result(tmp_path: Path) -> None:
-    flags = {
+    run, steps = await _through_kills(tmp_path, {"data.completion_field": "answer"})
+    losses = {step["step"]: step["evaluation_loss"] for step in steps if "evaluation_loss" in step}
+    assert list(losses) == [1, 10, 20, 30]
+    assert losses[30] <= losses[1] / 2
+    assert all("reward_mean" not in step for step in steps), "demonstrations have no rewards"
+    await _reinforce(tmp_path, run)
+
+
+@pytest.mark.slow
+async def test_preference_pairs_are_trained_once_whatever_is_killed_and_held_out_ones_are_ordered(
+    tmp_path: Path,
+) -> None:
+    paths = {table: _write_pairs(tmp_path, name) for table, name in (("data", "train"), ("evaluation", "heldout"))}
+    flags = {"data.completion_field": "chosen", "data.rejected_field": "rejected", "algorithm.dpo_beta": 0.5}
+    _, steps = await _through_kills(tmp_path, {**flags, **{f"{table}.path": path for table, path in paths.items()}})
+    losses, ordered = (
+        {step["step"]: step[name] for step in steps if name in step}
+        for name in ("evaluation_loss", "evaluation_accuracy")
+    )
+    assert list(losses) == list(ordered) == [1, 10, 20, 30]
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=FORWARD), "at first, the policy is the reference"
+    assert losses[30] <= losses[1] / 2
+    assert ordered[30] >= ordered[1]
+    assert ordered[30] >= 0.95
+    assert steps[-1]["preference_margin"] > 1.0 > abs(steps[0]["preference_margin"])
+    assert all("reward_mean" not in step for step in steps), "what makes a pair is no score"
+
+
+def _write_pairs(folder: Path, name: str) -> Path:
+    """Write the example's problems, each with its answer and one that is ten off."""
+    path = folder / f"{name}.jsonl"
+    with path.open("w") as file:
+        for line in (ROOT / "examples" / "arithmetic" / path.name).read_text().splitlines():
+            row = json.loads(line)
+            wrong = str(abs(int(row["answer"]) - 10))
+            file.write(json.dumps({"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong}) + "\n")
+    return path
+
+
+async def _through_kills(folder: Path, flags: dict[str, object]) -> tuple[Run, list[dict[str, float]]]:
+    """Return a supervised run, in which every process was killed, and its steps, after the audit of its groups."""
+    own = {
         "run.steps": STEPS,
         "algorithm.groups_per_step": GROUPS,
         "trainer.checkpoint_every_steps": 7,
-        "data.completion_field": "answer",
         "evaluation.every_steps": 10,
     }
-    async with running(tmp_path, flags=flags, command="sft") as run:
+    async with running(folder, flags={**own, **flags}, command="sft") as run:
         bus = await run.connect()
         for name in ("trainer-0", "coordinator-0", "valkey"):
             await run.more_steps(bus, 4)
@@ -42,11 +84,7 @@ async def test_demonstrations_are_trained_once_whatever_is_killed_and_rl_begins_
         await audit_versions(bus)
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    losses = {step["step"]: step["evaluation_loss"] for step in steps if "evaluation_loss" in step}
-    assert list(losses) == [1, 10, 20, 30]
-    assert losses[30] <= losses[1] / 2
-    assert all("reward_mean" not in step for step in steps), "demonstrations have no rewards"
-    await _reinforce(tmp_path, run)
+    return run, steps
 
 
 async def _reinforce(folder: Path, run: Run) -> None:

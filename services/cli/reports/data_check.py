@@ -107,7 +107,8 @@ def _say_counts(settings: Settings, train: Dataset) -> None:
     for (source, weight), size in zip(settings.data.sources.items(), sizes, strict=True):
         end += size
         share = f", {weight / whole:.1%} of the draws" if train.sizes else ""
-        kind = "problems" if train.problems[end - 1].demonstration is None else "demonstrations"
+        shown = train.problems[end - 1].demonstration
+        kind = "problems" if shown is None else "demonstrations" if shown.rejected is None else "preference pairs"
         console.say(f"training: {source}: {size} {kind}{share}")
     filtered = f", {train.filtered} rows left out by data.filter" if settings.data.filter else ""
     console.say(f"training: {len(train)} problems, {train.bad_rows} bad rows{filtered}")
@@ -126,8 +127,10 @@ def _say_prompt(place: int, problem: Problem, settings: Settings, codec: Tokeniz
     console.say(f"\nprompt {place + 1} ({problem.source}, {len(token_ids)} tokens, answer {problem.answer!r}):")
     console.say(f"{text[:_LONGEST_PROMPT]}{cut}")
     if (shown := problem.demonstration) is not None:
-        (completion,) = tokenizer.batch_decode([shown.token_ids.tolist()], skip_special_tokens=False)
-        console.say(f"completion ({len(shown.token_ids)} tokens): {completion[:_LONGEST_PROMPT]}")
+        names = ("completion",) if shown.rejected is None else ("better completion", "worse completion")
+        for name, completion in zip(names, shown.completions, strict=True):
+            (text,) = tokenizer.batch_decode([completion.token_ids.tolist()], skip_special_tokens=False)
+            console.say(f"{name} ({len(completion.token_ids)} tokens): {text[:_LONGEST_PROMPT]}")
 
 
 def _say_lengths(lengths: PromptLengths, problems: int) -> None:

@@ -251,9 +251,9 @@ def _problem(
     if isinstance(row, BadRow):
         raise row
     if demonstrations is not None:
-        rest, completion = demonstrations.split(row)
+        rest, completions = demonstrations.split(row)
         problem = _problem(source, rest, data, scorers)
-        return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completion))
+        return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completions))
     text, messages = _with_system(*_question(row, data), data.system)
     answer = _answer(row.get(data.answer_field), data.answer_field)
     named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field, data.teacher_field}

@@ -59,15 +59,18 @@ def lay_out(
     parts = []
     for share, layout in zip(shares, layouts, strict=True):
         inputs = [token_data.of(each, lags_M, demonstrated_M, policy.device) for each in layout[rank]]
-        parts.append(Minibatch(inputs, rows_by_place(share), _counts(layout, demonstrated_M)))
+        parts.append(Minibatch(inputs, rows_by_place(share), _counts(layout, demonstrated_M, pairs=pairs)))
     return parts, StepPlan(cap, digest(layouts), contexts=tuple(contexts))
 
 
-def _counts(layout: Sequence[Sequence[MicroBatch]], demonstrated_M: Sequence[bool]) -> dict[Stream, Count]:
+def _counts(
+    layout: Sequence[Sequence[MicroBatch]], demonstrated_M: Sequence[bool], *, pairs: bool
+) -> dict[Stream, Count]:
+    """Return the counts of each stream; those of preferences are of samples, also of pairs that no policy drew."""
     lengths: dict[bool, list[int]] = {False: [], True: []}
     for micro_batch in (each for micro_batches in layout for each in micro_batches):
         for place, length in zip(micro_batch.places_S, micro_batch.lengths_S, strict=True):
-            lengths[demonstrated_M[place]].append(int(length))
+            lengths[demonstrated_M[place] and not pairs].append(int(length))
     sampled, demonstrated = (Count(sum(lengths[kind]), len(lengths[kind])) for kind in (False, True))
     return {"rl": sampled, "ce": demonstrated, "reference_kl": sampled, "distillation": sampled}
 

@@ -192,17 +192,33 @@ class Learner:
             self.kl_coefficient = next_coefficient(self.kl_coefficient, reference_kl, kl.target, samples)
         return figures
 
-    def loss_of(self, demonstrations: Sequence[Experience]) -> float:
-        """Return the mean cross-entropy of the demonstrations' tokens, nats; collective."""
-        (minibatch,), _ = lay_out(
-            demonstrations, self._rewards(demonstrations), [0] * len(demonstrations), 0, self._settings, self._policy
-        )
-        whole = torch.zeros(1, dtype=torch.float64, device=self._policy.device)
-        with self._phases.measure("evaluation"), torch.no_grad():
-            for inputs in minibatch.inputs:
-                whole -= self._policy.evaluate(inputs.batch).policy_logprobs_N.double().sum()
-        dist.all_reduce(whole)
-        return float(whole) / minibatch.counts["ce"].tokens
+    def figures_of(self, held_out: Sequence[Experience]) -> dict[str, float]:
+        """Return the mean cross-entropy of demonstrations' tokens, nats, or of pairs the mean loss and the share whose
+        margin is positive; collective.
+        """
+        rewards, pairs = self._rewards(held_out), self._algorithm.loss == "dpo"
+        (minibatch,), _ = lay_out(held_out, rewards, [0] * len(held_out), 0, self._settings, self._policy)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._policy.device)
+        with torch.no_grad():
+            if pairs:
+                self._evaluate(minibatch.inputs, held_out)
+            with self._phases.measure("evaluation"):
+                for inputs in minibatch.inputs:
+                    sums += self._held_out_sums(inputs, pairs=pairs)
+        dist.all_reduce(sums)
+        loss, ordered = sums.tolist()
+        if not pairs:
+            return {"evaluation_loss": loss / minibatch.counts["ce"].tokens}
+        return {"evaluation_loss": loss / len(held_out), "evaluation_accuracy": ordered / len(held_out)}
+
+    def _held_out_sums(self, inputs: LossInputs, *, pairs: bool) -> torch.Tensor:
+        """Return the undivided loss of a forward pass, and how many pairs the policy orders as they are."""
+        out = self._policy.evaluate(inputs.batch)
+        if not pairs:
+            return torch.stack([-out.policy_logprobs_N.double().sum(), out.policy_logprobs_N.new_zeros(()).double()])
+        part = objective(inputs, out, self._algorithm, self.kl_coefficient)
+        assert part.margins_P is not None
+        return torch.stack([part.sums["rl"].double(), (part.margins_P > 0).sum().double()])
 
     def try_out(self, batch: Sequence[Experience]) -> None:
         """Run training on ``batch``, with backward passes, without changes; collective."""

@@ -324,7 +324,7 @@ class Driver:
     async def _held_out(self) -> tuple[bytes, ...]:
         """Return the demonstrations to evaluate with the next step: with the first, the last and every ``every_steps``."""
         step, sets = self._step + 1, self._settings.evaluation.held_out
-        if not self._settings.algorithm.is_supervised or not sets:
+        if not self._settings.is_supervised or not sets:
             return ()
         due = step in (1, self._settings.run.steps) or step % sets[0].every_steps == 0
         return await held_out.offered(self._bus) if due else ()

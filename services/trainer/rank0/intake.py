@@ -191,7 +191,7 @@ class Intake:
     def _check(self, experience: Experience) -> None:
         group = experience.group
         algorithm, is_shown = self._settings.algorithm, _is_shown(experience)
-        purposes = [Purpose.DEMONSTRATE] if algorithm.is_supervised else [Purpose.TRAIN]
+        purposes = [Purpose.DEMONSTRATE] if self._settings.is_supervised else [Purpose.TRAIN]
         purposes += [Purpose.DEMONSTRATE] * algorithm.is_mixed
         if group.prompt.purpose not in purposes or len(group.prompt_token_ids) == 0:
             raise MessageError(

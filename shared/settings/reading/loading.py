@@ -45,13 +45,25 @@ def load_run(run: Path) -> Settings:
 
 
 def loads(toml: str, name: str, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
+    return _validated(_values(toml, name, flags, environment or {}), name, sources(flags, environment))
+
+
+def is_given(key: str, path: Path, flags: Sequence[str] = ()) -> bool:
+    """Return whether the file, the environment or a flag sets ``key`` to another value than false, 0 or an empty one."""
+    value: object = _values(_read(path), str(path), flags, os.environ)
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return bool(value)
+
+
+def _values(toml: str, name: str, flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
     try:
         values = tomllib.loads(toml)
     except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits
         raise SettingsError(f"{name} is not TOML: {error}") from error
-    for key, text in (_environment(environment or {}) | _flags(flags)).items():
+    for key, text in (_environment(environment) | _flags(flags)).items():
         _set(values, key, text)
-    return _validated(values, name, sources(flags, environment))
+    return values
 
 
 def sources(flags: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, str]:

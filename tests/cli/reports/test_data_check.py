@@ -53,6 +53,25 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
     ]
 
 
+def test_the_check_shows_both_completions_of_a_pair(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"prompt": "12+34=", "chosen": "46", "rejected": "47"}\n{"prompt": "1+1=", "chosen": "2"}\n'
+    )
+    config = Path(settings(tmp_path, str(tmp_path / "pairs.jsonl")))
+    columns = 'completion_field = "chosen"\nrejected_field = "rejected"\n[algorithm]\npreset = "dpo"\n'
+    config.write_text(config.read_text() + columns)
+    checked = python(tmp_path, "http://127.0.0.1:9", "-m", "services.cli", "data", "check", str(config))
+    assert checked.returncode == 0, checked.stderr
+    shown = checked.stdout.splitlines()
+    assert shown[0] == f"training: {tmp_path}/pairs.jsonl: 1 preference pairs"
+    assert "pairs.jsonl:2: expected a completion in 'rejected'" in shown[2]
+    assert [line.partition("(")[0] for line in shown if "completion (" in line] == [
+        "better completion ",
+        "worse completion ",
+    ]
+    assert [line.partition(": ")[2][:2] for line in shown if "completion (" in line] == ["46", "47"]
+
+
 PINNING = """
 import json, sys
 from services.up.hub_revision import pinned

@@ -44,7 +44,7 @@ def settings(folder: Path, rows: list[dict[str, Any]], template: str | None = No
 
 def loaded(of: Settings) -> list[tuple[list[int], list[int]]]:
     shown = [problem.demonstration for problem in load_data(of).train.problems]
-    return [(each.prompt_token_ids.tolist(), each.token_ids.tolist()) for each in shown if each is not None]
+    return [(each.prompt_token_ids.tolist(), each.completion.token_ids.tolist()) for each in shown if each is not None]
 
 
 def test_a_completion_follows_its_prompts_tokens_and_ends(tmp_path: Path) -> None:

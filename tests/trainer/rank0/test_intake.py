@@ -529,8 +529,8 @@ def mixing(**algorithm: Any) -> Settings:
     )
 
 
-async def show(bus: Bus, group_id: int, version: int = 0) -> None:
-    made = builders.experience(group_id, (0.0,), version)
+async def show(bus: Bus, group_id: int, version: int = 0, rewards: tuple[float, ...] = (0.0,)) -> None:
+    made = builders.experience(group_id, rewards, version)
     prompt = dataclasses.replace(made.group.prompt, purpose=Purpose.DEMONSTRATE)
     shown = dataclasses.replace(made, group=dataclasses.replace(made.group, prompt=prompt))
     await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(shown)})
@@ -601,6 +601,24 @@ async def test_demonstrations_are_never_stale_nor_without_signal_and_have_no_sig
     assert change is not None
     assert change.groups == [("train.jsonl:2", 0.25), ("train.jsonl:3", 0.25)]
     assert await bus.counts() == {}
+
+
+async def test_preference_pairs_are_never_stale_nor_dropped_and_a_generated_group_is_refused(bus: Bus) -> None:
+    of = Settings.model_validate(
+        {"algorithm": {"preset": "dpo", "groups_per_step": 2, "max_lag": 0}, "data": {"rejected_field": "rejected"}}
+    )
+    await put(bus, 0)
+    for group_id in (1, 2):
+        await show(bus, group_id, rewards=(1.0, 0.0))
+    intake = Intake(bus, Live(bus, of), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(9, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [(int(taken.experience.group_id), taken.contexts) for taken in batch] == [(1, (0, 0)), (2, (0, 0))]
+    assert intake.take_signals(batch) is None
+    assert await bus.counts() == {"dead:experience": 1}
+    ((reason, _),) = await _reasons(bus)
+    assert 'expected a group to demonstrate, with a prompt, with algorithm.loss = "dpo"' in reason
 
 
 async def test_a_demonstration_of_a_revoked_version_is_fenced_as_its_place_is_drawn_again(bus: Bus) -> None:

@@ -1,6 +1,6 @@
-"""Online DPO: a group's best and worst sample form a preference.
+"""DPO: a group's best and worst sample form a preference; with preference pairs a group is one pair.
 
-Rafailov et al. 2023, DPO, arXiv:2305.18290, eq. 7, on the policy's own samples (Guo et al. 2024, arXiv:2402.04792)::
+Rafailov et al. 2023, DPO, arXiv:2305.18290, eq. 7; online, on the policy's own samples: Guo et al. 2024, arXiv:2402.04792::
 
     margin = (log π(best) − log ref(best)) − (log π(worst) − log ref(worst))        logprobs of whole samples
     loss   = −log σ(β · margin)

@@ -33,12 +33,7 @@ def objective(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettin
     if algorithm.loss == "dpo":
         return _preferences(inputs, out, algorithm)
     if algorithm.is_supervised:
-        never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
-        figures = _figures(inputs, out, algorithm, (never_N, never_N, never_N))
-        drawn = out.policy_logprobs_N.detach()  # no policy drew them
-        return Objective(
-            {"ce": _imitated(inputs, out, algorithm)}, dataclasses.replace(figures, behavior_logprobs_N=drawn)
-        )
+        return Objective({"ce": _imitated(inputs, out, algorithm)}, _unclipped(inputs, out, algorithm))
     if inputs.demonstrated_S is None:
         return _of_samples(inputs, out, algorithm, kl_coefficient)
     of_samples = _of_samples(inputs.without_demonstrations(), _drawn(inputs, out), algorithm, kl_coefficient)
@@ -154,8 +149,19 @@ def _preferences(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSet
     whole = loss.loss_P.sum()
     if algorithm.entropy_bonus:
         whole = whole - algorithm.entropy_bonus * sequence_sums(out.entropy_N, inputs.lengths_S).sum()
+    return Objective({"rl": whole}, _unclipped(inputs, out, algorithm), loss.margins_P)
+
+
+def _unclipped(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> TokenFigures:
+    """Return the figures of a loss without a ratio; those of demonstrations as if the policy had drawn them itself, and
+    without a KL to the reference, whose estimate is over a policy's own tokens.
+    """
     never_N = torch.zeros_like(out.policy_logprobs_N, dtype=torch.bool)
-    return Objective({"rl": whole}, _figures(inputs, out, algorithm, (never_N, never_N, never_N)), loss.margins_P)
+    figures = _figures(inputs, out, algorithm, (never_N, never_N, never_N))
+    if inputs.demonstrated_S is None:
+        return figures
+    drawn_N = figures.policy_logprobs_N
+    return dataclasses.replace(figures, behavior_logprobs_N=drawn_N, reference_kl_N=torch.zeros_like(drawn_N))
 
 
 def _figures(
