@@ -57,7 +57,8 @@ async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
     assert choices == (["2: rollout.engines_per_gpu"] if "--rollout.engines_per_gpu=2" in more else [])
     lines = (tmp_path / "vllm" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert ("switches" in lines[-1]) == ("--placement.mode=shared" in more)
+    # The trainer keeps the device between two steps when the next batch already waits for it.
+    assert any("switches" in line for line in lines) == ("--placement.mode=shared" in more)
     first = json.loads(lines[0])
     assert first["lag_counts"] == {"0": GROUPS * GROUP_SIZE}
     assert first["kl_mean"] < 1e-7, "behavior and policy logprobs are of the same weights in the first step"
