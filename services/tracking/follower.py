@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from services.tracking.offset import Offset
 from services.tracking.points import REPORT, Point, results_of
@@ -21,7 +22,7 @@ from shared.bus.encoding import wire
 from shared.bus.messages import StepReport
 from shared.bus.stores.policy.evaluations import evaluated, results
 from shared.bus.stores.run.records import following, wait_for_any
-from shared.errors import MessageError
+from shared.errors import MessageError, SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ _TABLES = 8
 _WAIT_S = 0.5
 AGAIN = Backoff(first_s=0.5, longest_s=60.0)
 
+T = TypeVar("T")
 Tell = Callable[[str, str], Awaitable[None]]
 
 
@@ -59,15 +61,16 @@ class Follower:
         self._tell = tell
         self._again = again
         self._every_s = every_s
-        self._offset = Offset.read(self._path)
+        self._offset: Offset | None = None
         self._rollouts = RolloutLines(folder / "rollouts.jsonl")
         self._report = ReportFile(folder / "report.html")
         self._failures = 0
+        self._unreadable = ""
 
     @property
     def delivered(self) -> int:
         """Points of the current segment that are in the tracker."""
-        return self._offset.segments.points - len(self._offset.pending)
+        return 0 if self._offset is None else self._offset.segments.points - len(self._offset.pending)
 
     async def run(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -75,7 +78,7 @@ class Follower:
                 await _wait(stop, self._every_s)
             elif self.trouble:
                 await _wait(stop, self._again.wait_s(self._failures))
-            else:
+            elif self._offset is not None:
                 await wait_for_any(self._bus, {streams.STEPS: self._offset.after}, _WAIT_S)
 
     async def finish(self, within_s: float) -> None:
@@ -89,18 +92,19 @@ class Follower:
     async def deliver(self) -> bool:
         """Deliver one batch; return whether there was one and the sink took it. Nothing is lost if it is cancelled."""
         try:
-            if not self._offset.pending:
-                ahead = await self._read(copy.deepcopy(self._offset))
+            offset = self._offset = self._offset or Offset.read(self._path)
+            if not offset.pending:
+                ahead = await self._read(copy.deepcopy(offset))
                 if not ahead.pending:
                     self._offset = ahead  # passed over what cannot be read
                     return False
                 ahead.write(self._path)
-                self._offset = ahead
-            state = await self._sink.write(_deliverable(self._offset.pending), self._offset.sink)
-            done = dataclasses.replace(self._offset, pending=[], sink=state)
+                offset = self._offset = ahead
+            state = await self._sink.write(self._deliverable(offset.pending), offset.sink)
+            done = dataclasses.replace(offset, pending=[], sink=state)
             done.write(self._path)
             self._offset = done
-        except (SinkFailure, OSError) as error:
+        except (SinkFailure, SettingsError, OSError) as error:
             await self._failed(str(error))
             return False
         if self.trouble:
@@ -137,25 +141,37 @@ class Follower:
 
     async def _read_rollouts(self, offset: Offset) -> int:
         newest_version = offset.segments.last_version
-        lines = await asyncio.to_thread(self._rollouts.following, offset.rollouts, newest_version, _TABLES)
+        reading = asyncio.to_thread(self._rollouts.following, offset.rollouts, newest_version, _TABLES)
+        lines = await self._from_folder(reading) or []
         for line in lines:
             offset.rollouts = line["entry"]
             try:
                 offset.pending.append(offset.segments.of_rollout(line))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                log.warning("unreadable rollouts passed over", extra={"entry": line["entry"], "reason": repr(error)})
+            except ValueError as error:
+                log.warning("unreadable rollouts passed over", extra={"entry": line["entry"], "reason": str(error)})
         return len(lines)
 
     async def _read_report(self, offset: Offset) -> None:
-        digest = await asyncio.to_thread(self._report.digest)
+        digest = await self._from_folder(asyncio.to_thread(self._report.digest))
         if digest and digest != offset.report:
             offset.pending.append(offset.segments.of_report(self._report.path, time.time()))
             offset.report = digest
 
+    async def _from_folder(self, reading: Awaitable[T]) -> T | None:
+        """Return what a file of the run's folder holds; None if it cannot be read, which delays nothing else."""
+        try:
+            return await reading
+        except OSError as error:
+            if str(error) != self._unreadable:
+                log.warning("file of the run unreadable", extra={"sink": self.name, "reason": str(error)})
+            self._unreadable = str(error)
+            return None
 
-def _deliverable(points: list[Point]) -> list[Point]:
-    """Return the points without a report that was removed since."""
-    return [point for point in points if REPORT not in point or Path(point[REPORT]).exists()]
+    def _deliverable(self, points: list[Point]) -> list[Point]:
+        """Return the points without a report that was removed since."""
+        path = self._report.path
+        reported = ({**point, REPORT: str(path)} if REPORT in point else point for point in points)
+        return [point for point in reported if REPORT not in point or path.is_file()]
 
 
 async def _wait(stop: asyncio.Event, wait_s: float) -> None:

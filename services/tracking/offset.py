@@ -6,21 +6,25 @@ A batch is written here before its delivery and removed after it.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field, TypeAdapter
 
 from services.tracking.points import Point, Segments
 from shared.errors import SettingsError
 from shared.files.durable import flush, write_whole
 
+Entry: TypeAlias = Annotated[str, Field(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$")]
+
 
 @dataclasses.dataclass(slots=True)
 class Offset:
-    after: str = "0-0"
+    after: Entry = "0-0"
     """The last step's entry on the bus."""
     evaluated: list[int] = dataclasses.field(default_factory=list)
     """Versions whose evaluations are in."""
     segments: Segments = dataclasses.field(default_factory=Segments)
-    rollouts: str = "0-0"
+    rollouts: Entry = "0-0"
     """The journal entry of the last line of rollouts.jsonl."""
     report: str = ""
     """Digest of the last report.html."""
@@ -33,14 +37,16 @@ class Offset:
         if not path.exists():
             return cls()
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{**fields, "segments": Segments(**fields["segments"])})
-        except (ValueError, TypeError, KeyError) as error:
+            return _OFFSET.validate_json(path.read_bytes())
+        except ValueError as error:
             raise SettingsError(
-                f"expected the tracker's offset in {path}, found another file ({error}): remove it to copy the run again"
+                f"expected the tracker's offset in {path}, found another file: remove it to copy the run again"
             ) from error
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(dataclasses.asdict(self)))
         flush(path)
+
+
+_OFFSET = TypeAdapter(Offset)

@@ -9,7 +9,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field
 
 from services.tracking.tables import entry_time_s, table_of
 from shared.bus.messages import StepReport
@@ -49,7 +51,7 @@ class Segments:
     last_version: int = -1
     """The newest version of a step so far."""
     first_version: int = 0
-    earlier: list[list[int]] = dataclasses.field(default_factory=list)
+    earlier: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = dataclasses.field(default_factory=list)
     """The first version of each earlier segment, and its number of points."""
 
     def of_step(self, report: StepReport) -> Point:
@@ -72,7 +74,7 @@ class Segments:
         return self._point(step, at_s, values)
 
     def of_rollout(self, line: Mapping[str, Any]) -> Point:
-        """Return the point of a line of ``rollouts.jsonl``. Raises as :func:`services.tracking.tables.table_of`."""
+        """Return the point of a line of ``rollouts.jsonl``. Raises ValueError: it is damaged."""
         table, entry = table_of(line), str(line["entry"])
         segment = self._segment_of(int(line["version"]))
         return {**self._point(int(line["step"]), entry_time_s(entry), {}, segment), TABLE: table}

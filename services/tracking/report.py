@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from stat import S_ISREG
 
 
 class ReportFile:
@@ -14,6 +15,8 @@ class ReportFile:
         """Return the digest of the file's contents; "" without a file. Raises OSError: it cannot be read."""
         try:
             stat = self.path.stat()
+            if not S_ISREG(stat.st_mode):
+                return ""  # to open a pipe would wait for its writer
             now = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
             if now != self._seen:
                 with self.path.open("rb") as file:

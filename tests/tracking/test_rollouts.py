@@ -1,13 +1,18 @@
 """Laws of rollout tables and the report in trackers: each once, whatever dies, and texts are shown as they are."""
 
+import asyncio
 import json
+import math
 import os
 import signal
+from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.tracking import tables
 from services.tracking.offset import Offset
 from services.tracking.points import Segments
 from services.tracking.tables import LONGEST_TEXT, MOST_ROWS, RolloutLines, table_of
@@ -156,6 +161,120 @@ async def test_what_cannot_be_read_is_passed_over(tensorboard: Tracking, caplog:
     assert await tensorboard.follower.deliver()
     assert steps_of(tensorboard) == [3]
     assert [record.message for record in caplog.records] == ["unreadable rollouts passed over"] * 2
+
+
+DAMAGED: tuple[dict[str, Any], ...] = (
+    {"step": math.inf}, {"step": math.nan}, {"step": 10**400}, {"step": -1}, {"step": 2**63}, {"step": {}}, {"step": "two"},
+    {"version": math.inf}, {"version": 1e300}, {"version": None}, {"version": []},
+    {"completions": math.inf}, {"completions": {"a": 1}}, {"completions": "text"}, {"completions": [[]]},
+    {"prompt": [1]}, {"prompt": [{"role": "user"}]},
+    {"entry": "9" * 4000 + "-0"}, {"entry": "99999999999999999-0"}, {"entry": "\u0661-0"}, {"entry": [1]}, {"entry": "\ud800"},
+)  # fmt: skip
+"""Lines that are passed over."""
+ODD: tuple[dict[str, Any], ...] = (
+    {"reward": math.inf}, {"reward": -(10**400)}, {"reward": "nan"}, {"reward": "0.5"}, {"finish_reason": {"a": "\ud800"}},
+    {"scores": {"a": {"value": math.nan}, "\ud800": {"value": 1e308}}}, {"scores": {"\u0000": {}, "\\u0000": {}}},
+    {"scores": {str(number): {"value": 1.0} for number in range(1000)}}, {"scores": {"s" * 100_000: {"value": 10**400}}},
+    {"tokens": "7"}, {"tokens": 2**63 - 1}, {"versions": list(range(10_000))}, {"text": None}, {"text": {"a": [math.nan]}},
+)  # fmt: skip
+"""Completions whose table can still be shown."""
+
+
+def changed(number: int, **fields: object) -> dict[str, Any]:
+    return {**line(number), **fields}
+
+
+def odd(number: int, fields: Mapping[str, object]) -> dict[str, Any]:
+    made = line(number)
+    return {**made, "completions": [{**completion, **fields} for completion in made["completions"]]}
+
+
+async def test_a_damaged_line_ends_and_delays_nothing_and_every_tracker_takes_the_others(tracking: Tracking) -> None:
+    damaged = [changed(1, **fields) for fields in DAMAGED]
+    damaged += [odd(1, {"tokens": math.inf}), odd(1, {"versions": [math.nan]}), odd(1, {"scores": {"a": 7}})]
+    shown = [odd(number, fields) for number, fields in enumerate(ODD, start=2)]
+    with (tracking.folder / "rollouts.jsonl").open("w") as file:
+        file.writelines(f"{json.dumps(record)}\n" for record in (*damaged, *shown, line(90)))
+    await tracking.put(*range(1, 91))
+    while await tracking.follower.deliver():
+        pass
+    assert tracking.follower.trouble == ""
+    await tracking.client.close(PATIENCE_S)
+    assert steps_of(tracking) == [*range(2, 2 + len(ODD)), 90]
+    assert tracking.shown() == points(*range(1, 91))
+
+
+async def test_a_line_that_is_too_long_is_not_read_into_memory(
+    tensorboard: Tracking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tables, "LONGEST_LINE", 4096)
+    path = tensorboard.folder / "rollouts.jsonl"
+    tensorboard.record(line(1))
+    with path.open("ab") as file:
+        file.write(b"x" * 10_000)
+    await tensorboard.put(1, 2, 3)
+    assert await tensorboard.follower.deliver()
+    assert not await tensorboard.follower.deliver()
+    with path.open("ab") as file:
+        file.write(b"x" * 10_000 + b"\n" + b"y" * 4096 + b"\n" + json.dumps(line(2)).encode() + b"\n")
+    assert await tensorboard.follower.deliver()
+    assert steps_of(tensorboard) == [1, 2]
+    assert [record.message for record in caplog.records] == ["rollouts line too long"] * 2
+
+
+async def test_a_damaged_version_delays_no_later_table(tensorboard: Tracking) -> None:
+    tensorboard.record({**line(1), "version": 10**9}, line(2), line(3))
+    await tensorboard.put(1, 2)
+    assert await tensorboard.follower.deliver()
+    assert steps_of(tensorboard) == [1, 2]
+    assert not await tensorboard.follower.deliver(), "the table of step 3 waits for its report"
+
+
+async def test_a_file_that_was_cut_is_read_on(tensorboard: Tracking) -> None:
+    tensorboard.record(line(1), line(2))
+    with (tensorboard.folder / "rollouts.jsonl").open("ab") as file:
+        file.write(b"damage" * 1000 + b"\n")
+    await tensorboard.put(1, 2, 3)
+    assert await tensorboard.follower.deliver()
+    tensorboard.record(line(3))  # the coordinator starts again, and cuts off what it cannot read
+    assert await tensorboard.follower.deliver()
+    assert steps_of(tensorboard) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "report.html"])
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)], ids=["folder", "pipe", "loop"]
+)
+async def test_a_name_in_the_folder_that_is_no_file_delays_no_step(
+    tensorboard: Tracking, name: str, make: Callable[[Path], None]
+) -> None:
+    make(tensorboard.folder / name)
+    await tensorboard.put(1)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await tensorboard.follower.deliver()
+    assert tensorboard.shown() == points(1)
+
+
+OFFSETS = (
+    b"", b"\xff", b"7", b"{}x", b"[" * 100_000, b'{"after": 7}', b'{"evaluated": null}', b'{"segments": 7}',
+    b'{"after": "end"}', b'{"rollouts": "1"}',
+    b'{"segments": {"points": "many"}}', b'{"segments": {"earlier": [[]]}}', b'{"pending": {"a": 1}}', b'{"rollouts": Infinity}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("contents", OFFSETS, ids=range(len(OFFSETS)))
+async def test_a_damaged_offset_is_reported_and_ends_nothing(tensorboard: Tracking, contents: bytes) -> None:
+    tensorboard.path.parent.mkdir()
+    tensorboard.path.write_bytes(contents)
+    await tensorboard.put(1)
+    follower = tensorboard.follow()
+    assert not await follower.deliver()
+    assert follower.trouble == (
+        f"expected the tracker's offset in {tensorboard.path}, found another file: remove it to copy the run again"
+    )
+    tensorboard.path.unlink()
+    assert await follower.deliver()
+    assert [name for name, _ in tensorboard.events] == ["tracker failed", "tracker works again"]
 
 
 async def test_many_tables_are_delivered_in_their_order(tensorboard: Tracking) -> None:

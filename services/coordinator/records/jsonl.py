@@ -92,7 +92,7 @@ def _parse(line: bytes) -> dict[str, Json] | None:
         return None
     try:
         parsed = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
 
