@@ -6,12 +6,12 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from services.tracking.offset import Offset
-from services.tracking.points import REPORT, Point, results_of
+from services.tracking.points import REPORT, TABLE, Point, Segments, results_of
 from services.tracking.report import ReportFile
 from services.tracking.sink_client import SinkClient, SinkFailure
 from services.tracking.tables import RolloutLines
@@ -36,10 +36,15 @@ T = TypeVar("T")
 Tell = Callable[[str, str], Awaitable[None]]
 
 
+SEPARATE = ("mlflow",)
+"""Sinks that keep tables and the report in another store than metrics: a process and an offset of their own send them."""
+
+
 class Follower:
     """Deliver every step, evaluation and rollout table to one sink exactly once, and each new report.
 
-    Steps and evaluations are read from the bus, tables and the report from ``folder``, the run's.
+    Steps and evaluations are read from the bus, tables and the report from ``folder``, the run's. ``behind``: only
+    tables and the report, and those only once that follower, which then leaves them out, has delivered their steps.
     """
 
     def __init__(
@@ -51,17 +56,24 @@ class Follower:
         tell: Tell,
         again: Backoff = AGAIN,
         every_s: float = 0.0,
+        behind: "Follower | None" = None,
     ) -> None:
-        self.name = name
+        self.name = name if behind is None else f"{name}-artifacts"
         self.trouble = ""
         """Why nothing is delivered now."""
         self._bus = bus
-        self._path = folder / "tracking" / f"{name}.json"
+        self._path = folder / "tracking" / f"{self.name}.json"
+        self._behind = behind
+        self._files_path: Path | None = None
+        if behind is not None:
+            behind._files_path = self._path
         self._sink = sink
         self._tell = tell
         self._again = again
         self._every_s = every_s
         self._offset: Offset | None = None
+        self._delivered: Segments | None = None
+        """The segments after the last batch that was delivered."""
         self._rollouts = RolloutLines(folder / "rollouts.jsonl")
         self._report = ReportFile(folder / "report.html")
         self._failures = 0
@@ -78,21 +90,18 @@ class Follower:
                 await _wait(stop, self._every_s)
             elif self.trouble:
                 await _wait(stop, self._again.wait_s(self._failures))
-            elif self._offset is not None:
+            elif self._behind is not None or self._offset is None:
+                await _wait(stop, _WAIT_S)
+            else:
                 await wait_for_any(self._bus, {streams.STEPS: self._offset.after}, _WAIT_S)
 
-    async def finish(self, within_s: float) -> None:
-        """Deliver what is left, as far as the time allows, and close the sink."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while await self.deliver():
-                    pass
+    async def close(self, within_s: float) -> None:
         await self._sink.close(within_s)
 
     async def deliver(self) -> bool:
         """Deliver one batch; return whether there was one and the sink took it. Nothing is lost if it is cancelled."""
         try:
-            offset = self._offset = self._offset or Offset.read(self._path)
+            offset = self._offset = self._offset or self._load()
             if not offset.pending:
                 ahead = await self._read(copy.deepcopy(offset))
                 if not ahead.pending:
@@ -103,7 +112,7 @@ class Follower:
             state = await self._sink.write(self._deliverable(offset.pending), offset.sink)
             done = dataclasses.replace(offset, pending=[], sink=state)
             done.write(self._path)
-            self._offset = done
+            self._offset, self._delivered = done, copy.deepcopy(done.segments)
         except (SinkFailure, SettingsError, OSError) as error:
             await self._failed(str(error))
             return False
@@ -111,6 +120,19 @@ class Follower:
             self.trouble, self._failures = "", 0
             await self._tell("tracker works again", self.name)
         return True
+
+    def _load(self) -> Offset:
+        """Read the offset. That of an older Penstock may have tables and the report, which become another's."""
+        offset = Offset.read(self._path)
+        if self._files_path is not None:
+            if not self._files_path.exists():
+                files = [point for point in offset.pending if _is_file(point)]
+                Offset(rollouts=offset.rollouts, report=offset.report, pending=files).write(self._files_path)
+            offset.pending = [point for point in offset.pending if not _is_file(point)]
+            offset.rollouts, offset.report = Offset().rollouts, Offset().report
+        if offset.segments.points > 0 and not offset.pending:
+            self._delivered = copy.deepcopy(offset.segments)
+        return offset
 
     async def _failed(self, reason: str) -> None:
         self._failures += 1
@@ -120,6 +142,20 @@ class Follower:
         self.trouble = reason
 
     async def _read(self, offset: Offset) -> Offset:
+        if self._behind is None:
+            more = await self._read_bus(offset)
+        elif self._behind._delivered is None:  # the tracker has no run yet
+            return offset
+        else:
+            more, offset.segments = False, copy.deepcopy(self._behind._delivered)
+        if self._files_path is None:
+            lines = await self._read_rollouts(offset)
+            if not more and lines < _TABLES:
+                await self._read_report(offset)
+        return offset
+
+    async def _read_bus(self, offset: Offset) -> bool:
+        """Add the points of steps and evaluations; return whether there are more."""
         rows = await following(self._bus, streams.STEPS, offset.after, _BATCH)
         for entry, fields in rows:
             offset.after = entry
@@ -134,10 +170,7 @@ class Follower:
                 if int(version) not in offset.evaluated:
                     offset.pending.append(offset.segments.of_evaluation(results_of(raw)))
                     offset.evaluated.append(int(version))
-        lines = await self._read_rollouts(offset)
-        if len(rows) < _BATCH and lines < _TABLES:
-            await self._read_report(offset)
-        return offset
+        return len(rows) == _BATCH
 
     async def _read_rollouts(self, offset: Offset) -> int:
         newest_version = offset.segments.last_version
@@ -172,6 +205,20 @@ class Follower:
         path = self._report.path
         reported = ({**point, REPORT: str(path)} if REPORT in point else point for point in points)
         return [point for point in reported if REPORT not in point or path.is_file()]
+
+
+def _is_file(point: Point) -> bool:
+    return TABLE in point or REPORT in point
+
+
+async def finish(followers: Sequence[Follower], within_s: float) -> None:
+    """Deliver what a sink's followers have left, as far as the time allows, and close them."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            for follower in followers:
+                while await follower.deliver():
+                    pass
+    await asyncio.gather(*(follower.close(within_s) for follower in followers))
 
 
 async def _wait(stop: asyncio.Event, wait_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Run the tracking service: one follower for each sink."""
+"""Run the tracking service: the followers of each sink."""
 
 import asyncio
 import importlib.util
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.tracking.follower import Follower
+from services.tracking.follower import SEPARATE, Follower, finish
 from services.tracking.sink_client import SinkClient
 from services.tracking.sinks.sink import TrackedRun
 from shared.errors import SettingsError
@@ -30,33 +30,32 @@ async def run(settings: Settings, replica: str) -> None:
         async def report(name: str, detail: str) -> None:
             await tell(context.bus, "tracking", name, detail)
 
-        followers = [
-            Follower(
-                name,
-                context.bus,
-                settings.run_folder,
-                SinkClient(name, tracked, _ANSWER_S),
-                report,
-                every_s=_EVERY_S.get(name, 0.0),
-            )
-            for name in settings.tracking.sinks
-        ]
+        def follow(name: str, behind: Follower | None = None) -> Follower:
+            sink, every_s = SinkClient(name, tracked, _ANSWER_S), _EVERY_S.get(name, 0.0)
+            return Follower(name, context.bus, settings.run_folder, sink, report, every_s=every_s, behind=behind)
+
+        sinks = [[follow(name)] for name in settings.tracking.sinks]
+        for of_sink in sinks:
+            if of_sink[0].name in SEPARATE:
+                of_sink.append(follow(of_sink[0].name, behind=of_sink[0]))
+        followers = [follower for of_sink in sinks for follower in of_sink]
         context.status.state = "working"
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_watch(context, followers))
+            watching = tasks.create_task(_watch(context, sinks))
             following = [tasks.create_task(follower.run(context.stop)) for follower in followers]
             await context.stop.wait()
             for task in (watching, *following):
                 task.cancel()
         context.status.state = "stopping"
-        await asyncio.gather(*(follower.finish(_CLOSE_WITHIN_S) for follower in followers))
+        await asyncio.gather(*(finish(of_sink, _CLOSE_WITHIN_S) for of_sink in sinks))
 
 
-async def _watch(context: Context, followers: list[Follower]) -> None:
+async def _watch(context: Context, sinks: list[list[Follower]]) -> None:
+    followers = [follower for of_sink in sinks for follower in of_sink]
     while True:
         troubles = [f"{follower.name}: {follower.trouble}" for follower in followers if follower.trouble]
         context.status.last_error = "; ".join(troubles)
-        context.status.values |= {f"delivered_{follower.name}": float(follower.delivered) for follower in followers}
+        context.status.values |= {f"delivered_{first.name}": float(first.delivered) for first, *_ in sinks}
         await asyncio.sleep(_LOOK_S)
 
 

@@ -1,13 +1,14 @@
 """A follower of one run, and a tracker with its data in the test's folder."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from services.coordinator.records.jsonl import Lines
-from services.tracking.follower import Follower
+from services.tracking.follower import SEPARATE, Follower, finish
 from services.tracking.sink_client import SinkClient, SinkFailure
 from services.tracking.sinks.sink import TrackedRun
 from shared.backoff import Backoff
@@ -30,6 +31,42 @@ def tracker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return name
 
 
+class Both:
+    """The followers of one sink."""
+
+    def __init__(self, followers: Sequence[Follower]) -> None:
+        self.followers = followers
+
+    @property
+    def trouble(self) -> str:
+        return next((follower.trouble for follower in self.followers if follower.trouble), "")
+
+    @property
+    def delivered(self) -> int:
+        return self.followers[0].delivered
+
+    async def deliver(self) -> bool:
+        """Return whether one of them delivered a batch."""
+        return any([await follower.deliver() for follower in self.followers])
+
+    async def run(self, stop: asyncio.Event) -> None:
+        await asyncio.gather(*(follower.run(stop) for follower in self.followers))
+
+    async def finish(self, within_s: float) -> None:
+        await finish(self.followers, within_s)
+
+
+Write: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
+
+
+def unanswered(write: Write) -> Write:
+    async def write_only(points: Sequence[Any], state: Mapping[str, Any]) -> dict[str, Any]:
+        await write(points, state)
+        raise SinkFailure("killed")
+
+    return write_only
+
+
 class Tracking:
     """Followers of one run, one after the other."""
 
@@ -42,34 +79,49 @@ class Tracking:
 
     def connect(self, timeout_s: float = PATIENCE_S) -> SinkClient:
         run = TrackedRun("run", "penstock", self.folder, {"trainer.learning_rate": "0.1"})
-        self.client = SinkClient(self.name, run, timeout_s)
+        self.client, self.files = SinkClient(self.name, run, timeout_s), SinkClient(self.name, run, timeout_s)
         return self.client
 
-    def follow(self) -> Follower:
+    def follow(self) -> "Both":
         async def tell(name: str, detail: str) -> None:
             self.events.append((name, detail))
 
-        self.follower = Follower(self.name, self.bus, self.folder, self.client, tell, Backoff(0.01, longest_s=0.05))
+        again = Backoff(0.01, longest_s=0.05)
+        followers = [Follower(self.name, self.bus, self.folder, self.client, tell, again)]
+        if self.name in SEPARATE:
+            files = Follower(self.name, self.bus, self.folder, self.files, tell, again, behind=followers[0])
+            followers.append(files)
+        self.follower = Both(followers)
         return self.follower
 
-    async def restart(self) -> Follower:
-        """Begin again as after a kill -9: what is left is the offset file and what the tracker has."""
+    async def kill(self) -> None:
         await self.client.kill()
+        await self.files.kill()
+
+    async def close(self) -> None:
+        await self.client.close(PATIENCE_S)
+        await self.files.close(PATIENCE_S)
+
+    async def restart(self) -> "Both":
+        """Begin again as after a kill -9: what is left is the offset files and what the tracker has."""
+        await self.kill()
         self.connect()
         return self.follow()
 
-    async def killed_after_the_write(self) -> Follower:
-        """Let the sink write a batch, kill its process and the follower before the answer, and begin again."""
-        write = self.client.write
-
-        async def unanswered(points: Sequence[Any], state: Mapping[str, Any]) -> dict[str, Any]:
-            await write(points, state)
-            raise SinkFailure("killed")
-
-        self.client.write = unanswered  # type: ignore[method-assign]
-        assert not await self.follower.deliver()
-        assert self.follower.trouble == "killed", "the sink wrote the batch"
-        return await self.restart()
+    async def killed_after_the_write(self) -> "Both":
+        """Let the sink write a batch, kill its process and the follower before the answer, and begin again; the same
+        where tables and the report are sent by a follower of their own.
+        """
+        troubles = []
+        for first in range(len(self.follower.followers)):
+            for client in (self.client, self.files)[first:]:
+                client.write = unanswered(client.write)  # type: ignore[assignment, method-assign]
+            await self.follower.deliver()
+            troubles += [follower.trouble for follower in self.follower.followers[first:]]
+            await self.restart()
+        assert "killed" in troubles, "the sink wrote the batch"
+        assert set(troubles) <= {"", "killed"}
+        return self.follower
 
     async def put(self, *steps: int) -> None:
         for step in steps:
@@ -91,14 +143,14 @@ class Tracking:
 async def tracking(bus: Bus, tmp_path: Path, tracker: str) -> AsyncIterator[Tracking]:
     made = Tracking(bus, tmp_path, tracker)
     yield made
-    await made.client.close(PATIENCE_S)
+    await made.close()
 
 
 @pytest.fixture
 async def tensorboard(bus: Bus, tmp_path: Path) -> AsyncIterator[Tracking]:
     made = Tracking(bus, tmp_path, "tensorboard")
     yield made
-    await made.client.kill()
+    await made.kill()
 
 
 def points(*steps: int) -> list[tuple[int, Any]]:

@@ -16,9 +16,12 @@ from services.tracking import tables
 from services.tracking.offset import Offset
 from services.tracking.points import Segments
 from services.tracking.tables import LONGEST_TEXT, MOST_ROWS, RolloutLines, table_of
+from shared.bus import streams
+from shared.bus.bus import Bus
 from tests.conftest import PATIENCE_S
+from tests.support.coordinator_players import report
 from tests.support.trackers import REPORTS, TABLES, mlflow_run, text_tensors
-from tests.tracking.conftest import Tracking, line, points
+from tests.tracking.conftest import Tracking, line, points, unanswered
 
 HOSTILE = (
     "<script>alert(1)</script><img src=http://x/y>\x00\x1b[2J\u202e",
@@ -46,7 +49,7 @@ async def test_a_table_that_was_written_but_not_acknowledged_is_in_the_tracker_o
     await tracking.put(4)
     assert await follower.deliver()
     assert not await (await tracking.restart()).deliver(), "nothing is repeated"
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     tables = TABLES[tracking.name](tracking.folder, "run")
     assert [(step, len(rows)) for step, _, rows in tables] == [(1, 2), (2, len(HOSTILE)), (3, 2), (4, 2)]
     assert tracking.shown() == points(1, 2, 3, 4)
@@ -57,7 +60,7 @@ async def test_a_table_has_a_row_for_each_completion_with_its_text_whatever_it_i
     tracking.record(line(2, texts=texts))
     await tracking.put(2)
     assert await tracking.follower.deliver()
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     ((step, columns, rows),) = TABLES[tracking.name](tracking.folder, "run")
     assert step == 2
     assert columns == [
@@ -83,7 +86,7 @@ async def test_a_table_is_in_the_segment_of_its_step(tracking: Tracking) -> None
     tracking.record(line(3, 3), line(2, 4), line(3, 5))
     follower = await tracking.killed_after_the_write()
     assert await follower.deliver()
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     assert steps_of(tracking) == [2, 3]
     assert steps_of(tracking, "run-segment-1") == [2, 3]
     assert tracking.shown() == points(1, 2, 3)
@@ -101,7 +104,7 @@ async def test_each_new_report_is_in_the_tracker_once(tracking: Tracking) -> Non
     path.write_text("<p>second</p>")
     assert await follower.deliver()
     assert not await (await tracking.restart()).deliver()
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     both = {"tensorboard": [], "mlflow": [b"<p>second</p>"]}.get(tracking.name, [b"<p>first</p>", b"<p>second</p>"])
     assert sorted(REPORTS[tracking.name](tracking.folder, "run")) == both
     assert tracking.shown() == points(1)
@@ -115,7 +118,7 @@ async def test_a_report_that_was_removed_delays_nothing(tracking: Tracking) -> N
     assert await follower.deliver()
     await tracking.put(2)
     assert await follower.deliver()
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     assert tracking.shown() == points(1, 2)
 
 
@@ -199,7 +202,7 @@ async def test_a_damaged_line_ends_and_delays_nothing_and_every_tracker_takes_th
     while await tracking.follower.deliver():
         pass
     assert tracking.follower.trouble == ""
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     assert steps_of(tracking) == [*range(2, 2 + len(ODD)), 90]
     assert tracking.shown() == points(*range(1, 91))
 
@@ -310,6 +313,61 @@ def test_a_table_of_an_earlier_segment_has_an_index_of_its_own() -> None:
     segments = Segments(segment=1, last_step=3, points=5, last_version=9, first_version=7, earlier=[[0, 6]])
     made = [segments.of_rollout(line(3, version)) for version in (6, 7, 5)]
     assert [(point["segment"], point["index"]) for point in made] == [(0, 6), (1, 5), (0, 7)]
+
+
+async def _mlflow(bus: Bus, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tracking:
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Tracking(bus, folder, "mlflow")
+
+
+async def test_steps_do_not_wait_for_an_artifact_store_that_fails_and_tables_are_sent_once_it_is_back(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = await _mlflow(bus, tmp_path, monkeypatch)
+    (tmp_path / "mlflow").write_text("a file where the artifact store should be")
+    tracking.record(*map(line, range(1, 21)))
+    (tmp_path / "report.html").write_text("<p>first</p>")
+    for step in (1, 2, 3):
+        await tracking.put(step)
+        assert await tracking.follower.deliver(), "the step is sent"
+    assert tracking.shown() == points(1, 2, 3)
+    assert "Error" in tracking.follower.trouble
+    assert [(name, detail.split(":")[0]) for name, detail in tracking.events] == [
+        ("tracker failed", "mlflow-artifacts")
+    ]
+    await tracking.put(*range(4, 21))
+    assert await (await tracking.restart()).deliver()
+    assert tracking.shown() == points(*range(1, 21)), "also after a restart, with tables that wait"
+    (tmp_path / "mlflow").unlink()
+    tracking.files.write = unanswered(tracking.files.write)  # type: ignore[assignment, method-assign]
+    await tracking.follower.deliver()
+    await tracking.restart()
+    while await tracking.follower.deliver():
+        pass
+    await tracking.close()
+    assert tracking.follower.trouble == ""
+    assert steps_of(tracking) == list(range(1, 21))
+    assert REPORTS["mlflow"](tmp_path, "run") == [b"<p>first</p>"]
+    assert tracking.shown() == points(*range(1, 21))
+
+
+async def test_tables_that_an_older_penstock_was_sending_with_the_steps_are_sent(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking, segments = await _mlflow(bus, tmp_path, monkeypatch), Segments()
+    tracking.record(line(1), line(2), line(3))
+    await tracking.put(1, 2, 3)
+    entries = [entry.decode() for entry, _ in await bus.ask("XRANGE", streams.STEPS, "-", "+")]
+    pending = [segments.of_step(report(2, 2)), segments.of_rollout(line(2))]
+    Offset(entries[1], [], segments, "2000-1", "", pending).write(tracking.path)
+    while await tracking.follower.deliver():
+        pass
+    await tracking.close()
+    assert steps_of(tracking) == [2, 3], "the first was delivered before"
+    assert tracking.shown() == points(2, 3)
+    assert not await (await tracking.restart()).deliver()
+    await tracking.close()
 
 
 class _Texts(HTMLParser):

@@ -46,14 +46,14 @@ async def test_a_step_that_was_written_but_not_acknowledged_is_in_the_tracker_on
     assert await follower.deliver()
     await tracking.put(5)
     assert await follower.deliver()
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     assert tracking.shown() == points(1, 2, 3, 4, 5)
 
 
 async def test_a_rollback_begins_a_segment_of_its_own(tracking: Tracking) -> None:
     await tracking.put(1, 2, 3, 2, 3, 4)
     assert await tracking.follower.deliver()
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     assert tracking.shown() == points(1, 2, 3)
     assert tracking.shown("run-segment-1") == points(2, 3, 4)
 
@@ -63,7 +63,7 @@ async def test_an_evaluation_is_in_the_tracker_once(tracking: Tracking) -> None:
     await tracking.bus.write(EVALUATIONS, "HSET", "0", json.dumps([EVALUATION]))
     assert await tracking.follower.deliver()
     assert not await (await tracking.restart()).deliver()
-    await tracking.client.close(PATIENCE_S)
+    await tracking.close()
     read = READERS[tracking.name]
     assert read(tracking.folder, "run", "eval/heldout/accuracy") == [(0, 0.5)]
     assert read(tracking.folder, "run", "eval/heldout/pass_at_2") == [(0, 0.75)]
