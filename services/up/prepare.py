@@ -6,6 +6,7 @@ Errors are one sentence, before any process starts.
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from shared.errors import BusUnavailable, SettingsError
 from shared.files.durable import write_whole
 from shared.files.secret_file import make_secret, read_secret
 from shared.model.context import check_context, read_config
-from shared.model.model_source import check_model, check_source
+from shared.model.model_source import check_complete, check_tokenizer
 from shared.process.service import own_host
 from shared.settings import SETTINGS_FILE, Settings, dump, load, sources
 from shared.settings.rewards.models import ModelScorer
@@ -34,6 +35,8 @@ from shared.text.redaction import HIDDEN, redact
 
 EMBEDDED = "embedded"
 _BUS_CHECK_S = 6.0
+_LONGEST_LOOK = 1 << 20
+"""Bytes of a data file's line that are looked at."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,17 +220,19 @@ def _check(settings: Settings) -> None:
                 f"expected {name} = 1 with `penstock up`, which starts one host, found {nodes}: "
                 "start the services by themselves on each host (docs/kubernetes.md), or change it"
             )
-    check_model("policy.model", settings.policy.model)
+    check_complete("policy.model", settings.policy.model)
     limit, new = settings.rollout.vllm.max_model_len, settings.sampling.max_new_tokens
     check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
     check_gpus(settings, visible_gpus())
-    if settings.policy.tokenizer:
-        check_source("policy.tokenizer", settings.policy.tokenizer, ("tokenizer_config.json",))
+    check_tokenizer(*settings.policy.tokenizer_source, for_messages=_has_messages(settings))
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
-        check_model("algorithm.critic.model", settings.algorithm.critic.model)
+        check_complete("algorithm.critic.model", settings.algorithm.critic.model)
     for scorer in settings.reward.scorers:
         if isinstance(scorer, ModelScorer):
-            check_model(scorer.model_setting, scorer.model)
+            check_complete(scorer.model_setting, scorer.model)
+    for teacher in settings.reward.teachers:
+        if not teacher.url:
+            check_complete(teacher.setting, teacher.model)
     for source in settings.data.sources:
         _check_data(source, "data.path")
     for held_out in settings.evaluation.held_out:
@@ -237,6 +242,24 @@ def _check(settings: Settings) -> None:
         _check_port(own_host(settings), port, setting)
     if settings.bus.url != EMBEDDED:
         asyncio.run(_check_bus(settings.bus.url))
+
+
+def _has_messages(settings: Settings) -> bool:
+    """Return whether prompts are chat messages, as far as the first lines show it."""
+    sources = [*settings.data.sources, *(held_out.path for held_out in settings.evaluation.held_out)]
+    return bool(settings.data.system) or any(_begins_with_messages(Path(path), settings) for path in sources)
+
+
+def _begins_with_messages(path: Path, settings: Settings) -> bool:
+    if path.suffix != ".jsonl" or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            row = json.loads(next(filter(bytes.strip, iter(lambda: file.readline(_LONGEST_LOOK), b""))))
+    except (OSError, ValueError, StopIteration, RecursionError):  # told by the checks of the data
+        return False
+    prompt = row.get(settings.data.prompt_field, row.get("messages")) if isinstance(row, dict) else None
+    return isinstance(prompt, list)
 
 
 def _check_data(source: str, setting: str) -> None:

@@ -42,7 +42,14 @@ def check_context(config: Mapping[str, Any], limit: int, max_new_tokens: int, mo
 
 
 def read_config(model: str) -> Mapping[str, Any]:
-    """Empty for a hub name."""
+    """Empty for a hub name. Raises SettingsError: the file is damaged."""
     file = Path(model) / "config.json"
-    config: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"could not read {file} ({error}): copy it again, or change the setting of that model"
+        ) from error
+    if not isinstance(config, dict):
+        raise SettingsError(f"expected a JSON object in {file}, found another value: change the setting of that model")
     return config

@@ -3,13 +3,23 @@
 Model libraries would retry for most of a minute, or read pickled weights (``.bin``).
 """
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shared.errors import SettingsError
 
 _HUB_TIMEOUT_S = 5.0
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.vocab", "*.tiktoken", "tekken.json", "*.bpe")
+_WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*", "tekken.json")
+_LONGEST_HEADER = 100_000_000
+"""Bytes of a safetensors header, as its library accepts them."""
+_NAMED = 3
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -32,11 +42,109 @@ def check_source(setting: str, source: str, needed: tuple[str, ...]) -> None:
     folder = Path(source)
     if folder.is_dir():
         if not any((folder / name).is_file() for name in needed):
-            raise SettingsError(f"the folder {source!r} has no {needed[0]}: change {setting}")
+            files = needed[0] if len(needed) == 1 else f"tokenizer ({', '.join(needed[:-1])} or {needed[-1]})"
+            raise SettingsError(f"the folder {source!r} has no {files}: change {setting}")
     elif (folder.parent.is_dir() and "/" in source) or _HUB_NAME.fullmatch(source) is None or source.startswith("."):
         raise SettingsError(f"no folder in Hugging Face form at {source!r}: change {setting}")
     else:
         _check_hub(setting, source, needed)
+
+
+def check_complete(setting: str, source: str) -> None:
+    """Raise SettingsError as :func:`check_model`, or if a folder's config.json or weights are damaged or incomplete.
+
+    Of the weights, the headers and sizes of their files are read.
+    """
+    check_model(setting, source)
+    folder = Path(source)
+    if folder.is_dir():
+        _read_object(folder / "config.json", setting)
+        for name in _weight_files(folder, setting):
+            _check_safetensors(folder / name, setting)
+
+
+def check_tokenizer(setting: str, source: str, *, for_messages: bool) -> None:
+    """Raise SettingsError if a folder has no tokenizer, a damaged one, or, ``for_messages``, one without chat template."""
+    check_source(setting, source, TOKENIZER_FILES)
+    folder = Path(source)
+    if not folder.is_dir():
+        return
+    own, fast = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    config = _read_object(own, setting) if own.is_file() else {}
+    if fast.is_file():
+        _read_object(fast, setting)
+    if "auto_map" in config:  # the code of the folder may need other files
+        return
+    if config.get("tokenizer_class") not in _WITHOUT_VOCABULARY and not _has(folder, _VOCABULARIES):
+        raise SettingsError(
+            f"the folder {source!r} has a tokenizer_config.json and no vocabulary (tokenizer.json, tokenizer.model, "
+            f"vocab.json or vocab.txt): copy the whole tokenizer, or change {setting}"
+        )
+    if for_messages and not config.get("chat_template") and not _has(folder, _TEMPLATES):
+        raise SettingsError(
+            f"the tokenizer in {source!r} has no chat template (chat_template.jinja, or chat_template in "
+            f"tokenizer_config.json), which chat messages need: change {setting}, or give texts in data.prompt_field "
+            "and no data.system"
+        )
+
+
+def _has(folder: Path, patterns: Sequence[str]) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
+def _weight_files(folder: Path, setting: str) -> Sequence[str]:
+    single, index = (folder / name for name in _SAFETENSORS)
+    if single.is_file():
+        return [single.name]
+    if not index.is_file():
+        raise SettingsError(
+            f"the folder {str(folder)!r} has no weights ({' or '.join(_SAFETENSORS)}): change {setting}"
+        )
+    shards = _read_object(index, setting).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        raise _damaged(index, "no weight_map", setting)
+    names = sorted(set(shards.values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise SettingsError(
+            f"the folder {str(folder)!r} has no {', '.join(missing[:_NAMED])}{more}, which its {index.name} names: "
+            f"copy the whole model, or change {setting}"
+        )
+    return names
+
+
+def _check_safetensors(path: Path, setting: str) -> None:
+    """Raise SettingsError unless a file is as long as its header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header: Any = json.loads(file.read(min(header_bytes, _LONGEST_HEADER)))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        needed = 8 + header_bytes + max((int(entry["data_offsets"][1]) for entry in tensors), default=0)
+    except OSError as error:
+        raise SettingsError(f"could not read {path} ({error.strerror or error}): change {setting}") from error
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise _damaged(path, "no header of safetensors", setting) from error
+    if size != needed:
+        raise _damaged(path, f"{size} bytes, expected {needed}", setting)
+
+
+def _read_object(path: Path, setting: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SettingsError(f"could not read {path} ({error.strerror or error}): change {setting}") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, "no JSON", setting) from error
+    if not isinstance(fields, dict):
+        raise _damaged(path, "no JSON object", setting)
+    return fields
+
+
+def _damaged(path: Path, found: str, setting: str) -> SettingsError:
+    return SettingsError(f"{path} is damaged or cut off ({found}): copy it again, or change {setting}")
 
 
 def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from shared.bus.messages import Int32Array, Prompt
 from shared.errors import PermanentError, SettingsError
-from shared.model.model_source import check_source
+from shared.model.model_source import check_tokenizer
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 config.json fields (KeyError, TypeError), shapes (RuntimeError), or a missing package (ImportError).
 """
 _RECENT_PROMPTS = 64
-_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer(Protocol):
@@ -47,8 +46,8 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
-    setting, source = ("policy.tokenizer", policy.tokenizer) if policy.tokenizer else ("policy.model", policy.model)
-    check_source(setting, source, _TOKENIZER_FILES)
+    setting, source = policy.tokenizer_source
+    check_tokenizer(setting, source, for_messages=False)
     with importing():
         from transformers import AutoTokenizer
 

@@ -36,6 +36,11 @@ class PolicySettings(Section):
     lora: LoraSettings = Field(default=LoraSettings())
     """Low-rank adapters."""
 
+    @property
+    def tokenizer_source(self) -> tuple[str, str]:
+        """The setting that names the tokenizer, and its folder or hub name."""
+        return ("policy.tokenizer", self.tokenizer) if self.tokenizer else ("policy.model", self.model)
+
 
 class WeightsSettings(Section):
     """How policy versions reach the replicas."""

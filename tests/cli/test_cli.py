@@ -19,6 +19,7 @@ from services.cli.__main__ import main
 from services.client.views import RunView
 from services.up.display import view
 from services.up.prepare import prepare
+from tests.support.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -284,8 +285,7 @@ def test_a_run_is_one_line_in_a_log() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    write_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "a-file").write_text("")

@@ -19,6 +19,7 @@ from shared.files.durable import LEAST_BYTES, UpdatedFile, write_whole
 from shared.process.telemetry import tell
 from tests.conftest import until
 from tests.support.disks import Disk, small_disk
+from tests.support.model_folders import write_model
 
 
 @pytest.fixture
@@ -104,8 +105,7 @@ async def test_a_version_is_not_published_before_its_number_is_noted(disk: Disk)
 def test_a_start_that_finds_no_room_is_a_sentence_with_the_setting(
     disk: Disk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    write_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     config = tmp_path / "run.toml"
     config.write_text(f'policy.model = "{tmp_path / "model"}"\ndata.path = "{tmp_path / "train.jsonl"}"\n')

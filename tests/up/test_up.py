@@ -22,6 +22,7 @@ from services.up.process import Restarts, how
 from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
 from tests.support.disks import small_disk
+from tests.support.model_folders import write_model
 
 RESTARTS = Restarts(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
 
@@ -111,10 +112,7 @@ class Up:
         self.scripts = folder / "scripts"
         self.scripts.mkdir()
         (folder / "driver.py").write_text(DRIVER)
-        model = folder / "a model"
-        model.mkdir()
-        (model / "config.json").write_text("{}")
-        (model / "model.safetensors").write_bytes(b"x" * 100)
+        model = write_model(folder / "a model")
         (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
         (folder / "run.toml").write_text(
             textwrap.dedent(f"""

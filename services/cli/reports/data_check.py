@@ -17,6 +17,7 @@ from services.up.display import console
 from shared.bus.messages import Sampling
 from shared.errors import PermanentError
 from shared.model.context import own_context, read_config
+from shared.model.model_source import check_tokenizer
 from shared.model.tokenizer import Tokenizer, TokenizerCodec, open_tokenizer
 from shared.settings import Settings
 from shared.text.terminal import escaped_line
@@ -47,6 +48,7 @@ class _Limits:
 def check(settings: Settings, shown: int) -> bool:
     """Print the report; return whether every measured prompt can be generated. Raises SettingsError."""
     logging.getLogger("services").addHandler(logging.NullHandler())  # the report names the bad rows
+    check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
     context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
