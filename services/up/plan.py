@@ -19,6 +19,8 @@ STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator"
 """Upstream first, to hand over work; the bus last, because services return entries to it."""
 STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator", "tracking"), ("valkey", "prometheus"))
 """After the end there is no work to hand over."""
+STOP_ORDER_FULL = (("rollout", "reward", "trainer", "coordinator", "tracking"), ("executor",), ("valkey", "prometheus"))
+"""While the bus refuses writes, no work can be handed over: all wait for it at the same time."""
 VALKEY = "valkey"
 EXECUTOR = "executor"
 TRACKING = "tracking"

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from services.up import process_tree
-from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, VALKEY, ProcessPlan
+from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, STOP_ORDER_FULL, VALKEY, ProcessPlan
 from services.up.process import Child, ChildState, ProcessFailure, Restarts, Surroundings
 from shared.bus.client import connection
 from shared.errors import BusUnavailable, SettingsError
-from shared.files.durable import UpdatedFile
+from shared.files.durable import LEAST_BYTES, UpdatedFile, free_bytes
 from shared.text.redaction import redact
 
 _BUS_START_S = 30.0
@@ -89,17 +89,41 @@ class Supervisor:
         return self._ending
 
     async def _stop_in_order(self, runs: dict[Child, asyncio.Task[None]]) -> None:
-        ended = self._ending is not None and self._ending.code == 0
-        for services in STOP_ORDER_ENDED if ended else STOP_ORDER:
+        for services in self._stop_order():
             stage = [child for child in runs if child.plan.service in services]
             for child in stage:
                 child.stop()
             since_s = time.monotonic()
-            await asyncio.gather(*(runs[child] for child in stage))
+            waiting = asyncio.gather(*(runs[child] for child in stage))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WORTH_TELLING_S):
+                    await asyncio.shield(waiting)
+            if not waiting.done():
+                self._tell_what_is_waited_for([child for child in stage if not runs[child].done()])
+            await waiting
             if time.monotonic() - since_s > _WORTH_TELLING_S:
                 self._tell(
                     f"{', '.join(child.plan.name for child in stage)}: stopped after {time.monotonic() - since_s:.0f} s"
                 )
+
+    def _stop_order(self) -> Sequence[Sequence[str]]:
+        if self._ending is not None and self._ending.code == 0:
+            return STOP_ORDER_ENDED
+        own_bus = any(child.plan.service == VALKEY for child in self.children)
+        if not own_bus or free_bytes(self._run_folder) >= LEAST_BYTES:
+            return STOP_ORDER
+        self._tell(
+            f"the disk of {self._run_folder} is full, so that the bus takes no work back and no checkpoint can be "
+            "written: all processes stop at the same time, and the resumed run does their work again"
+        )
+        return STOP_ORDER_FULL
+
+    def _tell_what_is_waited_for(self, children: Sequence[Child]) -> None:
+        longest_s = max(child.plan.stop_s for child in children)
+        self._tell(
+            f"waiting up to {longest_s:.0f} s for {', '.join(child.plan.name for child in children)} to finish work or "
+            "give it back (bus.drain_s)"
+        )
 
     async def _bus_answers(self, child: Child) -> bool:
         try:

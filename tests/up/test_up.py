@@ -1,5 +1,6 @@
 """`penstock up` with a real Valkey; services are tiny scripts."""
 
+import asyncio
 import json
 import os
 import signal
@@ -249,6 +250,57 @@ async def test_a_full_disk_ends_nothing_and_the_table_is_written_when_there_is_r
     for said in ("cannot write up.json in ", "up.json is written again"):
         assert said in output
     assert "Traceback" not in output
+
+
+TOGETHER = """
+import pathlib, signal, sys, time
+told = []
+script = pathlib.Path(sys.argv[0])
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+script.with_suffix(".heeds").touch()
+while not told:
+    time.sleep(0.05)
+script.with_suffix(".told").touch()
+while len(list(script.parent.glob("*.told"))) < len(list(script.parent.glob("*.py"))):
+    time.sleep(0.05)
+script.with_suffix(".ended").touch()
+"""
+"""A process that ends once all were asked to end."""
+
+
+async def test_on_a_full_disk_no_process_waits_until_another_has_given_up_its_work(up: Up) -> None:
+    names = ["coordinator-0", "reward-0", "rollout-0", "tracking-0", "trainer-0"]
+    for name in names:
+        up.script(name, TOGETHER)
+    with small_disk(up.folder / "runs", 8192) as disk:
+        if not disk.mounted:
+            pytest.skip("this process may not mount a small disk")
+        up.start()
+        await until(lambda: len(list(up.scripts.glob("*.heeds"))) == len(names))
+        with disk.full():
+            up.signal(signal.SIGTERM)
+            code, output = up.wait()
+    assert code == 143
+    assert sorted(path.stem for path in up.scripts.glob("*.ended")) == names
+    assert f"the disk of {up.run_folder} is full, so that the bus takes no work back" in output
+
+
+async def test_the_console_says_which_process_a_stop_waits_for(up: Up) -> None:
+    slow = PATIENT.replace("def stop(*_):", "def stop(*_):\n    pathlib.Path(sys.argv[0]).with_suffix('.told').touch()\n    "
+        "while not pathlib.Path(sys.argv[0]).with_suffix('.may').exists(): time.sleep(0.05)")  # fmt: skip
+    up.script("coordinator-0", COORDINATOR)
+    up.script("rollout-0", slow)
+    up.start()
+    await until(lambda: (up.run_folder / "rollout-0.heeds").exists())
+    up.signal(signal.SIGTERM)
+    assert up.process is not None
+    assert up.process.stdout is not None
+    lines = iter(up.process.stdout.readline, "")
+    said = await asyncio.to_thread(lambda: next(line for line in lines if "waiting up to" in line))
+    assert "waiting up to 180 s for rollout-0 to finish work or give it back (bus.drain_s)" in said
+    (up.scripts / "rollout-0.may").touch()
+    code, _ = up.wait()
+    assert code == 143
 
 
 def _runs(process: psutil.Process, script: str) -> bool:
