@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.group_filter import try_filter
+from services.trainer.algorithm.group_filter import FilterError, try_filter
 from services.trainer.algorithm.user_function import load
 from shared.bus.messages import Float32Array
 from shared.errors import SettingsError
@@ -51,8 +51,9 @@ def check(algorithm: AlgorithmSettings) -> None:
             if ":" in name:
                 trial(name)
         except Exception as error:
+            reason = str(error) if isinstance(error, FilterError) else f"{type(error).__name__}: {error}"
             raise SettingsError(
-                f"algorithm.{setting}: {name} failed in a trial ({type(error).__name__}: {error}): it must be importable where the "
+                f"algorithm.{setting}: {name} failed in a trial ({reason}): it must be importable where the "
                 "trainer runs and take what docs/algorithms.md lists; correct it, or change the setting"
             ) from error
 

@@ -3,32 +3,103 @@
 ::
 
     def mine(*, rewards, lengths, **others) -> bool:     # whether the group is trained
+
+It is called in a process of its own, ``python -m services.trainer.algorithm.group_filter PARENT``, so that one that ends
+its process costs the group that it was asked for, and not the trainer::
+
+    standard input   8 bytes of length, then the pickled name and arguments, for each group
+    standard output  {"kept": true} or {"error": "KeyError: 'a'"} for each
 """
 
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from services.trainer.algorithm.user_function import load
 from shared.bus.messages import Experience, FinishReason, Float32Array, Sample
 from shared.errors import MessageError
+from shared.process.parent import die_with
 
 _TRIAL_LENGTHS = (3, 1, 2)
+_LENGTH_BYTES = 8
+_LONGEST_ERROR = 500
 
 
-def is_kept(name: str, experience: Experience) -> bool:
-    """Return whether the function ``name`` keeps ``experience``. Raises MessageError: it failed."""
-    try:
-        return _ask(name, experience.rewards, experience.group.samples)
-    except Exception as error:
-        raise MessageError(
-            f"algorithm.filter: {name} failed for {experience.group.prompt.problem} ({type(error).__name__}: {error}): correct the "
-            "function, or change algorithm.filter"
-        ) from error
+class FilterError(Exception):
+    """The function raised an error, returned something else than a bool, or ended its process."""
+
+
+class Filter:
+    """The function ``name`` in a process of its own, which starts with the first group and again after its end."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._process: subprocess.Popen[bytes] | None = None
+        self._one = threading.Lock()
+
+    def __enter__(self) -> "Filter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def keeps(self, experience: Experience) -> bool:
+        """Return whether the function keeps ``experience``. Raises MessageError: it failed."""
+        try:
+            return self.ask(experience.rewards, experience.group.samples)
+        except FilterError as error:
+            raise MessageError(
+                f"algorithm.filter: {self.name} failed for {experience.group.prompt.problem} ({error}): correct the "
+                "function, or change algorithm.filter"
+            ) from error
+
+    def ask(self, rewards_S: Float32Array, samples: Sequence[Sample]) -> bool:
+        """Return what the function returns for a group. Raises FilterError."""
+        question = pickle.dumps((self.name, _arguments(rewards_S, samples)))
+        with self._one:
+            answer = self._asked(question)
+        if "error" in answer:
+            raise FilterError(answer["error"])
+        return bool(answer["kept"])
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _asked(self, question: bytes) -> dict[str, Any]:
+        if self._process is None:
+            command = [sys.executable, "-m", __name__, str(os.getpid())]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(len(question).to_bytes(_LENGTH_BYTES, "little") + question)
+            self._process.stdin.flush()
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            code = self._process.wait()
+            self.close()
+            return {
+                "error": f"it ended its process by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+            }
+        return answer
 
 
 def try_filter(name: str) -> None:
-    """Call the function ``name`` once; raises what is wrong with it."""
+    """Call the function ``name`` once; raises FilterError."""
     samples = [
         Sample(
             token_ids=np.arange(length, dtype=np.int32),
@@ -39,19 +110,44 @@ def try_filter(name: str) -> None:
         )
         for length in _TRIAL_LENGTHS
     ]
-    _ask(name, np.linspace(0.0, 1.0, len(samples), dtype=np.float32), samples)
+    with Filter(name) as tried:
+        tried.ask(np.linspace(0.0, 1.0, len(samples), dtype=np.float32), samples)
 
 
-def _ask(name: str, rewards_S: Float32Array, samples: Sequence[Sample]) -> bool:
-    """Return what the function ``name`` returns for a group. Raises TypeError for no bool, and what it raises."""
-    kept = load(name)(
-        rewards=rewards_S.copy(),
-        lengths=np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
-        truncated=np.array([sample.finish_reason is FinishReason.LENGTH for sample in samples]),
-        token_ids=np.concatenate([sample.token_ids for sample in samples]),
-        behavior_logprobs=np.concatenate([sample.behavior_logprobs for sample in samples]),
-        texts=[sample.text for sample in samples],
-    )
+def _arguments(rewards_S: Float32Array, samples: Sequence[Sample]) -> dict[str, Any]:
+    return {
+        "rewards": rewards_S.copy(),
+        "lengths": np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
+        "truncated": np.array([sample.finish_reason is FinishReason.LENGTH for sample in samples]),
+        "token_ids": np.concatenate([sample.token_ids for sample in samples]),
+        "behavior_logprobs": np.concatenate([sample.behavior_logprobs for sample in samples]),
+        "texts": [sample.text for sample in samples],
+    }
+
+
+def _serve() -> None:
+    """Answer until standard input ends. What the function prints goes to standard error."""
+    questions, output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.dup2(2, 1)
+    while length := questions.read(_LENGTH_BYTES):
+        name, arguments = pickle.loads(questions.read(int.from_bytes(length, "little")))  # noqa: S301 (of the trainer)
+        try:
+            answer: dict[str, Any] = {"kept": _called(name, arguments)}
+        except Exception as error:  # noqa: BLE001 (the edge: whatever the function raises)
+            answer = {"error": f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]}
+        print(json.dumps(answer), file=output, flush=True)
+
+
+def _called(name: str, arguments: dict[str, Any]) -> bool:
+    kept = load(name)(**arguments)
     if not isinstance(kept, bool | np.bool_):
         raise TypeError(f"expected True or False, found {type(kept).__name__}")
     return bool(kept)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if die_with(int(sys.argv[1]), signal.SIGKILL):
+        _serve()

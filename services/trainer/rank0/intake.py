@@ -34,7 +34,7 @@ from collections import Counter
 import numpy as np
 
 from services.trainer.algorithm.advantages import has_signal, shaped_rewards
-from services.trainer.algorithm.group_filter import is_kept
+from services.trainer.algorithm.group_filter import Filter
 from services.trainer.batch.staleness import Granularity, find_contexts, is_fenced
 from services.trainer.metrics import LEFT
 from shared.bus.assembly import part_of_group
@@ -91,6 +91,7 @@ class Intake:
         self._tried: Taken | None = None
         self._retaken = asyncio.Event()
         self._useless = 0  # groups dropped without signal since the last batch
+        self._filter: Filter | None = None
         self._filtered = 0  # groups that the user's filter did not keep since then
         self._without_signal: list[tuple[GroupId, str, float]] = []
         self._full_at_s: float | None = None  # since when a batch waits for earlier groups
@@ -235,9 +236,13 @@ class Intake:
         return not has_signal(shaped_rewards(experience, algorithm))
 
     async def _is_kept(self, experience: Experience) -> bool:
-        """Whether the user's filter keeps the group, asked in a thread. Raises MessageError: it failed."""
+        """Whether the user's filter keeps the group, asked in its process. Raises MessageError: it failed."""
         name = self._settings.algorithm.filter
-        return not name or _is_shown(experience) or await asyncio.to_thread(is_kept, name, experience)
+        if not name or _is_shown(experience):
+            return True
+        if self._filter is None or self._filter.name != name:
+            self._filter = Filter(name)
+        return await asyncio.to_thread(self._filter.keeps, experience)
 
     async def _note_filtered(self) -> None:
         """Report a filter that keeps hardly anything: the step waits, and nothing else says why."""

@@ -1,5 +1,7 @@
 """Laws of loss and advantage functions by import path."""
 
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,10 @@ def undecided(**_: Any) -> Any:
     return 1
 
 
+def deadly(**_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 NOT_A_FUNCTION = 3
 
 
@@ -75,6 +81,7 @@ def test_a_users_loss_and_advantage_move_the_weights_as_the_same_ones_of_penstoc
         ({"loss": "nowhere.to_be:found"}, "ModuleNotFoundError: No module named 'nowhere'"),
         ({"advantage": f"{HERE}:infinite"}, "algorithm.advantage: .*expected a finite advantage of each of 4 samples"),
         ({"filter": f"{HERE}:undecided"}, "algorithm.filter: .*:undecided failed in a trial .TypeError: expected True or False, found int"),
+        ({"filter": f"{HERE}:deadly"}, "algorithm.filter: .*:deadly failed in a trial .it ended its process by SIGSEGV.: it must"),
         ({"filter": f"{HERE}:raising"}, "algorithm.filter: .*KeyError: 'temperature'"),
     ],
 )  # fmt: skip

@@ -3,7 +3,12 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
+import pickle
+import signal
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,15 +31,28 @@ from tests.support.raw_redis import raw
 V = PolicyVersion
 HERE = __name__
 
-seen: list[dict[str, Any]] = []
+SEEN = "PENSTOCK_TEST_SEEN"
+"""Environment variable with the path to which the filter's process writes what it was given last."""
 
 
 def keeping(**group: Any) -> bool:
-    """Keep groups whose first sample is right; keep what was given."""
-    seen.append(group)
+    """Keep groups whose first sample is right; write what was given."""
+    Path(os.environ[SEEN]).write_bytes(pickle.dumps(group))
+    print("{}")
     if group["rewards"][0] > 1:
         raise ValueError("a reward over 1")
     return bool(group["rewards"][0] == 1.0)
+
+
+def deadly(**group: Any) -> bool:
+    """End the process for wrong rewards."""
+    if group["rewards"][0] > 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if group["rewards"][1] > 1:
+        os._exit(7)
+    if group["rewards"][1] > 0:
+        sys.exit("enough")
+    return True
 
 
 def keeping_nothing(**_: Any) -> bool:
@@ -328,8 +346,10 @@ def filtered(name: str, **more: Any) -> Settings:
     return Settings.model_validate({"algorithm": {"groups_per_step": 2, "filter": f"{HERE}:{name}", **more}})
 
 
-async def test_groups_that_a_users_filter_does_not_keep_leave_counted_and_what_it_fails_for_is_buried(bus: Bus) -> None:
-    seen.clear()
+async def test_groups_that_a_users_filter_does_not_keep_leave_counted_and_what_it_fails_for_is_buried(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SEEN, str(tmp_path / "seen"))
     for group_id, rewards in enumerate([(0.0, 1.0), (1.0, 0.0), (2.0, 0.0), (1.0, 1.0)]):
         experience = builders.experience(group_id, rewards)
         await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
@@ -340,12 +360,31 @@ async def test_groups_that_a_users_filter_does_not_keep_leave_counted_and_what_i
     ((reason, _),) = await _reasons(bus)
     assert f"algorithm.filter: {HERE}:keeping failed for train.jsonl:3 (ValueError: a reward over 1)" in reason
     assert intake.left["filtered"] == 1
-    group = experience.group
-    assert seen[-1]["rewards"].tolist() == [1.0, 1.0]
-    assert seen[-1]["lengths"].tolist() == [len(sample.token_ids) for sample in group.samples]
-    assert seen[-1]["token_ids"].tolist() == [token for sample in group.samples for token in sample.token_ids.tolist()]
-    assert len(seen[-1]["behavior_logprobs"]) == len(seen[-1]["token_ids"])
-    assert (seen[-1]["texts"], seen[-1]["truncated"].dtype) == ([sample.text for sample in group.samples], np.bool_)
+    group, seen = experience.group, pickle.loads((tmp_path / "seen").read_bytes())
+    assert seen["rewards"].tolist() == [1.0, 1.0]
+    assert seen["lengths"].tolist() == [len(sample.token_ids) for sample in group.samples]
+    assert seen["token_ids"].tolist() == [token for sample in group.samples for token in sample.token_ids.tolist()]
+    assert len(seen["behavior_logprobs"]) == len(seen["token_ids"])
+    assert (seen["texts"], seen["truncated"].dtype) == ([sample.text for sample in group.samples], np.bool_)
+
+
+async def test_a_filter_that_ends_its_process_costs_its_group_and_the_trainer_continues(bus: Bus) -> None:
+    for group_id, rewards in enumerate([(1.0, 0.0), (2.0, 0.0), (0.0, 2.0), (0.0, 1.0), (0.0, 0.0)]):
+        experience = builders.experience(group_id, rewards)
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, Live(bus, filtered("deadly")), {V(0): 0})
+    async with filling(intake):
+        assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [0, 4]
+    assert await bus.counts() == {"dead:experience": 3}
+    failed = f"algorithm.filter: {HERE}:deadly failed for train.jsonl:"
+    correct = "): correct the function, or change algorithm.filter"
+    endings = (
+        "2 (it ended its process by SIGSEGV",
+        "3 (it ended its process by exit code 7",
+        "4 (it ended its process by exit code 1",
+    )
+    for (reason, _), ending in zip(await _reasons(bus), endings, strict=True):
+        assert f"{failed}{ending}{correct}" in reason
 
 
 async def test_demonstrations_are_not_filtered(bus: Bus) -> None:
