@@ -25,7 +25,7 @@ MOST_ROWS = 64
 MOST_SCORERS = 64
 """Scorers with a column."""
 LONGEST_LINE = 1 << 26
-"""Bytes of a line; a longer one is passed over."""
+"""Bytes of a line; a longer one is skipped."""
 _LARGEST = (1 << 63) - 1
 """What every tracker can store as an integer."""
 _ENTRY = re.compile(r"[0-9]{1,14}-[0-9]{1,19}")
@@ -86,7 +86,7 @@ def _integer(value: Any) -> int:
 
 
 class RolloutLines:
-    """Read the complete lines of a growing ``rollouts.jsonl``, in their order; what is no line of it is passed over."""
+    """Read the complete lines of a growing ``rollouts.jsonl``, in their order; what is no line of it is skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -122,7 +122,7 @@ class RolloutLines:
         return self._path.stat().st_size if self._path.is_file() else 0
 
     def _lines(self, start: int, inside: bool = False) -> Iterator[tuple[dict[str, Any] | None, int, bool]]:
-        """Yield each line, None for what is passed over, with its end and whether that is inside a line too long."""
+        """Yield each line, None for what is skipped, with its end and whether that is inside a line too long."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:

@@ -143,8 +143,8 @@ def _read_object(path: Path, setting: str) -> dict[str, Any]:
     return fields
 
 
-def _damaged(path: Path, found: str, setting: str) -> SettingsError:
-    return SettingsError(f"{path} is damaged or cut off ({found}): copy it again, or change {setting}")
+def _damaged(path: Path, reason: str, setting: str) -> SettingsError:
+    return SettingsError(f"{path} is damaged or cut off ({reason}): copy it again, or change {setting}")
 
 
 def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
