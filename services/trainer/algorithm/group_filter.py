@@ -11,6 +11,7 @@ its process costs the group that it was asked for, and not the trainer::
     standard output  {"kept": true} or {"error": "KeyError: 'a'"} for each
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -32,6 +33,8 @@ from shared.process.parent import die_with
 _TRIAL_LENGTHS = (3, 1, 2)
 _LENGTH_BYTES = 8
 _LONGEST_ERROR = 500
+_ENDING_S = 10.0
+"""A process that closed its output must end within this."""
 
 
 class FilterError(Exception):
@@ -72,30 +75,41 @@ class Filter:
         return bool(answer["kept"])
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, also while it is asked."""
+        if (process := self._process) is not None:
+            process.kill()
+        with self._one:
+            self._end()
+
+    def _asked(self, question: bytes) -> dict[str, Any]:
+        process = self._process = self._process or _started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(len(question).to_bytes(_LENGTH_BYTES, "little") + question)
+            process.stdin.flush()
+            answer: dict[str, Any] = json.loads(process.stdout.readline())
+        except (BrokenPipeError, ValueError):  # a line that is empty or torn
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDING_S)
+            self._end()
+            code = process.returncode
+            return {
+                "error": f"it ended its process by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+            }
+        return answer
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
-    def _asked(self, question: bytes) -> dict[str, Any]:
-        if self._process is None:
-            command = [sys.executable, "-m", __name__, str(os.getpid())]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(len(question).to_bytes(_LENGTH_BYTES, "little") + question)
-            self._process.stdin.flush()
-            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        except (BrokenPipeError, ValueError):
-            code = self._process.wait()
-            self.close()
-            return {
-                "error": f"it ended its process by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-            }
-        return answer
+
+def _started() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __name__, str(os.getpid())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
 def try_filter(name: str) -> None:

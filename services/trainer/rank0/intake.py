@@ -102,6 +102,13 @@ class Intake:
 
     async def fill(self) -> None:
         """Hold arriving groups, forever, in the background."""
+        try:
+            await self._fill()
+        finally:
+            if self._filter is not None:
+                self._filter.close()
+
+    async def _fill(self) -> None:
         suspects = await self._ledger.noted_batch()
         async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
             await self._hold(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
