@@ -14,11 +14,11 @@ import logging
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from shared.files import temporary
 from shared.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ _STOP_S = 15.0
 
 def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> int:
     """``drain_s``: rank 0's time to finish after a stop signal."""
-    with tempfile.TemporaryDirectory(prefix="penstock-ranks-", ignore_cleanup_errors=True) as folder:
+    with temporary.made("ranks") as folder:
         ranks = Ranks(drain_s + _STOP_S)
         with ranks.forwarding_signals():
             for local in range(trainer.ranks):
-                ranks.start(command, environment(trainer, local, Path(folder) / "store"))
+                ranks.start(command, environment(trainer, local, folder / "store"))
             return ranks.wait()
 
 

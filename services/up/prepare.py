@@ -22,6 +22,7 @@ from services.up.plan import executor_address, is_own_executor, metrics_ports
 from shared.bus.client import connection
 from shared.dataset_source import absolute, check_kind, hub_dataset
 from shared.errors import BusUnavailable, SettingsError
+from shared.files import temporary
 from shared.files.durable import write_whole
 from shared.files.secret_file import make_secret, read_secret
 from shared.model.context import check_context, read_config
@@ -113,6 +114,7 @@ def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
 
 def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Prepared:
     run_folder.remove_dead_snapshots()
+    temporary.remove_abandoned()
     keep_free = run_folder.model_bytes(Path(settings.policy.model)) * (settings.weights.keep + 2)
     snapshots = run_folder.snapshot_folder(settings, keep_free)
     settings = _with(settings, "weights", folder=snapshots)

@@ -1,7 +1,6 @@
 """One run from its first process to its last."""
 
 import asyncio
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from services.up.prepare import EMBEDDED, Prepared
 from services.up.process import Child, ChildState, Restarts
 from services.up.supervisor import Ending, Supervisor
 from shared.bus import embedded
+from shared.files import temporary
 from shared.files.durable import free_bytes
 from shared.preflight.node import mps_answers
 from shared.settings import SETTINGS_FILE, Settings
@@ -58,7 +58,7 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
         (run.folder / run_folder.NEXT_SETTINGS_FILE).unlink(missing_ok=True)
         run_folder.remove_snapshots(run.settings.snapshot_folder)
         if socket is not None:
-            shutil.rmtree(socket.parent, ignore_errors=True)
+            temporary.remove(socket.parent)
 
 
 def time_slices(settings: Settings) -> str:

@@ -5,22 +5,22 @@ lost.
 """
 
 import contextlib
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from shared.errors import SettingsError
+from shared.files import temporary
 
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 
 
 def socket_path(run_id: str) -> Path:
     """Return a socket path in a new private folder, short enough for the kernel."""
-    folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+    folder = temporary.make("bus")
     path = folder / "valkey.sock"
     if len(str(path).encode()) > _LONGEST_SOCKET_PATH:
+        temporary.remove(folder)
         raise SettingsError(
             f"expected a temporary folder with a path under {_LONGEST_SOCKET_PATH - 30} bytes for run {run_id}, "
             f"found {folder}: set TMPDIR to a shorter one"
@@ -73,4 +73,4 @@ def serving(data: Path) -> Iterator[str]:
             server.kill()
             server.wait()
     finally:
-        shutil.rmtree(socket.parent, ignore_errors=True)
+        temporary.remove(socket.parent)

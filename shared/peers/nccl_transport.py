@@ -6,13 +6,13 @@ it log to a file of this process; after the first collective :func:`chosen` read
 
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from prometheus_client import Gauge
 
 from shared.errors import SettingsError
+from shared.files import temporary
 
 TRANSPORT = Gauge("penstock_nccl_transport", "1 for a transport of this process's NCCL connections.", ["transport"])
 _CONNECTION = re.compile(r"Channel \d+(?:/\d+)? : .* via (?P<way>P2P|SHM|NET)(?:/(?P<network>[\w .-]+?)(?:/|\(|$))?")
@@ -29,7 +29,7 @@ _NETWORKS = {
 def record(folder: Path | None = None) -> None:
     """Make NCCL log its connections to a file, unless the environment names one; before the first communicator."""
     if "NCCL_DEBUG_FILE" not in os.environ:
-        made = folder or Path(tempfile.mkdtemp(prefix="penstock-nccl-"))
+        made = folder or temporary.make("nccl")
         os.environ["NCCL_DEBUG_FILE"] = str(made / "nccl.%h.%p")
     os.environ["NCCL_DEBUG"] = "INFO"
     os.environ.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET")

@@ -5,15 +5,20 @@ Declares no metrics, because hosts with only workers have none.
 
 import contextlib
 import os
+import uuid
 from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from services.rollout.engines.vllm.multihost.hosts import Hosts
 from shared.errors import SettingsError
+from shared.files import temporary
 
+_LONGEST_SOCKET_PATH = 107
+"""Of a Unix socket, by the kernel."""
 _OLDEST, _NEWEST = (0, 26), (0, 33)
 NOT_SERVED = {
     "data_parallel_size": "replicas are processes of their own: change rollout.replicas",
@@ -112,6 +117,20 @@ def set_environment(own: str = "") -> None:
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage reports without the user's consent
     os.environ.setdefault("VLLM_HOST_IP", own or "127.0.0.1")
+    if "VLLM_RPC_BASE_PATH" not in os.environ:  # killed engines leave their sockets: in a folder of this process
+        os.environ["VLLM_RPC_BASE_PATH"] = str(_socket_folder())
+
+
+def _socket_folder() -> Path:
+    folder = temporary.make("vllm")
+    longest = len(str(folder).encode()) + len(f"/{uuid.UUID(int=0)}")
+    if longest > _LONGEST_SOCKET_PATH:
+        temporary.remove(folder)
+        raise SettingsError(
+            f"expected a folder for temporary files in which sockets have paths of at most {_LONGEST_SOCKET_PATH} bytes, "
+            f"found {folder}, where vLLM's have {longest}: set TMPDIR to a shorter one"
+        )
+    return folder
 
 
 def engine_args(arguments: dict[str, Any], own: str = "") -> Any:

@@ -6,11 +6,12 @@ They begin before the worker's channel is open. Workers on other hosts report no
 import asyncio
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+
+from shared.files import temporary
 
 FILE = "PENSTOCK_ENGINE_START"
 _ACTIVITIES = {
@@ -50,7 +51,7 @@ def _reported(activity: str, call: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.asynccontextmanager
 async def followed(begin: Callable[[str, float], None]) -> AsyncIterator[None]:
     """Call ``begin`` with each activity, and when it began, of the engines that start in the body."""
-    with tempfile.TemporaryDirectory(prefix="penstock-start-") as folder:
+    with temporary.made("start") as folder:
         os.environ[FILE] = f"{folder}/activities"
         following = asyncio.create_task(_follow(Path(os.environ[FILE]), begin))
         try:

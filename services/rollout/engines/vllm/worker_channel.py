@@ -24,10 +24,8 @@ import os
 import queue
 import re
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -37,6 +35,7 @@ import numpy as np
 
 from shared.bus.messages import Float32Array, Int32Array, no_ids
 from shared.errors import PeerError
+from shared.files import temporary
 from shared.peers import frames
 from shared.peers.frames import Frame
 from shared.peers.handshake import Newcomers
@@ -178,7 +177,7 @@ class Reports:
             self._server = await asyncio.start_server(self._serve, self._host, 0)
             self.address = f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
             return
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-engine-"))
+        self._folder = temporary.make("engine")
         path = str(self._folder / "reports")
         self._server = await asyncio.start_unix_server(self._serve, path)
         self.address = f"unix:{path}"
@@ -222,7 +221,7 @@ class Reports:
             self._server.close()
         self.died.cancel()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            temporary.remove(self._folder)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -257,6 +256,8 @@ class Reports:
         if self._host:
             _keep_alive(writer.get_extra_info("socket"))
         self.pids.update(pids - {os.getpid()})
+        if self._folder is not None:
+            temporary.note_shared_memory(self._folder, self.pids)
         writer.write(frames.pack({"kind": "welcome"}))
         self._writers.add(writer)
         return rank
