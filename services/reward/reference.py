@@ -40,7 +40,7 @@ class Reference:
     async def start(self, words: int = 0) -> None:
         """Load the model in a thread; a teacher's most probable tokens are of the first ``words``. Raises SettingsError."""
         opening = self._settings, self._model, self._where, self._top_k, words
-        async with self._turns.loading():
+        async with self._turns.loading(self.name):
             self._policy = await asyncio.to_thread(_open, *opening)
             self._batcher = Batcher(self._policy, self._settings.model_work, self.name, turns=self._turns)
             self._batcher.start()

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 
 from services.coordinator.run.device_grants import DeviceGrants
 from services.reward.failures import Failures
-from services.reward.models import turns
+from services.reward.models import call_watch, turns
 from services.reward.models.batcher import Batcher, NoRoom
+from services.reward.models.call_watch import CallWatch
 from services.reward.models.placement import Placed
 from services.reward.models.turns import Backlog, DeviceTurns, is_due
 from services.reward.scorers.reward_model import RewardModel
@@ -118,7 +121,7 @@ async def taking_turns(bus: Bus) -> AsyncIterator[Run]:
 @contextlib.asynccontextmanager
 async def batching(notes: Notes, run: Run) -> AsyncIterator[Batcher[Item, float]]:
     batcher = Batcher(notes, ModelsSettings.model_validate({"batch_tokens": 1}), "notes", 0.0, run.turns)
-    async with run.turns.loading():
+    async with run.turns.loading("notes"):
         assert await run.holder() == "reward-0"
         batcher.start()
     try:
@@ -156,7 +159,7 @@ class Loading(RewardModel):
         self.began, self.may_end = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> None:
-        async with self._of.loading():
+        async with self._of.loading(self.name):
             self.began.set()
             await self.may_end.wait()
 
@@ -364,3 +367,78 @@ def test_weights_that_find_no_room_leave_nothing_on_the_device_and_come_back_lat
 
 def _chunks(placed: Placed) -> list[torch.Tensor]:
     return [chunk for _, chunks in placed._copies._copied for chunk in chunks]
+
+
+def test_a_call_without_progress_hangs_after_a_limit_that_grows_with_what_such_calls_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, watch = [0.0], CallWatch()
+    monkeypatch.setattr("services.reward.models.call_watch.time.monotonic", lambda: now_s[0])
+    with watch.working("judge", "forward pass", None):
+        assert watch.look(599.0) == ""
+        assert watch.look(1.0).startswith("a forward pass of 'judge' has made no progress for 600 s")
+        now_s[0] = 100.0
+    with watch.working("judge", "move to the device", None):
+        assert watch.look(600.0) != ""
+    with watch.working("judge", "forward pass", None):
+        assert watch.look(1999.0) == ""
+        assert watch.look(1.0) != ""
+    assert watch.look(1e6) == ""
+
+
+def test_a_slow_load_that_reads_and_a_slow_pass_that_computes_on_a_cpu_never_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress, watch = [0], CallWatch()
+    monkeypatch.setattr(call_watch, "_disk_traffic", lambda: progress[0])
+    clock = call_watch.ThreadClock()
+    monkeypatch.setattr(clock, "whole_seconds", lambda: progress[0])
+    for calling, limit_s in ((watch.loading("judge"), 1800.0), (watch.working("judge", "forward pass", clock), 600.0)):
+        with calling:
+            watch.look(1.0)
+            for _ in range(100):
+                progress[0] += 1
+                assert watch.look(limit_s) == ""
+            assert watch.look(limit_s) != "", "as before, but now nothing was read or computed"
+
+
+def test_the_clock_of_a_thread_shows_whether_it_computes_or_waits() -> None:
+    clock, waits, ends = call_watch.ThreadClock(), threading.Event(), threading.Event()
+
+    def compute_then_wait() -> None:
+        clock.begin()
+        while time.thread_time() < 1.1:
+            pass
+        waits.set()
+        ends.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=compute_then_wait)
+    thread.start()
+    assert waits.wait(PATIENCE_S)
+    computed_s = clock.whole_seconds()
+    time.sleep(0.1)
+    assert computed_s == clock.whole_seconds() >= 1
+    ends.set()
+    thread.join(PATIENCE_S)
+
+
+async def test_a_forward_pass_that_never_ends_is_noticed_while_the_lease_is_renewed_and_the_time_it_was_frozen_is_not_counted(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_watch, "LOOK_S", 0.01)
+    notes = Notes()
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        await until(lambda: not run.lease.held)
+        hanging = asyncio.create_task(run.turns.watch.hanging())
+        await run.put(*range(4))
+        notes.gate.clear()
+        scored = [asyncio.create_task(batcher.run([Item(1)])) for _ in range(4)]
+        await until(lambda: run.lease.held and any("forward pass" in call.name for call in run.turns.watch._calls))
+        time.sleep(0.5)
+        await asyncio.sleep(0.05)
+        assert max(call.still_s for call in run.turns.watch._calls) < 0.4
+        monkeypatch.setattr(run.turns.watch._calls[0], "limit_s", 0.0)
+        assert "'notes' has made no progress" in await asyncio.wait_for(hanging, PATIENCE_S)
+        assert await run.holder() == "reward-0"
+        notes.gate.set()
+        await asyncio.gather(*scored)

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from services.reward.models.call_watch import CallWatch
 from shared.bus.bus import Bus
 from shared.bus.streams import EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS
 from shared.process.device import DeviceLease
@@ -86,17 +87,25 @@ class Turns:
     """Whether models have the device in turn with others."""
 
     def __init__(self) -> None:
+        self.watch = CallWatch()
+        """Watches the models' calls."""
         self.on_memory: Callable[[str, float], None] = lambda phase, seconds: None
         """Called at the end of a phase of a turn with its name and seconds, to note memory."""
 
     @contextlib.asynccontextmanager
-    async def loading(self) -> AsyncIterator[None]:
-        """Load a model while the device is ours."""
-        yield
+    async def loading(self, model: str) -> AsyncIterator[None]:
+        """Load ``model`` while the device is ours."""
+        with self.watch.loading(model):
+            yield
 
     @contextlib.asynccontextmanager
     async def computing(self) -> AsyncIterator[None]:
         """Run a forward pass while the device is ours."""
+        yield
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Take turns during the body."""
         yield
 
     def join(self, model: Model) -> None:
@@ -139,12 +148,12 @@ class DeviceTurns(Turns):
         self._moved_s = self._turn_s = 0.0
 
     @contextlib.asynccontextmanager
-    async def loading(self) -> AsyncIterator[None]:
+    async def loading(self, model: str) -> AsyncIterator[None]:
         self._loading += 1
         self._status.start.begin("waiting for the device")
         self._arrived.set()
         try:
-            async with self.computing():
+            async with self.computing(), super().loading(model):
                 self._status.start.begin("loading the models")
                 yield
         finally:

@@ -65,7 +65,7 @@ class RewardModel:
 
     async def start(self) -> None:
         """Load the model in a thread. Raises SettingsError."""
-        async with self._turns.loading():
+        async with self._turns.loading(self.name):
             self._model = await asyncio.to_thread(_open, self._scorer, self._work)
             self._batcher = Batcher(self._model, self._work, self.name, turns=self._turns)
             self._batcher.start()
