@@ -5,8 +5,9 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.coordinator.run.device_grants import DeviceGrants
+from services.reward import reference
 from services.reward.failures import Failures
 from services.reward.models import call_watch, turns
 from services.reward.models.batcher import Batcher, NoRoom
 from services.reward.models.call_watch import CallWatch
 from services.reward.models.placement import Placed
 from services.reward.models.turns import Backlog, DeviceTurns, is_due
+from services.reward.scorers import reward_model
 from services.reward.scorers.reward_model import RewardModel
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
@@ -29,7 +32,7 @@ from shared.bus.encoding import wire
 from shared.bus.keys import RUN
 from shared.bus.messages import RolloutGroup
 from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.device_leases import look_at_devices
+from shared.bus.stores.replicas.device_leases import Phase, look_at_devices, request_devices
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from shared.errors import Fenced, StateLost
 from shared.expression import Expression
@@ -46,6 +49,7 @@ TTL_S = 3600.0
 SHARED = loads(f'placement = {{mode = "shared", rung = 1}}\ninternal.claim_after_s = {TTL_S}', "run.toml")
 COUNTS = st.integers(0, 100)
 SECONDS = st.floats(0.0, 1e4)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @given(COUNTS, COUNTS, COUNTS, st.integers(1, 64), st.integers(1, 64), SECONDS, SECONDS)
@@ -273,14 +277,17 @@ def test_waiting_for_a_device_is_not_hanging() -> None:
         assert list(status.failures) == ["scorer 'model'"]
 
 
-def settings(folder: Path, policy: Path) -> Settings:
+def settings(
+    folder: Path, policy: Path, algorithm: Mapping[str, Any] = NOTHING, reward: Mapping[str, Any] = NOTHING
+) -> Settings:
     return Settings.model_validate(
         {
             "run": {"device": "cpu", "threads": 1},
             "policy": {"model": str(policy), "dtype": "float32"},
             "placement": {"mode": "shared"},
-            "algorithm": {"reference": "reward", "kl": {"coefficient": 0.1}},
+            "algorithm": {"reference": "reward", "kl": {"coefficient": 0.1}, **algorithm},
             "reward": {
+                **reward,
                 "expression": "answer + model",
                 "scorers": [
                     {"kind": "answer", "mode": "exact", "extract": "whole"},
@@ -442,3 +449,59 @@ async def test_a_forward_pass_that_never_ends_is_noticed_while_the_lease_is_rene
         assert await run.holder() == "reward-0"
         notes.gate.set()
         await asyncio.gather(*scored)
+
+
+@dataclasses.dataclass
+class Loads:
+    """Models that were opened, with whether the device was held then."""
+
+    lease: DeviceLease
+    opened: list[tuple[str, bool]] = dataclasses.field(default_factory=list)
+
+    def note(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: Callable[..., str]) -> None:
+        whole = module._open
+
+        def opened(*of: Any) -> Any:
+            self.opened.append((name(*of), self.lease.held))
+            return whole(*of)
+
+        monkeypatch.setattr(module, "_open", opened)
+
+
+@pytest.mark.parametrize(
+    ("holder", "phase"), [("trainer-0", "train"), ("rollout-0", "generate"), ("reward-0", "score"), ("", "score")]
+)
+async def test_no_reward_model_reference_or_teacher_loads_before_its_service_holds_the_device_in_whatever_phase_it_starts(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, phase: Phase
+) -> None:
+    folder, policy = reward_models.save(reward_models.qwen(), tmp_path / "reward"), tiny.save(tmp_path / "policy")
+    taught = {"teachers": [{"name": "teacher", "model": str(policy)}]}
+    of = settings(folder, policy, reward=taught, algorithm={"distillation": 0.1})
+    async with taking_turns(bus) as run:
+        loads = Loads(run.lease)
+        loads.note(monkeypatch, reward_model, lambda scorer, work: scorer.name)
+        loads.note(monkeypatch, reference, lambda run_settings, model, where, *_: where)
+        before = DeviceLease(bus, holder, phase, (0,) if holder else (), TTL_S)
+        if holder:
+            await request_devices(bus, before._request)
+            await until(lambda: _holds(run, holder))
+        starting = asyncio.create_task(make_scoring(of, run.status, None, run.turns).start())
+        if holder not in ("", "reward-0"):  # a restart ends the grant of its predecessor
+            await until(lambda: _requests(bus, "reward-0"))
+            await asyncio.sleep(0.1)
+            assert loads.opened == []
+            await before.release()
+        await asyncio.wait_for(starting, PATIENCE_S)
+    assert loads.opened == [
+        ("model", True),
+        ("policy.model", True),
+        ("model of teacher 'teacher' in [[reward.teachers]]", True),
+    ]
+
+
+async def _holds(run: Run, holder: str) -> bool:
+    return await run.holder() == holder
+
+
+async def _requests(bus: Bus, replica: str) -> bool:
+    return any(request.replica == replica for request in (await look_at_devices(bus, 1)).requests)
