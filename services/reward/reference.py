@@ -76,7 +76,8 @@ class Reference:
         temperature = group.prompt.sampling.temperature
         sequences = [TokenSequence(group.prompt_token_ids, sample.token_ids, temperature) for sample in group.samples]
         try:
-            readings = await self._batcher.run(sequences)
+            with self._turns.waiting(group):
+                readings = await self._batcher.run(sequences)
         except NoRoom as error:
             raise TemporaryError(f"{self.name} unavailable: {error}") from error
         return check(join(readings), self.name, group, self._top_k)

@@ -175,7 +175,7 @@ async def _turns(context: Context) -> AsyncIterator[Turns]:
     turns = Turns()
     if devices:
         turns = DeviceTurns(
-            lease, context.bus, context.status, lambda: context.live.settings.algorithm.groups_per_step, _room(settings)
+            lease, context.bus, context.status, lambda: context.live.settings.algorithm, _room(settings)
         )
     async with leased(lease), turns.running(), _ending_if_it_hangs(context, turns):
         yield turns

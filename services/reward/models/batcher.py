@@ -110,8 +110,6 @@ class Batcher(Generic[Item, Result]):
     ) -> None:
         self._computation = computation
         self._turns = turns or Turns()
-        self.calls = 0
-        """Groups whose items wait, or are computed."""
         self._work_settings = work
         self._wait_s = wait_s
         self._scorer = scorer
@@ -140,9 +138,7 @@ class Batcher(Generic[Item, Result]):
         now_s, loop = time.monotonic(), asyncio.get_running_loop()
         asked = [_Waiting[Item, Result](item, now_s, loop.create_future()) for item in items]
         self._waiting += asked
-        self.calls += 1
         self._arrived.set()
-        self._turns.note_arrival()
         results = asyncio.gather(*(request.result for request in asked))
         results.add_done_callback(_look_at)
         first: list[asyncio.Future[Any]] = [results, self._working]
@@ -153,7 +149,6 @@ class Batcher(Generic[Item, Result]):
                 raise StateLost(f"the model of scorer {self._scorer!r} failed: {error!r}") from error
             return await results
         finally:
-            self.calls -= 1
             results.cancel()
 
     async def leave(self) -> None:
