@@ -30,7 +30,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="storm-") as scratch:
         folder = arguments.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        figures = asyncio.run(storm(folder, arguments.seed, arguments.seconds, shared=arguments.shared))
+        figures = asyncio.run(storm(folder, arguments.seed, seconds=arguments.seconds, shared=arguments.shared))
     print(json.dumps({"benchmark": "storm", "cpus": os.cpu_count(), **dataclasses.asdict(figures)}))
 
 

@@ -40,7 +40,7 @@ class Reference:
     async def start(self, words: int = 0) -> None:
         """Load the model in a thread; a teacher's most probable tokens are of the first ``words``. Raises SettingsError."""
         opening = self._settings, self._model, self._where, self._top_k, words
-        async with self._turns.loading():
+        async with self._turns.loading(self.name):
             self._policy = await asyncio.to_thread(_open, *opening)
             self._batcher = Batcher(self._policy, self._settings.model_work, self.name, turns=self._turns)
             self._batcher.start()
@@ -76,7 +76,8 @@ class Reference:
         temperature = group.prompt.sampling.temperature
         sequences = [TokenSequence(group.prompt_token_ids, sample.token_ids, temperature) for sample in group.samples]
         try:
-            readings = await self._batcher.run(sequences)
+            with self._turns.waiting(group):
+                readings = await self._batcher.run(sequences)
         except NoRoom as error:
             raise TemporaryError(f"{self.name} unavailable: {error}") from error
         return check(join(readings), self.name, group, self._top_k)

@@ -21,6 +21,7 @@ from typing import Any
 
 from services.reward.executor.client import read_executor_secret
 from services.reward.failures import Tell
+from services.reward.models.call_watch import end_process
 from services.reward.models.turns import DeviceTurns, Turns
 from services.reward.normalisation import Normaliser
 from services.reward.reference import Reference
@@ -43,7 +44,7 @@ from shared.bus.crowd import Crowd
 from shared.bus.messages import RolloutGroup
 from shared.bus.stores.run.functions import note_functions, reward_functions
 from shared.bus.worker import Worker
-from shared.errors import SettingsError
+from shared.errors import BusUnavailable, SettingsError
 from shared.expression import Expression
 from shared.files.source import digest
 from shared.process.device import DeviceLease, leased
@@ -62,6 +63,8 @@ from shared.settings.rewards.scorers import (
     TrlScorer,
 )
 from shared.settings.rewards.scorers import Scorer as ScorerSettings
+
+_TELL_S = 2.0
 
 
 def make_scorer(
@@ -166,24 +169,48 @@ async def run(settings: Settings, replica: str) -> None:
 @contextlib.asynccontextmanager
 async def _turns(context: Context) -> AsyncIterator[Turns]:
     """Let models take turns on the device that they share, if they do. Raises Fenced: another process was granted it."""
-    settings, replica = context.settings, context.replica
-    if not settings.scores_in_turns:
-        yield Turns()
-        return
-    device = settings.shared_device(replica)
+    settings = context.settings
+    devices = await _shared_devices(context) if settings.scores_in_turns else []
+    lease = DeviceLease(context.bus, context.replica, "score", devices, settings.internal.claim_after_s)
+    turns = Turns()
+    if devices:
+        turns = DeviceTurns(
+            lease, context.bus, context.status, lambda: context.live.settings.algorithm, _room(settings)
+        )
+    async with leased(lease), turns.running(), _ending_if_it_hangs(context, turns):
+        yield turns
+
+
+async def _shared_devices(context: Context) -> list[int]:
+    """Return the device that models share, once their libraries are imported. Raises SettingsError."""
+    device = context.settings.shared_device(context.replica)
     if device is None:
         raise SettingsError(
             'expected the replica reward-0 with placement.mode = "shared" and models in the reward service, which take turns '
-            f"on the trainer's device, found {replica!r}: change --replica"
+            f"on the trainer's device, found {context.replica!r}: change --replica"
         )
     context.status.start.begin("importing the models' libraries")
     await asyncio.to_thread(_import_libraries)
-    lease = DeviceLease(context.bus, replica, "score", [device], settings.internal.claim_after_s)
-    turns = DeviceTurns(
-        lease, context.bus, context.status, lambda: context.live.settings.algorithm.groups_per_step, _room(settings)
-    )
-    async with leased(lease), turns.running():
-        yield turns
+    return [device]
+
+
+@contextlib.asynccontextmanager
+async def _ending_if_it_hangs(context: Context, turns: Turns) -> AsyncIterator[None]:
+    """End this process if a call of a model hangs during the body."""
+
+    async def end() -> None:
+        sentence = await turns.watch.hanging()
+        with contextlib.suppress(TimeoutError, BusUnavailable):
+            async with asyncio.timeout(_TELL_S):
+                await tell(context.bus, "reward", "model hangs", sentence)
+        end_process(sentence)
+
+    async with asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(end())
+        try:
+            yield
+        finally:
+            ending.cancel()
 
 
 def _import_libraries() -> None:

@@ -11,6 +11,7 @@ The seed fixes the faults' order and targets, not their times.
 import asyncio
 import dataclasses
 import logging
+import math
 import random
 import signal
 import statistics
@@ -107,10 +108,11 @@ class Storm:
         """Each fault and the seconds from its beginning (a pause: end) to the next commit."""
         self._since_s = 0.0
 
-    async def rage(self, length_s: float) -> None:
-        end_s = time.monotonic() + length_s
+    async def rage(self, *, seconds: float = math.inf, rounds: float = math.inf) -> None:
+        """Strike for ``seconds``, or with every fault ``rounds`` times."""
+        end_s, faults = time.monotonic() + seconds, rounds * len(self._faults)
         deck: list[str] = []
-        while time.monotonic() < end_s:
+        while time.monotonic() < end_s and len(self.recoveries) < faults:
             if not deck:
                 deck = sorted(self._faults)
                 self._random.shuffle(deck)
@@ -251,23 +253,37 @@ class Storm:
         await self._watcher.note_revoked()
 
 
-async def storm(folder: Path, seed: int, length_s: float, *, shared: bool = False) -> Figures:
-    """Return the figures of a storm; ``shared``: trainer and replica use one device in turn."""
-    # Not forked: recoveries are timed.
-    async with harmed(folder, seed, SHARED if shared else {}, forked=False) as (run, server, proxy, bus):
+async def storm(
+    folder: Path,
+    seed: int,
+    *,
+    seconds: float = math.inf,
+    rounds: float = math.inf,
+    shared: bool = False,
+    forked: bool = False,
+) -> Figures:
+    """Return the figures of a storm.
+
+    Args:
+        seconds: its length.
+        rounds: how often each fault strikes.
+        shared: trainer and replica use one device in turn.
+        forked: processes by ``tests/support/forge.py``, so that recoveries take less time than a user's.
+    """
+    async with harmed(folder, seed, SHARED if shared else {}, forked=forked) as (run, server, proxy, bus):
         watcher = Watcher(bus)
         async with watcher.watching():
             await run.more_steps(bus, 5)
             run.join("coordinator", "coordinator-spare")
             raging = Storm(run, server, proxy, bus, watcher, seed, shared=shared)
             started_s = time.monotonic()
-            await raging.rage(length_s)
-            seconds = time.monotonic() - started_s
+            await raging.rage(seconds=seconds, rounds=rounds)
+            raged_s = time.monotonic() - started_s
             made = (await Ledger(bus).status()).step  # few on a busy machine
             await run.more_steps(bus, max(2, 2 * _REWARDED_STEPS - made))
             await run.stop()
         assert (await Ledger(bus).status()).state in ENDED
-        return await _figures(bus, run, raging, watcher, seed, seconds)
+        return await _figures(bus, run, raging, watcher, seed, raged_s)
 
 
 async def _figures(bus: Bus, run: Run, raging: Storm, watcher: Watcher, seed: int, seconds: float) -> Figures:

@@ -28,6 +28,8 @@ class Item:
 class Notes:
     """Records the lengths of every forward pass; waits for ``gate``."""
 
+    on_cpu = True
+
     def __init__(self, fits_samples: int = 1000) -> None:
         self.passes: list[list[int]] = []
         self.moves: list[str] = []

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,26 +16,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.coordinator.run.device_grants import DeviceGrants
+from services.reward import reference
 from services.reward.failures import Failures
-from services.reward.models import turns
+from services.reward.models import backlog, call_watch
+from services.reward.models.backlog import Flight, is_due
 from services.reward.models.batcher import Batcher, NoRoom
+from services.reward.models.call_watch import CallWatch
 from services.reward.models.placement import Placed
-from services.reward.models.turns import Backlog, DeviceTurns, is_due
+from services.reward.models.turns import DeviceTurns
+from services.reward.scorers import reward_model
 from services.reward.scorers.reward_model import RewardModel
 from services.reward.scoring import Scoring
 from services.reward.service import make_scoring
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
 from shared.bus.keys import RUN
-from shared.bus.messages import RolloutGroup
+from shared.bus.messages import Purpose, RolloutGroup
 from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.device_leases import look_at_devices
+from shared.bus.stores.replicas.device_leases import Phase, look_at_devices, request_devices
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from shared.errors import Fenced, StateLost
 from shared.expression import Expression
 from shared.process.device import DeviceLease, leased
 from shared.process.telemetry import Status
 from shared.settings import Settings, loads
+from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.rewards.models import ModelsSettings
 from tests.conftest import PATIENCE_S, until
 from tests.reward.test_batcher import Item, Notes
@@ -41,36 +49,101 @@ from tests.support.raw_redis import raw
 
 TTL_S = 3600.0
 SHARED = loads(f'placement = {{mode = "shared", rung = 1}}\ninternal.claim_after_s = {TTL_S}', "run.toml")
-COUNTS = st.integers(0, 100)
 SECONDS = st.floats(0.0, 1e4)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-@given(COUNTS, COUNTS, COUNTS, st.integers(1, 64), st.integers(1, 64), SECONDS, SECONDS)
+IDS = st.frozensets(st.integers(0, 20))
+
+
+@given(st.integers(0, 100), st.integers(1, 64), SECONDS, SECONDS, st.booleans())
 def test_a_turn_is_due_only_for_work_and_no_work_waits_forever(
-    waiting: int, unscored: int, scored: int, groups: int, room: int, quiet_s: float, turn_s: float
+    waiting: int, room: int, quiet_s: float, turn_s: float, completes: bool
 ) -> None:
-    backlog = Backlog(waiting, unscored, scored)
-    assert not is_due(dataclasses.replace(backlog, waiting=0), groups, room, quiet_s, turn_s)
+    assert not is_due(0, room, quiet_s, turn_s, completes=completes)
     if waiting:
-        assert is_due(backlog, groups, room, max(1.0, 4 * turn_s), turn_s)
-    if waiting < room and quiet_s < max(1.0, 4 * turn_s):
-        missing = groups - scored % groups
-        assert is_due(backlog, groups, room, quiet_s, turn_s) == (min(waiting, unscored) >= missing)
+        assert is_due(waiting, room, max(1.0, 4 * turn_s), turn_s, completes=False)
+        assert is_due(waiting, room, 0.0, turn_s, completes=True)
+        assert is_due(waiting, room, 0.0, turn_s, completes=False) == (waiting >= room)
+
+
+@given(IDS, IDS, IDS, IDS, st.integers(1, 8))
+def test_of_groups_in_any_order_each_batch_takes_its_number_and_scoring_all_groups_makes_every_batch(
+    coming: frozenset[int], scored: frozenset[int], shown: frozenset[int], turn: frozenset[int], groups: int
+) -> None:
+    coming, turn = coming | turn, turn - scored - shown
+    flight = Flight(coming - scored - shown, scored - shown, shown)
+    now, later = (each.batches(groups, waits=True) for each in (flight, flight.after(turn)))
+    assert now <= later <= len(coming | scored | shown) // groups
+    whole = Flight(frozenset(), coming | scored | shown)
+    assert whole.batches(groups, waits=True) == len(coming | scored | shown) // groups
+    if not shown:
+        assert flight.batches(groups, waits=False) == len(scored) // groups
 
 
 @pytest.mark.parametrize(
-    ("backlog", "due"),
+    ("generating", "scored", "shown", "waiting", "settings", "due"),
     [
-        (Backlog(8, 8, 0), True),
-        (Backlog(7, 7, 0), False),
-        (Backlog(3, 9, 5), True),
-        (Backlog(7, 9, 8), False),  # the trainer has a complete batch
-        (Backlog(9, 0, 7), False),  # held-out groups alone
-        (Backlog(12, 0, 0), True),  # and as many as the service takes
+        ([], [], [], range(4), {}, True),
+        ([], [], [], range(3), {}, False),
+        ([0], [2, 3], [], [4, 5], {}, True),
+        ([], range(4), [], [4, 5, 6], {}, False),  # the trainer has a complete batch
+        ([], range(4), [], [4, 5, 6, 7], {}, True),
+        ([], [1, 2, 3, 4], [], [0], {}, False),
+        ([], [1, 2, 3, 4], [], [0], {"on_stale": "wait"}, True),  # the trainer waits for it alone
+        ([0], [2, 3, 4], [], [1, 5], {"on_stale": "wait"}, False),
+        ([6, 7], [], [1, 5], [0, 2, 3], {"imitation": 0.1}, True),  # one demonstration is among the first four
+        ([3, 6], [], [1, 5], [0, 2], {"imitation": 0.1}, False),
+        ([], [], range(8), [8], {"imitation": 0.1}, False),  # two batches without samples are complete
     ],
 )
-def test_groups_that_complete_the_next_batch_and_a_full_service_are_due(backlog: Backlog, *, due: bool) -> None:
-    assert is_due(backlog, 8, 12, 0.0, 0.5) == due
+async def test_groups_that_complete_the_next_batch_are_due_at_once(
+    bus: Bus,
+    generating: Sequence[int],
+    scored: Sequence[int],
+    shown: Sequence[int],
+    waiting: Sequence[int],
+    settings: Mapping[str, object],
+    due: bool,
+) -> None:
+    run = Run(bus)
+    run.algorithm = AlgorithmSettings.model_validate({"groups_per_step": 4, **settings})
+    for group_id in generating:
+        await raw(bus).hset(bus.keys.named("generating"), str(group_id), b"a prompt")
+    for group_id in scored:
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": b"scored"})
+    for group_id in shown:
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": b"a demonstration", "shown": "1"})
+    await run.put(*waiting)
+    with contextlib.ExitStack() as models:
+        for group_id in waiting:
+            for _ in range(2):  # a model each, but one group
+                models.enter_context(run.turns.waiting(builders.group(group_id)))
+        assert await run.turns._completes() == due
+    assert not run.turns._waiting
+
+
+async def test_groups_of_which_each_waits_for_another_model_complete_a_batch_together(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = Notes(), Notes()
+    monkeypatch.setattr(backlog, "_LEAST_QUIET_S", TTL_S)
+    async with taking_turns(bus) as run, batching(notes[0], run) as first, batching(notes[1], run) as second:
+        await until(lambda: not run.lease.held)
+        await run.put(*range(4))
+        scored = [asyncio.create_task(score(run, model, group)) for group, model in enumerate((first, second) * 2)]
+        assert await asyncio.wait_for(asyncio.gather(*scored), PATIENCE_S) == [[0.0], [1.0], [2.0], [3.0]]
+
+
+async def test_held_out_groups_alone_complete_no_batch(bus: Bus) -> None:
+    run = Run(bus)
+    evaluated = [builders.group(group_id) for group_id in range(4)]
+    with contextlib.ExitStack() as models:
+        for group in evaluated:
+            prompt = dataclasses.replace(group.prompt, purpose=Purpose.EVALUATE)
+            models.enter_context(run.turns.waiting(dataclasses.replace(group, prompt=prompt)))
+        assert len(run.turns._waiting) == 4
+        assert not await run.turns._completes()
 
 
 class Run:
@@ -83,8 +156,8 @@ class Run:
         self.grants = DeviceGrants(bus, ledger, SHARED, list)
         self.trainer = DeviceLease(bus, "trainer-0", "train", (0,), TTL_S)
         self.lease = DeviceLease(bus, "reward-0", "score", (0,), TTL_S)
-        self.batch_groups = 4
-        self.turns = DeviceTurns(self.lease, bus, self.status, lambda: self.batch_groups, room=8)
+        self.algorithm = AlgorithmSettings(groups_per_step=4)
+        self.turns = DeviceTurns(self.lease, bus, self.status, lambda: self.algorithm, room=8)
 
     async def holder(self) -> str:
         held = (await look_at_devices(self.bus, 1)).grants[0]
@@ -118,7 +191,7 @@ async def taking_turns(bus: Bus) -> AsyncIterator[Run]:
 @contextlib.asynccontextmanager
 async def batching(notes: Notes, run: Run) -> AsyncIterator[Batcher[Item, float]]:
     batcher = Batcher(notes, ModelsSettings.model_validate({"batch_tokens": 1}), "notes", 0.0, run.turns)
-    async with run.turns.loading():
+    async with run.turns.loading("notes"):
         assert await run.holder() == "reward-0"
         batcher.start()
     try:
@@ -128,20 +201,25 @@ async def batching(notes: Notes, run: Run) -> AsyncIterator[Batcher[Item, float]
         await batcher.close()
 
 
+async def score(run: Run, batcher: Batcher[Item, float], group_id: int) -> list[float]:
+    with run.turns.waiting(builders.group(group_id)):
+        return await batcher.run([Item(1, float(group_id))])
+
+
 async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them_and_the_models_leave(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = Notes()
-    monkeypatch.setattr(turns, "_LEAST_QUIET_S", TTL_S)
+    monkeypatch.setattr(backlog, "_LEAST_QUIET_S", TTL_S)
     async with taking_turns(bus) as run, batching(notes, run) as batcher:
         await until(lambda: notes.moves == ["offload"], timeout_s=PATIENCE_S)
         await until(lambda: not run.lease.held)
         made = await run.turns_made()
         await run.put(0, 1, 2, 3)
-        first = [asyncio.create_task(batcher.run([Item(1, float(group))])) for group in range(3)]
-        await until(lambda: batcher.calls == 3)
+        first = [asyncio.create_task(score(run, batcher, group)) for group in range(3)]
+        await until(lambda: len(run.turns._waiting) == 3)
         assert not run.lease.held
-        last = asyncio.create_task(batcher.run([Item(1, 3.0)]))
+        last = asyncio.create_task(score(run, batcher, 3))
         assert await asyncio.gather(*first, last) == [[0.0], [1.0], [2.0], [3.0]]
         await until(lambda: not run.lease.held)
         assert notes.moves == ["offload", "restore", "offload"]
@@ -156,7 +234,7 @@ class Loading(RewardModel):
         self.began, self.may_end = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> None:
-        async with self._of.loading():
+        async with self._of.loading(self.name):
             self.began.set()
             await self.may_end.wait()
 
@@ -181,7 +259,7 @@ async def test_a_group_that_completes_nothing_is_scored_after_a_while(bus: Bus) 
     notes = Notes()
     async with taking_turns(bus) as run, batching(notes, run) as batcher:
         async with asyncio.timeout(PATIENCE_S):
-            assert await batcher.run([Item(1, 0.5)]) == [0.5]
+            assert await score(run, batcher, 5) == [5.0]
 
 
 async def test_training_takes_the_device_after_the_forward_pass_in_progress_and_the_rest_is_scored_later(
@@ -192,7 +270,7 @@ async def test_training_takes_the_device_after_the_forward_pass_in_progress_and_
         await until(lambda: not run.lease.held)
         await run.put(*range(4))
         notes.gate.clear()
-        scored = [asyncio.create_task(batcher.run([Item(1, float(group))])) for group in range(4)]
+        scored = [asyncio.create_task(score(run, batcher, group)) for group in range(4)]
         await until(lambda: run.lease.held)
         training = asyncio.create_task(run.trainer.acquire())
         await until(lambda: run.lease.rung >= 0)
@@ -220,7 +298,7 @@ async def _lose_the_device(bus: Bus) -> None:
         await until(lambda: not run.lease.held)
         await run.put(*range(4))
         notes.gate.clear()
-        scored = [asyncio.create_task(batcher.run([Item(1)])) for _ in range(4)]
+        scored = [asyncio.create_task(score(run, batcher, group)) for group in range(4)]
         await until(lambda: run.lease.held)
         async with run.lease._busy:  # it does not renew
             await raw(bus).hset(bus.keys.named("device:0"), "until_ms", 0)
@@ -236,7 +314,7 @@ async def test_a_device_that_its_last_holder_did_not_free_ends_the_process_and_c
         await until(lambda: not run.lease.held)
         notes.fits_restore = False
         await run.put(*range(4))
-        scored = await asyncio.gather(*(batcher.run([Item(1)]) for _ in range(4)), return_exceptions=True)
+        scored = await asyncio.gather(*(score(run, batcher, group) for group in range(4)), return_exceptions=True)
     assert [type(error) for error in scored] == [StateLost] * 4
 
 
@@ -247,7 +325,7 @@ async def test_a_trainer_learns_the_turns_between_its_steps_and_their_seconds(bu
         run.trainer.take_switches()
         await run.trainer.release()
         await run.put(*range(4))
-        await asyncio.gather(*(batcher.run([Item(1)]) for _ in range(4)))
+        await asyncio.gather(*(score(run, batcher, group) for group in range(4)))
         await until(lambda: not run.lease.held)
         made = await run.turns_made()
         await run.trainer.acquire()
@@ -270,14 +348,17 @@ def test_waiting_for_a_device_is_not_hanging() -> None:
         assert list(status.failures) == ["scorer 'model'"]
 
 
-def settings(folder: Path, policy: Path) -> Settings:
+def settings(
+    folder: Path, policy: Path, algorithm: Mapping[str, Any] = NOTHING, reward: Mapping[str, Any] = NOTHING
+) -> Settings:
     return Settings.model_validate(
         {
             "run": {"device": "cpu", "threads": 1},
             "policy": {"model": str(policy), "dtype": "float32"},
             "placement": {"mode": "shared"},
-            "algorithm": {"reference": "reward", "kl": {"coefficient": 0.1}},
+            "algorithm": {"reference": "reward", "kl": {"coefficient": 0.1}, **algorithm},
             "reward": {
+                **reward,
                 "expression": "answer + model",
                 "scorers": [
                     {"kind": "answer", "mode": "exact", "extract": "whole"},
@@ -313,7 +394,7 @@ async def test_rewards_and_reference_are_bit_equal_to_those_of_models_with_a_dev
     groups = [builders.group(group_id, ("46", "4", "47", "2")) for group_id in range(3)]
     expected = await _scored(run_settings, groups)
     async with taking_turns(bus) as run:
-        run.batch_groups = 1
+        run.algorithm = AlgorithmSettings(groups_per_step=1)
         await run.put(0, 1, 2)
         assert await _scored(run_settings, groups, run) == expected
         assert await run.turns_made() >= 3
@@ -364,3 +445,144 @@ def test_weights_that_find_no_room_leave_nothing_on_the_device_and_come_back_lat
 
 def _chunks(placed: Placed) -> list[torch.Tensor]:
     return [chunk for _, chunks in placed._copies._copied for chunk in chunks]
+
+
+def test_a_call_without_progress_hangs_after_a_limit_that_grows_with_what_such_calls_took() -> None:
+    now_s = [0.0]
+    watch = CallWatch(lambda: now_s[0])
+    with watch.working("judge", "forward pass", None):
+        assert watch.look(599.0) == ""
+        assert watch.look(1.0).startswith("a forward pass of 'judge' has made no progress for 600 s")
+        now_s[0] = 100.0
+    with watch.working("judge", "move to the device", None):
+        assert watch.look(600.0) != ""
+    with watch.working("judge", "forward pass", None):
+        assert watch.look(1999.0) == ""
+        assert watch.look(1.0) != ""
+    assert watch.look(1e6) == ""
+
+
+def test_a_slow_load_that_reads_and_a_slow_pass_that_computes_on_a_cpu_never_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress, watch = [0], CallWatch()
+    monkeypatch.setattr(call_watch, "_disk_traffic", lambda: progress[0])
+    clock = call_watch.ThreadClock()
+    monkeypatch.setattr(clock, "whole_seconds", lambda: progress[0])
+    for calling, limit_s in ((watch.loading("judge"), 1800.0), (watch.working("judge", "forward pass", clock), 600.0)):
+        with calling:
+            watch.look(1.0)
+            for _ in range(100):
+                progress[0] += 1
+                assert watch.look(limit_s) == ""
+            assert watch.look(limit_s) != "", "as before, but now nothing was read or computed"
+
+
+def test_the_clock_of_a_thread_shows_whether_it_computes_or_waits() -> None:
+    clock, waits, ends = call_watch.ThreadClock(), threading.Event(), threading.Event()
+
+    def compute_then_wait() -> None:
+        clock.begin()
+        while time.thread_time() < 1.1:
+            pass
+        waits.set()
+        ends.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=compute_then_wait)
+    thread.start()
+    assert waits.wait(PATIENCE_S)
+    computed_s = clock.whole_seconds()
+    time.sleep(0.1)
+    assert computed_s == clock.whole_seconds() >= 1
+    ends.set()
+    thread.join(PATIENCE_S)
+
+
+async def test_time_in_which_the_process_was_stopped_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_watch, "LOOK_S", 0.01)
+    now_s = [0.0]
+    watch = CallWatch(lambda: now_s[0])
+    with watch.working("judge", "forward pass", None):
+        hanging = asyncio.create_task(watch.hanging())
+        (call,) = watch._calls
+        await asyncio.sleep(0)  # it has read the clock
+        now_s[0] = 1e6
+        await until(lambda: call.still_s > 0.0)
+        assert call.still_s == pytest.approx(0.02)
+        call.limit_s = 0.0
+        assert await asyncio.wait_for(hanging, PATIENCE_S)
+
+
+async def test_a_forward_pass_that_never_ends_is_noticed_while_the_lease_is_renewed(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_watch, "LOOK_S", 0.01)
+    notes = Notes()
+    async with taking_turns(bus) as run, batching(notes, run) as batcher:
+        await until(lambda: not run.lease.held)
+        hanging = asyncio.create_task(run.turns.watch.hanging())
+        await run.put(*range(4))
+        notes.gate.clear()
+        scored = [asyncio.create_task(score(run, batcher, group)) for group in range(4)]
+        await until(lambda: run.lease.held and any("forward pass" in call.name for call in run.turns.watch._calls))
+        monkeypatch.setattr(run.turns.watch._calls[0], "limit_s", 0.0)
+        assert "'notes' has made no progress" in await asyncio.wait_for(hanging, PATIENCE_S)
+        assert await run.holder() == "reward-0"
+        notes.gate.set()
+        await asyncio.gather(*scored)
+
+
+@dataclasses.dataclass
+class Loads:
+    """Models that were opened, with whether the device was held then."""
+
+    lease: DeviceLease
+    opened: list[tuple[str, bool]] = dataclasses.field(default_factory=list)
+
+    def note(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: Callable[..., str]) -> None:
+        whole = module._open
+
+        def opened(*of: Any) -> Any:
+            self.opened.append((name(*of), self.lease.held))
+            return whole(*of)
+
+        monkeypatch.setattr(module, "_open", opened)
+
+
+@pytest.mark.parametrize(
+    ("holder", "phase"), [("trainer-0", "train"), ("rollout-0", "generate"), ("reward-0", "score"), ("", "score")]
+)
+async def test_no_reward_model_reference_or_teacher_loads_before_its_service_holds_the_device_in_whatever_phase_it_starts(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, phase: Phase
+) -> None:
+    folder, policy = reward_models.save(reward_models.qwen(), tmp_path / "reward"), tiny.save(tmp_path / "policy")
+    taught = {"teachers": [{"name": "teacher", "model": str(policy)}]}
+    of = settings(folder, policy, reward=taught, algorithm={"distillation": 0.1})
+    async with taking_turns(bus) as run:
+        loads = Loads(run.lease)
+        loads.note(monkeypatch, reward_model, lambda scorer, work: scorer.name)
+        loads.note(monkeypatch, reference, lambda run_settings, model, where, *_: where)
+        before = DeviceLease(bus, holder, phase, (0,) if holder else (), TTL_S)
+        if holder:
+            await request_devices(bus, before._request)
+            await until(lambda: _holds(run, holder))
+        starting = asyncio.create_task(make_scoring(of, run.status, None, run.turns).start())
+        if holder not in ("", "reward-0"):  # a restart ends the grant of its predecessor
+            await until(lambda: _requests(bus, "reward-0"))
+            await asyncio.sleep(0.1)
+            assert loads.opened == []
+            await before.release()
+        await asyncio.wait_for(starting, PATIENCE_S)
+    assert loads.opened == [
+        ("model", True),
+        ("policy.model", True),
+        ("model of teacher 'teacher' in [[reward.teachers]]", True),
+    ]
+
+
+async def _holds(run: Run, holder: str) -> bool:
+    return await run.holder() == holder
+
+
+async def _requests(bus: Bus, replica: str) -> bool:
+    return any(request.replica == replica for request in (await look_at_devices(bus, 1)).requests)

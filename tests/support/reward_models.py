@@ -71,12 +71,13 @@ def save_example(folder: Path) -> Path:
     return folder
 
 
-def example_flags(model: Path) -> dict[str, object]:
+def example_flags(model: Path, *, trust_remote_code: bool = False) -> dict[str, object]:
     """Return settings that score the arithmetic example by rules, ``model`` and a reference in the reward service."""
     scorers = [
         '{kind = "answer", mode = "exact", extract = "whole", needs_stop = true}',
         '{kind = "format", pattern = "[0-9]+"}',
-        f'{{kind = "model", model = {json.dumps(str(model))}, normalise = "running"}}',
+        f'{{kind = "model", model = {json.dumps(str(model))}, normalise = "running", '
+        f"trust_remote_code = {json.dumps(trust_remote_code)}}}",
     ]
     return {
         "reward.scorers": f"[{', '.join(scorers)}]",

@@ -24,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from services.reward.models.call_watch import ThreadClock, Work
 from services.reward.models.turns import Turns
 from shared.errors import PenstockError, StateLost
 from shared.settings.rewards.models import ModelsSettings
@@ -65,7 +66,11 @@ Done = TypeVar("Done")
 
 
 class Computation(Protocol[ItemIn, ResultOut]):
-    """The model; called from the batcher's thread only."""
+    """The model; called from the batcher's thread only, except ``on_cpu``."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the calling thread computes."""
 
     def compute(self, batch: Sequence[ItemIn]) -> Sequence[ResultOut]:
         """Return a result for each item. Raises NoRoom if they do not fit together."""
@@ -105,8 +110,6 @@ class Batcher(Generic[Item, Result]):
     ) -> None:
         self._computation = computation
         self._turns = turns or Turns()
-        self.calls = 0
-        """Groups whose items wait, or are computed."""
         self._work_settings = work
         self._wait_s = wait_s
         self._scorer = scorer
@@ -135,9 +138,7 @@ class Batcher(Generic[Item, Result]):
         now_s, loop = time.monotonic(), asyncio.get_running_loop()
         asked = [_Waiting[Item, Result](item, now_s, loop.create_future()) for item in items]
         self._waiting += asked
-        self.calls += 1
         self._arrived.set()
-        self._turns.note_arrival()
         results = asyncio.gather(*(request.result for request in asked))
         results.add_done_callback(_look_at)
         first: list[asyncio.Future[Any]] = [results, self._working]
@@ -148,13 +149,12 @@ class Batcher(Generic[Item, Result]):
                 raise StateLost(f"the model of scorer {self._scorer!r} failed: {error!r}") from error
             return await results
         finally:
-            self.calls -= 1
             results.cancel()
 
     async def leave(self) -> None:
         """Free the device until the next forward pass."""
         if not self._away:
-            await self._in_thread(self._computation.offload)
+            await self._in_thread("move to host memory", self._computation.offload)
             self._away = True
             OFFLOADS.labels(self._scorer).inc()
 
@@ -220,7 +220,7 @@ class Batcher(Generic[Item, Result]):
         if self._away:
             started_s = time.monotonic()
             try:
-                await self._in_thread(self._computation.restore)
+                await self._in_thread("move to the device", self._computation.restore)
             except NoRoom as error:
                 NO_ROOM.labels(self._scorer).inc()
                 if self._turns.is_shared:  # another holder did not free it: the group is not to blame
@@ -243,7 +243,7 @@ class Batcher(Generic[Item, Result]):
 
     async def _forward(self, items: list[Item]) -> Sequence[Result]:
         started_s = time.monotonic()
-        results = await self._in_thread(lambda: self._computation.compute(items))
+        results = await self._in_thread("forward pass", lambda: self._computation.compute(items))
         BUSY.labels(self._scorer).inc(time.monotonic() - started_s)
         tokens = sum(item.tokens for item in items)
         TOKENS.labels(self._scorer).inc(tokens)
@@ -251,8 +251,15 @@ class Batcher(Generic[Item, Result]):
         FILL.labels(self._scorer).observe(tokens / self._work_settings.batch_tokens)
         return results
 
-    async def _in_thread(self, work: Callable[[], Done]) -> Done:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _in_thread(self, work: Work, call: Callable[[], Done]) -> Done:
+        clock = ThreadClock()
+
+        def begun() -> Done:
+            clock.begin()
+            return call()
+
+        with self._turns.watch.working(self._scorer, work, clock if self._computation.on_cpu else None):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, begun)
 
 
 def _look_at(done: "asyncio.Future[Any]") -> None:

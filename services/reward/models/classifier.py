@@ -134,6 +134,10 @@ class Classifier:
     def held(self) -> Held:
         return self._placed.held("weights")
 
+    @property
+    def on_cpu(self) -> bool:
+        return self._placed.device.type == "cpu"
+
     def offload(self) -> None:
         self._placed.offload()
 

@@ -131,6 +131,10 @@ class FrozenPolicy:
         """Return what the model holds on its device, as ``component``."""
         return self._placed.held(component)
 
+    @property
+    def on_cpu(self) -> bool:
+        return self._placed.device.type == "cpu"
+
     def offload(self) -> None:
         self._placed.offload()
 

@@ -11,69 +11,30 @@ Models are loaded in a turn, too. Imports no model library.
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
+from services.reward.models.backlog import Flight, is_due
+from services.reward.models.call_watch import CallWatch
 from shared.bus.bus import Bus
+from shared.bus.messages import Purpose, RolloutGroup
+from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS
 from shared.process.device import DeviceLease
 from shared.process.telemetry import Status
+from shared.settings.algorithm import AlgorithmSettings
 
 _LOOK_S = 0.1
 _LINGER_S = 0.1
 """Groups of the bus whose texts are not tokenized yet arrive within this time."""
 _LINGER_LOOK_S = 0.02
-_LEAST_QUIET_S = 1.0
-_QUIET_TURNS = 4.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Backlog:
-    """Numbers of groups."""
-
-    waiting: int
-    """Those that wait for models."""
-    unscored: int
-    """Generated for training, but not scored."""
-    scored: int
-    """With the trainer, which first trains complete batches."""
-
-
-def is_due(backlog: Backlog, groups: int, room: int, quiet_s: float, turn_s: float) -> bool:
-    """Whether models should request their device.
-
-    So that turns are few and no group waits forever: once the groups that wait complete the next batch, or the service
-    can take no more, or none has arrived for a multiple of what a turn costs.
-
-    Args:
-        groups: of a batch.
-        room: groups that the service takes.
-        quiet_s: seconds since the last group arrived.
-        turn_s: measured cost of a turn, without its forward passes.
-
-    >>> is_due(Backlog(6, 6, scored=2), groups=8, room=32, quiet_s=0.0, turn_s=0.5)
-    True
-    >>> is_due(Backlog(5, 5, scored=2), groups=8, room=32, quiet_s=1.9, turn_s=0.5)
-    False
-    >>> is_due(Backlog(5, 5, scored=2), groups=8, room=32, quiet_s=2.0, turn_s=0.5)
-    True
-    """
-    if not backlog.waiting:
-        return False
-    training = min(backlog.waiting, backlog.unscored)  # the others are evaluated
-    is_complete = training > 0 and backlog.scored % groups + training >= groups
-    return is_complete or backlog.waiting >= room or quiet_s >= max(_LEAST_QUIET_S, _QUIET_TURNS * turn_s)
 
 
 class Model(Protocol):
-    """A model with its waiting work, as turns see it."""
-
-    @property
-    def calls(self) -> int:
-        """Groups that wait for it, or are computed."""
+    """A model, as turns see it."""
 
     async def leave(self) -> None:
         """Free the device until the next computation."""
@@ -86,24 +47,34 @@ class Turns:
     """Whether models have the device in turn with others."""
 
     def __init__(self) -> None:
+        self.watch = CallWatch()
+        """Watches the models' calls."""
         self.on_memory: Callable[[str, float], None] = lambda phase, seconds: None
         """Called at the end of a phase of a turn with its name and seconds, to note memory."""
 
     @contextlib.asynccontextmanager
-    async def loading(self) -> AsyncIterator[None]:
-        """Load a model while the device is ours."""
-        yield
+    async def loading(self, model: str) -> AsyncIterator[None]:
+        """Load ``model`` while the device is ours."""
+        with self.watch.loading(model):
+            yield
 
     @contextlib.asynccontextmanager
     async def computing(self) -> AsyncIterator[None]:
         """Run a forward pass while the device is ours."""
         yield
 
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Take turns during the body."""
+        yield
+
     def join(self, model: Model) -> None:
         """Let ``model`` take part."""
 
-    def note_arrival(self) -> None:
-        """Note that a group waits for a model."""
+    @contextlib.contextmanager
+    def waiting(self, group: RolloutGroup) -> Iterator[None]:
+        """Let ``group`` wait for a model."""
+        yield
 
     def note_moved(self, seconds: float) -> None:
         """Note the seconds in which a model was moved back to the device."""
@@ -118,19 +89,23 @@ class DeviceTurns(Turns):
 
     Args:
         lease: kept by its owner.
-        groups: returns the number of groups of a batch.
+        algorithm: returns the current settings.
         room: groups that the service takes.
     """
 
     is_shared = True
 
-    def __init__(self, lease: DeviceLease, bus: Bus, status: Status, groups: Callable[[], int], room: int) -> None:
+    def __init__(
+        self, lease: DeviceLease, bus: Bus, status: Status, algorithm: Callable[[], AlgorithmSettings], room: int
+    ) -> None:
         super().__init__()
         self._lease = lease
         self._bus = bus
         self._status = status
-        self._groups = groups
+        self._algorithm = algorithm
         self._room = room
+        self._waiting: Counter[tuple[Purpose, int]] = Counter()
+        """Models that each group waits for."""
         self._models: list[Model] = []
         self._loading = self._computing = 0
         self._open, self._arrived, self._still = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -139,12 +114,12 @@ class DeviceTurns(Turns):
         self._moved_s = self._turn_s = 0.0
 
     @contextlib.asynccontextmanager
-    async def loading(self) -> AsyncIterator[None]:
+    async def loading(self, model: str) -> AsyncIterator[None]:
         self._loading += 1
         self._status.start.begin("waiting for the device")
         self._arrived.set()
         try:
-            async with self.computing():
+            async with self.computing(), super().loading(model):
                 self._status.start.begin("loading the models")
                 yield
         finally:
@@ -166,9 +141,18 @@ class DeviceTurns(Turns):
     def join(self, model: Model) -> None:
         self._models.append(model)
 
-    def note_arrival(self) -> None:
+    @contextlib.contextmanager
+    def waiting(self, group: RolloutGroup) -> Iterator[None]:
+        name = group.prompt.purpose, int(group.group_id)
+        self._waiting[name] += 1
         self._arrived_s = time.monotonic()
         self._arrived.set()
+        try:
+            yield
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name]
 
     def note_moved(self, seconds: float) -> None:
         self._moved_s += seconds
@@ -195,23 +179,32 @@ class DeviceTurns(Turns):
             await self._due()
             await self._turn()
 
-    @property
-    def _waiting(self) -> int:
-        return max((model.calls for model in self._models), default=0)
-
     async def _due(self) -> None:
         while not self._loading:
             self._arrived.clear()
             if not self._waiting:
                 await self._arrived.wait()
                 continue
-            unscored, scored = [await self._bus.length(stream) for stream in (ROLLOUTS, EXPERIENCE)]
-            backlog, quiet_s = Backlog(self._waiting, unscored, scored), time.monotonic() - self._arrived_s
-            if is_due(backlog, self._groups(), self._room, quiet_s, self._turn_s):
+            waiting, completes = len(self._waiting), await self._completes()
+            quiet_s = time.monotonic() - self._arrived_s
+            if is_due(waiting, self._room, quiet_s, self._turn_s, completes=completes):
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._arrived.wait()
+
+    async def _completes(self) -> bool:
+        """Whether the groups that wait complete a batch."""
+        algorithm, waits = self._algorithm(), self._algorithm().on_stale == "wait"
+        groups = algorithm.groups_per_step
+        turn = frozenset(group_id for purpose, group_id in self._waiting if purpose is Purpose.TRAIN)
+        if not turn:
+            return False
+        if not waits and not algorithm.is_mixed:
+            scored = await self._bus.length(EXPERIENCE)
+            return (scored + len(turn)) // groups > scored // groups
+        flight = Flight(*await Ledger(self._bus).ids_in_flight())
+        return flight.after(turn).batches(groups, waits=waits) > flight.batches(groups, waits=waits)
 
     async def _turn(self) -> None:
         await self._lease.acquire()

@@ -65,7 +65,7 @@ class RewardModel:
 
     async def start(self) -> None:
         """Load the model in a thread. Raises SettingsError."""
-        async with self._turns.loading():
+        async with self._turns.loading(self.name):
             self._model = await asyncio.to_thread(_open, self._scorer, self._work)
             self._batcher = Batcher(self._model, self._work, self.name, turns=self._turns)
             self._batcher.start()
@@ -87,7 +87,8 @@ class RewardModel:
             texts = await asyncio.to_thread(self._model.read, group.prompt, completions)
         CUT.labels(self.name).inc(sum(text.cut_tokens > 0 for text in texts))
         try:
-            values = await self._batcher.run(texts)
+            with self._turns.waiting(group):
+                values = await self._batcher.run(texts)
         except NoRoom as error:
             return self._unavailable(group, str(error))
         if not all(map(math.isfinite, values)):

@@ -25,7 +25,7 @@ for i, payload in ipairs(payloads) do
   end
   local id = string.format('%d', cursor + admitted)
   if ready:sub(i, i) == '1' then
-    redis.call('XADD', experience, '*', 'id', id, 'data', payload)
+    redis.call('XADD', experience, '*', 'id', id, 'data', payload, 'shown', '1')
   else
     local parts = math.max(1, tonumber(samples))
     redis.call('HSET', generating, id, payload)

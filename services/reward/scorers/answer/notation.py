@@ -150,24 +150,25 @@ def balanced(text: str) -> bool:
 
 
 _OPENING, _CLOSING = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
-_PIECE = re.compile(r"\\begin\{[a-z]*matrix\}|\\end\{[a-z]*matrix\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
+_PIECE = re.compile(r"\\begin\{[a-z]*matrix\}|\\end\{[a-z]*matrix\}|\\[A-Za-z]+|\\.|[()\[\]{},;]", re.DOTALL)
 
 
-def split(text: str, separators: tuple[str, ...] = (",", ";")) -> list[str]:
-    """Split ``text`` at separators outside brackets.
+def split(text: str) -> list[str]:
+    """Split ``text`` at commas and semicolons outside brackets.
 
     >>> split("(1,2), [3,4)")
     ['(1,2)', '[3,4)']
     """
-    parts, current, depth = list[str](), list[str](), 0
-    for piece in _PIECE.findall(text):
+    if "," not in text and ";" not in text:
+        return [text.strip()]
+    parts, start, depth = list[str](), 0, 0
+    for match in _PIECE.finditer(text):
+        piece = match[0]
         if piece in _OPENING or piece.startswith(r"\begin{"):
             depth += 1
         elif piece in _CLOSING or piece.startswith(r"\end{"):
             depth -= 1
-        if depth <= 0 and piece in separators:
-            parts.append("".join(current).strip())
-            current = []
-        else:
-            current.append(piece)
-    return [*parts, "".join(current).strip()]
+        elif depth <= 0 and piece in (",", ";"):
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+    return [*parts, text[start:].strip()]

@@ -321,6 +321,10 @@ class Ledger(Policies):
         """Whether a group admitted before ``group_id`` is still generated or scored."""
         return bool(await self._bus.script("overtaken", group_id=group_id))
 
+    async def ids_in_flight(self) -> list[frozenset[int]]:
+        """Return the groups that are generated or scored, those with the trainer, and demonstrations with it."""
+        return [frozenset(map(int, ids)) for ids in await self._bus.script("in_flight")]
+
     async def count_earlier(self, group_ids: Sequence[int]) -> list[int]:
         """Return, for each of ``group_ids``, how many groups admitted before it are still generated or scored."""
         return [int(count) for count in await self._bus.script("earlier", groups=list(group_ids))]
