@@ -152,11 +152,10 @@ def _flags(flags: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
             raise SettingsError(f"expected a setting such as --trainer.ranks 2, found {word!r}")
-        if not equals:
-            value = next(words, "")
-            if value == "":
-                raise SettingsError(f"expected a value after {word}")
-        values[name.replace("-", "_")] = value
+        given = value if equals else next(words, None)
+        if given is None:
+            raise SettingsError(f"expected a value after {word}")
+        values[name.replace("-", "_")] = given
     return values
 
 
