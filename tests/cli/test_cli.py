@@ -282,6 +282,17 @@ def test_a_run_is_one_line_in_a_log() -> None:
     )
 
 
+def test_a_supervised_run_shows_its_loss_and_how_many_pairs_it_orders() -> None:
+    supervised = RunView.model_validate(RUN | {"last": {"loss": 0.576, "preference_accuracy": 0.75, "lag_mean": 1.0}})
+    assert "  loss 0.576  pairs ordered 75%  held-out 0.745  " in view.line(supervised)
+    console = Console(width=80, file=io.StringIO())
+    console.print(view.screen("penstock · a-run", supervised, []))
+    assert isinstance(console.file, io.StringIO)
+    shown = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert any(line.startswith("│ loss 0.576") for line in shown)
+    assert "│ ordered 75% of preference pairs │" in shown
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
