@@ -450,21 +450,28 @@ def compare_runs(
     diff.compare(named(a), named(b), as_json=as_json)
 
 
-@data.command("check")
+@data.command("check", context_settings={"ignore_unknown_options": True})
 def check_data(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    words: Words = None,
     shown: Annotated[int, typer.Option("--prompts", min=0, metavar="N", help="Prompts to show.")] = 3,
 ) -> None:
     """Show what a run will be trained on: bad rows, rendered prompts and their lengths.
 
     Exit codes: 0 the data can be used, 1 a prompt cannot be generated, 2 the settings or the data are refused.
 
-    **Example:** `penstock data check my-run.toml --prompts 5`
+    **Examples**
+
+    `penstock data check my-run.toml --prompts 5`
+
+    `penstock data check my-run.toml --data.path demonstrations.jsonl --algorithm.loss cross_entropy`
     """
     from services.cli.reports import data_check
     from shared.settings import load
 
-    raise typer.Exit(0 if data_check.check(load(config), shown) else 1)
+    config, flags = split(words or [])
+    if config is None:
+        raise SettingsError("the settings file is missing: penstock data check my-run.toml")
+    raise typer.Exit(0 if data_check.check(load(config, flags), shown) else 1)
 
 
 @app.command("audit-rewards", rich_help_panel=_TOOLS)
