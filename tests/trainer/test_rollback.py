@@ -221,6 +221,16 @@ async def test_a_rollback_that_cannot_be_changes_nothing_and_says_where_one_can_
     assert (await http.get("/v1/operations")).json()["items"] == []
 
 
+async def test_the_newest_version_is_not_among_those_to_which_one_can_go(
+    ready: tuple[httpx.AsyncClient, Coordinator], bus: Bus
+) -> None:
+    http, _ = ready
+    await Ledger(bus).set_checkpoint(V(4), "/checkpoints/step-000004")
+    newest, absent = [(await http.post(f"/v1/policies/{version}/rollback")).json()["detail"] for version in (4, 3)]
+    assert newest == "version 4 is the newest: roll back to an earlier one; roll back to one of 2"
+    assert absent.startswith("version 3 has no checkpoint; roll back to one of 2 (")
+
+
 async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
     ready: tuple[httpx.AsyncClient, Coordinator], bus: Bus
 ) -> None:

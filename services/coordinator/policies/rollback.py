@@ -90,7 +90,7 @@ class Rollbacks:
                 log.info("rollback begun", extra={"target": int(target), "revoked": begun.revoked})
                 return await self._operate(begun)
             if answer not in ("moved", "busy"):
-                raise StateConflict(await self._refusal(answer, target))
+                raise StateConflict(await self._refusal(answer, target, again=stranded))
 
     async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
         status = await self._ledger.status()  # read first: a newer status implies a newer version
@@ -99,24 +99,28 @@ class Rollbacks:
         )
         record = next((record for record in records if record.version == target), None)
         if record is None or status.newest_version is None:
-            newest = max((record.version for record in records), default=None)
-            known = "none yet" if newest is None else f"versions up to {newest}"
+            highest = max((record.version for record in records), default=None)
+            known = "none yet" if highest is None else f"versions up to {highest}"
             raise StateConflict(f"this run has no policy version {target}; it has {known}")
+        newest = None if again else status.tip
         if states.get(target) is PolicyState.REVOKED:
             raise StateConflict(
-                f"version {target} is revoked: a rollback left its branch; {_choices(checkpoints, states)}"
+                f"version {target} is revoked: a rollback left its branch; {_choices(checkpoints, states, newest)}"
             )
         if target == status.tip and not again:
             raise StateConflict(
-                f"version {target} is the newest: roll back to an earlier one; {_choices(checkpoints, states)}"
+                f"version {target} is the newest: roll back to an earlier one; {_choices(checkpoints, states, newest)}"
             )
         return await begin_rollback(self._bus, self._ledger, status, records, record, reason)
 
-    async def _refusal(self, answer: str, target: PolicyVersion) -> str:
-        states, checkpoints = await asyncio.gather(self._ledger.policy_states(), self._ledger.checkpoints())
+    async def _refusal(self, answer: str, target: PolicyVersion, *, again: bool) -> str:
+        status, states, checkpoints = await asyncio.gather(
+            self._ledger.status(), self._ledger.policy_states(), self._ledger.checkpoints()
+        )
         if answer == "no_checkpoint":
+            newest = None if again else status.tip
             return (
-                f"version {target} has no checkpoint; {_choices(checkpoints, states)} "
+                f"version {target} has no checkpoint; {_choices(checkpoints, states, newest)} "
                 "(trainer.checkpoint_every_steps and trainer.keep_last set how many there are)"
             )
         state = answer.partition(":")[2]
@@ -197,6 +201,10 @@ class Rollbacks:
         await tell(self._bus, SOURCE, f"rollback {stage.value}", sentence, target=int(rollback.target))
 
 
-def _choices(checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState]) -> str:
-    usable: Collection[PolicyVersion] = sorted(v for v in checkpoints if states.get(v) is not PolicyState.REVOKED)
-    return f"roll back to one of {', '.join(map(str, usable))}" if usable else "no version has a checkpoint yet"
+def _choices(
+    checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState], newest: PolicyVersion | None
+) -> str:
+    usable: Collection[PolicyVersion] = sorted(
+        v for v in checkpoints if v != newest and states.get(v) is not PolicyState.REVOKED
+    )
+    return f"roll back to one of {', '.join(map(str, usable))}" if usable else "no earlier version has a checkpoint"
