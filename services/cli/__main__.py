@@ -120,16 +120,16 @@ def up(
     except RunEnded as error:
         console.say(f"{error}\n\n{summary.text(error.folder, resumable=False)}")
         raise typer.Exit from error
-    _supervise(prepared, prometheus=prometheus)
+    _supervise("up", prepared, prometheus=prometheus)
 
 
-def _supervise(prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
+def _supervise(command: str, prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
     from services.up import run
     from services.up.display import summary
 
     ending = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
     if ending.sentence:
-        console.warn(f"penstock up: {ending.sentence}")
+        console.warn(f"penstock {command}: {ending.sentence}")
         console.warn(f"logs: {prepared.folder / 'logs'}")
     else:
         interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
@@ -163,7 +163,7 @@ def sft(
     from services.cli import supervised
 
     config, flags = split(words or [])
-    _supervise(supervised.prepared(config, flags, epochs))
+    _supervise("sft", supervised.prepared(config, flags, epochs))
 
 
 @app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})

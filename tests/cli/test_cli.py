@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from services.cli.__main__ import main
 from services.client.views import RunView
 from services.up.display import view
 from services.up.prepare import prepare
+from services.up.supervisor import Ending
 
 ROOT = Path(__file__).parents[2]
 
@@ -291,6 +293,18 @@ def test_a_supervised_run_shows_its_loss_and_how_many_pairs_it_orders() -> None:
     shown = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert any(line.startswith("│ loss 0.576") for line in shown)
     assert "│ ordered 75% of preference pairs │" in shown
+
+
+@pytest.mark.parametrize("command", ["up", "sft"])
+def test_a_run_that_is_refused_once_started_names_the_command_that_started_it(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = SimpleNamespace(folder=tmp_path)
+    monkeypatch.setattr("services.up.prepare.prepare", lambda *_: prepared)
+    monkeypatch.setattr("services.cli.supervised.prepared", lambda *_: prepared)
+    monkeypatch.setattr("services.up.run.go", lambda *_: Ending(2, "the data are refused"))
+    assert main([command, "run.toml"]) == 2
+    assert capsys.readouterr().err == f"penstock {command}: the data are refused\nlogs: {tmp_path / 'logs'}\n"
 
 
 @pytest.fixture
