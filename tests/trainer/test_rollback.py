@@ -310,11 +310,12 @@ async def test_a_run_that_is_paused_meanwhile_stays_paused(
 ) -> None:
     http, parts = ready
     await http.post("/v1/policies/2/rollback")
-    assert (await http.post("/v1/run/pause")).status_code == 200
+    assert (await http.post("/v1/run/pause", json={"reason": "I look at it"})).status_code == 200
     await _load_and_publish(bus)
     async with replica(bus, 5):
         await until(lambda: _is(parts, Stage.LIVE))
-    assert (await Ledger(bus).status()).state is RunState.PAUSED
+    status = await Ledger(bus).status()
+    assert (status.state, status.reason) == (RunState.PAUSED, "I look at it; rolled back to version 2, as version 5")
     assert (await http.post("/v1/run/resume")).status_code == 200
 
 

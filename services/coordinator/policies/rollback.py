@@ -152,9 +152,9 @@ class Rollbacks:
             await asyncio.sleep(_POLL_S)
         return OperationOutcome(OperationState.CANCELLED, "the bus no longer has it")
 
-    async def keep_paused(self) -> None:
+    async def keep_paused(self, reason: str) -> None:
         if (rollback := await self.current()) is not None:
-            await steer_rollback(self._bus, rollback.id, resumes=0)
+            await steer_rollback(self._bus, rollback.id, resumes=0, pause_reason=reason)
 
     async def advance(self) -> Rollback | None:
         rollback = await self.current()
@@ -185,10 +185,12 @@ class Rollbacks:
         patient = time.time() - rollback.changed_at_s < self._deadline_s
         if (self._has_replicas and len(behind) == len(beats)) or (behind and patient):
             return
-        if rollback.resumes:
-            why = rollback.reason.partition(": ")[2]
-            reason = f"rolled back to version {rollback.target}, as version {version}" + (f": {why}" if why else "")
-            await self._ledger.transition(RunState.RUNNING, reason, [RunState.PAUSED])
+        why = rollback.reason.partition(": ")[2]
+        reason = f"rolled back to version {rollback.target}, as version {version}" + (f": {why}" if why else "")
+        if rollback.pause_reason and not rollback.resumes:
+            reason = f"{rollback.pause_reason}; {reason}"
+        state = RunState.RUNNING if rollback.resumes else RunState.PAUSED
+        await self._ledger.transition(state, reason, [RunState.PAUSED])
         await self._end(rollback, Stage.LIVE, f"behind still: {', '.join(behind)}" if behind else "")
 
     async def _end(self, rollback: Rollback, stage: Stage, detail: str) -> None:
