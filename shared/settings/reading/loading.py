@@ -130,7 +130,7 @@ def dumps(settings: Settings) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows write a mark in front
     except FileNotFoundError as error:
         raise SettingsError(f"no settings file at {path}: check the path after the command") from error
     except (OSError, UnicodeDecodeError) as error:
