@@ -120,16 +120,16 @@ def up(
     except RunEnded as error:
         console.say(f"{error}\n\n{summary.text(error.folder, resumable=False)}")
         raise typer.Exit from error
-    _supervise(prepared, prometheus=prometheus)
+    _supervise("up", prepared, prometheus=prometheus)
 
 
-def _supervise(prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
+def _supervise(command: str, prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
     from services.up import run
     from services.up.display import summary
 
     ending = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
     if ending.sentence:
-        console.warn(f"penstock up: {ending.sentence}")
+        console.warn(f"penstock {command}: {ending.sentence}")
         console.warn(f"logs: {prepared.folder / 'logs'}")
     else:
         interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
@@ -163,7 +163,7 @@ def sft(
     from services.cli import supervised
 
     config, flags = split(words or [])
-    _supervise(supervised.prepared(config, flags, epochs))
+    _supervise("sft", supervised.prepared(config, flags, epochs))
 
 
 @app.command(rich_help_panel=_RUN, context_settings={"ignore_unknown_options": True})
@@ -450,21 +450,28 @@ def compare_runs(
     diff.compare(named(a), named(b), as_json=as_json)
 
 
-@data.command("check")
+@data.command("check", context_settings={"ignore_unknown_options": True})
 def check_data(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    words: Words = None,
     shown: Annotated[int, typer.Option("--prompts", min=0, metavar="N", help="Prompts to show.")] = 3,
 ) -> None:
     """Show what a run will be trained on: bad rows, rendered prompts and their lengths.
 
     Exit codes: 0 the data can be used, 1 a prompt cannot be generated, 2 the settings or the data are refused.
 
-    **Example:** `penstock data check my-run.toml --prompts 5`
+    **Examples**
+
+    `penstock data check my-run.toml --prompts 5`
+
+    `penstock data check my-run.toml --data.path demonstrations.jsonl --algorithm.loss cross_entropy`
     """
     from services.cli.reports import data_check
     from shared.settings import load
 
-    raise typer.Exit(0 if data_check.check(load(config), shown) else 1)
+    config, flags = split(words or [])
+    if config is None:
+        raise SettingsError("the settings file is missing: penstock data check my-run.toml")
+    raise typer.Exit(0 if data_check.check(load(config, flags), shown) else 1)
 
 
 @app.command("audit-rewards", rich_help_panel=_TOOLS)

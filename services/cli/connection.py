@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 LATEST = Path("runs/latest")
-Url = Annotated[str, typer.Option("--url", metavar="URL", help="The coordinator's address, instead of --run.")]
+Url = Annotated[str, typer.Option("--url", metavar="URL", help="The coordinator's address, instead of a run's folder.")]
 TokenFile = Annotated[
     Path | None,
     typer.Option(

@@ -1,5 +1,6 @@
 """``penstock sft``: a run's settings as those of a supervised run over its demonstrations or preference pairs."""
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
     flags = [*flags, "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"]
     if epochs is not None:
         settings = load(config, flags)
+        logging.getLogger("services.coordinator").addHandler(logging.NullHandler())  # the run reports its bad rows
         rows = len(load_data(settings).train)
         flags = [*flags, f"--run.steps={max(1, math.ceil(epochs * rows / settings.algorithm.groups_per_step))}"]
     return prepare.prepare(config, None, flags)

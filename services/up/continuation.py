@@ -46,12 +46,23 @@ class RunEnded(PenstockError):
 
 
 def check_steps_left(folder: Path, steps: int) -> None:
+    """Raise RunEnded if the run was stopped for good, or has finished ``steps`` steps, and nothing is left to be written."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         state, made = str(summary["state"]), int(summary["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return
-    if state == "finished" and made >= steps and (folder / "report.html").exists():
+    if not (folder / "report.html").exists():
+        return
+    if (
+        state == "stopped" and (folder / "checkpoints" / f"step-{made:06d}").is_dir()
+    ):  # else its trainer has yet to write it
+        raise RunEnded(
+            f"the run was stopped for good after {made} steps: to train on from its newest checkpoint, start another run "
+            f"(penstock up CONFIG --from {folder}); `penstock export {folder}` writes its policy",
+            folder,
+        )
+    if state == "finished" and made >= steps:
         raise RunEnded(
             f"the run has finished its {made} steps: to extend it, give a larger number, such as --run.steps {2 * made}",
             folder,

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from shared.dataset_source import DatasetSource
 from shared.settings.section import Section
@@ -72,6 +72,11 @@ class EvaluationSettings(Section):
     """Seconds after which an evaluation reports on the answers so far."""
     gate: GateSettings = Field(default=GateSettings())
     """What a fall of accuracy leads to."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _empty_is_none(cls, path: object) -> object:
+        return None if path in ("", {}) else path
 
     @property
     def paths(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from services.cli.__main__ import main
 from services.client.views import RunView
 from services.up.display import view
 from services.up.prepare import prepare
+from services.up.supervisor import Ending
 from tests.support.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -281,6 +283,29 @@ def test_a_run_is_one_line_in_a_log() -> None:
     assert view.line(RunView.model_validate(RUN)) == (
         "running  step 100/250  head 100  reward 0.712  held-out 0.745  in flight 61/64  lag 0.75  3,200 tokens/s  eta 1m35s"
     )
+
+
+def test_a_supervised_run_shows_its_loss_and_how_many_pairs_it_orders() -> None:
+    supervised = RunView.model_validate(RUN | {"last": {"loss": 0.576, "preference_accuracy": 0.75, "lag_mean": 1.0}})
+    assert "  loss 0.576  pairs ordered 75%  held-out 0.745  " in view.line(supervised)
+    console = Console(width=80, file=io.StringIO())
+    console.print(view.screen("penstock · a-run", supervised, []))
+    assert isinstance(console.file, io.StringIO)
+    shown = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert any(line.startswith("│ loss 0.576") for line in shown)
+    assert "│ ordered 75% of preference pairs │" in shown
+
+
+@pytest.mark.parametrize("command", ["up", "sft"])
+def test_a_run_that_is_refused_once_started_names_the_command_that_started_it(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = SimpleNamespace(folder=tmp_path)
+    monkeypatch.setattr("services.up.prepare.prepare", lambda *_: prepared)
+    monkeypatch.setattr("services.cli.supervised.prepared", lambda *_: prepared)
+    monkeypatch.setattr("services.up.run.go", lambda *_: Ending(2, "the data are refused"))
+    assert main([command, "run.toml"]) == 2
+    assert capsys.readouterr().err == f"penstock {command}: the data are refused\nlogs: {tmp_path / 'logs'}\n"
 
 
 @pytest.fixture

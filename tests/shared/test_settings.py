@@ -24,6 +24,24 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
     assert (trainer.ranks, trainer.learning_rate, trainer.warmup_steps) == (4, 2e-3, 3)
 
 
+@pytest.mark.parametrize("flags", [["--evaluation.path", ""], ["--evaluation.path="], ["--evaluation.path={}"]])
+def test_an_empty_value_removes_the_held_out_set_of_the_file(flags: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path, '[evaluation]\npath = "heldout.jsonl"\n[data]\nsystem = "Think."\n')
+    settings = load(path, [*flags, "--data.system", ""], {})
+    assert (settings.evaluation.held_out, settings.data.system) == ((), "")
+
+
+def test_a_file_with_a_byte_order_mark_and_other_line_ends_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[run]\r\nsteps = 7\r\n")
+    assert load(path, [], {}).run.steps == 7
+
+
+def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^expected a value after --run\.steps$"):
+        load(write(tmp_path, ""), ["--run.steps"], {})
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

@@ -221,6 +221,16 @@ async def test_a_rollback_that_cannot_be_changes_nothing_and_says_where_one_can_
     assert (await http.get("/v1/operations")).json()["items"] == []
 
 
+async def test_the_newest_version_is_not_among_those_to_which_one_can_go(
+    ready: tuple[httpx.AsyncClient, Coordinator], bus: Bus
+) -> None:
+    http, _ = ready
+    await Ledger(bus).set_checkpoint(V(4), "/checkpoints/step-000004")
+    newest, absent = [(await http.post(f"/v1/policies/{version}/rollback")).json()["detail"] for version in (4, 3)]
+    assert newest == "version 4 is the newest: roll back to an earlier one; roll back to one of 2"
+    assert absent.startswith("version 3 has no checkpoint; roll back to one of 2 (")
+
+
 async def test_one_rollback_at_a_time_and_the_same_again_is_the_same(
     ready: tuple[httpx.AsyncClient, Coordinator], bus: Bus
 ) -> None:
@@ -300,11 +310,12 @@ async def test_a_run_that_is_paused_meanwhile_stays_paused(
 ) -> None:
     http, parts = ready
     await http.post("/v1/policies/2/rollback")
-    assert (await http.post("/v1/run/pause")).status_code == 200
+    assert (await http.post("/v1/run/pause", json={"reason": "I look at it"})).status_code == 200
     await _load_and_publish(bus)
     async with replica(bus, 5):
         await until(lambda: _is(parts, Stage.LIVE))
-    assert (await Ledger(bus).status()).state is RunState.PAUSED
+    status = await Ledger(bus).status()
+    assert (status.state, status.reason) == (RunState.PAUSED, "I look at it; rolled back to version 2, as version 5")
     assert (await http.post("/v1/run/resume")).status_code == 200
 
 

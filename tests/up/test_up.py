@@ -475,6 +475,24 @@ def test_the_resume_of_a_finished_run_starts_nothing_and_says_how_to_extend_it(
     prepare(None, up.run_folder, ["--run.steps", "21"]).lock.close()
 
 
+def test_the_resume_of_a_stopped_run_starts_nothing_and_says_how_to_go_on(
+    up: Up, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(up.folder / "run.toml", None, ["--run.steps", "20"]).lock.close()
+    (up.run_folder / "summary.json").write_text('{"state": "stopped", "steps": 7}')
+    (up.run_folder / "report.html").touch()
+    (up.run_folder / "checkpoints" / "step-000005").mkdir(parents=True)
+    prepare(None, up.run_folder, []).lock.close()  # the trainer writes the last checkpoint
+    (up.run_folder / "checkpoints" / "step-000007").mkdir()
+    assert main(["up", "--resume", str(up.run_folder), "--run.steps", "40"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "the run was stopped for good after 7 steps: to train on from its newest checkpoint, start another run "
+        f"(penstock up CONFIG --from {up.run_folder}); `penstock export {up.run_folder}` writes its policy\n"
+    )
+    assert not (up.run_folder / "up.json").exists()
+
+
 def on_bus(socket: Path, command: str) -> str:
     code = f"import redis; print(redis.Redis(unix_socket_path={str(socket)!r}).{command})"
     return python("-c", code).stdout

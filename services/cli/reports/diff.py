@@ -24,6 +24,8 @@ _CURVES = (
     *("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "truncated_fraction", "grad_norm", "lag_mean"),
     *("samples_per_s", "step_s"),
 )
+_SUPERVISED = ("loss", "evaluation_loss", "evaluation_accuracy", "preference_accuracy", "preference_margin")
+"""First, where a run has no rewards."""
 _SCORER = "scorer_mean_"
 _ENDS = 5
 """Steps averaged at the end."""
@@ -73,9 +75,10 @@ def curves(a: Path, b: Path) -> tuple[int, list[Curve]]:
     first, second = (one_line_a_step(read(folder / "metrics.jsonl")) for folder in (a, b))
     steps = min(len(first), len(second))
     scorers = sorted({name for line in (*first[:1], *second[:1]) for name in line if name.startswith(_SCORER)})
+    has_rewards = any(_values(lines[:steps], _CURVES[0]) for lines in (first, second))
     drawn = [
         Curve(name, _values(first[:steps], name), _values(second[:steps], name))
-        for name in (_CURVES[0], *scorers, *_CURVES[1:])
+        for name in (*(() if has_rewards else _SUPERVISED), _CURVES[0], *scorers, *_CURVES[1:])
     ]
     drawn += [Curve(f"accuracy {name}", *both, last=1) for name, both in _accuracies(a, b).items()]
     return steps, [curve for curve in drawn if curve.a and curve.b]

@@ -284,8 +284,8 @@ def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None
             return value, None
         if value is not None:
             return None, tuple(_turns(value, field))
-    columns = ", ".join(sorted(repr(name) for name in row)) or "no column"
-    raise BadRow(f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r}, found {columns}")
+    columns = ", ".join(sorted(repr(name) for name, value in row.items() if value is not None)) or "no column"
+    raise BadRow(f"expected a column {data.prompt_field!r} or {MESSAGES_FIELD!r} that is not null, found {columns}")
 
 
 def _with_system(

@@ -90,7 +90,7 @@ class Rollbacks:
                 log.info("rollback begun", extra={"target": int(target), "revoked": begun.revoked})
                 return await self._operate(begun)
             if answer not in ("moved", "busy"):
-                raise StateConflict(await self._refusal(answer, target))
+                raise StateConflict(await self._refusal(answer, target, again=stranded))
 
     async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
         status = await self._ledger.status()  # read first: a newer status implies a newer version
@@ -99,24 +99,28 @@ class Rollbacks:
         )
         record = next((record for record in records if record.version == target), None)
         if record is None or status.newest_version is None:
-            newest = max((record.version for record in records), default=None)
-            known = "none yet" if newest is None else f"versions up to {newest}"
+            highest = max((record.version for record in records), default=None)
+            known = "none yet" if highest is None else f"versions up to {highest}"
             raise StateConflict(f"this run has no policy version {target}; it has {known}")
+        newest = None if again else status.tip
         if states.get(target) is PolicyState.REVOKED:
             raise StateConflict(
-                f"version {target} is revoked: a rollback left its branch; {_choices(checkpoints, states)}"
+                f"version {target} is revoked: a rollback left its branch; {_choices(checkpoints, states, newest)}"
             )
         if target == status.tip and not again:
             raise StateConflict(
-                f"version {target} is the newest: roll back to an earlier one; {_choices(checkpoints, states)}"
+                f"version {target} is the newest: roll back to an earlier one; {_choices(checkpoints, states, newest)}"
             )
         return await begin_rollback(self._bus, self._ledger, status, records, record, reason)
 
-    async def _refusal(self, answer: str, target: PolicyVersion) -> str:
-        states, checkpoints = await asyncio.gather(self._ledger.policy_states(), self._ledger.checkpoints())
+    async def _refusal(self, answer: str, target: PolicyVersion, *, again: bool) -> str:
+        status, states, checkpoints = await asyncio.gather(
+            self._ledger.status(), self._ledger.policy_states(), self._ledger.checkpoints()
+        )
         if answer == "no_checkpoint":
+            newest = None if again else status.tip
             return (
-                f"version {target} has no checkpoint; {_choices(checkpoints, states)} "
+                f"version {target} has no checkpoint; {_choices(checkpoints, states, newest)} "
                 "(trainer.checkpoint_every_steps and trainer.keep_last set how many there are)"
             )
         state = answer.partition(":")[2]
@@ -148,9 +152,9 @@ class Rollbacks:
             await asyncio.sleep(_POLL_S)
         return OperationOutcome(OperationState.CANCELLED, "the bus no longer has it")
 
-    async def keep_paused(self) -> None:
+    async def keep_paused(self, reason: str) -> None:
         if (rollback := await self.current()) is not None:
-            await steer_rollback(self._bus, rollback.id, resumes=0)
+            await steer_rollback(self._bus, rollback.id, resumes=0, pause_reason=reason)
 
     async def advance(self) -> Rollback | None:
         rollback = await self.current()
@@ -181,10 +185,12 @@ class Rollbacks:
         patient = time.time() - rollback.changed_at_s < self._deadline_s
         if (self._has_replicas and len(behind) == len(beats)) or (behind and patient):
             return
-        if rollback.resumes:
-            why = rollback.reason.partition(": ")[2]
-            reason = f"rolled back to version {rollback.target}, as version {version}" + (f": {why}" if why else "")
-            await self._ledger.transition(RunState.RUNNING, reason, [RunState.PAUSED])
+        why = rollback.reason.partition(": ")[2]
+        reason = f"rolled back to version {rollback.target}, as version {version}" + (f": {why}" if why else "")
+        if rollback.pause_reason and not rollback.resumes:
+            reason = f"{rollback.pause_reason}; {reason}"
+        state = RunState.RUNNING if rollback.resumes else RunState.PAUSED
+        await self._ledger.transition(state, reason, [RunState.PAUSED])
         await self._end(rollback, Stage.LIVE, f"behind still: {', '.join(behind)}" if behind else "")
 
     async def _end(self, rollback: Rollback, stage: Stage, detail: str) -> None:
@@ -197,6 +203,10 @@ class Rollbacks:
         await tell(self._bus, SOURCE, f"rollback {stage.value}", sentence, target=int(rollback.target))
 
 
-def _choices(checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState]) -> str:
-    usable: Collection[PolicyVersion] = sorted(v for v in checkpoints if states.get(v) is not PolicyState.REVOKED)
-    return f"roll back to one of {', '.join(map(str, usable))}" if usable else "no version has a checkpoint yet"
+def _choices(
+    checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState], newest: PolicyVersion | None
+) -> str:
+    usable: Collection[PolicyVersion] = sorted(
+        v for v in checkpoints if v != newest and states.get(v) is not PolicyState.REVOKED
+    )
+    return f"roll back to one of {', '.join(map(str, usable))}" if usable else "no earlier version has a checkpoint"

@@ -59,9 +59,9 @@ class Steering:
 
     async def command(self, name: str, reason: str) -> tuple[bool, RunState, str]:
         """Start, pause, resume or stop; return whether that changed the run, its state and reason."""
-        await self._mind_rollback(name)
         order = ORDERS[name]
         reason = reason or f"{name} by HTTP"
+        await self._mind_rollback(name, reason)
         changed, state = await self._ledger.transition(order.to, reason, order.allowed)
         if not changed and state is not order.to:
             raise StateConflict(f"cannot {name} a run that is {state.value}: {order.refusals[state]}")
@@ -70,10 +70,10 @@ class Steering:
             await tell(self._bus, "api", f"run {order.to.value}", reason)
         return changed, order.to, (await self._ledger.status()).reason
 
-    async def _mind_rollback(self, command: str) -> None:
+    async def _mind_rollback(self, command: str, reason: str) -> None:
         """During a rollback, refuse to resume; a pause outlasts it."""
         if command == "pause":
-            await self._rollbacks.keep_paused()
+            await self._rollbacks.keep_paused(reason)
         rollback = await self._rollbacks.current() if command == "resume" else None
         if rollback is not None and rollback.stage not in OVER:
             raise StateConflict(

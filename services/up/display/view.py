@@ -92,7 +92,10 @@ def _facts(run: RunView) -> RenderableType:
     facts.add_column(no_wrap=True, overflow="ellipsis")
     facts.add_row("run", _state(run))
     facts.add_row("step", _progress(run))
-    facts.add_row("reward", _curve(last(run, "reward_mean"), run.history.reward_mean))
+    objective, value = _objective(run)
+    facts.add_row(objective, _curve(value, run.history.reward_mean))
+    if (share := last(run, "preference_accuracy")) is not None:
+        facts.add_row("ordered", f"{share:.0%} of preference pairs")
     if (share := last(run, "signal_fraction")) is not None:
         facts.add_row("signal", f"{share:.0%} of groups")
     facts.add_row("held-out", _accuracies(run.evaluations))
@@ -212,7 +215,10 @@ def line(run: RunView, rows: Sequence[ViewRow] = ()) -> str:
         notes = "; ".join(f"{row.name}: {row.note}" for row in rows if row.note)
         return f"{run.state:<8} {run.activity}{'  ' if notes else ''}{notes}".rstrip()
     parts = [f"{run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]
-    parts.append(f"reward {number(last(run, 'reward_mean'))}")
+    objective, value = _objective(run)
+    parts.append(f"{objective} {number(value)}")
+    if (share := last(run, "preference_accuracy")) is not None:
+        parts.append(f"pairs ordered {share:.0%}")
     parts.append(f"held-out {number(_newest_accuracy(run.evaluations))}")
     parts.append(f"in flight {run.groups_in_flight}/{run.slots}")
     parts.append(f"lag {number(last(run, 'lag_mean'), 2)}")
@@ -241,6 +247,12 @@ def spark(values: Sequence[float | None], width: int) -> str:
     if high - low < 1e-12:
         return _BARS[3] * count
     return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+
+
+def _objective(run: RunView) -> tuple[str, float | None]:
+    """Return the name and value of what training changes: the mean reward or, in a supervised run, the loss."""
+    reward, loss = last(run, "reward_mean"), last(run, "loss")
+    return ("loss", loss) if reward is None and loss is not None else ("reward", reward)
 
 
 def last(run: RunView, name: str) -> float | None:

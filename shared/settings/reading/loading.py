@@ -130,7 +130,7 @@ def dumps(settings: Settings) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows write a mark in front
     except FileNotFoundError as error:
         raise SettingsError(f"no settings file at {path}: check the path after the command") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -152,11 +152,10 @@ def _flags(flags: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
             raise SettingsError(f"expected a setting such as --trainer.ranks 2, found {word!r}")
-        if not equals:
-            value = next(words, "")
-            if value == "":
-                raise SettingsError(f"expected a value after {word}")
-        values[name.replace("-", "_")] = value
+        given = value if equals else next(words, None)
+        if given is None:
+            raise SettingsError(f"expected a value after {word}")
+        values[name.replace("-", "_")] = given
     return values
 
 

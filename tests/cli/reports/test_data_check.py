@@ -41,7 +41,7 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
     assert checked.stdout.splitlines() == [
         "training: hf://own/sums@main:train: 1 problems",
         "training: 1 problems, 1 bad rows, 1 rows left out by data.filter",
-        "  bad row own/sums/train:3: expected a column 'prompt' or 'messages', found 'answer', 'prompt', 'question'",
+        "  bad row own/sums/train:3: expected a column 'prompt' or 'messages' that is not null, found 'question'",
         "",
         "prompt 1 (own/sums/train:1, 6 tokens, answer '46'):",
         "12+34=",
@@ -70,6 +70,24 @@ def test_the_check_shows_both_completions_of_a_pair(tmp_path: Path) -> None:
         "worse completion ",
     ]
     assert [line.partition(": ")[2][:2] for line in shown if "completion (" in line] == ["46", "47"]
+
+
+def test_flags_change_what_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "12+34=", "sum": "46"}\n')
+    config = settings(tmp_path, "another.jsonl")
+    flags = ("--data.path", str(tmp_path / "demonstrations.jsonl"), "--data.completion_field", "sum")
+    words = ("-m", "services.cli", "data", "check", config, *flags, "--algorithm.loss=cross_entropy")
+    checked = python(tmp_path, "http://127.0.0.1:9", *words)
+    assert checked.returncode == 0, checked.stderr
+    assert checked.stdout.startswith(f"training: {tmp_path}/demonstrations.jsonl: 1 demonstrations\n")
+
+
+def test_counting_the_rows_of_an_epoch_prints_only_the_refusal(tmp_path: Path) -> None:
+    (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "12+34="}\n' * 20)
+    config = settings(tmp_path, str(tmp_path / "demonstrations.jsonl"))
+    started = python(tmp_path, "http://127.0.0.1:9", "-m", "services.cli", "sft", config, "--epochs", "1")
+    assert (started.returncode, started.stdout) == (2, "")
+    assert started.stderr.startswith("penstock sft: expected at most 10 bad rows in "), started.stderr
 
 
 PINNING = """

@@ -44,6 +44,16 @@ def test_curves_are_compared_over_the_steps_that_both_runs_have(runs: tuple[Path
     assert drawn[2].ends == (0.5, 0.75)
 
 
+def test_supervised_runs_are_compared_by_their_loss(runs: tuple[Path, Path]) -> None:
+    for folder, losses in zip(runs, ([0.5, 0.25], [0.5, 0.125]), strict=True):
+        steps = [{"step": step, "loss": loss, "preference_margin": 1.0} for step, loss in enumerate(losses, 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    assert curves(*runs)[1][:2] == [
+        Curve("loss", [0.5, 0.25], [0.5, 0.125]),
+        Curve("preference_margin", [1.0, 1.0], [1.0, 1.0]),
+    ]
+
+
 def test_the_comparison_is_printed(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", *map(str, runs)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -73,8 +73,9 @@ def test_other_columns_can_be_named(tmp_path: Path) -> None:
     [
         ('{"prompt": ', "expected a JSON object, but this is not JSON"),
         ("[1]", "expected a JSON object on each line, found list"),
-        ({"question": "q"}, "expected a column 'prompt' or 'messages', found 'question'"),
-        ({}, "expected a column 'prompt' or 'messages', found no column"),
+        ({"question": "q"}, "expected a column 'prompt' or 'messages' that is not null, found 'question'"),
+        ({"prompt": None, "answer": "2"}, "expected a column 'prompt' or 'messages' that is not null, found 'answer'"),
+        ({}, "expected a column 'prompt' or 'messages' that is not null, found no column"),
         ({"prompt": ""}, "expected text in 'prompt', found an empty one"),
         ({"prompt": 7}, "expected text or chat messages in 'prompt', found 7"),
         ({"messages": []}, "expected text or chat messages in 'messages', found []"),

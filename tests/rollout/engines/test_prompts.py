@@ -88,7 +88,7 @@ def test_a_saved_policy_is_opened_with_its_stop_tokens_and_limits(tmp_path: Path
             "/no/such/folder",
             "no folder in Hugging Face form at '/no/such/folder': change policy.model",
         ),
-        ("{empty}", r"the folder .* has no tokenizer_config.json: change policy.model"),
+        ("{empty}", r"the folder .* has no tokenizer \(tokenizer_config.json, .*\): change policy.model"),
     ],
 )
 def test_a_model_that_is_none_is_told_in_one_sentence(tmp_path: Path, model: str, sentence: str) -> None:

@@ -71,6 +71,8 @@ class Rollback:
     """Groups trained on the abandoned branch."""
     resumes: bool
     """Whether the run continues once the version is live."""
+    pause_reason: str
+    """Of the pause meanwhile that keeps the run paused; or empty."""
     version: PolicyVersion | None
     """With the target's weights; None until published."""
     detail: str
@@ -113,6 +115,7 @@ def _read(fields: Mapping[str, str]) -> Rollback:
         revoked=int(fields["revoked"]),
         undone=int(fields["undone"]),
         resumes=fields["resumes"] == "1",
+        pause_reason=fields.get("pause_reason", ""),
         version=None if version is None else PolicyVersion(int(version)),
         detail=fields.get("detail", "the trainer loads the checkpoint"),
         unloadable=fields.get("unloadable", ""),
