@@ -1,5 +1,7 @@
 """A follower of one run, and a tracker with its data in the test's folder."""
 
+import os
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,11 @@ class Tracking:
 
         self.follower = Follower(self.name, self.bus, self.folder, self.client, tell, Backoff(0.01, longest_s=0.05))
         return self.follower
+
+    def hang(self) -> None:
+        """Stop the sink's process."""
+        assert self.client.pid is not None
+        os.kill(self.client.pid, signal.SIGSTOP)
 
     async def restart(self) -> Follower:
         """Begin again as after a kill -9: what is left is the offset file and what the tracker has."""
