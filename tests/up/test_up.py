@@ -478,7 +478,8 @@ async def test_what_happens_is_told_where_the_run_is_watched_each_event_once(up:
     new = up.run_folder / "events.json.new"
     new.write_text(json.dumps(events))
     new.replace(up.run_folder / "events.json")
-    await until(lambda: (up.run_folder / "asked.txt").stat().st_size >= 3)
+    asked = up.run_folder / "asked.txt"
+    await until(lambda: asked.exists() and asked.stat().st_size >= 3)
     up.signal(signal.SIGTERM)
     output = up.wait()[1]
     assert output.count("checkpoint damaged: of step 8") == output.count("rollback begun: of step 8") == 1
