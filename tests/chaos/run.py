@@ -311,6 +311,12 @@ async def left_behind(run: Run) -> AsyncIterator[Bus]:
         await bus.close()
 
 
+async def steps_of(run: Run) -> int:
+    """Return the steps that a run had made when it ended."""
+    async with left_behind(run) as bus:
+        return (await Ledger(bus).status()).step
+
+
 def answers(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
         return True

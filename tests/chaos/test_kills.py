@@ -15,12 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
+from services.tracking.follower import Follower
+from services.tracking.sink_client import SinkClient
+from services.tracking.sinks.sink import TrackedRun
 from shared.bus.bus import Bus
 from shared.bus.messages import Event
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
+from tests.conftest import PATIENCE_S
 from tests.support.trackers import READERS, TABLES
 
 GROUPS, CHECKPOINT_EVERY = 8, 7
@@ -90,12 +94,23 @@ async def _audit(bus: Bus, folder: Path) -> None:
     await audit_versions(bus)
     lines = _lines(folder, "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, status.step + 1)), "a replayed step is not reported again"
+    await _deliver_rest(bus, folder)
     shown = READERS["tensorboard"](folder, folder.name, "train/reward")
     assert [step for step, _ in shown] == list(range(1, status.step + 1)), "a tracker shows each step once"
     tables = [(rows[0][0], rows[0][5]) for _, _, rows in TABLES["tensorboard"](folder, folder.name)]
     recorded = [(str(line["step"]), line["completions"][0]["text"]) for line in _lines(folder, "rollouts.jsonl")]
     assert tables == recorded, "and each recorded group once"
     assert "journal replayed" in [event.name for _, event in await bus.newest(EVENTS, Event, 10_000)]
+
+
+async def _deliver_rest(bus: Bus, folder: Path) -> None:
+    """Start the tracker once more: at the run's end it had ten seconds."""
+
+    async def tell(name: str, detail: str) -> None:
+        pytest.fail(f"{name}: {detail}")
+
+    client = SinkClient("tensorboard", TrackedRun(folder.name, "penstock", folder, {}), PATIENCE_S)
+    await Follower("tensorboard", bus, folder, client, tell).finish(PATIENCE_S)
 
 
 def _lines(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -89,7 +89,9 @@ async def test_guests_of_several_ranks_and_with_vllm_die_and_lose_nothing(
     async with left_behind(run) as bus:
         await audit_groups(bus)
         await audit_versions(bus)
-    assert _lent_samples(run) >= 8 * 8 * 3
+    assert _lent_samples(run) >= 8 * 8 * 2, (
+        "a trainer that dies loses the figures of its step, a guest those of its turn"
+    )
 
 
 def _lent_samples(run: Run) -> float:

@@ -124,6 +124,8 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
         await watcher.audit()
     finally:
         await bus.close()
+    runs = made.folder / "claims" / "demo-penstock-runs" / "demo"
+    await until(lambda: len(_tracked(runs)) >= 7)  # at its end the service has ten seconds for the rest
     trainer = made.pods["trainer"].process
     assert trainer is not None
     assert await asyncio.to_thread(trainer.wait, PATIENCE_S) == 0  # by itself, by which the JobSet is complete
@@ -131,9 +133,9 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
         expected = 143 if role in JOBS else 0  # a Job restarts what was evicted
         assert await made.pods[role].ends() == expected, made.pods[role].log.read_text()[-3000:]
     assert await made.pods["bus"].ends() == 0
-    runs = made.folder / "claims" / "demo-penstock-runs" / "demo"
-    assert len((runs / "metrics.jsonl").read_text().splitlines()) >= 7
-    assert len(tensorboard(runs, "demo", "train/reward")) >= 7
+    shown = _tracked(runs)
+    assert len((runs / "metrics.jsonl").read_text().splitlines()) >= len(shown) >= 7
+    assert shown == list(range(1, len(shown) + 1)), "each once, though the service was upgraded"
 
 
 @pytest.mark.slow
@@ -161,6 +163,12 @@ async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_
     if mode == "shared":  # a trainer lends only if it waits long enough
         assert summary["switches"] > 0
     assert (folder / "logs" / "guest-0.log").exists() == (mode == "lend")
+
+
+def _tracked(runs: Path) -> list[int]:
+    """Return the steps that the tracker shows."""
+    started = any((runs / "tensorboard").glob("demo/*"))
+    return [step for step, _ in tensorboard(runs, "demo", "train/reward")] if started else []
 
 
 async def _comes_up(made: Cluster) -> None:

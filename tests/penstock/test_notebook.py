@@ -74,7 +74,7 @@ def test_the_notebook_trains_asks_and_rolls_back(project: Path) -> None:
     NotebookClient(notebook, timeout=int(4 * PATIENCE_S), resources=place).execute()
     shown = [_text(cell) for cell in notebook.cells if cell.cell_type == "code"]
     assert re.fullmatch(r"(\d \d\.\d+\n){5}", shown[2])
-    assert len(re.findall(r"\('\d*', \(\d+(?:, \d+)*,?\)\)", shown[3])) == 4
+    assert len(re.findall(r"\('[^']*', \(\d+(?:, \d+)*,?\)\)", shown[3])) == 4
     assert shown[4].split() == ["1", "2", "3"], "the steps after the version that was rolled back to"
     assert "'report.html'" in shown[5]
 

@@ -172,6 +172,13 @@ class Run:
         for group_id in group_ids:
             await self.bus.append(ROLLOUTS, {"id": str(group_id), "data": wire.encode(builders.group(group_id))})
 
+    async def left(self) -> None:
+        """Wait until the models have released the device, on the bus too, where the turn is counted."""
+        await until(self._has_left)
+
+    async def _has_left(self) -> bool:
+        return not self.lease.held and await self.holder() != "reward-0"
+
     async def turns_made(self) -> int:
         return int(await raw(self.bus).hget(self.bus.keys.named("device:0"), "score_turns") or 0)
 
@@ -213,7 +220,7 @@ async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them
     monkeypatch.setattr(backlog, "_LEAST_QUIET_S", TTL_S)
     async with taking_turns(bus) as run, batching(notes, run) as batcher:
         await until(lambda: notes.moves == ["offload"], timeout_s=PATIENCE_S)
-        await until(lambda: not run.lease.held)
+        await run.left()
         made = await run.turns_made()
         await run.put(0, 1, 2, 3)
         first = [asyncio.create_task(score(run, batcher, group)) for group in range(3)]
@@ -221,7 +228,7 @@ async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them
         assert not run.lease.held
         last = asyncio.create_task(score(run, batcher, 3))
         assert await asyncio.gather(*first, last) == [[0.0], [1.0], [2.0], [3.0]]
-        await until(lambda: not run.lease.held)
+        await run.left()
         assert notes.moves == ["offload", "restore", "offload"]
         assert await run.turns_made() == made + 1
 
@@ -267,7 +274,7 @@ async def test_training_takes_the_device_after_the_forward_pass_in_progress_and_
 ) -> None:
     notes = Notes()
     async with taking_turns(bus) as run, batching(notes, run) as batcher:
-        await until(lambda: not run.lease.held)
+        await run.left()
         await run.put(*range(4))
         notes.gate.clear()
         scored = [asyncio.create_task(score(run, batcher, group)) for group in range(4)]
@@ -295,7 +302,7 @@ async def test_a_process_whose_device_another_was_granted_ends(bus: Bus) -> None
 async def _lose_the_device(bus: Bus) -> None:
     notes = Notes()
     async with taking_turns(bus) as run, batching(notes, run) as batcher:
-        await until(lambda: not run.lease.held)
+        await run.left()
         await run.put(*range(4))
         notes.gate.clear()
         scored = [asyncio.create_task(score(run, batcher, group)) for group in range(4)]
@@ -311,7 +318,7 @@ async def test_a_device_that_its_last_holder_did_not_free_ends_the_process_and_c
 ) -> None:
     notes = Notes()
     async with taking_turns(bus) as run, batching(notes, run) as batcher:
-        await until(lambda: not run.lease.held)
+        await run.left()
         notes.fits_restore = False
         await run.put(*range(4))
         scored = await asyncio.gather(*(score(run, batcher, group) for group in range(4)), return_exceptions=True)
@@ -326,7 +333,7 @@ async def test_a_trainer_learns_the_turns_between_its_steps_and_their_seconds(bu
         await run.trainer.release()
         await run.put(*range(4))
         await asyncio.gather(*(score(run, batcher, group) for group in range(4)))
-        await until(lambda: not run.lease.held)
+        await run.left()
         made = await run.turns_made()
         await run.trainer.acquire()
         figures = run.trainer.take_switches()
@@ -378,7 +385,7 @@ async def _scored(run_settings: Settings, groups: Sequence[RolloutGroup], run: R
     try:
         for group in groups:
             if run is not None:
-                await until(lambda: not run.lease.held)
+                await run.left()
             experience.append(await scoring(group))
     finally:
         await scoring.close()

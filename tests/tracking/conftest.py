@@ -1,6 +1,8 @@
 """A follower of one run, and a tracker with its data in the test's folder."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -93,6 +95,11 @@ class Tracking:
             followers.append(files)
         self.follower = Both(followers)
         return self.follower
+
+    def hang(self) -> None:
+        """Stop the sink's process."""
+        assert self.client.pid is not None
+        os.kill(self.client.pid, signal.SIGSTOP)
 
     async def kill(self) -> None:
         await self.client.kill()

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import os
-import signal
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -127,11 +126,15 @@ async def test_the_end_does_not_wait_for_a_sink_that_hangs_and_a_later_start_sen
 ) -> None:
     await tensorboard.put(1)
     assert await tensorboard.follower.deliver()
-    assert tensorboard.client.pid is not None
-    os.kill(tensorboard.client.pid, signal.SIGSTOP)
     await tensorboard.put(2)
     tensorboard.record(line(2))
     (tensorboard.folder / "report.html").write_text("<p>first</p>")
+    tensorboard.hang()
+    tensorboard.client._timeout_s = 0.2
+    assert not await tensorboard.follower.deliver(), "it has noted what is to be sent"
+    tensorboard.client._timeout_s = PATIENCE_S
+    await tensorboard.client._start()
+    tensorboard.hang()
     await tensorboard.follower.finish(0.2)
     assert steps_of(tensorboard) == []
     assert [point["step"] for point in Offset.read(tensorboard.path).pending] == [2, 2, 2], "they are still to be sent"

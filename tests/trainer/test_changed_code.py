@@ -37,7 +37,7 @@ from shared.files.source import digest
 from shared.process.service import Context
 from shared.process.telemetry import Status
 from shared.settings import Settings
-from tests.chaos.run import running
+from tests.chaos.run import running, steps_of
 from tests.conftest import PATIENCE_S
 from tests.support import forge
 from tests.support.raw_redis import raw
@@ -238,7 +238,6 @@ async def test_a_run_that_is_resumed_with_other_code_warns_on_the_console_and_in
     tmp_path: Path, own: Path
 ) -> None:
     flags = {
-        "run.steps": 8,
         "algorithm.loss": "code_under_test:loss",
         "reward.scorers": '[{ kind = "python", name = "own", function = "code_under_test:reward" }]',
         "reward.expression": "own",
@@ -250,9 +249,12 @@ async def test_a_run_that_is_resumed_with_other_code_warns_on_the_console_and_in
         run.process.terminate()
         await asyncio.to_thread(run.process.wait, PATIENCE_S)
         own.write_text(LOSS + "\n# another\n")
+        steps = await steps_of(run) + 4
         output = tmp_path / "resumed.txt"
         with output.open("w") as stream:
-            resumed = forge.start("services.cli", ["up", "--resume", run.folder], stream, forked=False)
+            resumed = forge.start(
+                "services.cli", ["up", "--resume", run.folder, f"--run.steps={steps}"], stream, forked=False
+            )
         assert await asyncio.to_thread(resumed.wait, 2 * PATIENCE_S) == 0, output.read_text()
         lines = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     told = {line["fields"]["function"]: line for line in lines if line["name"] == "code changed"}

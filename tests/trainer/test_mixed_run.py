@@ -4,6 +4,7 @@ So is one of which a teacher's most probable tokens are learned too: of its prob
 """
 
 import asyncio
+import functools
 import json
 import signal
 from collections import Counter
@@ -18,15 +19,17 @@ from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import AUDIT
 from shared.settings import load
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import Run, left_behind, running
+from tests.chaos.run import Run, left_behind, running, steps_of
 from tests.conftest import PATIENCE_S
 from tests.support import forge
 from tests.support.raw_redis import raw
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS, GROUPS, SAMPLES = 12, 8, 8
-EACH = STEPS * GROUPS // 2
+GROUPS, SAMPLES = 8, 8
+EACH = 2000
+"""Rows of each kind, for more steps than the run makes before it is interrupted."""
+RESUMED_STEPS = 6
 TAUGHT: Mapping[str, object] = {
     "reward.teachers": '[{ name = "first", model = "examples/arithmetic/policy" }]',  # what the policy was
     "algorithm.distillation": 0.1,
@@ -35,7 +38,7 @@ TAUGHT: Mapping[str, object] = {
 
 
 def datasets(folder: Path) -> Mapping[str, object]:
-    """Write half an epoch of problems and half of demonstrations for the whole run; return its flags."""
+    """Write half an epoch of problems and half of demonstrations; return the run's flags."""
     rows = [json.loads(line) for line in Path("examples/arithmetic/train.jsonl").read_text().splitlines()]
     shown = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows[EACH : 2 * EACH]]
     paths = {}
@@ -49,7 +52,6 @@ def datasets(folder: Path) -> Mapping[str, object]:
         "algorithm.imitation": 0.1,
         "algorithm.on_stale": "wait",  # a dropped sample would leave its problem untrained
         "algorithm.groups_per_step": GROUPS,
-        "run.steps": STEPS,
         "sampling.group_size": SAMPLES,
     }
 
@@ -63,28 +65,27 @@ async def test_problems_and_demonstrations_are_each_trained_once_through_kills_a
         bus = await run.connect()
         await run.more_steps(bus, 3)
         for name in ("trainer-0", "rollout-0", *(["reward-0"] if teaching else [])):
-            assert run.send(name, signal.SIGKILL)
+            await run.until(functools.partial(run.send, name, signal.SIGKILL))
         await run.more_steps(bus, 2)
         await bus.close()
         run.process.terminate()
         await asyncio.to_thread(run.process.wait, PATIENCE_S)
-        interrupted = _steps(run.folder)
-        assert 5 <= len(interrupted) < STEPS
-        await forge.up(["--resume", run.folder], tmp_path / "resumed.txt")
-        await _audit(run)
+        steps = await steps_of(run) + RESUMED_STEPS
+        await forge.up(["--resume", run.folder, f"--run.steps={steps}"], tmp_path / "resumed.txt")
+        await _audit(run, steps)
         distances = [step.get("distillation_loss") for step in _steps(run.folder)]
         if not teaching:
-            assert distances == [None] * STEPS
+            assert distances == [None] * steps
             return
         assert distances[0] == pytest.approx(0.0, abs=1e-4), "the first step's policy is its teacher"
         assert all(distance is not None and distance > 0 for distance in distances[1:])
 
 
-async def _audit(run: Run) -> None:
+async def _audit(run: Run, steps: int) -> None:
     async with left_behind(run) as bus:
         status = await Ledger(bus).status()
-        assert (status.state, status.step, status.cursor, status.shift) == (RunState.FINISHED, STEPS, STEPS * GROUPS, 0)
-        assert await audit_groups(bus) == {"trained": STEPS * GROUPS}
+        assert (status.state, status.step, status.cursor, status.shift) == (RunState.FINISHED, steps, steps * GROUPS, 0)
+        assert await audit_groups(bus) == {"trained": steps * GROUPS}
         await audit_versions(bus)
         endings = await raw(bus).xrange(bus.keys.of(AUDIT))
     settings = load(run.folder / "settings.toml")
@@ -92,11 +93,11 @@ async def _audit(run: Run) -> None:
     order = order_of(settings, train)
     trained = {int(fields[b"id"]): int(fields[b"detail"]) for _, fields in endings}
     problems = {group_id: train.problems[order.index(group_id)] for group_id in trained}
-    assert len(train) == len({problem.source for problem in problems.values()}) == 2 * EACH, "each row once"
+    assert len({problem.source for problem in problems.values()}) == steps * GROUPS, "each row once"
     kinds = Counter((step, problems[group_id].demonstration is None) for group_id, step in trained.items())
-    steps = _steps(run.folder)
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    for step in steps:
+    reported = _steps(run.folder)
+    assert [step["step"] for step in reported] == list(range(1, steps + 1))
+    for step in reported:
         assert kinds[step["step"], False] == step["demonstrations"] == GROUPS / 2, "by weight, in each step"
         assert step["samples"] == kinds[step["step"], True] * SAMPLES + GROUPS / 2
         assert step["ce_loss"] > 0

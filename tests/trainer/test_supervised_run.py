@@ -1,6 +1,7 @@
 """Supervised runs of the example: each row ends once whatever is killed, and the policy is better for it."""
 
 import asyncio
+import functools
 import json
 import math
 import signal
@@ -10,22 +11,23 @@ import pytest
 
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import ROOT, Run, left_behind, running
+from tests.chaos.run import ROOT, Run, left_behind, running, steps_of
 from tests.conftest import PATIENCE_S
 from tests.support import forge
 from tests.support.tolerance import FORWARD
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS, GROUPS = 30, 32
+GROUPS = 32
+LEAST_STEPS, EVALUATED_EVERY = 30, 10
 
 
 @pytest.mark.slow
 async def test_demonstrations_are_trained_once_whatever_is_killed_and_rl_begins_with_the_result(tmp_path: Path) -> None:
     run, steps = await _through_kills(tmp_path, {"data.completion_field": "answer"})
     losses = {step["step"]: step["evaluation_loss"] for step in steps if "evaluation_loss" in step}
-    assert list(losses) == [1, 10, 20, 30]
-    assert losses[30] <= losses[1] / 2
+    assert list(losses) == _evaluated(steps)
+    assert losses[len(steps)] <= losses[1] / 2
     assert all("reward_mean" not in step for step in steps), "demonstrations have no rewards"
     await _reinforce(tmp_path, run)
 
@@ -41,13 +43,17 @@ async def test_preference_pairs_are_trained_once_whatever_is_killed_and_held_out
         {step["step"]: step[name] for step in steps if name in step}
         for name in ("evaluation_loss", "evaluation_accuracy")
     )
-    assert list(losses) == list(ordered) == [1, 10, 20, 30]
+    assert list(losses) == list(ordered) == _evaluated(steps)
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=FORWARD), "at first, the policy is the reference"
-    assert losses[30] <= losses[1] / 2
-    assert ordered[30] >= ordered[1]
-    assert ordered[30] >= 0.95
+    assert losses[len(steps)] <= losses[1] / 2
+    assert ordered[len(steps)] >= ordered[1]
+    assert ordered[len(steps)] >= 0.95
     assert steps[-1]["preference_margin"] > 1.0 > abs(steps[0]["preference_margin"])
     assert all("reward_mean" not in step for step in steps), "what makes a pair is no score"
+
+
+def _evaluated(steps: list[dict[str, float]]) -> list[int]:
+    return [1, *range(EVALUATED_EVERY, len(steps) + 1, EVALUATED_EVERY)]
 
 
 def _write_pairs(folder: Path, name: str) -> Path:
@@ -62,28 +68,34 @@ def _write_pairs(folder: Path, name: str) -> Path:
 
 
 async def _through_kills(folder: Path, flags: dict[str, object]) -> tuple[Run, list[dict[str, float]]]:
-    """Return a supervised run, in which every process was killed, and its steps, after the audit of its groups."""
+    """Return a supervised run, in which every process was killed, and its steps, after the audit of its groups.
+
+    The run is resumed for its last steps: until then it has no end that it might reach between two kills.
+    """
     own = {
-        "run.steps": STEPS,
         "algorithm.groups_per_step": GROUPS,
         "trainer.checkpoint_every_steps": 7,
-        "evaluation.every_steps": 10,
+        "evaluation.every_steps": EVALUATED_EVERY,
     }
     async with running(folder, flags={**own, **flags}, command="sft") as run:
         bus = await run.connect()
         for name in ("trainer-0", "coordinator-0", "valkey"):
             await run.more_steps(bus, 4)
-            assert run.send(name, signal.SIGKILL)
+            await run.until(functools.partial(run.send, name, signal.SIGKILL))
+        await run.more_steps(bus, 1)
         assert {row["service"] for row in run.table()["processes"]} == {"valkey", "coordinator", "trainer"}
         await bus.close()
-        assert await asyncio.to_thread(run.process.wait, PATIENCE_S) == 0, run.report()
+        run.process.terminate()
+        await asyncio.to_thread(run.process.wait, PATIENCE_S)
+        last = max(LEAST_STEPS, EVALUATED_EVERY * math.ceil((await steps_of(run) + 1) / EVALUATED_EVERY))
+        await forge.up(["--resume", run.folder, f"--run.steps={last}"], folder / "resumed.txt")
     async with left_behind(run) as bus:
         status = await Ledger(bus).status()
-        assert (status.state, status.step) == (RunState.FINISHED, STEPS)
-        assert (await audit_groups(bus))["trained"] == STEPS * GROUPS
+        assert (status.state, status.step) == (RunState.FINISHED, last)
+        assert (await audit_groups(bus))["trained"] == last * GROUPS
         await audit_versions(bus)
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in steps] == list(range(1, last + 1))
     return run, steps
 
 
@@ -96,7 +108,11 @@ async def _reinforce(folder: Path, run: Run) -> None:
 
 @pytest.mark.slow
 async def test_a_supervised_run_is_rolled_back_and_its_groups_still_add_up(tmp_path: Path) -> None:
-    flags = {"algorithm.groups_per_step": 8, "data.completion_field": "answer"}
+    flags = {
+        "algorithm.groups_per_step": 8,
+        "data.completion_field": "answer",
+        "trainer.keep_last": 10_000,  # the target is kept, however many steps are made before the command
+    }
     async with running(tmp_path, flags=flags, command="sft") as run:
         bus = await run.connect()
         ledger = Ledger(bus)

@@ -4,7 +4,6 @@ import http.server
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from shared.settings import loads
 from tests.conftest import PATIENCE_S, free_port, until
 from tests.support import forge
 from tests.support.http_server import served
+from tests.support.modes import open_to_others
 
 BUS, KEY, OPERATE, READ = (f"{name}-5ecret/with@signs" for name in ("bus", "key", "operate", "read"))
 SECRETS = (BUS, quote(BUS, safe=""), KEY, OPERATE, READ)
@@ -122,7 +122,7 @@ async def test_no_secret_of_a_run_is_in_its_files_its_bus_its_output_or_its_answ
                 assert answer.status_code == 200, answer.text
                 answers += answer.text
             answers += (await http.get("/v1/run", headers={"Authorization": f"Bearer {READ}x"})).text
-        loose = [path for path in (folder, *folder.rglob("*")) if is_open_to_others(path)]
+        loose = open_to_others(folder)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(PATIENCE_S)
@@ -137,11 +137,6 @@ async def test_no_secret_of_a_run_is_in_its_files_its_bus_its_output_or_its_answ
     assert any(path.suffix == ".aof" and path.stat().st_size > 10_000 for path in files), "the bus was written down"
     texts = {str(path): path.read_bytes() for path in [*files, output]} | {"answers": answers.encode()}
     assert [(place, secret) for place, text in texts.items() for secret in SECRETS if secret.encode() in text] == []
-
-
-def is_open_to_others(path: Path) -> bool:
-    status = path.lstat()
-    return not stat.S_ISLNK(status.st_mode) and bool(status.st_mode & 0o077)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
 from tests.support.disks import small_disk
 from tests.support.model_folders import write_model
+from tests.support.modes import open_to_others
 
 RESTARTS = Restarts(first_s=0.1, longest_s=1.0, well_after_s=0.0, give_up=3)
 
@@ -199,8 +200,7 @@ async def test_what_a_run_leaves_is_this_users_alone(up: Up) -> None:
     await until(lambda: up.ready("coordinator-0") and up.ready("valkey"))
     socket = place_of_socket(up)
     await until(lambda: any((up.run_folder / "valkey").rglob("*.aof")))
-    paths = [up.run_folder, *up.run_folder.rglob("*"), socket.parent, socket]
-    assert [path for path in paths if path.lstat().st_mode & 0o077 and not path.is_symlink()] == []
+    assert [*open_to_others(up.run_folder), *open_to_others(socket.parent)] == []
     assert (up.run_folder.parent / ".metrics" / f"{up.run_folder.name}.json").stat().st_mode & 0o777 == 0o644
     assert up.run_folder.parent.stat().st_mode & 0o777 == 0o755, "the folder of all runs is not the run's"
     up.signal(signal.SIGTERM)
@@ -546,7 +546,8 @@ async def test_what_happens_is_told_where_the_run_is_watched_each_event_once(up:
     new = up.run_folder / "events.json.new"
     new.write_text(json.dumps(events))
     new.replace(up.run_folder / "events.json")
-    await until(lambda: (up.run_folder / "asked.txt").stat().st_size >= 3)
+    asked = up.run_folder / "asked.txt"
+    await until(lambda: asked.exists() and asked.stat().st_size >= 3)
     up.signal(signal.SIGTERM)
     output = up.wait()[1]
     assert output.count("checkpoint damaged: of step 8") == output.count("rollback begun: of step 8") == 1

@@ -131,7 +131,7 @@ async def test_a_suspect_that_is_taken_while_claims_are_renewed_is_kept(
     async with running(worker):
         await until(lambda: worker.counts.reclaimed == 4 and worker.held == 2)
         may_renew.set()
-        await until(lambda: renewals == 6)  # twice as many as fit before a reclaim
+        await until(lambda: renewals >= 6)  # twice as many as fit before a reclaim
         go.set()
         await until(lambda: _is_length(bus, 4))
     assert worker.counts.reclaimed == 4

@@ -148,8 +148,14 @@ async def test_an_export_whose_trainer_is_killed_is_done_again_by_the_next_and_a
     assert (await http.post("/v1/policies/1/export", json={"adapter": False})).json()["id"] == 1
     command = [sys.executable, "-c", _TRAINER, server.url, bus.run_id, str(run.settings.run_folder)]
     first = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT)
-    await until(lambda: processes(first.pid))
-    (child,) = processes(first.pid)
+    seen: list[psutil.Process] = []
+
+    def exports() -> bool:
+        seen[:] = processes(first.pid)
+        return bool(seen)
+
+    await until(exports)
+    (child,) = seen
     first.kill()
     first.wait(PATIENCE_S)
     await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

@@ -479,11 +479,11 @@ async def test_a_step_waits_for_a_group_that_was_admitted_before_those_of_its_ba
     async with filling(intake):
         await until(lambda: len(intake._held) == 3)
         assert await intake.next_batch(0, wait_s=0.5) is None
+        await bus.append(ROLLOUTS, {"id": "1", "data": b"being scored"})  # it is in one of these places at any moment
         await raw(bus).hdel(bus.keys.of(GENERATING), "1")
-        await bus.append(ROLLOUTS, {"id": "1", "data": b"being scored"})
         assert await intake.next_batch(0, wait_s=0.5) is None
-        await bus.remove(ROLLOUTS)
         await put(bus, 1)
+        await bus.remove(ROLLOUTS)
         batch = await intake.next_batch(0, wait_s=PATIENCE_S)
     assert batch is not None
     assert [taken.experience.group_id for taken in batch] == [0, 1]
