@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.tracking.follower import Follower
+from services.tracking.follower import Follower, finish
 from services.tracking.sink_client import SinkClient
 from services.tracking.sinks.sink import TrackedRun
 from shared.bus.bus import Bus
@@ -110,7 +110,7 @@ async def _deliver_rest(bus: Bus, folder: Path) -> None:
         pytest.fail(f"{name}: {detail}")
 
     client = SinkClient("tensorboard", TrackedRun(folder.name, "penstock", folder, {}), PATIENCE_S)
-    await Follower("tensorboard", bus, folder, client, tell).finish(PATIENCE_S)
+    await finish([Follower("tensorboard", bus, folder, client, tell)], PATIENCE_S)
 
 
 def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
