@@ -35,6 +35,8 @@ _RESERVE = 1.1
 """By which the trainer overestimates what it keeps (services/trainer/model/memory/recomputation.py)."""
 _SUB_GROUP = 4e9
 """Gradients in float32 of DeepSpeed's 1 billion weights that stage 3 steps at a time."""
+_LARGE, _GROUP = 2**31 - 2**20, 2**30
+"""Weights of a model that the optimizer updates by groups, and of a group (services/trainer/model/optimizer.py)."""
 _LOGIT_BYTES = 4.3
 """Of one logit with its gradient, by the fused kernel (1.33 GB for 2,048 tokens of 152,064 words)."""
 _LOGIT_GRADIENT = 2.0
@@ -174,13 +176,15 @@ def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Co
 
 
 def _step(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
-    """Return what the optimizer's step needs: gradients, and below stage 3 a flat copy of a rank's share, which becomes
-    one in float32; the bucket is freed."""
+    """Return what the optimizer's step needs: gradients, and below stage 3 a flat copy of a rank's share of a group,
+    which becomes one in float32; the bucket is freed."""
     gradients, *reduction = _gradients(trained, work, options)
     if not options.zero_stage:
         return [gradients]
-    own = trained / options.ranks
-    nbytes = min(4 * own, _SUB_GROUP) if options.zero_stage == 3 else own * (6 if work.weight_bytes == 2 else 4)
+    own = (_GROUP if trained > _LARGE else trained) / options.ranks
+    nbytes = own * (6 if work.weight_bytes == 2 else 4)
+    if options.zero_stage == 3:
+        nbytes = min(4 * trained / options.ranks, _SUB_GROUP)
     copies = Component("gradients in float32", 0.0 if options.offload != "none" else nbytes, _MORE_RANKS)
     return [gradients, *(reduction if options.zero_stage == 3 else ()), copies]
 

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from benchmarks.plan_memory import recompared
+from services.plan import memory
 from services.plan.hardware import GIB, parse_cluster
 from services.plan.memory import EngineOptions, TrainerOptions, engine_memory, peak, total, trainer_table
 from services.plan.shapes import from_config, shape_of
 from services.plan.workload import Lengths, Workload
+from services.trainer.model import optimizer
 from shared.errors import SettingsError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -68,6 +70,13 @@ def test_the_plan_is_within_two_percent_of_every_stored_measurement() -> None:
     measured = [result for result in stored if "error" not in result]
     assert len(measured) == 8
     assert {name: off for name, off in map(deviation, measured) if abs(off) > 0.02} == {}
+
+
+def test_the_plan_knows_the_groups_of_the_optimizer() -> None:
+    assert (memory._LARGE, memory._GROUP) == (optimizer._LARGE, optimizer.GROUP_WEIGHTS)
+    table, _ = trainer_table(workload("7b"), TrainerOptions(1, 1, snapshots=0), 140 * GIB)
+    copies = {part.name: part.nbytes for part in table["optimizer"]}["gradients in float32"]
+    assert copies == 6 * 2**30
 
 
 def deviation(result: dict[str, Any]) -> tuple[str, float]:

@@ -26,7 +26,7 @@ from services.trainer.model.memory import recomputation
 from services.trainer.model.memory.recomputation import Kept, Recomputation
 from services.trainer.model.memory.residency import Residency
 from services.trainer.model.named_tensors import Published, published, unique
-from services.trainer.model.optimizer import adamw
+from services.trainer.model.optimizer import adamw, check_sizes
 from shared.errors import SettingsError, WeightsError
 from shared.model.flops import ModelSizes
 from shared.process.importing import importing, uncompiled
@@ -35,6 +35,8 @@ from shared.settings import Settings
 T = TypeVar("T")
 
 _TAG = "engine"
+_OTHER_GROUPS = ("parameter-alignment layout", "parameter group")
+"""Of DeepSpeed's and torch's sentences."""
 _READ_FROM_OUTSIDE = frozenset({"dt_proj"})
 _GATHER_BYTES = 256 << 20
 """Bytes of weights gathered at a time at ZeRO stage 3."""
@@ -89,6 +91,7 @@ class TrainingEngine:
                 optimizer=adamw(parameters, settings.trainer, device),
                 config=_config(settings, keeps_all=not recomputation.is_enabled(self.policy)),
             )
+        check_sizes(engine.optimizer, settings.trainer)
         self._engine: Any = engine
         self._sharded = settings.trainer.zero_stage == 3
         if self._sharded:
@@ -291,6 +294,13 @@ class TrainingEngine:
             )
         except WeightsError as error:
             raise SettingsError(f"{error}: put an intact copy in its place, or roll back to another version") from error
+        except (RuntimeError, ValueError) as error:
+            if not any(words in str(error) for words in _OTHER_GROUPS):
+                raise
+            raise SettingsError(
+                f"the checkpoint in {folder} has the optimizer's states of a large model in other groups than this "
+                "version of Penstock: continue with the version that wrote it, or start a run from its weights"
+            ) from error
         if loaded is None:
             raise RuntimeError(f"no DeepSpeed checkpoint in {folder}")
 

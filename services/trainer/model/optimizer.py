@@ -1,9 +1,12 @@
 """The optimizer: torch's AdamW, or bitsandbytes' with 8-bit moments, without run-time compilation.
 
 8 bits are blockwise quantized (Dettmers et al. 2022, arXiv:2110.02861); tensors below 4,096 numbers keep 32. With ZeRO
-the optimizer sees flat parts of the weights in float32.
+the optimizer sees flat parts of the weights in float32, one per parameter group. At stages 1 and 2 DeepSpeed copies a
+group's gradients, flat, then in float32, so a large model has several groups: with one, the copies of 7 billion
+gradients need 43 GiB. bitsandbytes counts a tensor's numbers in 32 bits.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +16,11 @@ from shared.errors import SettingsError
 from shared.settings import TrainerSettings
 
 
+_LARGE, GROUP_WEIGHTS = 2**31 - 2**20, 2**30
+"""Weights of a model that has several groups, and of each group at most (a larger tensor is a group of its own)."""
+_COUNTED = 2**31 - 1
+
+
 def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
     """Loshchilov and Hutter 2019, arXiv:1711.05101."""
     options: dict[str, Any] = {
@@ -20,10 +28,42 @@ def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str)
         "betas": trainer.adam_betas,
         "weight_decay": trainer.weight_decay,
     }
+    groups = list(_groups(parameters, trainer.zero_stage))
     if trainer.optimizer == "adamw_8bit":
-        made: torch.optim.Optimizer = _import_bitsandbytes().optim.AdamW8bit(parameters, **options)
+        made: torch.optim.Optimizer = _import_bitsandbytes().optim.AdamW8bit(groups, **options)
         return made
-    return torch.optim.AdamW(parameters, **options, fused=device == "cuda" and trainer.offload == "none")
+    return torch.optim.AdamW(groups, **options, fused=device == "cuda" and trainer.offload == "none")
+
+
+def check_sizes(optimizer: Any, trainer: TrainerSettings) -> None:
+    """Refuse what bitsandbytes cannot count, with DeepSpeed's optimizer: it would update a part of the weights only, or
+    end the process.
+    """
+    if trainer.optimizer != "adamw_8bit":
+        return
+    stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    stepped += getattr(optimizer, "fp32_partitioned_groups_flat", [])  # at ZeRO stage 3
+    if (largest := max(tensor.numel() for tensor in stepped)) > _COUNTED:
+        raise SettingsError(
+            f'trainer.optimizer = "adamw_8bit" updates at most {_COUNTED:,} weights at a time, found {largest:,}: raise '
+            'trainer.ranks, lower zero_optimization.sub_group_size in trainer.deepspeed, or set it to "adamw"'
+        )
+
+
+def _groups(parameters: Sequence[nn.Parameter], zero_stage: int) -> Iterator[dict[str, Any]]:
+    """Yield parameter groups in order; ZeRO stage 3 has its own, and steps them one after the other."""
+    if zero_stage == 3 or sum(parameter.numel() for parameter in parameters) <= _LARGE:
+        yield {"params": list(parameters)}
+        return
+    group: list[nn.Parameter] = []
+    weights = 0
+    for parameter in parameters:
+        if group and weights + parameter.numel() > GROUP_WEIGHTS:
+            yield {"params": group}
+            group, weights = [], 0
+        group.append(parameter)
+        weights += parameter.numel()
+    yield {"params": group}
 
 
 def _import_bitsandbytes() -> Any:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, plan
+from services.trainer.model import optimizer
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import kernels
 from services.trainer.model.layers.logits import token_logprobs
@@ -132,6 +133,68 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
     second.step(3)
     again = second.weights()
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.weights().items())
+
+
+@pytest.fixture
+def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "_LARGE", 1)
+    monkeypatch.setattr(optimizer, "GROUP_WEIGHTS", 4000)
+
+
+def groups_of(stepper: Stepper) -> list[int]:
+    return [
+        sum(tensor.numel() for tensor in group["params"]) for group in stepper.engine._engine.optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_large_model_in_groups_makes_the_steps_of_one_group(
+    zero_stage: int, dtype: Any, request: pytest.FixtureRequest
+) -> None:
+    of = settings(zero_stage).model_copy(update={"policy": PolicySettings(dtype=dtype)})
+    with smooth_adam():
+        whole = Stepper(of)
+        request.getfixturevalue("several_groups")
+        parts = Stepper(of)
+    assert len(groups_of(whole)) == 1
+    assert len(groups_of(parts)) > 3
+    assert sum(groups_of(parts)) == pytest.approx(sum(groups_of(whole)), abs=16)  # padded
+    norms = [[stepper.step(number)["grad_norm"] for number in (1, 2)] for stepper in (whole, parts)]
+    assert norms[1] == pytest.approx(norms[0], rel=GRADIENT)
+    assert moved_apart(parts.weights(), whole.weights(), dict(tiny.model(0).named_parameters())) < MOVEMENT
+
+
+@pytest.mark.parametrize("choice", ["adamw", "adamw_8bit"])
+def test_a_checkpoint_holds_the_states_of_all_groups_and_one_of_other_groups_is_refused(
+    tmp_path: Path, choice: str, request: pytest.FixtureRequest
+) -> None:
+    if choice == "adamw_8bit":
+        need_module("bitsandbytes", "bitsandbytes")
+    of = settings(zero_stage=1, optimizer=choice)
+    whole = Stepper(of)
+    request.getfixturevalue("several_groups")
+    first, second = Stepper(of), Stepper(of)
+    first.step(1)
+    first.engine.save(tmp_path)
+    second.engine.load(tmp_path)
+    first.step(2)
+    second.step(2)
+    again = second.weights()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.weights().items())
+    with pytest.raises(SettingsError, match="in other groups than this version of Penstock: continue with the version"):
+        whole.engine.load(tmp_path)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_more_weights_than_moments_of_eight_bits_can_count_are_refused(
+    monkeypatch: pytest.MonkeyPatch, zero_stage: int
+) -> None:
+    need_module("bitsandbytes", "bitsandbytes")
+    monkeypatch.setattr(optimizer, "_COUNTED", 8000)
+    with pytest.raises(SettingsError, match=r"updates at most 8,000 weights at a time, found \d\d,\d+: raise trainer"):
+        Stepper(settings(zero_stage, optimizer="adamw_8bit"))
+    Stepper(settings(zero_stage, optimizer="adamw"))
 
 
 def test_moments_of_eight_bits_are_refused_where_their_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
