@@ -15,7 +15,6 @@ from torch import nn
 from shared.errors import SettingsError
 from shared.settings import TrainerSettings
 
-
 _LARGE, GROUP_WEIGHTS = 2**31 - 2**20, 2**30
 """Weights of a model that has several groups, and of each group at most (a larger tensor is a group of its own)."""
 _COUNTED = 2**31 - 1
