@@ -81,8 +81,10 @@ async def _open_vllm(
 ) -> tuple[Engine, Codec]:
     from services.rollout.engines.transformers.loading import check_for_vllm
     from services.rollout.engines.vllm.several.start import open_engines
+    from services.rollout.engines.vllm.start import start_server
     from shared.model.tokenizer import open_tokenizer
 
+    await asyncio.to_thread(start_server)
     weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     await asyncio.to_thread(check_for_vllm, settings.policy)
@@ -235,8 +237,9 @@ async def _load(engine: str) -> None:
     """
     if engine == "vllm":
         from services.rollout.engines.vllm.several import start  # noqa: F401
-        from services.rollout.engines.vllm.start import load
+        from services.rollout.engines.vllm.start import load, start_server
 
+        await asyncio.to_thread(start_server)
         await asyncio.to_thread(load)
     else:
         with importing():

@@ -1,7 +1,8 @@
 """Start vLLM as a :class:`VllmEngine`, or name the setting to change.
 
-It runs in spawned processes (a fork would copy our threads' locks and sockets). Metrics (``vllm:…``) and logs go
-through this process.
+Its processes are forked from one that has imported vLLM and nothing else (``services.rollout.engines.fork_server``),
+while this process imports it, too; a fork of this process would copy our threads' locks and sockets. On a CPU they are
+spawned, as vLLM preloads libraries there. Metrics (``vllm:…``) and logs go through this process.
 """
 
 import asyncio
@@ -10,6 +11,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
+
+from services.rollout.engines import fork_server
 from services.rollout.engines.vllm import start_report
 from services.rollout.engines.vllm.arguments import engine_args, serving, set_environment
 from services.rollout.engines.vllm.engine import VllmEngine
@@ -22,6 +26,25 @@ log = logging.getLogger(__name__)
 
 _configuring = threading.Lock()
 """vLLM configures itself through globals; engines may start together."""
+
+
+PRELOADED = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "services.rollout.engines.vllm.worker")
+"""What an engine's process imports."""
+
+
+def start_server() -> None:
+    """Start the process that engines on a GPU are forked from; it imports vLLM in the background."""
+    set_environment()
+    if torch.cuda.is_available():
+        fork_server.start(PRELOADED)
+
+
+def _fork_engines() -> None:
+    """Let vLLM fork its engines from the server, if that was started; their own workers are spawned."""
+    from vllm.v1.engine import utils
+
+    if fork_server.is_started() and hasattr(utils, "get_mp_context"):
+        utils.get_mp_context = fork_server.Context
 
 
 def load() -> None:
@@ -90,6 +113,7 @@ def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[ty
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        _fork_engines()
         with serving(arguments["model"]):
             config = engine_arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     start_report.note("starting the engine's process")

