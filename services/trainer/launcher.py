@@ -5,7 +5,7 @@
     launcher ──▶ rank 0 … n-1         RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE in their environment
        ▲            │
        │            ├─ all ended with 0 ─▶ 0
-       │            └─ one ended otherwise ─▶ the others are killed ─▶ its exit code (1 after a signal)
+       │            └─ one ended otherwise ─▶ the others are killed ─▶ its exit code (128 + its signal)
     SIGTERM, SIGINT ─▶ forwarded to the host's first rank; rank 0 then stops all ranks in order
 """
 
@@ -79,7 +79,7 @@ class Ranks:
             if running and code and not self._told:
                 log.error("a rank ended: stopping the others", extra={"exit_code": code})
             in_order = self._processes and not code and not running
-            return 0 if in_order else max(code, 1)
+            return 0 if in_order else 128 - code if code < 0 else max(code, 1)
         finally:
             self._kill()
 

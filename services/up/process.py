@@ -6,7 +6,8 @@
         │                                  │
         └──────────── stop ────────────────┴──▶ stopping ──▶ ended
 
-A never-ready process ends the run if it reports wrong settings or dies ``give_up`` times in a row.
+A never-ready process ends the run if it reports wrong settings or dies ``give_up`` times in a row. A process that was
+ready ends it if it dies on its own ``stuck`` times in a row while no step is trained.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
@@ -25,9 +26,13 @@ from services.up import process_tree
 from services.up.plan import ProcessPlan
 from shared.backoff import Backoff
 from shared.process.children import kill_group
+from shared.text.redaction import redacted
 
 WRONG_SETTINGS = 2
 _LAST_LINES = 15
+_LONGEST_LINE = 300
+_SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals of others: the kernel out of memory, an operator."""
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
 
 
@@ -47,6 +52,11 @@ class Restarts(Backoff):
     """Lifetime of a ready process that resets the wait."""
     give_up: int = 5
     """Consecutive deaths of a never-ready process that end the run."""
+    stuck: int = 10
+    """Consecutive deaths of a process that was ready, without a trained step, that end the run. A group that kills its
+    process is buried after 7."""
+    long_life_s: float = 600.0
+    """Lifetime after which this count begins again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +76,10 @@ class Surroundings:
     fail: Callable[[ProcessFailure], None]
     finished: Callable[[], Awaitable[bool]]
     """Whether the run is done, so that exit code 0 is an end."""
+    step: Callable[[str], Awaitable[int | None]]
+    """Return the run's step, or None if it waits for something other than a process of this service."""
+    replicas: Callable[[str], "Sequence[Child]"]
+    """Return the processes of a service."""
 
 
 class Child:
@@ -79,6 +93,8 @@ class Child:
         self.log = around.logs / f"{plan.name}.log"
         self._around = around
         self._failures = 0
+        self._deaths = 0
+        self._deaths_at: int | None = None
         self._was_ready = False
         self._is_ready = False
         self._log_start = 0
@@ -88,6 +104,10 @@ class Child:
     @property
     def was_ready(self) -> bool:
         return self._was_ready
+
+    def deaths_at(self, step: int) -> int:
+        """Return the number of its own deaths in a row since ``step``, each after a short life."""
+        return self._deaths if self._deaths_at == step else 0
 
     def mark_ready(self) -> None:
         if self.state is ChildState.STARTING:
@@ -99,7 +119,10 @@ class Child:
             code = await self._live()
             if self._asked.is_set() or (code == 0 and await self._around.finished()):
                 break
-            if (failure := self._judge(code)) is not None:
+            failure = await self._judge(code)
+            if self._asked.is_set():
+                break
+            if failure is not None:
                 self._around.fail(failure)
                 break
             await self._wait_before_restart(code)
@@ -169,13 +192,13 @@ class Child:
                 await self._hurry.wait()
         kill_group(process.pid)
 
-    def _judge(self, code: int) -> ProcessFailure | None:
+    async def _judge(self, code: int) -> ProcessFailure | None:
         """Count a death; return why the run fails, or None to restart."""
         lived_s = time.time() - self.started_at_s
         well = self._is_ready and lived_s >= self._around.restarts.well_after_s
         self._failures = 1 if well else self._failures + 1
         if self._was_ready:
-            return None
+            return await self._judge_stuck(code, lived_s)
         if code > 0 and (sentence := self._sentence()):
             return ProcessFailure(sentence, WRONG_SETTINGS)
         if self._failures < self._around.restarts.give_up:
@@ -186,10 +209,28 @@ class Child:
             1,
         )
 
+    async def _judge_stuck(self, code: int, lived_s: float) -> ProcessFailure | None:
+        if not is_own(code):
+            return None
+        step = await self._around.step(self.plan.service)
+        if step is None or step != self._deaths_at or lived_s >= self._around.restarts.long_life_s:
+            self._deaths, self._deaths_at = 0, step
+        self._deaths += 1
+        replicas = self._around.replicas(self.plan.service)
+        if step is None or any(replica.deaths_at(step) < self._around.restarts.stuck for replica in replicas):
+            return None
+        others = f", as did the other {self.plan.service} processes" if len(replicas) > 1 else ""
+        return ProcessFailure(
+            f"{self.plan.name} stopped {self._deaths} times in a row (last: {how(code)}){others}, and no step was trained "
+            f"after step {step}: remove the cause, then resume the run (penstock up --resume {self._around.logs.parent}); "
+            f"the end of its log, {self.log}:\n{self._tail()}",
+            1,
+        )
+
     async def _wait_before_restart(self, code: int) -> None:
         wait_s = self._around.restarts.wait_s(self._failures)
         self.restarts += 1
-        self.last_death = (self._sentence() or self._exception() if code > 0 else "") or how(code)
+        self.last_death = self._cause(code)
         self._set(ChildState.WAITING)
         self._around.tell(f"{self.plan.name} stopped ({self.last_death}); starts again in {wait_s:.1f} s")
         with contextlib.suppress(TimeoutError):
@@ -205,7 +246,20 @@ class Child:
             return []
         with self.log.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 100_000))
-            return [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+            text = redacted(log.read().decode(errors="replace"))
+        return [line for line in text.splitlines() if line.strip()]
+
+    def _cause(self, code: int) -> str:
+        """Describe a death for the console by its settings error, its exception, or the last line of its log."""
+        if not is_own(code):
+            return how(code)
+        if code > 0 and (sentence := self._sentence()):
+            return sentence
+        launcher = f'"replica": "{self.plan.name}.launcher"'  # its last line says only that a rank ended
+        last = next((line for line in reversed(self._written()) if launcher not in line), "")
+        if code > 0 and _EXCEPTION.match(last):
+            return _cut(last)
+        return f"{how(code)}; the last line of its log: {_cut(last)}" if last else how(code)
 
     def _sentence(self) -> str:
         """Return its settings error, from lines `penstock <service>: …`."""
@@ -213,23 +267,31 @@ class Child:
         lines = (line.removeprefix(said).strip() for line in self._written() if line.startswith(said))
         return "\n".join(dict.fromkeys(lines))
 
-    def _exception(self) -> str:
-        lines = self._written()
-        return lines[-1] if lines and _EXCEPTION.match(lines[-1]) else ""
-
     def _tail(self) -> str:
-        return "\n".join(f"  {line}" for line in self._written()[-_LAST_LINES:]) or "  (nothing)"
+        return "\n".join(f"  {_cut(line)}" for line in self._written()[-_LAST_LINES:]) or "  (nothing)"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
+
+
+def is_own(code: int) -> bool:
+    """Return whether a process died on its own: not in order, and not by another's signal to it or its ranks.
+
+    >>> [is_own(code) for code in (1, 2, -11, 134, 0, -9, 137, -15, 143)]
+    [True, True, True, True, False, False, False, False, False]
+    """
+    return code != 0 and (-code if code < 0 else code - 128) not in _SENT
 
 
 def how(code: int) -> str:
     """Describe an exit code.
 
-    >>> how(-9), how(1)
-    ('SIGKILL', 'exit code 1')
+    >>> how(-9), how(1), how(137)
+    ('SIGKILL', 'exit code 1', 'exit code 137 (SIGKILL)')
     """
+    number = -code if code < 0 else code - 128
+    name = signal.Signals(number).name if number in set(signal.Signals) else ""
     if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+        return f"exit code {code} ({name})" if name else f"exit code {code}"
+    return name or f"signal {number}"

@@ -80,7 +80,7 @@ async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restart
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
         token = read_token(run.settings.coordinator.token_file)
         watch = Watch(run.folder, screen.tell, token)
-        supervisor = Supervisor(run.folder, plans, bus_url, restarts, screen.tell, watch.finished)
+        supervisor = Supervisor(run.folder, plans, bus_url, restarts, screen.tell, watch.finished, watch.step)
         screen.tell(f"run folder: {run.folder}")
         if notice:
             screen.tell(notice)

@@ -10,7 +10,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from services.up import process_tree
-from services.up.plan import EXECUTOR, PROMETHEUS, STOP_ORDER, STOP_ORDER_ENDED, STOP_ORDER_FULL, VALKEY, ProcessPlan
+from services.up.plan import (
+    EXECUTOR,
+    PROMETHEUS,
+    STOP_ORDER,
+    STOP_ORDER_ENDED,
+    STOP_ORDER_FULL,
+    TRACKING,
+    VALKEY,
+    ProcessPlan,
+)
 from services.up.process import Child, ChildState, ProcessFailure, Restarts, Surroundings
 from shared.bus.client import connection
 from shared.errors import BusUnavailable, SettingsError
@@ -18,6 +27,7 @@ from shared.files.durable import LEAST_BYTES, UpdatedFile, free_bytes
 from shared.text.redaction import redact
 
 _BUS_START_S = 30.0
+_BUS_ANSWER_S = 5.0
 _WORTH_TELLING_S = 3.0
 _LOOK_EVERY_S = 0.5
 
@@ -37,17 +47,30 @@ class Supervisor:
         restarts: Restarts,
         tell: Callable[[str], None],
         finished: Callable[[], Awaitable[bool]],
+        step: Callable[[], Awaitable[int | None]],
     ) -> None:
+        """``step`` returns the run's step, or None while it is paused."""
         self._run_folder = run_folder
         self._bus_url = bus_url
         self._tell = tell
+        self._step = step
         self._ending: Ending | None = None
         self._ended = asyncio.Event()
         self._starting = asyncio.Lock()
         self._table = UpdatedFile(run_folder / "up.json", tell)
         logs = run_folder / "logs"
         logs.mkdir(exist_ok=True)
-        around = Surroundings(logs, restarts, self._starting, self._write_table, tell, self._fail, finished)
+        around = Surroundings(
+            logs=logs,
+            restarts=restarts,
+            starting=self._starting,
+            changed=self._write_table,
+            tell=tell,
+            fail=self._fail,
+            finished=finished,
+            step=self._step_without,
+            replicas=lambda service: [child for child in self.children if child.plan.service == service],
+        )
         self.children = [Child(plan, around) for plan in plans]
 
     def end(self, ending: Ending) -> None:
@@ -143,6 +166,18 @@ class Supervisor:
                 ProcessFailure(f"the embedded bus did not respond within {_BUS_START_S:.0f} s; its log: {child.log}", 1)
             )
         return False
+
+    async def _step_without(self, service: str) -> int | None:
+        """Return the run's step, or None if it waits for something other than ``service``, or needs no ``service``."""
+        if service in (TRACKING, PROMETHEUS) or free_bytes(self._run_folder) < LEAST_BYTES:
+            return None
+        if service != VALKEY:
+            try:
+                async with asyncio.timeout(_BUS_ANSWER_S):
+                    await connection.probe(self._bus_url)
+            except (BusUnavailable, SettingsError, TimeoutError):
+                return None
+        return await self._step()
 
     async def _look_for_silent(self) -> None:
         """Detect readiness of the executor and Prometheus by their sockets: they have no heartbeat."""

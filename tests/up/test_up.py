@@ -53,7 +53,9 @@ def planner(run, url):
 
 config, *flags = sys.argv[2:]
 run = prepare(None, Path(flags[1]), flags[2:]) if config == "resume" else prepare(Path(config), None, flags)
-ending = go(run, planner, Restarts(first_s=0.1, longest_s=0.4, well_after_s=0.0, give_up=3))
+long_life_s = float(os.environ.get("LONG_LIFE_S", "600"))
+restarts = Restarts(first_s=0.1, longest_s=0.4, well_after_s=0.0, give_up=3, stuck=4, long_life_s=long_life_s)
+ending = go(run, planner, restarts)
 print("ENDING", ending.code, ending.sentence, flush=True)
 sys.exit(ending.code)
 """
@@ -83,7 +85,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/v1/run":
             state = (folder / "state.txt").read_text() if (folder / "state.txt").exists() else "running"
-            body = {"run_id": "x", "state": state, "step": 3, "steps": 3 if state == "finished" else 10}
+            step = int((folder / "step.txt").read_text()) if (folder / "step.txt").exists() else 3
+            body = {"run_id": "x", "state": state, "step": step, "steps": 3 if state == "finished" else 1000}
         elif self.path.startswith("/v1/events"):
             told = folder / "events.json"
             body = {"items": json.loads(told.read_text()) if told.exists() else []}
@@ -578,7 +581,10 @@ def test_a_time_span_is_read_at_a_glance() -> None:
 
 
 def test_a_death_is_named() -> None:
-    assert [how(code) for code in (-9, 1, -999)] == ["SIGKILL", "exit code 1", "signal 999"]
+    codes = (-9, 1, 137, 255, -999)
+    assert [how(code) for code in codes] == [
+        "SIGKILL", "exit code 1", "exit code 137 (SIGKILL)", "exit code 255", "signal 999",
+    ]  # fmt: skip
 
 
 def test_a_run_id_tells_its_settings_file_and_its_time() -> None:

@@ -64,6 +64,14 @@ class Watch:
         run = self.seen.run
         return run is not None and (run.ended or 0 < run.steps <= run.step)
 
+    async def step(self) -> int | None:
+        """Return the newest known step, or None while the run is paused."""
+        await self.ask()
+        run = self.seen.run
+        if run is None:
+            return 0
+        return None if run.state == "paused" else run.step
+
     def _tell_events(self, events: Sequence[EventView]) -> None:
         """Report each event since the start once, except guards, which are notices."""
         for event in events:
