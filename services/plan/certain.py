@@ -1,4 +1,5 @@
-"""What cannot fit on the GPUs of this machine, for certain; ``penstock up`` refuses it before the start.
+"""What cannot fit on the GPUs of this machine or into its memory, for certain; ``penstock up`` refuses it before the
+start.
 
 Only what is allocated whatever the batch counts: weights, states and snapshots of the trainer, weights of an engine; where
 several processes are on one GPU at the same time, also the least key-value cache that vLLM takes. Activations, contexts and
@@ -73,6 +74,30 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
         _check_together(settings, work, memory_bytes)
 
 
+def check_host(settings: Settings, gpus: int, memory_bytes: float) -> None:
+    """Raise SettingsError if what the trainer moves to the host's memory cannot fit there."""
+    trainer, placement = settings.trainer, settings.placement
+    turns = placement.mode in ("shared", "lend") and placement.rung != "auto"
+    rung = placement.rung if turns and isinstance(placement.rung, int) else 0
+    optimizer, weights = trainer.offload != "none" or rung >= 3, trainer.offload == "all" or rung >= 4
+    if not gpus or settings.run.device == "cpu" or not optimizer:
+        return
+    if read_config(settings.policy.model).get("model_type") not in _EXACT:
+        return
+    moved = {"master weights", "moments", *(["weights"] if weights else [])}
+    parts = [part for part in _trainer(settings, workload_of(settings), offload="none") if part.name in moved]
+    needed_bytes = trainer.ranks * total(parts)
+    if needed_bytes <= memory_bytes:
+        return
+    setting = f'trainer.offload = "{trainer.offload}"' if trainer.offload != "none" else f"placement.rung = {rung}"
+    raise SettingsError(
+        f"expected {' and '.join(part.name for part in parts)} of the trainer to fit into this machine's memory with {setting}, "
+        f"which moves them there, found {memory_bytes / GIB:.1f} GiB, and they need {needed_bytes / GIB:.1f}: "
+        f"{'change it' if trainer.offload != 'none' else 'lower it'}, or use a machine with more memory "
+        "(`penstock plan` compares layouts)"
+    )
+
+
 def _check_together(settings: Settings, work: Workload, memory_bytes: Sequence[float]) -> None:
     ranks, replicas = _named(settings, len(memory_bytes))
     of_replica = _replica(settings, work, max(memory_bytes))
@@ -116,13 +141,13 @@ def _named(settings: Settings, gpus: int) -> tuple[Sequence[int], list[Sequence[
     return trainer.gpus or range(trainer.ranks), replicas
 
 
-def _trainer(settings: Settings, work: Workload, rank: int = 0) -> list[Component]:
+def _trainer(settings: Settings, work: Workload, rank: int = 0, *, offload: str = "") -> list[Component]:
     trainer = settings.trainer
     options = TrainerOptions(
         ranks=trainer.ranks * trainer.nodes,
         zero_stage=trainer.zero_stage,
         optimizer=trainer.optimizer,
-        offload=trainer.offload,
+        offload=offload or trainer.offload,
         snapshots=snapshots_of(settings),
         sharded=settings.weights.snapshots == "sharded",
     )

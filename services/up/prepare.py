@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from services.client.coordinator import TOKEN_FILE
-from services.plan.certain import check_gpus, visible_gpus
+from services.plan.certain import check_gpus, check_host, visible_gpus
 from services.up import run_folder
 from services.up.continuation import check_steps_left, check_unchanged
 from services.up.hub_revision import pinned
@@ -27,6 +27,7 @@ from shared.files.durable import write_whole
 from shared.files.secret_file import make_secret, read_secret
 from shared.model.context import check_context, read_config
 from shared.model.model_source import check_complete, check_tokenizer
+from shared.process.memory_timeline import host_bytes
 from shared.process.service import own_host
 from shared.settings import SETTINGS_FILE, Settings, dump, load, sources
 from shared.settings.rewards.models import ModelScorer
@@ -225,7 +226,9 @@ def _check(settings: Settings) -> None:
     check_complete("policy.model", settings.policy.model)
     limit, new = settings.rollout.vllm.max_model_len, settings.sampling.max_new_tokens
     check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
-    check_gpus(settings, visible_gpus())
+    gpus = visible_gpus()
+    check_gpus(settings, gpus)
+    check_host(settings, len(gpus), host_bytes()[0])
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=_has_messages(settings))
     if settings.algorithm.needs_critic and settings.algorithm.critic.model:
         check_complete("algorithm.critic.model", settings.algorithm.critic.model)

@@ -4,11 +4,13 @@ A process notes a sample at the end of each phase; reports keep the largest of e
 rarer the longer the process runs, so that their number stays small.
 """
 
+import contextlib
 import dataclasses
 import math
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -30,10 +32,23 @@ _SHARE = 0.01
 """Of the process's life, that is the time between reports."""
 
 
+def host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
+    """Return the host's memory, in all and available, or what is left to this container if that is less."""
+    memory = psutil.virtual_memory()
+    total_bytes, free_bytes = float(memory.total), float(memory.available)
+    with contextlib.suppress(OSError, ValueError):  # no container, or without a limit ("max")
+        limit_bytes = float(int((cgroup / "memory.max").read_text()))
+        used_bytes = float(int((cgroup / "memory.current").read_text()))
+        figures = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        total_bytes = min(total_bytes, limit_bytes)
+        free_bytes = min(free_bytes, limit_bytes - used_bytes + float(figures.get("inactive_file", 0)))
+    return total_bytes, max(0.0, free_bytes)
+
+
 def place_of(device: "torch.device") -> tuple[str, float]:
     """Return a device's name, of all hosts' different, and its bytes."""
     if device.type != "cuda":
-        return f"{socket.gethostname()} cpu", float(psutil.virtual_memory().total)
+        return f"{socket.gethostname()} cpu", host_bytes()[0]
     import torch
 
     properties = torch.cuda.get_device_properties(device)

@@ -12,20 +12,27 @@ from collections.abc import Iterable
 
 import torch
 
+from shared.errors import SettingsError
+from shared.process import memory_timeline
 from shared.weights.stream_order import Lane, Point
 
 _CHUNK_BYTES = 256 << 20
 """Torch rounds pinned allocations up to powers of two."""
+_ASIDE_BYTES = 1 << 30
+"""Of the host's memory that stays free beside pinned memory, which the kernel cannot move to disk."""
+_GIB = 1 << 30
 
 
 class HostCopies:
     """The storages of one component of a model; on the thread that computes.
 
-    Copies of ``frozen`` storages are kept, so that these are copied once.
+    Copies of ``frozen`` storages are kept, so that these are copied once. ``component`` and ``remedy`` are for the
+    user, if the host has too little memory.
     """
 
-    def __init__(self, device: torch.device, *, frozen: bool = False) -> None:
+    def __init__(self, device: torch.device, component: str, remedy: str, *, frozen: bool = False) -> None:
         self._device = device
+        self._component, self._remedy = component, remedy
         self._frozen = frozen
         self._lane = Lane(device)
         self._arrived = Point(device)
@@ -35,12 +42,18 @@ class HostCopies:
         """Whether the memory is freed."""
 
     def begin(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Start copying; the tensors must not change until :meth:`follow`."""
+        """Start copying; the tensors must not change until :meth:`follow`.
+
+        Raises:
+            SettingsError: the host has too little memory. The kernel would end a process instead.
+        """
         if self._copied:
             return
         behind = Point(self._device)
         behind.set()
-        self._copied = [(storage, _host_chunks(storage)) for storage in storages]
+        moved = list(storages)
+        needed_bytes = sum(storage.nbytes() for storage in moved)
+        self._copied = [(storage, self._host_chunks(storage, needed_bytes)) for storage in moved]
         with self._lane.entered():
             behind.follow()
             for storage, chunks in self._copied:
@@ -88,6 +101,26 @@ class HostCopies:
             self._arrived.follow()
             self._copied = self._copied if self._frozen else []
 
+    def _host_chunks(self, storage: torch.UntypedStorage, needed_bytes: int) -> list[torch.Tensor]:
+        chunks: list[torch.Tensor] = []
+        for start in range(0, storage.nbytes(), _CHUNK_BYTES):
+            nbytes = min(_CHUNK_BYTES, storage.nbytes() - start)
+            on_gpu = storage.device.type == "cuda"
+            free_bytes = memory_timeline.host_bytes()[1] - (_ASIDE_BYTES if on_gpu else 0)
+            if free_bytes < nbytes and not (on_gpu and _pinned_and_unused() >= nbytes):
+                raise SettingsError(
+                    f"{self._component} need {needed_bytes / _GIB:.1f} GiB of the host's memory, of which "
+                    f"{max(0.0, free_bytes) / _GIB:.1f} GiB are left: {self._remedy}"
+                )
+            chunks.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu))
+        return chunks
+
+
+def _pinned_and_unused() -> int:
+    """Return the bytes that torch keeps pinned for later allocations."""
+    stats = torch.cuda.host_memory_stats()
+    return int(stats["allocated_bytes.current"] - stats["active_bytes.current"])
+
 
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
     """Return the storages of ``tensors`` on ``device``'s kind, each once, by identity.
@@ -100,9 +133,3 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[i
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_chunks(storage: torch.UntypedStorage) -> list[torch.Tensor]:
-    on_gpu = storage.device.type == "cuda"
-    sizes = [min(_CHUNK_BYTES, storage.nbytes() - start) for start in range(0, storage.nbytes(), _CHUNK_BYTES)]
-    return [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]

@@ -194,6 +194,28 @@ def test_up_refuses_nothing_without_gpus_on_a_cpu_or_of_unknown_sizes(tmp_path: 
     certain.check_gpus(settings_with(tmp_path, **{**SEVEN, "model_type": "mamba"}), [1e9])
 
 
+def test_up_refuses_what_would_move_more_to_the_host_than_its_memory(tmp_path: Path) -> None:
+    seven, host = settings_with(tmp_path, **SEVEN), 64 * 2.0**30
+
+    def checked(settings: dict[str, object], gpus: int = 1) -> None:
+        certain.check_host(named(seven, (), (), **settings), gpus, host)
+
+    def shared(**more: object) -> dict[str, object]:
+        return {"placement.mode": "shared"} | {name.replace("__", "."): value for name, value in more.items()}
+
+    for rung, needed in ((3, "85.1"), (4, "99.3")):
+        sentence = rf"with placement\.rung = {rung}, .* found 64\.0 GiB, and they need {needed}: lower it"
+        with pytest.raises(SettingsError, match=sentence):
+            checked(shared(placement__rung=rung))
+    with pytest.raises(SettingsError, match=r'with trainer\.offload = "optimizer", .* need 85\.1: change it'):
+        checked({"trainer.offload": "optimizer"})
+    checked(shared(placement__rung=3, trainer__optimizer="adamw_8bit"))
+    checked(shared(placement__rung=2))
+    checked(shared())
+    checked(shared(placement__rung=4), 0)
+    checked(shared(placement__rung=4, run__device="cpu"))
+
+
 def test_gpus_are_those_that_nvidia_smi_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert certain.visible_gpus() == []

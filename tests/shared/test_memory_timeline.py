@@ -1,6 +1,8 @@
 """Laws of a process's memory timeline."""
 
-from shared.process.memory_timeline import Held, MemoryTimeline, sample
+from pathlib import Path
+
+from shared.process.memory_timeline import Held, MemoryTimeline, host_bytes, sample
 
 PLACE = ("host GPU-1", 100.0)
 
@@ -34,3 +36,14 @@ def test_reports_are_not_made_at_every_heartbeat() -> None:
     assert timeline.take("rollout-0")
     timeline.note(noted)
     assert timeline.take("rollout-0") == []
+
+
+def test_the_hosts_memory_is_that_of_its_container(tmp_path: Path) -> None:
+    whole_bytes, _ = host_bytes(tmp_path)
+    for name, text in (("current", "6000"), ("stat", "anon 2000\ninactive_file 3000\n"), ("max", "max\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert host_bytes(tmp_path)[0] == whole_bytes > 10_000
+    (tmp_path / "memory.max").write_text("10000\n")
+    assert host_bytes(tmp_path) == (10_000.0, 7000.0)
+    (tmp_path / "memory.max").write_text("2000\n")
+    assert host_bytes(tmp_path) == (2000.0, 0.0)

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from shared.errors import SettingsError
+from shared.process import memory_timeline
+from shared.weights import host_copies
 from shared.weights.host_copies import HostCopies, storages_of
 
 CPU = torch.device("cpu")
@@ -12,7 +16,7 @@ CPU = torch.device("cpu")
 def test_every_view_of_memory_that_was_away_holds_its_bytes_again() -> None:
     flat = torch.arange(12, dtype=torch.float32)
     view, tail = flat[:6].view(2, 3), flat[6:].requires_grad_(True)
-    copies = HostCopies(CPU)
+    copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
     storages = storages_of([flat, view, tail], CPU)
     assert len(storages) == 1
     copies.begin(storages.values())
@@ -26,7 +30,7 @@ def test_every_view_of_memory_that_was_away_holds_its_bytes_again() -> None:
 
 def test_copies_that_were_not_needed_are_forgotten_and_do_not_undo_later_changes() -> None:
     flat = torch.zeros(4)
-    copies = HostCopies(CPU)
+    copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
     copies.begin(storages_of([flat], CPU).values())
     copies.follow()
     flat.add_(1.0)
@@ -38,11 +42,32 @@ def test_copies_that_were_not_needed_are_forgotten_and_do_not_undo_later_changes
 
 def test_discarded_memory_comes_back_as_zeros() -> None:
     flat = torch.ones(3)
-    copies = HostCopies(CPU)
+    copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
     copies.discard(storages_of([flat], CPU).values())
     assert flat.untyped_storage().nbytes() == 0
     copies.reload()
     assert flat.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_host_with_too_little_memory_is_told_with_the_setting_and_keeps_the_contents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_copies, "_CHUNK_BYTES", 1 << 20)
+    free_bytes = [float(3 << 20), float(2 << 20), float((1 << 20) - 1)]
+    monkeypatch.setattr(memory_timeline, "host_bytes", lambda: (0.0, free_bytes.pop(0)))
+    flat = torch.ones(1 << 20)
+    copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
+    with pytest.raises(
+        SettingsError, match=r"^the optimizer need 0\.0 GiB .* which 0\.0 GiB are left: lower placement\.rung$"
+    ):
+        copies.begin(storages_of([flat], CPU).values())
+    assert not copies.is_away
+    assert bool((flat == 1).all())
+    monkeypatch.undo()
+    copies.begin(storages_of([flat], CPU).values())
+    copies.finish()
+    copies.reload()
+    assert bool((flat == 1).all())
 
 
 def test_memory_that_is_mapped_from_a_file_stays(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@
 
 from collections.abc import Iterable
 
-import psutil
 import torch
 
 from services.rollout.engines.transformers.loading import OpenedModel
@@ -70,7 +69,7 @@ class Ladder:
 
     def _capacity(self) -> int:
         device = self._parameters[0].device
-        return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total)
+        return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory_timeline.host_bytes()[0])
 
 
 def _tensors(cache: object | None) -> Iterable[torch.Tensor]:

@@ -11,10 +11,10 @@ Sleep mode keeps the addresses, so CUDA graphs and copy plans stay valid.
 
 from typing import Any
 
-import psutil
 import torch
 
 from shared.errors import WeightsError
+from shared.process.memory_timeline import host_bytes
 
 KV_CACHE = "kv_cache"
 """vLLM's tag of its allocations."""
@@ -74,4 +74,4 @@ class Ladder:
 
 
 def _capacity(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total)
+    return int(torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()[0])

@@ -19,6 +19,15 @@ from shared.weights.host_copies import HostCopies, storages_of
 COMPONENTS = ("weights", "optimizer", "gradients")
 FREED = {3: ("optimizer",), 4: COMPONENTS}
 """Components that each rung moves to the host; none below."""
+_TOLD = {
+    "weights": ("the trainer's weights", "set placement.rung to 3 or lower"),
+    "optimizer": (
+        "the trainer's optimizer states",
+        'set placement.rung to 2 or lower, or trainer.optimizer = "adamw_8bit"',
+    ),
+    "gradients": ("the trainer's gradients", "set placement.rung to 3 or lower"),
+}
+"""Each component in words, and what to change, if the host has too little memory for it."""
 _MASTERS = "fp32_partitioned_groups_flat"
 _GRADIENT_BUFFERS = (
     "averaged_gradients",
@@ -35,7 +44,7 @@ class Residency:
         self._model = model
         self._optimizer = optimizer
         self._device = device
-        self._copies = {component: HostCopies(device) for component in COMPONENTS}
+        self._copies = {name: HostCopies(device, *_TOLD[name]) for name in COMPONENTS}
 
     def memory(self) -> dict[str, float]:
         """Return bytes by component when resident; call it while they are."""
