@@ -39,7 +39,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("penstock")
 
-_PRELOADED = os.environ.get("LD_PRELOAD")
 PATIENCE_S = 180.0
 """Timeout of waits on a busy machine."""
 
@@ -69,13 +68,13 @@ def pytest_sessionfinish() -> None:
             thread.join(PATIENCE_S)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_preloaded() -> Iterator[None]:
-    """Undo the preloading by vLLM's CPU build."""
+@pytest.fixture(autouse=True, scope="module")
+def _own_environment() -> Iterator[None]:
+    """Undo what a file's tests and libraries set (vLLM: LD_PRELOAD, LOCAL_WORLD_SIZE; ranks: RANK): others share the process."""
+    before = dict(os.environ)
     yield
-    os.environ.pop("LD_PRELOAD", None)
-    if _PRELOADED is not None:
-        os.environ["LD_PRELOAD"] = _PRELOADED
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
@@ -215,15 +214,12 @@ def one_rank() -> Iterator[None]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not dist.is_initialized():
             start_ranks("cpu")
-    os.environ.update(names)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     yield
-    for name in names:
-        os.environ.pop(name, None)  # processes that other tests start are no ranks
     torch.set_num_threads(threads)
 
 
