@@ -10,7 +10,6 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,8 +26,8 @@ _ALLOWED = (
 """DeepSpeed's optimizer state: a scale, an enumeration, a pair of numbers."""
 
 
-@cache
 def restrict_loading() -> None:
+    """At each load again: torch reads the environment then, which other code can change."""
     import torch
 
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)

@@ -190,7 +190,7 @@ KINDS: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("zero_stage", "tables"), KINDS, ids=str)
 @pytest.mark.parametrize("as_archive", [True, False])
 def test_each_file_of_a_checkpoint_that_would_run_code_is_refused_by_name_and_the_code_does_not_run(
-    tmp_path: Path, zero_stage: int, tables: dict[str, Any], as_archive: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero_stage: int, tables: dict[str, Any], as_archive: bool
 ) -> None:
     of, pwned = trainer_ranks.settings(zero_stage, 1, tmp_path, **tables), tmp_path / "PWNED"
     rank = trainer_ranks.Rank(of)
@@ -204,6 +204,8 @@ def test_each_file_of_a_checkpoint_that_would_run_code_is_refused_by_name_and_th
         shutil.copytree(tmp_path / "made", folder)
         content = torch.load(folder / name, weights_only=True)
         torch.save({**content, "more": Bomb(pwned)}, folder / name, _use_new_zipfile_serialization=as_archive)
+        monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)  # whatever else runs in the process
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
         with pytest.raises(SettingsError, match=r"refused to load the checkpoint in .*posix\.mkdir"):
             rank.engine.load(folder)
         if as_archive:
