@@ -98,6 +98,18 @@ def check_host(settings: Settings, gpus: int, memory_bytes: float) -> None:
     )
 
 
+def checkpoint_bytes(settings: Settings) -> float:
+    """Return the least that a checkpoint takes on the disk of this machine's ranks, 0 if its size is not known exactly."""
+    trainer, policy = settings.trainer, settings.policy
+    exact = read_config(policy.model).get("model_type") in _EXACT
+    if settings.run.device == "cpu" or policy.lora.rank or not exact:
+        return 0.0
+    parts = {part.name: part.nbytes for part in _trainer(settings, workload_of(settings), offload="none")}
+    weights = parts["weights"] * (trainer.ranks if trainer.zero_stage == 3 else 1)
+    states = parts["master weights"] + parts["moments"]
+    return weights + states * (trainer.ranks if trainer.zero_stage else 1)
+
+
 def _check_together(settings: Settings, work: Workload, memory_bytes: Sequence[float]) -> None:
     ranks, replicas = _named(settings, len(memory_bytes))
     of_replica = _replica(settings, work, max(memory_bytes))

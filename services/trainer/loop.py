@@ -25,8 +25,9 @@ from services.trainer.algorithm.step_totals import NotFinite
 from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.held_tensors import Storages, components
+from services.trainer.model.held_tensors import components
 from services.trainer.model.memory.residency import Residency
+from services.trainer.model.memory.storages import Storages
 from services.trainer.phases import Phases
 from services.trainer.rank0.artifacts import Artifacts
 from services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all, share

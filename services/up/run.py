@@ -9,7 +9,7 @@ from pathlib import Path
 from services.client.coordinator import page_link, read_token
 from services.plan.certain import are_together, visible_gpus
 from services.up import plan, process_tree, run_folder
-from services.up.disk_space import Room
+from services.up.disk_space import Room, checkpoint_notice
 from services.up.display.screen import Screen, open_screen
 from services.up.display.view import ViewRow, activity
 from services.up.display.watch import RunSnapshot, Watch
@@ -51,7 +51,7 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
             plans.insert(0, plan.valkey(socket, run.folder / "valkey", plan.current_environment()))
         (run.folder / "coordinator.json").unlink(missing_ok=True)
         process_tree.inherit_orphans()
-        return asyncio.run(_go(run, plans, url, restarts or Restarts(), time_slices(run.settings)))
+        return asyncio.run(_go(run, plans, url, restarts or Restarts(), _notices(run)))
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
             file.unlink(missing_ok=True)  # the ports may be reused
@@ -59,6 +59,10 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
         run_folder.remove_snapshots(run.settings.snapshot_folder)
         if socket is not None:
             temporary.remove(socket.parent)
+
+
+def _notices(run: Prepared) -> list[str]:
+    return list(filter(None, [time_slices(run.settings), checkpoint_notice(run.settings, run.folder, free_bytes)]))
 
 
 def time_slices(settings: Settings) -> str:
@@ -76,13 +80,15 @@ def time_slices(settings: Settings) -> str:
     )
 
 
-async def _go(run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restarts: Restarts, notice: str) -> Ending:
+async def _go(
+    run: Prepared, plans: Sequence[ProcessPlan], bus_url: str, restarts: Restarts, notices: Sequence[str]
+) -> Ending:
     with open_screen(f"penstock · {run.settings.run.id}") as screen:
         token = read_token(run.settings.coordinator.token_file)
         watch = Watch(run.folder, screen.tell, token)
         supervisor = Supervisor(run.folder, plans, bus_url, restarts, screen.tell, watch.finished, watch.step)
         screen.tell(f"run folder: {run.folder}")
-        if notice:
+        for notice in notices:
             screen.tell(notice)
         for child in (child for child in plans if child.service == plan.PROMETHEUS):
             screen.tell(f"Prometheus: {prometheus.url(child)}")

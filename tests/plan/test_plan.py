@@ -23,6 +23,8 @@ from services.plan.layouts import GpuLayout, Placement, Planner
 from services.plan.measured import measured
 from services.plan.memory import peak
 from services.plan.workload import Lengths, workload_of
+from services.up import disk_space
+from services.up.disk_space import checkpoint_notice
 from services.up.display import view
 from services.up.display.summary import text as closing
 from shared.errors import SettingsError
@@ -214,6 +216,31 @@ def test_up_refuses_what_would_move_more_to_the_host_than_its_memory(tmp_path: P
     checked(shared())
     checked(shared(placement__rung=4), 0)
     checked(shared(placement__rung=4, run__device="cpu"))
+
+
+def test_up_says_at_the_start_that_checkpoints_will_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def notice(settings: Settings, free_gib: float) -> str:
+        return checkpoint_notice(settings, tmp_path, lambda _: int(free_gib * 2**30))
+
+    seven = settings_with(tmp_path, **SEVEN)
+    small = named(seven, (0,), (1,), **{"trainer.optimizer": "adamw_8bit"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert notice(seven, 1) == ""  # no GPU
+    monkeypatch.setattr(disk_space, "visible_gpus", lambda: [H200])
+    assert notice(seven, 90).startswith(
+        "a checkpoint needs 99.3 GiB, none can be written: 90.0 GiB are free on the disk of "
+    )
+    assert 'choose trainer.optimizer = "adamw_8bit"' in notice(seven, 90)
+    assert "needs 99.3 GiB, and trainer.keep_last = 2 stay while the next one is written: 250.0 GiB" in notice(
+        seven, 250
+    )
+    assert notice(seven, 300) == ""
+    assert "adamw_8bit" not in notice(small, 20) != ""
+    for step in (5, 10):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    assert notice(seven, 100) == ""  # the next one replaces the oldest
+    assert notice(named(seven, (0,), (1,), **{"policy.lora.rank": 8}), 1) == ""
+    assert notice(settings_with(tmp_path, **{**SEVEN, "model_type": "mamba"}), 1) == ""
 
 
 def test_gpus_are_those_that_nvidia_smi_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,11 @@ from services.trainer.model import adapter
 from services.trainer.model.memory import recomputation
 from services.trainer.model.memory.recomputation import Kept, Recomputation
 from services.trainer.model.memory.residency import Residency
+from services.trainer.model.memory.storages import Storages, tensors_in
 from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw, check_sizes
 from shared.errors import SettingsError, WeightsError
+from shared.files import durable
 from shared.model.flops import ModelSizes
 from shared.process.importing import importing, uncompiled
 from shared.settings import Settings
@@ -334,7 +336,8 @@ def _whole_weights(folder: Path) -> dict[str, Tensor]:
 class _Writer:
     """Records storage errors: raising between DeepSpeed's barriers would hang other ranks.
 
-    Also computes each file's digest while it is in the page cache.
+    It does not begin a file for which the disk has no room, which would take it from the run's other processes, and
+    computes each file's digest while it is in the page cache.
     """
 
     def __init__(self, checkpoint_engine: Any) -> None:
@@ -350,6 +353,10 @@ class _Writer:
     def save(self, state_dict: Any, path: str) -> None:
         """Write, unless an earlier file failed."""
         if self.error:
+            return
+        nbytes, free_bytes = Storages().add(tensors_in(state_dict)), durable.free_bytes(Path(path).parent)
+        if nbytes > free_bytes - durable.LEAST_BYTES:
+            self.error = f"{path} needs {nbytes:,} bytes, and {free_bytes:,} are free"
             return
         try:
             self._write(state_dict, path)

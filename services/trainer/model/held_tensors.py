@@ -4,36 +4,17 @@ A storage counts once, for the first component that holds it. DeepSpeed keeps wh
 each optimizer; those are listed here alone.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.memory.storages import Storages, tensors_in
 
 _GRADIENTS = ("averaged_gradients", "grad_partitions_flat_buffer")
 _MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
 _FLAT_WEIGHTS = ("bit16_groups_flat", "fp16_partitioned_groups_flat")
-
-
-class Storages:
-    """Adds up storages on one device, each once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._kind = device.type
-        self._counted: set[int] = set()
-
-    def add(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes of the storages that were not counted yet."""
-        nbytes = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device.type != self._kind or storage.data_ptr() in self._counted:
-                continue
-            self._counted.add(storage.data_ptr())
-            nbytes += storage.nbytes()
-        return nbytes
 
 
 def components(
@@ -59,8 +40,8 @@ def _engine(engine: TrainingEngine, storages: Storages) -> dict[str, int]:
         "gradients": storages.add(parameter.grad for parameter in parameters if parameter.grad is not None)
         + storages.add(_of(optimizer, _GRADIENTS)),
         "master weights": storages.add(_of(optimizer, _MASTER_WEIGHTS)),
-        "moments": storages.add(_tensors(getattr(optimizer, "optimizer", optimizer).state)),
-        "reduction": storages.add(tensor for bucket in buckets for tensor in _tensors(bucket.buffer)),
+        "moments": storages.add(tensors_in(getattr(optimizer, "optimizer", optimizer).state)),
+        "reduction": storages.add(tensor for bucket in buckets for tensor in tensors_in(bucket.buffer)),
     }
 
 
@@ -73,15 +54,4 @@ def _weights(parameters: Sequence[Any]) -> Iterator[Tensor]:
 
 def _of(optimizer: Any, names: Sequence[str]) -> Iterator[Tensor]:
     for name in names:
-        yield from _tensors(getattr(optimizer, name, None))
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        yield from tensors_in(getattr(optimizer, name, None))

@@ -3,6 +3,7 @@
 import ast
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,7 @@ from services.trainer.model.layers.logits import token_logprobs
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
 from shared.errors import SettingsError
+from shared.files import durable
 from shared.model.flops import ModelSizes, forward_flops, peak_tflops
 from shared.settings import PolicySettings, Settings
 from tests.conftest import need_module
@@ -133,6 +135,25 @@ def test_moments_of_eight_bits_make_almost_the_same_steps_and_a_checkpoint_holds
     second.step(3)
     again = second.weights()
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.weights().items())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_file_for_which_the_disk_has_no_room_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero_stage: int
+) -> None:
+    stepper = Stepper(settings(zero_stage))
+    stepper.step(1)
+    assert stepper.engine.save(tmp_path / "first") == ""
+    largest = max((tmp_path / "first").rglob("*.pt"), key=lambda path: path.stat().st_size)
+    nbytes = largest.stat().st_size
+    monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + int(0.85 * nbytes))
+    assert re.search(
+        rf"{largest.name} needs [\d,]+ bytes, and [\d,]+ are free$", stepper.engine.save(tmp_path / "second")
+    )
+    assert not list((tmp_path / "second").rglob(largest.name))
+    monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + nbytes)
+    assert stepper.engine.save(tmp_path / "second") == ""
+    Stepper(settings(zero_stage)).engine.load(tmp_path / "second")
 
 
 @pytest.fixture

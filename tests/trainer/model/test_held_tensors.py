@@ -8,7 +8,8 @@ import torch
 from services.plan.memory import TrainerOptions, trainer_table
 from services.plan.shapes import from_config
 from services.plan.workload import Lengths, Workload
-from services.trainer.model.held_tensors import Storages, components
+from services.trainer.model.held_tensors import components
+from services.trainer.model.memory.storages import Storages
 from services.trainer.phases import Phases
 from tests.support import tiny
 from tests.trainer.model.test_engine import Stepper, settings
