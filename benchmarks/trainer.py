@@ -35,7 +35,7 @@ from benchmarks.trainer_shapes import EitherPolicy, Padded, by_arrival, by_lengt
 from services.trainer.batch.packing import MicroBatch, PackedRow, plan
 from services.trainer.launcher import launch
 from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers import kernels
+from services.trainer.model.layers import attention, kernels
 from services.trainer.phases import Phases, utilisation
 from services.trainer.rank_group import start_ranks
 from shared.model.flops import BACKWARD, ModelSizes
@@ -63,7 +63,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
                 "kernels": arguments.kernels, "gradient_checkpointing": arguments.gradient_checkpointing, "offload": arguments.offload,
                 "deepspeed": json.loads(arguments.deepspeed),
             },
-            "internal": {"peak_tflops": arguments.peak_tflops},
+            "internal": {"peak_tflops": arguments.peak_tflops, "attention": arguments.attention},
         }
     )  # fmt: skip
 
@@ -112,7 +112,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     tell(f"{arguments.ranks} ranks on {arguments.device}, building {arguments.shape}")
     model = random_model(SHAPES[arguments.shape], of, arguments.device)
     fused = kernels.fuses_logits(of.trainer.kernels)
-    policy = EitherPolicy(model, chunk_tokens=of.internal.logits_chunk_tokens, fused_logits=fused).train()
+    kind = attention.kind_of(of.internal.attention, of.trainer.kernels)
+    policy = EitherPolicy(model, kind=kind, chunk_tokens=of.internal.logits_chunk_tokens, fused_logits=fused).train()
     sizes = policy.sizes
     engine = TrainingEngine(policy, of, arguments.device)
     longest = arguments.longest
@@ -193,6 +194,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=1)
     parser.add_argument("--gradient-checkpointing", choices=("auto", "true", "false"), default="auto")
     parser.add_argument("--kernels", choices=("auto", "torch", "liger"), default="auto")
+    parser.add_argument("--attention", choices=("auto", "mask", "varlen", "flash4"), default="auto")
     parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
     parser.add_argument("--offload", choices=("none", "optimizer", "all"), default="none")
     parser.add_argument("--deepspeed", default="{}", help="more of DeepSpeed's settings, as JSON")

@@ -30,7 +30,7 @@ from services.plan.rates import REACHED, mfu_of
 from services.plan.shapes import Shape, shape_of
 from services.trainer.batch.packing import MicroBatch, PackedRow, plan
 from services.trainer.model.engine import TrainingEngine, built_in_parts, pick_device
-from services.trainer.model.layers import kernels
+from services.trainer.model.layers import attention, kernels
 from services.trainer.model.policy import Policy
 from services.trainer.rank_group import start_ranks
 from shared.bus.messages import FinishReason, Sample
@@ -114,7 +114,8 @@ def _engine(settings: Settings, shape: Shape, device: str) -> TrainingEngine:
     trainer = settings.trainer.model_copy(update=plain)
     fused = kernels.fuses_logits(trainer.kernels)
     chunk = settings.internal.logits_chunk_tokens
-    own = Policy(model, kind=settings.internal.attention, chunk_tokens=chunk, fused_logits=fused).train()
+    kind = attention.kind_of(settings.internal.attention, trainer.kernels)
+    own = Policy(model, kind=kind, chunk_tokens=chunk, fused_logits=fused).train()
     return TrainingEngine(own, settings.model_copy(update={"trainer": trainer}), device)
 
 

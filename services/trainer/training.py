@@ -10,7 +10,7 @@ from services.trainer.loop import Trainer
 from services.trainer.model import adapter, warm_up
 from services.trainer.model.critic import Critic
 from services.trainer.model.engine import TrainingEngine, make_deterministic, pick_device, place
-from services.trainer.model.layers import kernels
+from services.trainer.model.layers import attention, kernels
 from services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
 from services.trainer.rank0.artifacts import Artifacts
 from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
@@ -79,7 +79,7 @@ class _Loading:
         policy = Policy(
             model,
             entropy_gradient=settings.algorithm.entropy_bonus > 0,
-            kind=settings.internal.attention,
+            kind=attention.kind_of(settings.internal.attention, trainer.kernels),
             chunk_tokens=settings.internal.logits_chunk_tokens,
             fused_logits=kernels.fuses_logits(trainer.kernels),
             logits=trainer.logits,
@@ -101,7 +101,7 @@ class _Loading:
             settings.policy,
             self._dtype,
             self._device,
-            kind=settings.internal.attention,
+            kind=attention.kind_of(settings.internal.attention, trainer.kernels),
             fused=trainer.kernels,
             chunk_tokens=settings.internal.logits_chunk_tokens,
             logits=trainer.logits,
@@ -117,7 +117,13 @@ class _Loading:
         trunk, width = load_trunk(settings.policy, settings.algorithm.critic.model, self._dtype, self._context)
         kernels.install(trunk, trainer.kernels, self._device)
         return self._engine(
-            "critic", Critic(trunk, width, kind=settings.internal.attention, packing=trainer.packing).train()
+            "critic",
+            Critic(
+                trunk,
+                width,
+                kind=attention.kind_of(settings.internal.attention, trainer.kernels),
+                packing=trainer.packing,
+            ).train(),
         )
 
     def _engine(self, part: str, module: Policy | Critic) -> TrainingEngine:

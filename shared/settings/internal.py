@@ -36,8 +36,9 @@ class InternalSettings(Section):
     """Programs after which the executor replaces a warm interpreter."""
     probe_every_versions: NonNegativeInt = Field(default=10)
     """Versions between two probes, which compare the replicas' logprobs with the trainer's; 0: never."""
-    attention: Literal["auto", "mask", "varlen"] = Field(default="auto")
-    """How packed sequences attend: torch's variable-length attention, or rectangles with a mask; `auto`: varlen where it runs."""
+    attention: Literal["auto", "mask", "varlen", "flash4"] = Field(default="auto")
+    """How packed sequences attend: variable-length attention of torch or FlashAttention 4, or rectangles with a mask;
+    `auto`: what runs."""
     logits_chunk_tokens: NonNegativeInt = Field(default=2048)
     """Tokens whose logits the trainer holds at a time; 0: of a whole micro-batch."""
     peak_tflops: NonNegativeFloat = Field(default=0.0)

@@ -45,7 +45,7 @@ def test_the_kernel_that_sums_copies_adds_each_rows_in_their_order_and_gives_zer
 _SUMS = """
 import numpy as np
 from services.trainer.model.layers.gather import copies
-from services.trainer.model.layers.gather_kernel import sum_copies
+from services.trainer.model.layers.triton_kernels.gather import sum_copies
 torch.manual_seed(0)
 places = np.random.default_rng(0).integers(0, 20, 90)
 places[places == 7] = 8

@@ -1,4 +1,4 @@
-"""Load cuBLAS and compile Triton kernels in a thread while weights are loaded.
+"""Load cuBLAS, and compile Triton's and FlashAttention 4's kernels, in a thread while weights are loaded.
 
 It leaves torch's state and random generators unchanged, and errors to the actual use.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from services.trainer.model.layers import kernels, norms
+from services.trainer.model.layers import kernels, norms, variable_length
 from shared.model.logits import logprobs_and_entropies
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ def _run(config: Mapping[str, Any], device: torch.device) -> None:
         _logits,
         *([_norm, _gated, _rotary] if importlib.util.find_spec("liger_kernel") else []),
         _attention,
+        _variable_length,
     ]
     for part in parts:
         for dtype in (torch.float32, torch.bfloat16):
@@ -98,6 +99,11 @@ def _attention(text: Mapping[str, Any], where: dict[str, Any]) -> None:
     query, key, value = (_ones(1, heads, _TOKENS, size, **where) for _ in range(3))
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=where["device"]).tril()
     _backward(torch.nn.functional.scaled_dot_product_attention(query, key, value, mask), query, key, value)
+
+
+def _variable_length(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+    heads, shared, size = _heads(text)
+    variable_length.choose(_ones(_TOKENS, heads, size, **where), shared, size, windowed=False, flash4=True)
 
 
 def _heads(text: Mapping[str, Any]) -> tuple[int, int, int]:

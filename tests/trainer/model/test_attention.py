@@ -1,6 +1,7 @@
 """Attention over packed rows equals separate sequences."""
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.batch.packing import Segments, micro_batch
-from services.trainer.model.layers import attention, attention_layout, attention_math
+from services.trainer.model.layers import attention, attention_layout, attention_math, variable_length
 from services.trainer.model.layers.attention import CannotPack, PackedLayout
 from services.trainer.model.layers.attention_layout import CAUSAL, Pattern
 from services.trainer.model.layers.attention_math import Extras
@@ -197,18 +198,26 @@ def sliding_sinks() -> Any:
     return model
 
 
+FLASH4 = pytest.param(
+    "flash4", marks=pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4")
+)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("way", ["varlen", FLASH4])
 @pytest.mark.parametrize("make", [lambda: tiny.model(0), sliding_sinks, lambda: small("mistral", sliding_window=12)])
-def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[], Any]) -> None:
+def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[], Any], way: str) -> None:
     collected = []
-    for kind, dtype in (("mask", torch.float32), ("mask", torch.bfloat16), ("varlen", torch.bfloat16)):
+    kinds = (("mask", torch.float32), ("mask", torch.bfloat16), (way, torch.bfloat16))
+    for kind, dtype in kinds:
         torch.manual_seed(0)
         model = make().requires_grad_(True).to("cuda", dtype)
         chosen: Any = kind
         logprobs = Policy(model, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
         gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
         collected.append([logprobs.detach().float().cpu(), *(gradient.float().cpu() for gradient in gradients)])
-    assert attention.runs_varlen(torch.zeros(1, 4, 1, 8, device="cuda", dtype=torch.bfloat16), 8)
+    query = torch.zeros(1, 4, 8, device="cuda", dtype=torch.bfloat16)
+    assert variable_length.choose(query, 2, 8, windowed=False, flash4=False) == "torch"
     for exact, masked, varlen in zip(*collected, strict=True):
         rounding = (masked - exact).abs().max()  # bfloat16's own error
         assert (varlen - exact).abs().max() <= 2 * rounding + 1e-4
@@ -216,7 +225,7 @@ def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("extra", ["none", "sinks"])
-@pytest.mark.parametrize("kind", ["mask", "varlen"])
+@pytest.mark.parametrize("kind", ["mask", "varlen", FLASH4])
 @pytest.mark.parametrize("pattern", [CAUSAL, Pattern("window", 12)], ids=lambda left: left.kind)
 def test_half_precision_attention_of_a_gpu_is_within_its_rounding(kind: Any, pattern: Pattern, extra: str) -> None:
     segments, generator = micro_batch(rows(0)).segments, torch.Generator().manual_seed(0)
@@ -244,11 +253,12 @@ def test_keys_are_the_prompts_and_then_the_segments_own() -> None:
     segments = Segments(*(np.array(numbers) for numbers in ([0, 2, 3, 5], [2, 1, 2, 1], [0, 0, 0, 5], [0, 2, 2, 0])))
     plain = attention_layout.ragged(segments, CPU)
     assert plain.keys.places.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
-    assert (plain.query_ends.tolist(), plain.key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])
-    assert (plain.longest_query, plain.longest_key) == (2, 4)
+    ends = plain.ends
+    assert (ends.query_ends.tolist(), ends.key_ends.tolist()) == ([0, 2, 3, 5, 6], [0, 2, 5, 9, 10])
+    assert (ends.longest_query, ends.longest_key) == (2, 4)
     with_sink = attention_layout.ragged(segments, CPU, first_keys=1)
     assert with_sink.keys.places.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 6]
-    assert (with_sink.key_ends.tolist(), with_sink.longest_key) == ([0, 3, 7, 12, 14], 5)
+    assert (with_sink.ends.key_ends.tolist(), with_sink.ends.longest_key) == ([0, 3, 7, 12, 14], 5)
 
 
 def pack(model: Any) -> None:

@@ -13,7 +13,7 @@ def test_the_kernel_of_rms_norms_gives_the_outputs_and_gradients_of_its_formula(
 
 
 _COMPARE = """
-from services.trainer.model.layers import norm_kernel
+from services.trainer.model.layers.triton_kernels import norm as norm_kernel
 from services.trainer.model.layers.norms import rms_norm
 torch.manual_seed(0)
 norm_kernel._PROGRAMS = 3

@@ -3,11 +3,11 @@
 Installed through transformers' interfaces. For a packed row, layers get a :class:`PackedMask`: the row's layout and a
 pattern derived from the model's mask function. A segment attends to its prompt and to itself::
 
-    varlen   torch's ``varlen_attn`` (flash attention); a prompt's keys and values are copied for each completion.
-             CUDA, half precision; causal layers, windows, sinks without a window.
-    mask     similar segments form one rectangle for scaled_dot_product_attention with a mask. Anywhere.
+    flash4, varlen  flash attention (``variable_length``); a prompt's keys and values are copied for each completion.
+                    CUDA, half precision; causal layers, windows, sinks without a window.
+    mask            similar segments form one rectangle for scaled_dot_product_attention with a mask. Anywhere.
 
-``auto`` chooses per layer. Outputs equal those of separate sequences.
+``auto`` and ``torch`` (without FlashAttention 4) choose per layer. Outputs equal those of separate sequences.
 
 Shapes: ``B`` 1, ``H`` heads, ``T`` tokens, ``N`` trained tokens, ``D`` a head's size.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from services.trainer.batch.packing import MicroBatch, Segments
+from services.trainer.model.layers import variable_length
 from services.trainer.model.layers.attention_layout import (
     CAUSAL,
     Pattern,
@@ -36,13 +37,14 @@ from services.trainer.model.layers.attention_math import (
     attend_masked,
     attend_ragged,
     padded_size,
-    parameters_of,
     with_ragged_sink_key,
 )
 from services.trainer.model.layers.gather import copies, gather_rows
+from services.trainer.model.layers.kernels import KernelKind
+from services.trainer.model.layers.variable_length import VarlenKind
 from shared.errors import SettingsError
 
-AttentionKind = Literal["auto", "mask", "varlen"]
+AttentionKind = Literal["auto", "torch", "mask", "varlen", "flash4"]
 NAME = "penstock_segments"
 _HARMLESS = frozenset(
     [
@@ -59,6 +61,11 @@ _HARMLESS = frozenset(
 )
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "deterministic": (True, False)}
 """Allowed values of other arguments, besides None."""
+
+
+def kind_of(chosen: AttentionKind, kernels: KernelKind) -> AttentionKind:
+    """Return ``chosen``, but "torch" for "auto" if the other kernels are torch's."""
+    return "torch" if chosen == "auto" and kernels == "torch" else chosen
 
 
 class CannotPack(SettingsError):
@@ -88,24 +95,30 @@ class PackedLayout:
     ) -> Tensor:
         self.used += 1
         query, key, value = (tensor.transpose(1, 2).squeeze(0) for tensor in (query_BHTD, key_BHTD, value_BHTD))
-        if self._by_varlen(query, value, pattern, extras):
-            return self._by_length(query, key, value, pattern, extras)[None]
+        kind = self._varlen(query, key, value, pattern, extras)
+        if kind is not None:
+            return self._by_length(kind, query, key, value, pattern, extras)[None]
         return self._by_rectangle(query, key, value, pattern, extras)[None]
 
-    def _by_varlen(self, query: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> bool:
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> VarlenKind | None:
         sinks = extras.sinks_H is not None
         exact = extras.softcap is None and (pattern.kind == "causal" or (pattern.kind == "window" and not sinks))
         if self._kind == "mask" or not exact:
-            return False
-        return self._kind == "varlen" or runs_varlen(query, padded_size(query, value, sinks=sinks))
+            return None
+        if self._kind in ("varlen", "flash4"):
+            return "torch" if self._kind == "varlen" else "flash4"
+        size, windowed = padded_size(query, value, sinks=sinks), pattern.kind == "window"
+        return variable_length.choose(query, key.shape[1], size, windowed=windowed, flash4=self._kind == "auto")
 
-    def _by_length(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
+    def _by_length(
+        self, kind: VarlenKind, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras
+    ) -> Tensor:
         sinks = extras.sinks_H is not None
         if sinks:
             key, value = with_ragged_sink_key(key, value)
         if sinks not in self._ragged:
             self._ragged[sinks] = ragged(self._segments, self._device, first_keys=int(sinks))
-        return attend_ragged(query, key, value, self._ragged[sinks], extras, pattern.size)
+        return attend_ragged(kind, query, key, value, self._ragged[sinks], extras, pattern.size)
 
     def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras) -> Tensor:
         masked = extras.softcap is not None or extras.sinks_H is not None
@@ -127,17 +140,6 @@ def _attend(rectangle: Rectangle, query_THD: Tensor, key_THD: Tensor, value_THD:
 def _gather(tensor_THD: Tensor, places_GQ: Tensor) -> Tensor:
     gathered = gather_rows(tensor_THD, places_GQ.flatten())
     return gathered.view(*places_GQ.shape, *tensor_THD.shape[1:]).transpose(1, 2)
-
-
-def runs_varlen(query: Tensor, size: int) -> bool:
-    """Whether torch (2.11 and later) has variable-length causal attention for this query and head size."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or size > 256:
-        return False
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "window_size" in parameters_of(varlen_attn)
 
 
 class PackedMask:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.trainer.batch.packing import Int64Array, Segments
 from services.trainer.model.layers.gather import Copies, copies
+from services.trainer.model.layers.variable_length import Ends
 
 SHORT_ROW_TOKENS = 128
 """Shorter rows attend as a whole, which is cheaper than many segments."""
@@ -77,10 +78,7 @@ class Rectangle:
 class Ragged:
     keys: Copies
     """Per segment, the prompt's keys, then its own."""
-    query_ends: Tensor
-    key_ends: Tensor
-    longest_query: int
-    longest_key: int
+    ends: Ends
 
 
 def keys_of(segments: Segments, k: int) -> Int64Array:
@@ -104,7 +102,7 @@ def ragged(segments: Segments, device: torch.device, *, first_keys: int = 0) -> 
     ends = [np.concatenate(([0], np.cumsum(lengths))).astype(np.int32) for lengths in (segments.lengths_K, lengths_K)]
     query_ends, key_ends = (torch.from_numpy(end).to(device) for end in ends)
     places = copies(np.concatenate(keys), first_keys + int(segments.lengths_K.sum()), device)
-    return Ragged(places, query_ends, key_ends, int(segments.lengths_K.max()), int(lengths_K.max()))
+    return Ragged(places, Ends(query_ends, key_ends, int(segments.lengths_K.max()), int(lengths_K.max())))
 
 
 def rectangles(

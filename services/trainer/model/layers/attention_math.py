@@ -12,17 +12,16 @@ tokens of all sequences.
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from services.trainer.model.layers import variable_length
 from services.trainer.model.layers.attention_layout import Ragged
 from services.trainer.model.layers.gather import gather_rows
+from services.trainer.model.layers.variable_length import VarlenKind
 
 _SINK_SIZES = 2
 
@@ -63,15 +62,19 @@ def attend_masked(
 
 
 def attend_ragged(
-    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, where: Ragged, extras: Extras, window: int = 0
+    kind: VarlenKind,
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    where: Ragged,
+    extras: Extras,
+    window: int = 0,
 ) -> Tensor:
-    """Return outputs (T × H × value size) of torch's variable-length attention: causal, from the lower right.
+    """Return outputs (T × H × value size) of variable-length attention: causal, from the lower right.
 
     A sink's key and value are first (:func:`with_sink_key`). ``extras`` has no cap; ``window`` includes the query (0:
     all).
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     assert extras.softcap is None
     assert extras.sinks_H is None or not window, "a sink is the first key, which a window would hide"
     size, scale = value_THD.shape[-1], _scale(query_THD, extras)
@@ -79,24 +82,7 @@ def attend_ragged(
         query_THD = torch.cat((query_THD, _sink_query(query_THD, extras.sinks_H, scale)), -1)
     key, value = gather_rows(key_THD, where.keys), gather_rows(value_THD, where.keys)
     query, key, value = _of_equal_sizes(query_THD, key, value)
-    # The kernel supports shared keys; torch 2.11 has no flag for it.
-    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in parameters_of(varlen_attn) else {}
-    out: Tensor = varlen_attn(
-        query.contiguous(),
-        key,
-        value,
-        where.query_ends,
-        where.key_ends,
-        where.longest_query,
-        where.longest_key,
-        scale=scale,
-        window_size=(
-            window - 1 if window else -1,
-            0,
-        ),  # keys before and after; a completion's queries are its last keys
-        **options,
-    )  # type: ignore[assignment]  # a tuple only where more is asked for
-    return out[..., :size]
+    return variable_length.attend(kind, query, key, value, where.ends, scale=scale, window=window)[..., :size]
 
 
 def with_sink_key(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,11 +102,6 @@ def padded_size(query: Tensor, value: Tensor, *, sinks: bool) -> int:
     """Return the kernels' head size: the larger of query and value, plus the sink's, rounded up to a multiple of 8."""
     largest = max(query.shape[-1] + (_SINK_SIZES if sinks else 0), value.shape[-1])
     return -(-largest // 8) * 8
-
-
-@functools.cache
-def parameters_of(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
 
 
 def _scale(query: Tensor, extras: Extras) -> float:

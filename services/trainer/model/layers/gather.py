@@ -1,7 +1,7 @@
 """Copies of rows with a deterministic gradient, also on a GPU.
 
 A prompt's keys are copied for each completion. torch's ``index_select`` sums their gradients atomically, in any order;
-one kernel (``gather_kernel``) sums them in order and float32, in a tenth of the time of ``index_put_``.
+one kernel (``triton_kernels.gather``) sums them in order and float32, in a tenth of the time of ``index_put_``.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
         if ctx.known is not None and gradient.is_cuda and importlib.util.find_spec("triton") is not None:
-            from services.trainer.model.layers import gather_kernel
+            from services.trainer.model.layers.triton_kernels import gather as gather_kernel
 
             return gather_kernel.sum_copies(gradient, ctx.known.order, ctx.known.ends, ctx.shape), None, None
         total = gradient.new_zeros(ctx.shape)

@@ -1,0 +1,1 @@
+"""This package's Triton kernels, imported only where a GPU uses them."""

@@ -1,0 +1,93 @@
+"""Which variable-length attention is used: FlashAttention 4 where it is installed, runs, and agrees with torch's."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.trainer.model.layers import attention, variable_length
+from services.trainer.model.layers.variable_length import Variant
+from tests.trainer.model.test_attention import loop_varlen
+
+CAUSAL = Variant(4, 2, 16, torch.bfloat16, False, torch.device("cpu"))
+WINDOWED = Variant(4, 2, 16, torch.bfloat16, True, torch.device("cpu"))
+
+
+def flash4(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, None]:
+    """FlashAttention 4's function, computed one sequence at a time."""
+    left, right = options["window_size"]
+    assert (left is None) == options["causal"]
+    assert right in (None, 0)
+    window = (-1 if left is None else left, 0)
+    ends = (options[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"))
+    return loop_varlen(
+        query, key, value, *ends, scale=options["softmax_scale"], window_size=window, enable_gqa=True
+    ), None
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Install a FlashAttention 4 on a device of a compute capability."""
+
+    def installed(function: Callable[..., Any], capability: int = 9) -> None:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop_varlen)
+        monkeypatch.setattr(variable_length, "is_installed", lambda: True)
+        monkeypatch.setattr(variable_length, "_flash4", lambda: function)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (capability, 0))
+
+    variable_length.agrees.cache_clear()
+    yield installed
+    variable_length.agrees.cache_clear()
+
+
+@pytest.mark.parametrize("variant", [CAUSAL, WINDOWED])
+def test_kernels_that_agree_with_torch_are_used(variant: Variant, install: Callable[..., None]) -> None:
+    install(flash4)
+    assert variable_length.agrees(variant)
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the compiler's versions do not fit")
+
+
+def ignores_the_window(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, None]:
+    return flash4(query, key, value, **{**options, "window_size": (None, None), "causal": True})
+
+
+def wrong_gradients(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, None]:
+    return flash4(query, key, value.detach() + 2 * (value - value.detach()), **options)
+
+
+def not_a_number(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, None]:
+    return flash4(query, *others, **options)[0] * torch.nan, None
+
+
+@pytest.mark.parametrize("function", [fails, ignores_the_window, wrong_gradients, not_a_number])
+def test_kernels_that_fail_or_differ_are_not_used(
+    function: Callable[..., Any], install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(function)
+    assert not variable_length.agrees(WINDOWED)
+    assert "FlashAttention 4 is not used" in caplog.text
+
+
+def test_older_gpus_are_left_to_torch(install: Callable[..., None]) -> None:
+    install(flash4, capability=8)
+    assert not variable_length.agrees(CAUSAL)
+
+
+def test_deterministic_runs_are_left_to_torch(install: Callable[..., None]) -> None:
+    install(flash4)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not variable_length.agrees(CAUSAL)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_run_of_torch_kernels_attends_by_torch() -> None:
+    assert attention.kind_of("auto", "torch") == "torch"
+    assert attention.kind_of("auto", "auto") == "auto"
+    assert attention.kind_of("mask", "torch") == "mask"
