@@ -104,7 +104,7 @@ class Trainer:
             case CommandKind.CHECKPOINT:
                 return self._checkpoint(command)
             case CommandKind.TRY:
-                self._learner.try_out(command.groups)
+                self._try(command)
             case CommandKind.EXPORT:
                 return self._artifacts.export(self._engine)
             case CommandKind.LOAD | CommandKind.REPLAY | CommandKind.PUBLISH | CommandKind.WAIT:
@@ -146,12 +146,21 @@ class Trainer:
                 return self._publish(command)
         return Result()
 
+    def _try(self, command: Command) -> None:
+        freed = self._artifacts.free(command.rung)
+        self._learner.try_out(command.groups)
+        if freed:
+            self._artifacts.offer_again(self._engine)
+
     def _train(self, command: Command) -> StepMade | StepSkipped:
+        freed, self._rung = self._artifacts.free(command.rung), command.rung
         try:
             measured = self.update(command.groups, command.lags, command.learning_rate, contexts=command.contexts)
             if command.held_out:
                 measured |= self._learner.figures_of(decode_all(command.held_out))
         except NotFinite as error:
+            if freed and not error.touched:
+                self._artifacts.offer_again(self._engine)
             return StepSkipped(str(error), error.touched)
         for residency in self._residencies:
             residency.begin(self._rung)
@@ -204,7 +213,8 @@ class Trainer:
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
     def _replay(self, command: Command) -> Replayed:
-        """Repeat a journalled step, bit-identically with its plan."""
+        """Repeat a journalled step, bit-identically with its plan; its weights are published afterwards."""
+        self._artifacts.free(self._rung)
         self.update(command.groups, command.lags, command.learning_rate, command.plan)
         made, known = self._learner.plan, command.plan
         if made is None or made == known or (known is None and not made.misfits):

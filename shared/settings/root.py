@@ -92,6 +92,11 @@ class Settings(Section):
         )
 
     @property
+    def frees_snapshots(self) -> bool:
+        """Whether the trainer can free its snapshot while it trains, as no replica pulls then."""
+        return self.placement.mode == "shared" and self.weights.transport == "pull" and not self.publishes_adapters
+
+    @property
     def shared_devices(self) -> range:
         """Devices that the trainer and replicas use in turn, by trainer rank."""
         return range(0 if self.placement.mode == "separate" else self.trainer.ranks)

@@ -84,6 +84,18 @@ def test_the_lowest_rung_at_which_training_and_generation_fit_is_chosen(capacity
     assert lowest_rung(REPLICA, TRAINER, capacity) == rung
 
 
+AWAY = [(306.0, 0, 0), (262.0, 1, 1), (261.0, 2, 2), (228.0, 2, 2), (227.0, 4, 2), (212.0, 4, 2), (211.0, 4, 4)]
+
+
+@pytest.mark.parametrize(("capacity", "kept", "away"), AWAY)
+def test_a_snapshot_that_is_away_in_training_leaves_room_from_the_second_rung_on(
+    capacity: float, kept: int, away: int
+) -> None:
+    trainer = {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "snapshot": 15.0, "peak": 205.0}
+    assert lowest_rung(REPLICA, trainer, capacity) == kept
+    assert lowest_rung(REPLICA, trainer, capacity, frees_snapshots=True) == away
+
+
 def test_a_small_trainer_asks_the_replica_alone_for_memory() -> None:
     assert lowest_rung(REPLICA, {"weights": 1.0, "peak": 60.0}, 99.0) == 2
 

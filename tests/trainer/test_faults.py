@@ -21,7 +21,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.rank0.artifacts import Rank0Artifacts
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import NoMailbox
-from services.trainer.rank0.mailbox.results import Replayed, Result, StepMade
+from services.trainer.rank0.mailbox.results import Replayed, Result, StepMade, StepSkipped
 from services.trainer.rank0.publication import Publication
 from shared.bus.encoding import wire
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
@@ -249,13 +249,14 @@ def test_once_some_weights_moved_the_error_says_so() -> None:
 TRAIN = Command(CommandKind.TRAIN, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(1))
 
 
-def trainer(folder: Path) -> Trainer:
+def trainer(folder: Path, mode: str = "separate") -> Trainer:
     of = Settings.model_validate(
         {
             **settings().model_dump(),
             "run": {"id": "faults", "folder": folder},
             "internal": {"probe_every_versions": 0},
             "trainer": {"learning_rate": 1e-3, "zero_stage": 0},
+            "placement": {"mode": mode},
         }
     )
     artifacts = Rank0Artifacts(of, Publication(of, "127.0.0.1", lambda: b""))
@@ -284,6 +285,24 @@ def test_a_replay_that_could_not_follow_its_plan_says_so(tmp_path: Path, memory:
         difference = replayed("with less memory", dataclasses.replace(made.plan, misfits=()))
     assert "step 1 was replayed in other forward passes" in difference
     assert "published again as a new version" in difference
+
+
+def test_a_version_is_offered_again_after_a_batch_or_a_trial_that_makes_no_step(tmp_path: Path) -> None:
+    shared, away = trainer(tmp_path, "shared"), dataclasses.replace(TRAIN, groups=tuple(batch()), rung=2)
+    assert isinstance(shared.execute(away), StepMade)
+
+    def offered() -> list[list[int]]:
+        return [bucket.tolist() for bucket in shared._artifacts.snapshots]
+
+    before = offered()
+    assert before
+    skipped = shared.execute(dataclasses.replace(away, groups=tuple(poison(batch())), version=PolicyVersion(2)))
+    assert isinstance(skipped, StepSkipped)
+    assert offered() == before
+    shared.execute(dataclasses.replace(away, kind=CommandKind.TRY))
+    assert offered() == before
+    assert isinstance(shared.execute(dataclasses.replace(away, version=PolicyVersion(2))), StepMade)
+    assert offered() != before
 
 
 @pytest.mark.parametrize(("ranks", "zero_stage"), [(2, 0), (1, 1)])

@@ -24,7 +24,7 @@ from shared.bus.stores.replicas.device_leases import (
 )
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.settings import Settings
-from shared.settings.placement import RUNGS
+from shared.settings.placement import REPLICA_RUNG, RUNGS
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +72,18 @@ def decide(look: DeviceLook) -> Decision:
 
 
 def lowest_rung(
-    replica: Mapping[str, float], trainer: Mapping[str, float], capacity: float, scoring: float = 0.0
+    replica: Mapping[str, float],
+    trainer: Mapping[str, float],
+    capacity: float,
+    scoring: float = 0.0,
+    *,
+    frees_snapshots: bool = False,
 ) -> int:
     """Return the lowest rung at which each phase fits into ``capacity`` bytes; the highest if any is not measured yet.
 
-    ``trainer`` has its ``peak`` in a step, and what it holds between two steps by component; ``scoring``: the peak of
-    reward models, which hold nothing in other phases.
+    ``trainer`` has its ``peak`` in a step with the snapshot, and what it holds between two steps by component;
+    ``scoring``: the peak of reward models, which hold nothing in other phases; ``frees_snapshots``: from rung 2 on, the
+    snapshot is away during a step.
 
     >>> lowest_rung({"weights": 2.0, "kv_cache": 3.0}, {"peak": 5.0, "weights": 2.0, "optimizer": 2.0}, 10.0)
     1
@@ -86,7 +92,8 @@ def lowest_rung(
         return RUNGS[-1]
     resident = {component: nbytes for component, nbytes in trainer.items() if component != "peak"}
     for rung in RUNGS:
-        training = _kept(replica, _ADDED, rung) + trainer["peak"]
+        away = trainer.get("snapshot", 0.0) if frees_snapshots and rung >= REPLICA_RUNG else 0.0
+        training = _kept(replica, _ADDED, rung) + trainer["peak"] - away
         generating = sum(replica.values()) + _kept(resident, _ADDED_BY_TRAINER, rung)
         between = _kept(replica, _ADDED, rung) + _kept(resident, _ADDED_BY_TRAINER, rung) + scoring
         if max(training, generating, between) <= _USABLE * capacity:
@@ -138,7 +145,8 @@ class DeviceGrants:
         trainer = next((self._peaks[beat.replica] for beat in self._beats() if beat.service == "trainer"), {})
         measured = dict(next(iter(sharing.values()), {}))
         scoring = max((peaks.get("peak", 0.0) for peaks in models.values()), default=0.0)
-        return lowest_rung(measured, trainer, measured.pop("capacity", 0.0), scoring)
+        capacity, frees = measured.pop("capacity", 0.0), self._settings.frees_snapshots
+        return lowest_rung(measured, trainer, capacity, scoring, frees_snapshots=frees)
 
     def _note_peaks(self) -> None:
         for beat in self._beats():

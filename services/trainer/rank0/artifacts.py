@@ -38,6 +38,14 @@ class Artifacts:
         self._publication.take_part(engine, version, step)
         return None
 
+    def free(self, rung: int) -> bool:
+        """Free the snapshot for training at ``rung``; return whether its version must be offered again."""
+        return self._publication.free(rung)
+
+    def offer_again(self, engine: TrainingEngine) -> None:
+        """Offer the newest version again, from the same weights."""
+        self._publication.offer_again(engine, is_first=False)
+
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
     ) -> Saved:
@@ -64,6 +72,10 @@ class Rank0Artifacts(Artifacts):
         assert version is not None
         note_version(self._settings.run_folder, version)
         return self._publication.publish(engine, version, step)
+
+    def offer_again(self, engine: TrainingEngine) -> None:
+        """Offer the newest version again, from the same weights."""
+        self._publication.offer_again(engine, is_first=True)
 
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str

@@ -45,7 +45,7 @@ from shared.process.device import DeviceLease
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
 from shared.settings import Settings
-from shared.settings.placement import RUNGS
+from shared.settings.placement import REPLICA_RUNG, RUNGS
 
 log = logging.getLogger(__name__)
 
@@ -196,10 +196,22 @@ class Driver:
             self._live.settings.algorithm.groups_per_step, samples, in_flight, sum(complete), unfinished
         )
 
-    async def _free_memory(self) -> None:
+    @property
+    def _rung(self) -> int:
+        """Of this turn on shared devices; 0 on own ones."""
+        if not self._device.is_shared:
+            return 0
         chosen, seen = self._settings.placement.rung, self._device.freed
-        rung = chosen if chosen != "auto" else seen if seen >= 0 else RUNGS[-1]
-        freed = await self._ask(Command(CommandKind.FREE, rung=rung), results.Freed)
+        return chosen if chosen != "auto" else seen if seen >= 0 else RUNGS[-1]
+
+    @property
+    def _freed_bytes(self) -> float:
+        """Of the snapshot, if it was away during the step: the coordinator chooses rungs by a step's peak with it."""
+        freed = self._settings.frees_snapshots and self._rung >= REPLICA_RUNG
+        return self._context.status.values.get("memory_snapshot", 0.0) if freed else 0.0
+
+    async def _free_memory(self) -> None:
+        freed = await self._ask(Command(CommandKind.FREE, rung=self._rung), results.Freed)
         self._context.status.values.update({f"memory_{name}": nbytes for name, nbytes in freed.memory.items()})
 
     async def _next_step(self, can_train: bool) -> None:
@@ -271,7 +283,7 @@ class Driver:
         """Run a suspect group alone; the bus has counted the attempt."""
         data, experience = suspect.delivery.data, suspect.experience
         try:
-            await self._ask(Command(CommandKind.TRY, payloads=(data,), groups=(experience,)), Result)
+            await self._ask(Command(CommandKind.TRY, payloads=(data,), groups=(experience,), rung=self._rung), Result)
         except Exception as error:
             await self._intake.note_tried(f"{type(error).__name__}: {error}")
             raise
@@ -299,6 +311,7 @@ class Driver:
                 contexts=contexts if any(contexts) else (),
                 learning_rate=learning_rate,
                 version=self._branch.next_version(),
+                rung=self._rung,
                 held_out=await self._held_out(),
             )
         )
@@ -351,7 +364,7 @@ class Driver:
         await self._note_published(record)
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
-        self._context.status.values["memory_peak"] = made.memory.get("memory_bytes", 0.0)
+        self._context.status.values["memory_peak"] = made.memory.get("memory_bytes", 0.0) + self._freed_bytes
         for rank, samples in enumerate(made.samples):
             for sample in samples:
                 self._context.status.memory.note(sample, rank)

@@ -6,7 +6,7 @@
                A ◀─── versions 0, 2, 4, …    B ◀─── versions 1, 3, 5, …
 
 Two flat snapshots on the device alternate, without locks: a pull that overlaps an overwrite fails on its checksums. On
-a shared device there is one. A version is offered before its commit, when replicas learn of it. Adapters alone
+a shared device there is one, and from rung 2 of the ladder on none while the trainer works. A version is offered before its commit, when replicas learn of it. Adapters alone
 (``Settings.publishes_adapters``) go by file.
 
 With ``weights.snapshots = "sharded"`` every rank keeps, and serves, its share of each snapshot::
@@ -31,10 +31,12 @@ from shared.bus.messages import PolicyVersion
 from shared.errors import PeerError
 from shared.peers.handshake import Secret
 from shared.settings import Settings
+from shared.settings.placement import REPLICA_RUNG
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Layout, plan_layout
 from shared.weights.format.snapshot import dtype_name, keep_newest, write_adapter, write_snapshot
 from shared.weights.source.source import WeightSource
+from shared.weights.transport import ipc
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class Publication:
         self._spare: FlatSnapshot | None = None
         self._offered: FlatSnapshot | None = None
         self._others: Sequence[str] = ()
+        self._newest: tuple[PolicyVersion, int] | None = None
+        """Version and step."""
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
         """Make the weights of ``step`` available as ``version``; other ranks call ``engine.take_part``.
@@ -70,7 +74,7 @@ class Publication:
         Raises:
             WeightsError: storage refused.
         """
-        folder = self._settings.snapshot_folder
+        folder, self._newest = self._settings.snapshot_folder, (version, step)
         if self._settings.publishes_adapters:
             configuration = file_configuration(engine.model)
             written = write_adapter(folder, version, step, engine.factors(), configuration, self._dtype)
@@ -82,10 +86,30 @@ class Publication:
 
     def take_part(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> None:
         """Help rank 0 publish, as another rank."""
+        self._newest = version, step
         if not self._settings.publishes_adapters and self._is_sharded(engine):
             self._offer(engine, version, step)
         else:
             engine.take_part(factors=self._settings.publishes_adapters)
+
+    def free(self, rung: int) -> bool:
+        """Free the snapshot's memory for training at ``rung``; return whether the version must be offered again.
+
+        The same on every rank. Only while this process holds all replicas' devices.
+        """
+        if self._newest is None or not self._settings.frees_snapshots or rung < REPLICA_RUNG:
+            return False
+        if self._source is not None:
+            self._source.withdraw(_LEAVE_S)
+        for snapshot in filter(None, {self._spare, self._offered}):
+            ipc.forget(snapshot)
+        self._spare = self._offered = None
+        return True
+
+    def offer_again(self, engine: TrainingEngine, *, is_first: bool) -> None:
+        """Offer the newest version again, from the same weights; on every rank."""
+        assert self._newest is not None
+        (self.publish if is_first else self.take_part)(engine, *self._newest)
 
     @property
     def buckets(self) -> list[torch.Tensor]:

@@ -33,6 +33,15 @@ def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
         return _shared[snapshot]
 
 
+def forget(snapshot: FlatSnapshot) -> None:
+    """Let torch free the memory of ``snapshot``, which it keeps for pullers that died before they released it."""
+    with _lock:
+        handles = _shared.pop(snapshot, ())
+    for handle in filter(None, handles):
+        counter_file, counter_offset = handle[4:6]
+        torch.UntypedStorage._release_ipc_counter_cuda(counter_file, counter_offset)
+
+
 def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the buckets (uint8) behind ``handles`` on ``device``, the same GPU; raises WeightsError if gone."""
     index = device.index if device.index is not None else torch.cuda.current_device()

@@ -42,11 +42,12 @@ class Engine:
         return ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.model.named_parameters())
 
 
-def settings(folder: Path, transport: str = "pull", dtype: str = "float32") -> Settings:
+def settings(folder: Path, transport: str = "pull", dtype: str = "float32", mode: str = "separate") -> Settings:
     return Settings.model_validate(
         {
             "run": {"id": "test", "folder": folder},
             "policy": {"dtype": dtype},
+            "placement": {"mode": mode},
             "weights": {"transport": transport, "folder": folder / "weights", "deadline_s": 20.0},
         }
     )
@@ -120,6 +121,45 @@ async def test_only_the_newest_version_is_there(publication: Publication, engine
     with pytest.raises(WeightsError, match="expected version 0 at this source, found version 1"):
         await pull(older)
     await pull(newer)
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> Iterator[Publication]:
+    """Replicas use the trainer's devices in turn."""
+    opened = Publication(settings(tmp_path, mode="shared"), "127.0.0.1", weights.secret)
+    yield opened
+    opened.close()
+
+
+async def test_a_snapshot_that_is_away_in_training_returns_with_the_next_version_or_the_same(
+    sharing: Publication, engine: Any
+) -> None:
+    assert not sharing.free(2), "nothing is published yet"
+    first = publish(sharing, engine, 0)
+    assert sharing.free(2)
+    assert sharing.buckets == []
+    with pytest.raises(WeightsError, match="expected version 0 at this source, found nothing"):
+        await pull(first)
+    sharing.offer_again(engine, is_first=True)  # the batch was skipped
+    assert same(await pull(first), dict(engine.tensors()))
+    assert sharing.free(4)
+    engine.step()
+    assert same(await pull(publish(sharing, engine, 1)), dict(engine.tensors()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rung"),
+    [({"mode": "shared"}, 1), ({"mode": "shared", "transport": "file"}, 4), ({"mode": "lend"}, 4), ({}, 4)],
+)
+def test_a_snapshot_stays_where_replicas_may_pull_or_keep_their_weights(
+    changes: dict[str, str], rung: int, tmp_path: Path, engine: Any
+) -> None:
+    publication = Publication(settings(tmp_path, **changes), "127.0.0.1", weights.secret)
+    publish(publication, engine, 0)
+    before = [bucket.data_ptr() for bucket in publication.buckets]
+    assert not publication.free(rung)
+    assert [bucket.data_ptr() for bucket in publication.buckets] == before
+    publication.close()
 
 
 async def test_another_commit_of_the_same_number_is_never_taken_for_ours(publication: Publication, engine: Any) -> None:

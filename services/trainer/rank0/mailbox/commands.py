@@ -57,7 +57,7 @@ class Command:
     contexts: tuple[int, ...] = ()
     """How many first tokens of each sample are not trained; empty: none."""
     rung: int = 0
-    """Of the ladder, for FREE."""
+    """Of the ladder: for FREE, and of the turn for TRAIN and TRY."""
     held_out: tuple[bytes, ...] = ()
     """Encoded demonstrations whose loss is reported with the step."""
 
