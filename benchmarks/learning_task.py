@@ -25,7 +25,7 @@ before; docs/placement.md). With ``--gpus 2`` the replica has the second one.
 TRL is started by this module in a process of its own (``--python``: of another environment). With one GPU vLLM is in
 that process (``vllm_mode = "colocate"``, without sleep mode, which a small model does not need), with two it has a
 server on the second. As TRL documents for such work: float32 weights, its default, under bf16 autocast, as Penstock's
-master weights are float32 too; TF32; the whole step in one batch per device (``--trl-micro-batch`` splits it); no
+master weights are float32 too; the whole step in one batch per device (``--trl-micro-batch`` splits it); no
 gradient checkpointing; fused AdamW; Liger's kernels where they are installed (``--no-liger``), as in Penstock. The
 importance sampling correction for vLLM's logprobs keeps its default, which is on. vLLM generates in bf16 in both.
 
@@ -201,7 +201,6 @@ def imitate(
     (tokens, labels), (asked, answers) = ([part.to(device) for part in pair] for pair in (training, held_out))
     prompt_tokens, is_prompt = task.characters + len("="), labels[0] == IGNORED_LABEL
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda")
-    torch.backends.cuda.matmul.allow_tf32 = True
     began_s, step, sampled = time.monotonic(), 0, 0.0
     while time.monotonic() - began_s < limit_s:
         step += 1
@@ -242,7 +241,7 @@ def sampled_accuracy(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> 
 def settings(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return a Penstock run's settings."""
     gpu, task = arguments.device == "cuda", TASKS[arguments.shape]
-    rollout: dict[str, Any] = {"replicas": 1, "max_groups": 2 * arguments.groups}
+    rollout: dict[str, Any] = {"replicas": 1, "max_groups": arguments.groups}
     if gpu:
         rollout |= {"engine": "vllm", "gpus": [arguments.gpus - 1], "vllm": {"max_model_len": task.context}}
         rollout["vllm"] |= {"gpu_memory_utilization": _ONE_GPU_SHARE} if arguments.gpus == 1 else {}
@@ -448,7 +447,7 @@ def trl_arguments(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         "gradient_accumulation_steps": samples // micro_batch, "num_generations": arguments.samples,
         "max_completion_length": task.new_tokens, "max_steps": arguments.steps, "save_strategy": "no", "report_to": [],
         "beta": 0.0, "learning_rate": arguments.learning_rate, "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": WARMUP_STEPS, "temperature": 1.0, "bf16": gpu, "tf32": True if gpu else None, "use_cpu": not gpu,
+        "warmup_steps": WARMUP_STEPS, "temperature": 1.0, "bf16": gpu, "use_cpu": not gpu,
         "remove_unused_columns": False, "gradient_checkpointing": False, "use_liger_kernel": liger,
         "model_init_kwargs": {"dtype": "float32"}, **vllm,
     }  # fmt: skip

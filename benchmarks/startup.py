@@ -7,7 +7,9 @@ the first. Each run is stopped after its first step.
     python -m benchmarks.startup --rollout.engine=vllm --rollout.replicas=1
     python -m benchmarks.startup --model-shape 0.5b                         # two GPUs; not run yet
     python -m benchmarks.startup --model-shape 0.5b --placement.mode=shared --rollout.gpus=[0] \
-        --rollout.vllm.gpu_memory_utilization=0.4                           # one GPU
+        --rollout.vllm.gpu_memory_utilization=0.4                           # one GPU, in turn
+    python -m benchmarks.startup --model-shape 0.5b --trainer.gpus=[0] --rollout.gpus=[0] \
+        --rollout.vllm.gpu_memory_utilization=0.4                           # one GPU, both at once; not run yet
 
 Other flags go to ``penstock up``. ``processes`` has the seconds of each activity until a process was ready, from the
 start of Python on; ``milestones`` has the seconds since ``penstock up``; ``cpu`` is processor time of all processes,
