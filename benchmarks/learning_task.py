@@ -37,6 +37,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
@@ -54,7 +55,7 @@ from typing import Any
 import tomli_w
 import torch
 
-from benchmarks.pipeline import vllm_server
+from benchmarks.pipeline import logs_of, vllm_server
 from examples.arithmetic.make import (
     IGNORED_LABEL,
     Problem,
@@ -102,13 +103,13 @@ class Task:
 TASKS: Mapping[str, Task] = {
     "tiny": Task(
         {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
-        alphabet=string.digits, characters=4, problems=4000, imitation_rows=128, imitation_rate=1e-3,
+        alphabet=string.digits, characters=4, problems=4000, imitation_rows=128, imitation_rate=2e-3,
         groups=32, learning_rate=3e-4,
     ),
     "100m": Task(
         {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 10, "num_attention_heads": 12},
         alphabet=string.digits + string.ascii_letters, characters=48, problems=20_000, imitation_rows=256,
-        imitation_rate=5e-4, groups=64, learning_rate=3e-5,
+        imitation_rate=6e-4, groups=64, learning_rate=2e-5,
     ),
 }  # fmt: skip
 
@@ -167,11 +168,11 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(1)  # several wait for one another on a busy machine
     model = build_model(task, tokenizer).to(arguments.device)
     rows, held_out_rows = (encode(tokenizer, part) for part in (training, held_out))
-    figures = imitate(model, task, rows, held_out_rows, arguments.start, arguments.imitation_s)
-    if gpu:
-        model.to(torch.bfloat16)  # engines read the type from the files
+    figures = imitate(model, task, rows, held_out_rows, arguments, folder / "imitation.pt")
     asked, answers = (tensor.to(model.device) for tensor in held_out_rows)
     figures = {"shape": arguments.shape, **figures, "greedy": round(greedy_accuracy(model, asked, answers), 4)}
+    if gpu:
+        model.to(torch.bfloat16)  # engines read the type from the files
     model.save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
     made.write_text(json.dumps(figures))
@@ -194,17 +195,22 @@ def build_model(task: Task, tokenizer: Any) -> Any:
 
 
 def imitate(
-    model: Any, task: Task, training: Sequence[Any], held_out: Sequence[Any], start: float, limit_s: float
+    model: Any, task: Task, training: Sequence[Any], held_out: Sequence[Any], arguments: argparse.Namespace, state: Path
 ) -> dict[str, float]:
-    """Train on the careless pupil's answers until ``start`` of sampled held-out answers are right."""
+    """Train on the careless pupil's answers until ``--start`` of sampled held-out answers are right.
+
+    After ``--imitation-s`` the state is saved, with which the next call continues.
+    """
     device = model.device
     (tokens, labels), (asked, answers) = ([part.to(device) for part in pair] for pair in (training, held_out))
     prompt_tokens, is_prompt = task.characters + len("="), labels[0] == IGNORED_LABEL
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda")
-    began_s, step, sampled = time.monotonic(), 0, 0.0
-    while time.monotonic() - began_s < limit_s:
+    step, sampled, spent_s = _continued(state, model, optimizer)
+    torch.manual_seed(step)
+    began_s = time.monotonic()
+    while (seconds := time.monotonic() - began_s) < arguments.imitation_s:
         step += 1
-        optimizer.param_groups[0]["lr"] = task.imitation_rate * min(1.0, step / 100)
+        optimizer.param_groups[0]["lr"] = task.imitation_rate * min(step / 100, math.sqrt(100 / step))
         rows = torch.randint(len(tokens), (task.imitation_rows,), device=device)
         told = careless(tokens[rows], prompt_tokens, torch.rand(2, task.imitation_rows, device=device))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -215,16 +221,31 @@ def imitate(
         optimizer.step()
         if step % 20 == 0:
             sampled, seconds = sampled_accuracy(model, asked, answers), time.monotonic() - began_s
-            print(
-                f"imitation: step {step}, {seconds:.1f} s, loss {float(loss.detach()):.3f}, sampled {sampled:.3f}",
-                flush=True,
-            )
-            if sampled >= start:
-                return {"sampled": round(sampled, 4), "steps": step, "seconds": round(seconds, 1)}
+            progress = f"step {step}, {spent_s + seconds:.1f} s, loss {float(loss.detach()):.3f}, sampled {sampled:.3f}"
+            print(f"imitation: {progress}", flush=True)
+            if sampled >= arguments.start:
+                return {"sampled": round(sampled, 4), "steps": step, "seconds": round(spent_s + seconds, 1)}
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": (step, sampled, spent_s + seconds),
+    }
+    torch.save(saved, state)
     raise SystemExit(
-        f"after {limit_s:.0f} s and {step} steps {sampled:.3f} of sampled answers are right, fewer than {start}: "
-        "change --start or --imitation-s"
+        f"after {spent_s + seconds:.0f} s and {step} steps {sampled:.3f} of sampled answers are right, fewer than "
+        f"{arguments.start}: call again to continue, or change --start"
     )
+
+
+def _continued(state: Path, model: Any, optimizer: torch.optim.Optimizer) -> tuple[int, float, float]:
+    """Restore an earlier call's imitation, if there is one; return its steps, last accuracy and seconds."""
+    if not state.exists():
+        return 0, 0.0, 0.0
+    saved = torch.load(state, map_location=model.device)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step, sampled, spent_s = saved["progress"]
+    return step, sampled, spent_s
 
 
 @torch.no_grad()
@@ -320,7 +341,7 @@ def watch(
     finally:
         stop(process)
     if not rows:
-        raise SystemExit(f"{name} made no evaluation:\n{log.read_text()[-3000:]}")
+        raise SystemExit(f"{name} made no evaluation:\n{log.read_text()[-3000:]}\n{logs_of(folder / name)}")
     return rows
 
 
@@ -467,7 +488,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=5)
     parser.add_argument("--groups", type=int, help="prompts a step; default: 64 with 100m, 32 with tiny")
     parser.add_argument("--samples", type=int, default=8, help="samples a prompt")
-    parser.add_argument("--learning-rate", type=float, help="default: 3e-5 with 100m, 3e-4 with tiny")
+    parser.add_argument("--learning-rate", type=float, help="default: 2e-5 with 100m, 3e-4 with tiny")
     parser.add_argument("--imitation-s", type=float, default=300.0, help="seconds of the imitation")
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds of each system, start-up included")
     parser.add_argument("--folder", type=Path, help="keep the policy, the runs and the figures here")
