@@ -29,8 +29,8 @@ master weights are float32 too; the whole step in one batch per device (``--trl-
 gradient checkpointing; fused AdamW; Liger's kernels where they are installed (``--no-liger``), as in Penstock. The
 importance sampling correction for vLLM's logprobs keeps its default, which is on. vLLM generates in bf16 in both.
 
-Prints seconds from the start of the first evaluation (TRL: from its end), evaluations included, and those with
-start-up. Neither the 100m shape nor a GPU was tried yet.
+Prints seconds from the time at which all processes are ready, or at the latest from the end of the first evaluation
+(TRL: from its end), later evaluations included, and those with start-up. Neither the 100m shape nor a GPU was tried yet.
 """
 
 import argparse
@@ -56,6 +56,7 @@ import tomli_w
 import torch
 
 from benchmarks.pipeline import logs_of, vllm_server
+from benchmarks.startup import ready_of
 from examples.arithmetic.make import (
     IGNORED_LABEL,
     Problem,
@@ -296,7 +297,8 @@ def run_penstock(folder: Path, name: str, arguments: argparse.Namespace) -> dict
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     started_s = time.time()
     rows = watch(folder, name, command, environment, lambda: evaluations(folder / name), arguments)
-    return figures(rows, rows[0]["started_at_s"], started_s, arguments.accuracy)
+    ready_s = max([rows[0]["started_at_s"], *(ready["at_s"] for ready in ready_of(folder / name).values())])
+    return figures(rows, min(ready_s, rows[0]["at_s"]), started_s, arguments.accuracy)
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
