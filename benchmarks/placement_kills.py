@@ -4,10 +4,11 @@
     python -m benchmarks.placement_kills --seconds 420 --device cuda --modes shared --runs 5 --kills 10 --parallel 8
 
 A run for each mode and rung in turn, ``--runs`` times or until the time is over; ``--parallel`` of them at a time. In
-each, trainer and replica are killed alternately, at a random moment of their turns; a recovery is the next commit. A
-run's moments depend on the seed, its mode, rung and number. With ``lend`` the ordinary replica takes no prompts after
-the first step, so every sample needs a lend. Each finished run prints its row. When the time is over, running ones are
-stopped and not counted; so are they after a failure, which ends the campaign.
+each, trainer and replica are killed alternately, at a random moment of their turns; a recovery lasts from the kill to
+the first commit after the process has started again. A run's moments depend on the seed, its mode, rung and number.
+With ``lend`` the ordinary replica takes no prompts after the first step, so every sample needs a lend. Each finished
+run prints its row. When the time is over, running ones are stopped and not counted; so are they after a failure, which
+ends the campaign.
 
 The engine is transformers, which starts fast. ``--device cuda`` puts all runs on the first GPU, with bf16 weights and
 torch's kernels, which need no compilation; that was not tried yet. Starts are forks of a process with imported
@@ -44,6 +45,8 @@ _LONGEST_S = 0.5
 """Into a turn, at which its holder is killed at the latest."""
 _STOP_S = 60.0
 """For runs to stop when the time is over."""
+_TRIAL_S = 180.0
+"""For a first import without byte code."""
 _FLAGS: Mapping[str, Mapping[str, object]] = {
     "cpu": {},
     "cuda": {
@@ -69,22 +72,24 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0)
 """
 
 
-async def _kill(run: Run, bus: Bus, holder: str, after_s: float) -> None:
-    """Kill ``holder`` while it has the device, ``after_s`` into its turn, or earlier in a shorter one."""
+async def _kill(run: Run, bus: Bus, holder: str, after_s: float) -> float:
+    """Kill ``holder`` while it has the device, ``after_s`` into its turn, or earlier in a shorter one; return the time."""
 
     async def is_held() -> bool:
         grant = (await look_at_devices(bus, 1)).grants[0]
         return grant is not None and grant.replica == holder
 
-    pid = run.pid(holder)
-    while run.pid(holder) == pid and pid is not None:
+    while True:
         await run.until(is_held)
+        pid = run.pid(holder)
         await asyncio.sleep(after_s)
-        if await is_held():
-            os.kill(pid, signal.SIGKILL)
+        if pid is not None and pid == run.pid(holder) and await is_held():
             break
         after_s /= 2
+    os.kill(pid, signal.SIGKILL)
+    killed_s = time.monotonic()
     await run.until(lambda: run.pid(holder) not in (None, pid))
+    return killed_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +128,10 @@ async def _run(job: Job, kills: int, flags: Mapping[str, object], *, forked: boo
                     await run.command("/v1/services/rollout-0/cordon")
                 for number in range(kills):
                     holder = holders[number % 2]
-                    await _kill(run, bus, holder, lot.uniform(0.0, _LONGEST_S))
-                    killed[holder], started_s = killed[holder] + 1, time.monotonic()
+                    killed_s = await _kill(run, bus, holder, lot.uniform(0.0, _LONGEST_S))
+                    killed[holder] += 1
                     await run.more_steps(bus, 1)
-                    recoveries.append(time.monotonic() - started_s)
+                    recoveries.append(time.monotonic() - killed_s)
                 await bus.close()
                 await run.stop()
             except asyncio.CancelledError:
@@ -183,10 +188,13 @@ def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _forks_can_use_cuda() -> bool:
-    trial = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, timeout=_STOP_S, check=False)
-    if trial.returncode:
-        print(f"forks cannot use the GPU, so processes start as usual: {trial.stderr[-300:]}", flush=True)
-    return trial.returncode == 0
+    command = [sys.executable, "-c", _TRIAL]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_S, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"forks cannot use the GPU, so processes start as usual: {error}: {str(error.stderr)[-300:]}", flush=True)
+        return False
+    return True
 
 
 def main() -> None:
