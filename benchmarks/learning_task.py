@@ -72,7 +72,7 @@ HELD_OUT = 200
 OFTEN = 0.7
 """Share of pairs that the careless pupil exchanges where the character of the prompt is even; elsewhere it is the rest."""
 WARMUP_STEPS = 5
-_ONE_GPU_SHARE = 0.3
+_ONE_GPU_SHARE = 0.2
 """Of one GPU's memory for vLLM, weights included, in both systems."""
 _STOP_S = 60.0
 
@@ -536,7 +536,8 @@ def main() -> None:
         print("start", json.dumps(start), flush=True)
         for system in arguments.systems:
             result = run_trl(folder, arguments) if system == "trl" else run_penstock(folder, system, arguments)
-            result |= {"work": work, "flags": [] if system == "trl" else arguments.penstock}
+            of_trl = [f"--trl-micro-batch={arguments.trl_micro_batch}", *([] if arguments.liger else ["--no-liger"])]
+            result |= {"work": work, "flags": of_trl if system == "trl" else arguments.penstock}
             (folder / f"{system}-figures.json").write_text(json.dumps(result))
             print(system, json.dumps(result), flush=True)
         results = kept(folder, work)
