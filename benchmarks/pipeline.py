@@ -74,7 +74,7 @@ def run_penstock(
         except NotDone as late:
             print(f"({late.limit_s:.0f} s are over)  ", end="", flush=True)
             if len(_steps(folder / name)) < 4:
-                raise SystemExit(f"{late}\n{_logs(folder / name)}") from late
+                raise SystemExit(f"{late}\n{logs_of(folder / name)}") from late
     lines = _steps(folder / name)
     steps = min(steps, len(lines))
     measured = lines[max(2, steps // 3) - 1 :]
@@ -106,7 +106,7 @@ class NotDone(SystemExit):
     limit_s = 0.0
 
 
-def _logs(run: Path) -> str:
+def logs_of(run: Path) -> str:
     """Return the end of each process's log."""
     logs = sorted((run / "logs").glob("*.log"))
     return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)

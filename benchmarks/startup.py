@@ -7,7 +7,9 @@ the first. Each run is stopped after its first step.
     python -m benchmarks.startup --rollout.engine=vllm --rollout.replicas=1
     python -m benchmarks.startup --model-shape 0.5b                         # two GPUs; not run yet
     python -m benchmarks.startup --model-shape 0.5b --placement.mode=shared --rollout.gpus=[0] \
-        --rollout.vllm.gpu_memory_utilization=0.4                           # one GPU
+        --rollout.vllm.gpu_memory_utilization=0.4                           # one GPU, in turn
+    python -m benchmarks.startup --model-shape 0.5b --trainer.gpus=[0] --rollout.gpus=[0] \
+        --rollout.vllm.gpu_memory_utilization=0.4                           # one GPU, both at once; not run yet
 
 Other flags go to ``penstock up``. ``processes`` has the seconds of each activity until a process was ready, from the
 start of Python on; ``milestones`` has the seconds since ``penstock up``; ``cpu`` is processor time of all processes,
@@ -39,6 +41,7 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCH_EXTENSIONS_DIR": "extensions",
 }
+_READY = '"event": "ready"'
 _STEPS = 100
 _STEP_FIGURES = ("generate_s_mean", "score_s_mean", "phase_wait_s", "phase_forward_backward_s", "step_s")
 
@@ -68,8 +71,8 @@ def start(
     steps = _rows(folder / name / "metrics.jsonl")
     if not steps:
         raise SystemExit(f"{name} made no step in {limit_s:.0f} s:\n{(folder / f'{name}.log').read_text()[-3000:]}")
-    ready = {log.stem: _ready(log) for log in sorted((folder / name / "logs").glob("*.log"))}
-    milestones = {f"{process} ready": row["at_s"] for process, row in ready.items() if row}
+    ready = ready_of(folder / name)
+    milestones = {f"{process} ready": row["at_s"] for process, row in ready.items()}
     milestones |= {event["name"]: event["at_s"] for event in reversed(_rows(folder / name / "events.jsonl"))}
     milestones["first step"] = steps[0]["finished_at_s"]
     since = {milestone: round(at_s - began_s, 2) for milestone, at_s in milestones.items()}
@@ -77,7 +80,7 @@ def start(
         "seconds": since["first step"],
         "cpu_s": round(_cpu_s() - cpu_s, 1),
         "milestones": dict(sorted(since.items(), key=lambda pair: pair[1])),
-        "processes": {process: row["start_s"] for process, row in ready.items() if row},
+        "processes": {process: row["start_s"] for process, row in ready.items()},
         "first_step": {figure: round(steps[0][figure], 3) for figure in _STEP_FIGURES if figure in steps[0]},
     }
 
@@ -87,9 +90,13 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _ready(log: Path) -> Mapping[str, Any]:
-    lines = (line for line in log.read_text(errors="replace").splitlines() if '"event": "ready"' in line)
-    return next((json.loads(line) for line in lines), {})
+def ready_of(run: Path) -> dict[str, Mapping[str, Any]]:
+    """Return what each process of a run logged when it was ready."""
+    logs = sorted((run / "logs").glob("*.log"))
+    lines = {
+        log.stem: [line for line in log.read_text(errors="replace").splitlines() if _READY in line] for log in logs
+    }
+    return {process: json.loads(ready[0]) for process, ready in lines.items() if ready}
 
 
 def _cpu_s() -> float:

@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from services.client.coordinator import TOKEN_FILE, read_token
 from shared.bus import embedded
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger, RunState
-from tests.conftest import PATIENCE_S, free_port, until, words
 from tests.support import forge
 from tests.support.fault_proxy import FaultProxy
 from tests.support.forge import Started
 from tests.support.prometheus_server import Prometheus
+from tests.support.waits import PATIENCE_S, free_port, until, words
 
 ROOT = Path(__file__).parent.parent.parent
 RUN_ID = "chaos"
@@ -146,7 +145,7 @@ class Run:
 
     def check(self) -> None:
         if self.process.poll() is not None:
-            pytest.fail(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
+            raise AssertionError(f"`penstock up` ended early ({self.process.returncode}):\n{self.report()}")
 
     def check_joined(self, names: Iterable[str]) -> None:
         """Fail if a process started by hand has ended."""
@@ -254,11 +253,11 @@ class Run:
         await self.command("/v1/run/stop", {"reason": "the test is over"})
         try:
             code = await asyncio.to_thread(self.process.wait, PATIENCE_S)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
             alive = [row["name"] for row in self.table()["processes"] if row["pid"]]
-            pytest.fail(
+            raise AssertionError(
                 f"`penstock up` has not ended {PATIENCE_S:.0f} s after the stop; alive: {alive}\n{self.report()}"
-            )
+            ) from error
         assert code == 0, self.report()
 
 

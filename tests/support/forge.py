@@ -30,7 +30,7 @@ from shared.process.importing import importing
 from tests.support import forked as forks
 
 ROOT = Path(__file__).parents[2]
-_IMPORTED = (
+IMPORTED = (
     "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "shared.process.service", "torch.distributed",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn",
@@ -145,9 +145,9 @@ def serve(link: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it on import
     with importing():
-        for name in _IMPORTED:
+        for name in IMPORTED:
             importlib.import_module(name)
     link = socket.socket(fileno=int(sys.argv[1]))
     forks.keep_open({link.fileno()})
