@@ -160,6 +160,10 @@ class DeviceLease:
 
 @contextlib.asynccontextmanager
 async def leased(lease: DeviceLease) -> AsyncIterator[DeviceLease]:
+    """Keep ``lease`` during the block, and release it afterwards; not after an error, as memory is freed only when the
+    process has ended: its restart ends the grant, or the grant lapses.
+    """
+    failed = False
     try:
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(lease.keep())
@@ -170,8 +174,10 @@ async def leased(lease: DeviceLease) -> AsyncIterator[DeviceLease]:
     except BaseException as error:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        failed = isinstance(error, Exception)
         raise error from None
     finally:
-        with contextlib.suppress(TimeoutError, BusUnavailable):
-            async with asyncio.timeout(_LEAVE_S):
-                await lease.release()
+        if not failed:
+            with contextlib.suppress(TimeoutError, BusUnavailable):
+                async with asyncio.timeout(_LEAVE_S):
+                    await lease.release()

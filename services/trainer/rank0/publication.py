@@ -36,7 +36,6 @@ from shared.weights.format.flat import FlatSnapshot
 from shared.weights.format.layout import Layout, plan_layout
 from shared.weights.format.snapshot import dtype_name, keep_newest, write_adapter, write_snapshot
 from shared.weights.source.source import WeightSource
-from shared.weights.transport import ipc
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +100,6 @@ class Publication:
             return False
         if self._source is not None:
             self._source.withdraw(_LEAVE_S)
-        for snapshot in filter(None, {self._spare, self._offered}):
-            ipc.forget(snapshot)
         self._spare = self._offered = None
         return True
 

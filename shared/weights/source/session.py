@@ -25,6 +25,7 @@ import dataclasses
 import logging
 import socket
 import uuid
+import weakref
 from collections import deque
 from typing import Any, TypeGuard
 
@@ -90,6 +91,7 @@ class Session:
         self._group: TransferGroup | None = None
         self._group_kind: tuple[Transport, int] = ("gloo", 0)
         self._lanes: dict[torch.device, Lane] = {}
+        self._shared: weakref.WeakKeyDictionary[FlatSnapshot, ipc.SharedBuckets] = weakref.WeakKeyDictionary()
 
     def run(self) -> None:
         """Answer until the puller leaves; contains all peer errors."""
@@ -245,7 +247,9 @@ class Session:
 
     def _handles(self, snapshot: FlatSnapshot, header: Header, interrupt: Interrupt) -> tuple[tuple[Any, ...], ...]:
         self._all_there(snapshot, header, interrupt)
-        return ipc.share(snapshot)
+        if snapshot not in self._shared:
+            self._shared[snapshot] = ipc.SharedBuckets(snapshot)
+        return self._shared[snapshot].handles
 
     def _all_there(self, snapshot: FlatSnapshot, header: Header, interrupt: Interrupt) -> None:
         with self._lane(snapshot.device).entered():

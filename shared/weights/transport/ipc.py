@@ -1,45 +1,47 @@
 """Weights between processes on one GPU: CUDA IPC handles of buckets, without pickle."""
 
-import threading
-import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.errors import WeightsError
 from shared.weights.format.flat import FlatSnapshot
 from shared.weights.waits import first_line
 
 Handle = tuple[Any, ...]
-_shared: "weakref.WeakKeyDictionary[FlatSnapshot, tuple[Handle, ...]]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
 
 
-def share(snapshot: FlatSnapshot) -> tuple[Handle, ...]:
-    """Return a handle per bucket (empty if it is not here), made once because torch tracks every handle; raises
-    WeightsError if not shareable."""
-    with _lock:
-        if snapshot not in _shared:
-            storages: list[Any] = [bucket.untyped_storage() for bucket in snapshot.buckets]
-            here = snapshot.numbers
-            try:
-                with torch.cuda.device(snapshot.device):
-                    _shared[snapshot] = tuple(
-                        tuple(storage._share_cuda_()) if number in here else ()
-                        for number, storage in enumerate(storages)
-                    )
-            except RuntimeError as error:
-                raise WeightsError(f"CUDA IPC cannot share this memory: {first_line(error)}") from error
-        return _shared[snapshot]
+class SharedBuckets:
+    """The handles of a snapshot's buckets (empty if one is not here) for one puller, which maps each once.
+
+    torch keeps memory that it shares until the count of its pullers is exactly zero, which a killed puller, or one that
+    maps it again, prevents. So aliases are shared, and the memory remains the snapshot's alone. Raises WeightsError if
+    it cannot be shared.
+    """
+
+    def __init__(self, snapshot: FlatSnapshot) -> None:
+        self._aliases = {number: _alias(snapshot.buckets[number]) for number in snapshot.numbers}
+        try:
+            with torch.cuda.device(snapshot.device):
+                self.handles = tuple(map(self._handle, range(len(snapshot.buckets))))
+        except RuntimeError as error:
+            raise WeightsError(f"CUDA IPC cannot share this memory: {first_line(error)}") from error
+
+    def _handle(self, number: int) -> Handle:
+        alias: Any = self._aliases.get(number)
+        return () if alias is None else tuple(alias.untyped_storage()._share_cuda_())
 
 
-def forget(snapshot: FlatSnapshot) -> None:
-    """Let torch free the memory of ``snapshot``, which it keeps for pullers that died before they released it."""
-    with _lock:
-        handles = _shared.pop(snapshot, ())
-    for handle in filter(None, handles):
-        counter_file, counter_offset = handle[4:6]
-        torch.UntypedStorage._release_ipc_counter_cuda(counter_file, counter_offset)
+def _alias(bucket: Tensor) -> Tensor:
+    """Return a tensor of the same memory that does not own it."""
+
+    class Memory:
+        __cuda_array_interface__ = {  # noqa: RUF012 (the protocol's attribute)
+            "shape": (bucket.numel(),), "typestr": "|u1", "data": (bucket.data_ptr(), False), "strides": None, "version": 2,
+        }  # fmt: skip
+
+    return torch.as_tensor(Memory(), device=bucket.device)
 
 
 def map_buckets(handles: tuple[Handle, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
