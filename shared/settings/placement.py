@@ -55,7 +55,6 @@ def check_placement(settings: "Settings") -> None:
     for key, value, expected, reason in (
         *(shared if placement.mode == "shared" else ()),
         ("rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, 1, "a replica has one device"),
-        ("rollout.engines_per_gpu", rollout.engines_per_gpu, 1, "a replica suspends one engine"),
         ("rollout.nodes", rollout.nodes, 1, "it is for one host"),
         ("trainer.nodes", trainer.nodes, 1, "it is for one host"),
         ("weights.update", settings.weights.update, "inflight", "a freed replica continues with newer weights"),

@@ -307,11 +307,6 @@ def _check_engines(settings: Settings) -> None:
                 f"expected rollout.engines_per_gpu = 1 with {key} = {value}, whose engine spans several GPUs, found {engines}: "
                 "change one of them"
             )
-    if settings.weights.shadow == "bucketed":
-        raise ValueError(
-            'expected weights.shadow = "auto" or "full" with rollout.engines_per_gpu > 1, found "bucketed": each engine needs '
-            "a second copy of the weights; change one of them"
-        )
     if "kv_cache_memory_bytes" in settings.rollout.vllm.arguments:
         raise ValueError(
             "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1, which splits the "

@@ -40,6 +40,13 @@ def test_what_is_not_supported_is_refused(text: str, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["shared", "lend"])
+@pytest.mark.parametrize("engines", ["2", "4", '"auto"'])
+def test_a_replica_may_have_several_engines_on_its_shared_gpu(mode: str, engines: str) -> None:
+    text = f'placement.mode = "{mode}"\nrollout.engine = "vllm"\nrollout.engines_per_gpu = {engines}'
+    assert loads(text, "run.toml").placement.mode == mode
+
+
 def test_replica_i_sees_the_gpu_of_rank_i() -> None:
     text = SHARED + 'trainer.ranks = 2\nrollout.replicas = 2\ntrainer.gpus = [3, 5]\nrun.id = "a"'
     plans = services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {})

@@ -21,8 +21,9 @@ STEPS, GROUPS, GROUP_SIZE = 5, 8, 8
         [],
         ["--rollout.engines_per_gpu=2"],
         ["--policy.lora.rank=8", "--placement.mode=shared", "--placement.rung=0"],
+        ["--rollout.engines_per_gpu=2", "--placement.mode=shared", "--placement.rung=0"],
     ],
-    ids=["weights", "two engines", "adapters on a shared device"],
+    ids=["weights", "two engines", "adapters on a shared device", "two engines on a shared device"],
 )
 async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
     tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
