@@ -261,13 +261,13 @@ class VllmEngine:
         answers: list[WorkerAnswer] = await self._control(method, self._llm.collective_rpc(method, args=arguments))
         return answers
 
-    async def _control(self, what: str, work: Coroutine[Any, Any, R]) -> R:
+    async def _control(self, action: str, work: Coroutine[Any, Any, R]) -> R:
         try:
             return await self._living(work)
         except EngineDied:
             raise
         except Exception as error:  # vLLM raises bare exceptions
-            raise EngineDied(f"{what} failed in a worker: {error}") from error
+            raise EngineDied(f"{action} failed in a worker: {error}") from error
 
     # ---------------------------------------------------------------- living and dying
 
