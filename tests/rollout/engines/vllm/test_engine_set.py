@@ -112,7 +112,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def trainer() -> Any:
-    with weights.serving() as source:
+    with weights.serving(deadline_s=20.0) as source:  # some pullers fail before they join their group
         yield Trainer(source)
 
 
