@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import functools
 import gc
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -181,17 +181,17 @@ async def _turns(context: Context) -> AsyncIterator[Turns]:
         yield turns
 
 
-async def _shared_devices(context: Context) -> list[int]:
+async def _shared_devices(context: Context) -> Sequence[int]:
     """Return the device that models share, once their libraries are imported. Raises SettingsError."""
-    device = context.settings.shared_device(context.replica)
-    if device is None:
+    devices = context.settings.shared_devices_of(context.replica)
+    if not devices:
         raise SettingsError(
             'expected the replica reward-0 with placement.mode = "shared" and models in the reward service, which take turns '
             f"on the trainer's device, found {context.replica!r}: change --replica"
         )
     context.status.start.begin("importing the models' libraries")
     await asyncio.to_thread(_import_libraries)
-    return [device]
+    return devices
 
 
 @contextlib.asynccontextmanager

@@ -97,7 +97,7 @@ async def _open_vllm(
         logprobs=settings.internal.logprobs,
         kv=weights.kv,
         update=weights.update,
-        shadow=weights.shadow if settings.shared_device(replica) is None else "bucketed",
+        shadow="bucketed" if settings.shared_devices_of(replica) else weights.shadow,
         peer_host=host if weights.transport == "pull" else "",
         deadline_s=weights.deadline_s,
     )
@@ -111,7 +111,7 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
     from services.rollout.engines.transformers.smoke_test import seed_of
     from services.rollout.engines.vllm.arguments import gather
 
-    vllm, shares = settings.rollout.vllm, settings.shared_device(replica) is not None
+    vllm, shares = settings.rollout.vllm, bool(settings.shared_devices_of(replica))
     return gather(
         settings.policy.model,
         dtype=settings.policy.dtype,
@@ -139,14 +139,15 @@ def vllm_arguments(settings: Settings, *, shares: bool = False) -> dict[str, Any
 
 
 def _utilization(settings: Settings, *, shares: bool) -> float:
-    """Return vLLM's share of its GPU, at most what the trainer leaves free of a shared one."""
-    chosen = settings.rollout.vllm.gpu_memory_utilization
+    """Return vLLM's share of each of its GPUs, at most what the trainer leaves free of the fullest shared one."""
+    vllm = settings.rollout.vllm
     if not shares or not _has_gpu(settings.run.device):
-        return chosen
+        return vllm.gpu_memory_utilization
     from services.rollout.engines.vllm.several.gpu import NvmlGpu
 
-    memory = NvmlGpu().memory
-    return min(chosen, memory.free_bytes / memory.total_bytes - _CONTEXT_SHARE)
+    memories = [NvmlGpu(place).memory for place in range(vllm.tensor_parallel_size)]
+    free = min(memory.free_bytes / memory.total_bytes for memory in memories)
+    return min(vllm.gpu_memory_utilization, free - _CONTEXT_SHARE)
 
 
 async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
@@ -193,7 +194,7 @@ async def run(settings: Settings, replica: str) -> None:
                 await tell(context.bus, replica, "engines per GPU", f"{engines}: {reason}", engines=engines)
 
         now = await context.live.refresh()
-        if settings.shared_device(replica) is not None:
+        if settings.shared_devices_of(replica):
             name = await asyncio.to_thread(choose_engine, now)
             context.status.start.begin("importing the engine")
             await _load(name)
@@ -247,16 +248,15 @@ async def _load(engine: str) -> None:
 
 
 def _lease(context: service.Context) -> DeviceLease:
-    """Return the lease of the device that the replica shares with a trainer rank, of none if it shares none."""
+    """Return the lease of the devices that the replica shares with trainer ranks, of none if it shares none."""
     settings, replica, mode = context.settings, context.replica, context.settings.placement.mode
-    device, guest = settings.shared_device(replica), is_guest(replica)
-    if device is None and (mode == "shared" or guest):
-        name = GUEST if mode == "lend" else "rollout"
+    devices, guest = settings.shared_devices_of(replica), is_guest(replica)
+    if not devices and (mode == "shared" or guest):
+        name, last = GUEST if mode == "lend" else "rollout", max(0, len(settings.sharing_replicas) - 1)
         raise SettingsError(
-            f'expected a replica that is named {name}-0 to {name}-{settings.trainer.ranks - 1} with placement.mode = "{mode}", '
-            f"found {replica!r}: each uses the device of one trainer rank; change --replica"
+            f'expected a replica that is named {name}-0 to {name}-{last} with placement.mode = "{mode}", '
+            f"found {replica!r}: each uses the devices of its own trainer ranks; change --replica"
         )
-    devices = [] if device is None else [device]
     return DeviceLease(context.bus, replica, "load" if guest else "generate", devices, settings.internal.claim_after_s)
 
 

@@ -70,7 +70,7 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
 
 
 def _guests(settings: Settings) -> list[str]:
-    return [f"{GUEST}-{rank}" for rank in settings.shared_devices] if settings.placement.mode == "lend" else []
+    return [f"{GUEST}-{number}" for number in settings.sharing_replicas] if settings.placement.mode == "lend" else []
 
 
 def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessPlan:
@@ -146,11 +146,12 @@ def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
 
 
 def _gpus(settings: Settings, service: str, name: str) -> dict[str, str]:
-    device = settings.shared_device(name)
+    devices = settings.shared_devices_of(name)
     if service == "trainer":
         shown = settings.trainer.gpus
-    elif device is not None:
-        shown = (tuple(settings.trainer.gpus or settings.shared_devices)[device],)
+    elif devices:
+        gpus = tuple(settings.trainer.gpus or settings.shared_devices)
+        shown = tuple(gpus[device] for device in devices)
     elif service in ("rollout", "reward"):
         section, index = getattr(settings, service), int(name.rpartition("-")[2])
         each = len(section.gpus) // section.replicas

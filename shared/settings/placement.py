@@ -22,9 +22,9 @@ class PlacementSettings(Section):
 
     mode: Literal["separate", "shared", "lend"] = Field(default="separate")
     """`separate`: trainer and replicas have devices of their own. `shared`: trainer rank i and replica i use the same
-    device in turn, and models of the reward service that of rank 0, unless they have their own. `lend`: as `separate`,
-    and one more replica for each trainer rank, `guest-0` and so on, generates on its device while the trainer waits longer
-    than the switches take."""
+    device in turn (a tensor parallel replica those of as many ranks), and models of the reward service that of rank 0,
+    unless they have their own. `lend`: as `separate`, and one more replica for each trainer rank (or for as many as an
+    engine spans), `guest-0` and so on, generates on its device while the trainer waits longer than the switches take."""
     rung: Literal["auto", 0, 1, 2, 3, 4] = Field(default="auto")
     """What is freed at a switch, with `shared` and `lend`: nothing (0), the replica's KV cache (1), its weights too (2); for
     generation also the trainer's optimizer states (3), and its weights (4). `auto`: the lowest that fits into memory, by
@@ -48,14 +48,19 @@ def check_placement(settings: "Settings") -> None:
         )
     if rollout.engine != "auto":
         check_shared_engine(settings, rollout.engine, on_gpu=settings.run.device != "cpu")
+    each = rollout.vllm.tensor_parallel_size
+    if trainer.ranks % each:
+        raise ValueError(
+            f"expected trainer.ranks to be a multiple of rollout.vllm.tensor_parallel_size = {each} with placement.mode = "
+            f"{shown(placement.mode)}, where a replica shares the devices of {each} ranks, found {trainer.ranks}: change one of them"
+        )
+    pair = "rank i and replica i share device i" if each == 1 else f"each replica shares the devices of {each} ranks"
     shared = (
-        ("rollout.replicas", rollout.replicas, trainer.ranks, "rank i and replica i share device i"),
+        ("rollout.replicas", rollout.replicas, trainer.ranks // each, pair),
         ("rollout.gpus", list(rollout.gpus or trainer.gpus), list(trainer.gpus), "the replicas use the trainer's GPUs"),
     )
     for key, value, expected, reason in (
         *(shared if placement.mode == "shared" else ()),
-        ("rollout.vllm.tensor_parallel_size", rollout.vllm.tensor_parallel_size, 1, "a replica has one device"),
-        ("rollout.engines_per_gpu", rollout.engines_per_gpu, 1, "a replica suspends one engine"),
         ("rollout.nodes", rollout.nodes, 1, "it is for one host"),
         ("trainer.nodes", trainer.nodes, 1, "it is for one host"),
         ("weights.update", settings.weights.update, "inflight", "a freed replica continues with newer weights"),

@@ -113,17 +113,25 @@ class Settings(Section):
         in_turn = self.placement.mode == "shared" and reward.models.device == "auto" and not reward.gpus
         return in_turn and has_models and not self.is_supervised
 
-    def shared_device(self, replica: str) -> int | None:
-        """Return the device that ``replica``, of rollout or reward, shares with the trainer, or None.
+    @property
+    def sharing_replicas(self) -> range:
+        """Numbers of the replicas (guests, with `lend`) that share the trainer's devices: one for as many as an engine spans."""
+        return range(len(self.shared_devices) // self.rollout.vllm.tensor_parallel_size)
 
-        >>> Settings.model_validate({"placement": {"mode": "lend"}}).shared_device("guest-0")
-        0
+    def shared_devices_of(self, replica: str) -> tuple[int, ...]:
+        """Return the devices that ``replica``, of rollout or reward, shares with the trainer.
+
+        >>> Settings.model_validate({"placement": {"mode": "lend"}}).shared_devices_of("guest-0")
+        (0,)
         """
         name, _, number = replica.rpartition("-")
         sharing = {"shared": "rollout", "lend": GUEST}.get(self.placement.mode)
         if replica == "reward-0" and self.scores_in_turns:
-            return 0
-        return int(number) if name == sharing and number in map(str, self.shared_devices) else None
+            return (0,)
+        if name != sharing or number not in map(str, self.sharing_replicas):
+            return ()
+        each = self.rollout.vllm.tensor_parallel_size
+        return tuple(self.shared_devices[int(number) * each : (int(number) + 1) * each])
 
     @property
     def common_gpus(self) -> frozenset[int]:
@@ -307,11 +315,6 @@ def _check_engines(settings: Settings) -> None:
                 f"expected rollout.engines_per_gpu = 1 with {key} = {value}, whose engine spans several GPUs, found {engines}: "
                 "change one of them"
             )
-    if settings.weights.shadow == "bucketed":
-        raise ValueError(
-            'expected weights.shadow = "auto" or "full" with rollout.engines_per_gpu > 1, found "bucketed": each engine needs '
-            "a second copy of the weights; change one of them"
-        )
     if "kv_cache_memory_bytes" in settings.rollout.vllm.arguments:
         raise ValueError(
             "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1, which splits the "

@@ -1,7 +1,7 @@
 """Laws of shared devices: one holder at a time, no request is lost, and older terms are fenced."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -33,6 +33,8 @@ SETTINGS = loads(
     "run.toml",
 )
 HELD: dict[str, Sequence[int]] = {"trainer-0": (0, 1), "reward-0": (0,), "rollout-0": (0,), "rollout-1": (1,)}
+WIDE: dict[str, Sequence[int]] = {"trainer-0": (0, 1), "reward-0": (0,), "rollout-0": (0, 1)}
+"""With a tensor parallel replica."""
 PHASES: dict[str, Phase] = {"trainer": "train", "reward": "score", "rollout": "generate"}
 TRAIN = DeviceRequest("trainer-0", "t", "train", (0, 1))
 FIRST, SECOND = DeviceRequest("rollout-0", "a", "generate", (0,)), DeviceRequest("rollout-1", "b", "generate", (1,))
@@ -44,6 +46,7 @@ def grant(request: DeviceRequest, rung: int = -1) -> Grant:
 
 LOAD, AGAIN = DeviceRequest("guest-0", "g", "load", (0,)), DeviceRequest("guest-0", "g", "generate", (0,))
 SCORE = DeviceRequest("reward-0", "s", "score", (0,))
+BOTH = DeviceRequest("rollout-0", "w", "generate", (0, 1))
 DECISIONS = [
     ((grant(FIRST), grant(SECOND)), (SCORE,), Decision((), ((0, grant(FIRST)),))),
     ((grant(SCORE), None), (FIRST, SECOND), Decision((SECOND,), ())),
@@ -64,6 +67,11 @@ DECISIONS = [
     ((grant(FIRST, 1), None), (SECOND, TRAIN), Decision((), ())),
     ((grant(TRAIN), grant(TRAIN)), (FIRST, SECOND), Decision((), ())),
     ((grant(FIRST), grant(SECOND)), (), Decision((), ())),
+    ((None, None), (BOTH,), Decision((BOTH,), ())),
+    ((grant(SCORE), None), (BOTH,), Decision((), ())),
+    ((None, None), (BOTH, SCORE), Decision((SCORE,), ())),
+    ((grant(BOTH), grant(BOTH)), (SCORE,), Decision((), ((0, grant(BOTH)),))),
+    ((grant(BOTH), grant(BOTH)), (TRAIN,), Decision((), ((0, grant(BOTH)), (1, grant(BOTH))))),
 ]
 
 
@@ -128,6 +136,37 @@ async def test_the_models_of_the_reward_service_are_measured_before_less_is_free
         assert (grants._rung(0, grant(FIRST)), grants._rung(0, grant(SCORE))) == (rung, rung)
 
 
+async def test_a_tensor_parallel_replica_frees_each_of_its_devices_at_the_highest_rung_of_them(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    wide = 'placement.mode = "shared"\ntrainer.ranks = 2\nrollout.vllm.tensor_parallel_size = 2\n'
+    settings = loads(wide + 'reward.scorers = [{kind = "model", model = "m"}]', "run.toml")
+    beats = [
+        beat("trainer-0", memory_peak=10.0, memory_weights=4.0),
+        beat("rollout-0", memory_weights=4.0, memory_kv_cache=30.0, memory_capacity=100.0),
+        beat("reward-0", memory_peak=80.0),
+    ]
+    players = Players(bus, 0, WIDE)
+    players.grants = grants = DeviceGrants(bus, players.grants._ledger, settings, lambda: beats)
+    assert (grants._rung(0, grant(BOTH)), grants._rung(1, grant(BOTH))) == (1, 0), "each holds as much; models use one"
+    await players.settle("rollout-0")
+    await players.request("trainer-0")
+    await grants.look()
+    look = await look_at_devices(bus, DEVICES)
+    assert [held.rung for held in look.grants if held is not None] == [1, 1]
+
+
+async def test_what_a_guest_of_two_devices_generated_is_counted_once(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    players = Players(bus, 0, {"trainer-0": (0, 1)})
+    guest = players.leases["guest-0"] = DeviceLease(bus, "guest-0", "load", (0, 1))
+    await guest.acquire(0.0)
+    await players.grants.look()
+    await guest.confirm()
+    await guest.release(0.25, (3, 12))
+    await players.settle("trainer-0")
+    assert players.leases["trainer-0"].generated == (3, 12)
+
+
 def test_what_is_not_measured_yet_is_freed_as_far_as_possible() -> None:
     assert lowest_rung({}, TRAINER, 1000.0) == 4
     assert lowest_rung(REPLICA, {"optimizer": 1.0}, 1000.0) == 4
@@ -136,9 +175,9 @@ def test_what_is_not_measured_yet_is_freed_as_far_as_possible() -> None:
 class Players:
     """Processes that request, work, are killed, frozen and restarted, and a model of who may hold what."""
 
-    def __init__(self, bus: Bus, seed: int) -> None:
-        self.bus, self.lot = bus, random.Random(seed)
-        self.leases = {replica: self.start(replica) for replica in HELD}
+    def __init__(self, bus: Bus, seed: int, held: Mapping[str, Sequence[int]] = HELD) -> None:
+        self.bus, self.lot, self.held = bus, random.Random(seed), held
+        self.leases = {replica: self.start(replica) for replica in held}
         self.free = [True] * DEVICES
         """Whether the last holder released the device, died or let its lease lapse."""
         self.seen: list[Grant | None] = [None] * DEVICES
@@ -149,7 +188,7 @@ class Players:
         self.grants = DeviceGrants(bus, ledger, SETTINGS, list)
 
     def start(self, replica: str) -> DeviceLease:
-        return DeviceLease(self.bus, replica, PHASES[replica.partition("-")[0]], HELD[replica], TTL_S)
+        return DeviceLease(self.bus, replica, PHASES[replica.partition("-")[0]], self.held[replica], TTL_S)
 
     async def holds(self, replica: str) -> set[int]:
         look = await look_at_devices(self.bus, DEVICES)
@@ -172,7 +211,7 @@ class Players:
             self.fenced += 1
             await self.kill(replica)
         else:
-            assert not lease.term or held <= set(HELD[replica]) == await self.holds(replica)
+            assert not lease.term or held <= set(self.held[replica]) == await self.holds(replica)
             for index in await self.holds(replica):
                 self.free[index] = False
 
@@ -202,7 +241,10 @@ class Players:
             self.free[index], self.terms[index] = False, held.term
 
     async def draw(self) -> None:
-        replica, steps = self.lot.choice(list(HELD)), (self.request, self.release, self.confirm, self.kill, self.lapse)
+        replica, steps = (
+            self.lot.choice(list(self.held)),
+            (self.request, self.release, self.confirm, self.kill, self.lapse),
+        )
         (step,) = self.lot.choices(steps, (6, 4, 6, 1, 1))
         await step(replica)
         if self.lot.random() < 0.6:
@@ -222,13 +264,15 @@ class Players:
         return 10
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_under_any_interleaving_no_device_is_held_twice_and_no_request_is_lost(bus: Bus, seed: int) -> None:
+@pytest.mark.parametrize(("held", "seed"), [*((HELD, seed) for seed in range(8)), *((WIDE, seed) for seed in range(4))])
+async def test_under_any_interleaving_no_device_is_held_twice_and_no_request_is_lost(
+    bus: Bus, held: Mapping[str, Sequence[int]], seed: int
+) -> None:
     await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
-    players = Players(bus, seed)
+    players = Players(bus, seed, held)
     for _ in range(80):
         await players.draw()
-    for replica in ("trainer-0", "rollout-0", "reward-0", "rollout-1", "trainer-0"):
+    for replica in ("trainer-0", "rollout-0", "reward-0", *held, "trainer-0"):
         assert await players.settle(replica) < 10, replica
     assert players.leases["trainer-0"].term == max(players.terms)
 

@@ -94,7 +94,6 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
         ('[rollout]\nengine = "scripted"\n[weights]\nshadow = "bucketed"', 'expected weights.shadow = "full" with the engine "scripted", found "bucketed"'),
         ("[rollout]\nengines_per_gpu = 5", "rollout.engines_per_gpu: expected 'auto', 1, 2, 3 or 4, found 5: change rollout.engines_per_gpu"),
         ("[rollout]\nengines_per_gpu = 2\nvllm.tensor_parallel_size = 2", "expected rollout.engines_per_gpu = 1 with rollout.vllm.tensor_parallel_size = 2, whose engine spans several GPUs, found 2"),
-        ('[rollout]\nengines_per_gpu = 2\n[weights]\nshadow = "bucketed"', 'expected weights.shadow = "auto" or "full" with rollout.engines_per_gpu > 1, found "bucketed"'),
         ("[rollout]\nengines_per_gpu = 2\nvllm.arguments.kv_cache_memory_bytes = 9", "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1"),
         ('[rollout]\nengine = "transformers"\nengines_per_gpu = 2', 'expected rollout.engines_per_gpu = 1 with the engine "transformers", found 2'),
         ('[run]\ndeterministic = "run"\n[data]\ncurriculum = true\n[algorithm]\nmax_lag = 0\ndynamic_sampling = true', "expected algorithm.dynamic_sampling = false with data.curriculum and run.deterministic"),

@@ -125,7 +125,8 @@ class DeviceGrants:
         term = self._ledger.term or 0
         decision = decide(await look_at_devices(self._bus, len(self._settings.shared_devices)))
         for index, grant in decision.ask_back:
-            await ask_back(self._bus, term, index, grant.term, self._rung(index, grant))
+            rung = max(self._rung(other, grant) for other, held in decision.ask_back if held.term == grant.term)
+            await ask_back(self._bus, term, index, grant.term, rung)
         for request in decision.grants:
             granted = await grant_devices(self._bus, term, request, self._settings.internal.claim_after_s)
             log.debug("devices granted", extra={"replica": request.replica, "term": granted})
@@ -137,15 +138,16 @@ class DeviceGrants:
         if grant.phase == "train":
             return RUNGS[-1]
         self._note_peaks()
-        sharing = {name: peaks for name, peaks in self._peaks.items() if self._settings.shared_device(name) == index}
+        settings = self._settings
+        sharing = {name: peaks for name, peaks in self._peaks.items() if index in settings.shared_devices_of(name)}
         models = {name: sharing.pop(name) for name in list(sharing) if name.startswith("reward-")}
-        scores = self._settings.shared_device(f"reward-{index}") is not None
+        scores = index in settings.shared_devices_of("reward-0")
         if scores and not any("peak" in peaks for peaks in models.values()):
             return RUNGS[-1]
         trainer = next((self._peaks[beat.replica] for beat in self._beats() if beat.service == "trainer"), {})
         measured = dict(next(iter(sharing.values()), {}))
         scoring = max((peaks.get("peak", 0.0) for peaks in models.values()), default=0.0)
-        capacity, frees = measured.pop("capacity", 0.0), self._settings.frees_snapshots
+        capacity, frees = measured.pop("capacity", 0.0), settings.frees_snapshots
         return lowest_rung(measured, trainer, capacity, scoring, frees_snapshots=frees)
 
     def _note_peaks(self) -> None:

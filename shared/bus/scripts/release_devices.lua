@@ -2,7 +2,7 @@
 -- Release what a process holds of the devices, and withdraw its request.
 -- KEYS: device_requests devices...
 -- ARGV: replica process switch_ms samples tokens
--- ``switch_ms``: what the switch to the phase that ends took, or "".
+-- ``switch_ms``: what the switch to the phase that ends took, or "". Samples and tokens count at the first device alone.
 -- Returns the number of devices released.
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -18,7 +18,7 @@ for _, device in ipairs(devices) do
       redis.call('HSET', device, 'freed', held[2])
     end
     redis.call('HDEL', device, 'replica', 'process', 'phase', 'rung')
-    redis.call('HSET', device, 'samples', samples, 'tokens', tokens)
+    redis.call('HSET', device, 'samples', released == 0 and samples or 0, 'tokens', released == 0 and tokens or 0)
     if switch_ms ~= '' then
       redis.call('HSET', device, 'switch_ms', switch_ms)
     end

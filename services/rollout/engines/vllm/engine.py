@@ -75,7 +75,8 @@ class VllmEngine:
     ) -> None:
         self._llm = llm
         self._reports = reports
-        self._kv, self._update, self._bucketed, self._adapters = kv, update, bucketed, adapters
+        self._kv, self._update, self._adapters = kv, update, adapters
+        self.bucketed = bucketed
         native = bool(workers[0]["refusal"])
         self._gate = SwapGate()
         self._stagings = itertools.count()
@@ -148,7 +149,7 @@ class VllmEngine:
         self._staged = None
         if _is_adapter(offer):
             await asyncio.to_thread(self._check_adapter, offer)
-        elif not self._bucketed:
+        elif not self.bucketed:
             await self._receive(offer)
         self._staged = offer
 
@@ -191,7 +192,7 @@ class VllmEngine:
             return SwapReport(time.monotonic() - started_s, answer["path"], answer["copied_bytes"])
 
     async def _put(self, offer: Offer) -> WorkerAnswer:
-        streamed = self._bucketed and not _is_adapter(offer)
+        streamed = self.bucketed and not _is_adapter(offer)
         if _is_adapter(offer):
             answers = await self._call("penstock_adapt", offer.source, int(offer.header.version))
         elif streamed:
@@ -214,7 +215,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _quiet(self) -> AsyncIterator[None]:
-        pause = self._bucketed or self._kv == "recompute"
+        pause = self.bucketed or self._kv == "recompute"
         try:
             if self._update == "drain":
                 await self._gate.shut(empty=True)
@@ -229,12 +230,12 @@ class VllmEngine:
         """Freeze requests between two steps; without their cache, they are prefilled again."""
         await self._gate.shut()
         if not self._is_paused:
-            await self._living(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+            await self._control("pausing", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
             self._is_paused = True
 
     async def _continue(self) -> None:
         if self._is_paused:
-            await self._living(self._llm.resume_generation())
+            await self._control("resuming", self._llm.resume_generation())
             self._is_paused = False
         await self._gate.open()
 
@@ -257,13 +258,16 @@ class VllmEngine:
             await self._continue()
 
     async def _call(self, method: str, *arguments: Any) -> list[WorkerAnswer]:
+        answers: list[WorkerAnswer] = await self._control(method, self._llm.collective_rpc(method, args=arguments))
+        return answers
+
+    async def _control(self, action: str, work: Coroutine[Any, Any, R]) -> R:
         try:
-            answers: list[WorkerAnswer] = await self._living(self._llm.collective_rpc(method, args=arguments))
+            return await self._living(work)
         except EngineDied:
             raise
         except Exception as error:  # vLLM raises bare exceptions
-            raise EngineDied(f"{method} failed in a worker: {error}") from error
-        return answers
+            raise EngineDied(f"{action} failed in a worker: {error}") from error
 
     # ---------------------------------------------------------------- living and dying
 

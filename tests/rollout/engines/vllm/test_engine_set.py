@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 from services.rollout.engines import fork_server
 from services.rollout.engines.engine import EngineDied, GeneratedGroup
 from services.rollout.engines.vllm.arguments import gather, set_environment
+from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.several import start
 from services.rollout.engines.vllm.several.engine_set import EngineSet
 from services.rollout.engines.vllm.several.plan import Memory
@@ -42,6 +43,7 @@ from tests.rollout.engines.vllm.test_engine import (
     request,
     save,
     tokens_flow,
+    variant,
 )
 from tests.support import weights
 from tests.support.tolerance import FORWARD
@@ -110,7 +112,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def trainer() -> Any:
-    with weights.serving() as source:
+    with weights.serving(deadline_s=20.0) as source:  # some pullers fail before they join their group
         yield Trainer(source)
 
 
@@ -219,6 +221,117 @@ async def test_a_version_by_file_is_read_by_every_engine(engines: EngineSet, tmp
         )
 
 
+class Discarding(VllmEngine):
+    """Takes each path of its rung; on a CPU, whose memory stays, the workers take that of rung 0."""
+
+    async def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        if method == "penstock_suspend":
+            arguments = (0, *arguments[1:])
+        return await super()._call(method, *arguments)
+
+
+@asynccontextmanager
+async def sharing_a_device(engines: EngineSet) -> AsyncIterator[EngineSet]:
+    """Yield ``engines`` as on a shared device: each has its weights alone, and pulls for itself."""
+    parts = [variant(engine, bucketed=True, stop=()) for engine in engines.engines]
+    for part, engine in zip(parts, engines.engines, strict=True):
+        part.__class__, part._version = Discarding, engine.version
+    shared = EngineSet(parts, deadline_s=PATIENCE_S)
+    shared.share_secret(weights.SECRET)
+    shared.version = engines.version
+    yield shared
+    for part, engine in zip(parts, engines.engines, strict=True):
+        engine._version = part.version
+    engines.version = shared.version
+    await asyncio.gather(*(puller.close() for puller in shared._pullers.values()))
+
+
+async def start_groups(engines: EngineSet) -> list[asyncio.Task[GeneratedGroup]]:
+    """Start one group in each engine."""
+    engines._router.forget_prompts()
+    running = [asyncio.ensure_future(engines.generate(request(PROMPT + n, 2, 150))) for n in (0, 1)]
+    await asyncio.gather(*(tokens_flow(engine, 1) for engine in engines.engines))
+    return running
+
+
+async def drawn(engines: EngineSet) -> list[Any]:
+    return [await engine._llm.collective_rpc("penstock_held") for engine in engines.engines]
+
+
+async def test_a_suspended_set_decodes_nothing_in_any_engine_and_its_groups_continue_afterwards(
+    engines: EngineSet,
+) -> None:
+    async with sharing_a_device(engines) as shared:
+        running = await start_groups(shared)
+        await shared.suspend(0)
+        waiting = asyncio.ensure_future(shared.generate(request()))
+        before = await drawn(shared)
+        for _ in range(20):
+            assert await drawn(shared) == before
+        assert shared._router.outstanding == [2, 2], "no group starts meanwhile"
+        each = [engine.memory for engine in shared.engines]
+        assert all(memory["kv_cache"] > 0 for memory in each)
+        assert shared.memory == {
+            "weights": each[0]["weights"] + each[1]["weights"],
+            "kv_cache": each[0]["kv_cache"] + each[1]["kv_cache"],
+            "capacity": each[0]["capacity"],
+        }
+        await shared.resume()
+        for number, group in enumerate(await asyncio.gather(*running)):
+            check(group, 0, PROMPT + number)
+        check(await waiting, 0)
+
+
+async def test_engines_whose_weights_were_discarded_continue_once_each_has_pulled_for_itself(
+    engines: EngineSet, trainer: Trainer
+) -> None:
+    async with sharing_a_device(engines) as shared:
+        running = await start_groups(shared)
+        await shared.suspend(2)
+        assert (shared.version, shared.torn) == (None, False)
+        await shared.resume()
+        waiting = asyncio.ensure_future(shared.generate(request()))
+        before = metric("penstock_weights_pulls_served_total")
+        await trainer.put(shared, 1)
+        await until(lambda: metric("penstock_weights_pulls_served_total") - before == 2)
+        for number, group in enumerate(await asyncio.gather(*running)):
+            for sample in group.samples:
+                (_, old), (border, new) = sample.version_spans.tolist()
+                assert (old, new) == (0, 1)
+                expected = reference(MODELS[1], PROMPT + number, sample.token_ids)
+                np.testing.assert_allclose(sample.behavior_logprobs[border:], expected[border:], atol=FORWARD)
+        check(await waiting, 1)
+        ids = np.concatenate([PROMPT, PROMPT[::-1]])
+        for _ in shared.engines:
+            np.testing.assert_allclose(await shared.logprobs(ids), reference(MODELS[1], ids[:1], ids[1:]), atol=FORWARD)
+
+
+async def test_a_set_has_no_version_until_every_engine_has_pulled_again(engines: EngineSet, trainer: Trainer) -> None:
+    async with sharing_a_device(engines) as shared:
+        running = await start_groups(shared)
+        await shared.suspend(2)
+        await shared.resume()
+        shared._secret = b"another run's"
+        with pytest.raises(WeightsError, match=r"^engine 1 of 2: could not reach the source of weights"):
+            await trainer.stage(shared, 2)
+        assert (shared.version, shared.torn) == (None, False)
+        shared._secret = weights.SECRET
+        await trainer.stage(shared, 2)
+        shared.engines[1]._staged = None
+        with pytest.raises(WeightsError, match=r"^engine 1 of 2: policy version 2 is not staged"):
+            await shared.swap(PolicyVersion(2))
+        assert [engine.version for engine in shared.engines] == [2, None]
+        assert (shared.version, shared.torn) == (None, True)
+        waiting = asyncio.ensure_future(shared.generate(request()))
+        await shared.suspend(0)
+        await shared.resume()
+        assert shared._gate.is_shut
+        await trainer.put(shared, 2)
+        for group in (*await asyncio.gather(*running), await waiting):
+            assert {version for sample in group.samples for _, version in sample.version_spans.tolist()} <= {1, 2}
+        check(await waiting, 2)
+
+
 @contextmanager
 def forked() -> Iterator[None]:
     """Let engines be forked from a server, as on GPUs."""
@@ -272,6 +385,8 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
     failures = [str(failure) for group in done if isinstance(failure := group.exception(), EngineDied)]
     assert len(failures) == 1
     assert failures[0].startswith("engine 1 of 2: ")
+    with pytest.raises(EngineDied, match=r"^engine 1 of 2: "):
+        await others.suspend(0)
     await others.close()
     await until(lambda: not any(_runs(pid) for pid in pids))
     assert _runs(server), "further engines are forked from it"

@@ -119,6 +119,36 @@ async def test_a_swap_falls_into_the_groups_of_every_engine(engines: EngineSet, 
             assert {version for _, version in sample.version_spans.tolist()} <= {2, 3}
 
 
+async def test_a_set_on_a_shared_gpu_frees_its_memory_and_continues_with_the_weights_that_each_engine_pulls(
+    source: WeightSource, tmp_path: Path
+) -> None:
+    asleep = {**arguments(tmp_path), "enable_sleep_mode": True}
+    opened, _ = await open_engines(2, asleep, shadow="bucketed", deadline_s=30.0)
+    assert isinstance(opened, EngineSet)
+    opened.share_secret(weights.SECRET)
+    try:
+        await put(opened, source, 4)
+        expected = [await greedy(engine) for engine in opened.engines]
+        for rung in (1, 2):
+            running = [asyncio.ensure_future(opened.generate(request(PROMPT + n, 4, 200))) for n in range(4)]
+            before = NvmlGpu().memory.free_bytes
+            await opened.suspend(rung)
+            freed = NvmlGpu().memory.free_bytes - before
+            assert freed > 0.9 * opened.memory["kv_cache"]
+            assert opened.version == (None if rung == 2 else 4)
+            await opened.resume()
+            if rung == 2:
+                await put(opened, source, 4)
+            for group in await asyncio.gather(*running):
+                assert {version for sample in group.samples for version in sample.version_spans[:, 1]} == {4}
+            for engine, sample in zip(opened.engines, expected, strict=True):
+                again = await greedy(engine)
+                assert again.token_ids.tolist() == sample.token_ids.tolist()
+                np.testing.assert_allclose(again.behavior_logprobs, sample.behavior_logprobs, atol=BFLOAT16)
+    finally:
+        await opened.close()
+
+
 async def test_auto_measures_how_busy_one_engine_keeps_the_gpu(tmp_path: Path) -> None:
     opened, choice = await open_engines("auto", arguments(tmp_path))
     opened.share_secret(weights.SECRET)

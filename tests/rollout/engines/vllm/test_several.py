@@ -1,6 +1,7 @@
 """Engines per GPU, memory split and routing, without vLLM."""
 
 import contextlib
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def test_engines_that_start_together_stay_within_their_share_and_leave_room_for_
     assert engines * (each + SMALL.policy_bytes) < H200.free_bytes
     started = (engines - 1) * 0.85 * H200.total_bytes / engines
     assert arguments["gpu_memory_utilization"] * H200.total_bytes < H200.free_bytes - started
+
+
+def test_engines_without_shadows_have_their_memory_for_the_cache() -> None:
+    scarce, alone = Memory(24 * GIB, 20 * GIB), dataclasses.replace(SMALL, shadow=False)
+    with_shadows, without = (scarce.arguments(2, 1.0, demand) for demand in (SMALL, alone))
+    more = without["kv_cache_memory_bytes"] - with_shadows["kv_cache_memory_bytes"]
+    assert more == pytest.approx(1.05 * SMALL.policy_bytes, abs=1)
+    taken = without["kv_cache_memory_bytes"] + SMALL.policy_bytes
+    assert 2 * taken < scarce.free_bytes
 
 
 def test_memory_that_does_not_hold_the_engines_is_a_sentence() -> None:

@@ -5,13 +5,17 @@
     generate ─▶ gate ─▶ router ─▶ engine 0 │ engine 1 │ …            a group belongs to one engine
     stage    ─▶ engine 0 pulls ─▶ the others copy its shadow         CUDA IPC on a GPU, gloo on a CPU
     swap     ─▶ gate shut ─▶ all engines between two of their steps ─▶ gate open
+    suspend  ─▶ gate shut ─▶ all engines freeze and free ─▶ resume ─▶ gate open, at the latest after the next swap
 
-Each engine verifies its copy, and reads offers by file itself. No group starts while versions differ: after a partial
-swap the set is ``torn`` until a later one succeeds in all.
+Each engine verifies its copy, and reads offers by file itself. Without shadows (``bucketed``) each pulls from the
+offer's source, in the swap. No group starts while versions differ: after a partial swap the set is ``torn`` until a
+later one succeeds in all.
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport, UpdateMode
@@ -46,6 +50,8 @@ class EngineSet:
             for number, engine in enumerate(engines)
             if number
         }
+        self._pulls: dict[int, Offer] = {}
+        """Of the engines that pull in the swap, beside the first one's."""
         self._probes = 0
 
     @property
@@ -56,6 +62,15 @@ class EngineSet:
     @property
     def held(self) -> Sequence[Held]:
         return tuple(held for engine in self.engines for held in engine.held)
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes of all engines by component before the last suspension, and their device's capacity."""
+        memory: defaultdict[str, float] = defaultdict(float)
+        for engine in self.engines:
+            for name, nbytes in engine.memory.items():
+                memory[name] = nbytes if name == "capacity" else memory[name] + nbytes
+        return dict(memory)
 
     def update_by(self, mode: UpdateMode) -> None:
         for engine in self.engines:
@@ -77,35 +92,89 @@ class EngineSet:
         return await self._named(number, self.engines[number].logprobs(token_ids))
 
     async def stage(self, offer: Offer) -> None:
+        await self._withdraw("another version is pulled")
         if offer.transport == "file":
-            await _all(self._named(number, engine.stage(offer)) for number, engine in enumerate(self.engines))
-            return
-        await self._named(0, self.engines[0].stage(offer))
-        await _all(self._named(number, self._pass_on(number, offer)) for number in self._pullers)
+            await self._each(engine.stage(offer) for engine in self.engines)
+        elif self.engines[0].bucketed:
+            await self._stage_pulls(offer)
+        else:
+            await self._named(0, self.engines[0].stage(offer))
+            await _all(self._named(number, self._pass_on(number, offer)) for number in self._pullers)
 
     async def _pass_on(self, number: int, offer: Offer) -> None:
-        header, puller = offer.header, self._pullers[number]
-        record = PolicyRecord(header.version, None, header.step, 0.0, header.digest, "")
-        passed = await puller.ask(self.peer_address, record)
-        try:
+        passed = await self._ask(number, self.peer_address, offer)
+        async with self._finishing(number, passed):
             await self.engines[number].stage(passed)
-        except (WeightsError, asyncio.CancelledError) as error:
-            await puller.finish(passed, str(error) or "cancelled")
+
+    async def _stage_pulls(self, offer: Offer) -> None:
+        """Let every engine hold an offer of its own of the same version and source, from which it pulls in the swap."""
+        try:
+            await self._each(self._stage_pull(number, offer) for number in range(len(self.engines)))
+        except BaseException as error:
+            await self._withdraw(str(error) or "cancelled")
             raise
-        await puller.finish(passed, None)
+
+    async def _stage_pull(self, number: int, offer: Offer) -> None:
+        if number:
+            offer = self._pulls[number] = await self._ask(number, offer.source, offer)
+        await self.engines[number].stage(offer)
+
+    async def _withdraw(self, error: str) -> None:
+        pulls, self._pulls = self._pulls, {}
+        await asyncio.gather(*(self._pullers[number].finish(offer, error) for number, offer in pulls.items()))
+
+    async def _ask(self, number: int, source: str, offer: Offer) -> Offer:
+        header = offer.header
+        record = PolicyRecord(header.version, None, header.step, 0.0, header.digest, "")
+        return await self._pullers[number].ask(source, record)
+
+    @contextlib.asynccontextmanager
+    async def _finishing(self, number: int, offer: Offer) -> AsyncIterator[None]:
+        """Report the end of a pull, or its failure, to the source."""
+        try:
+            yield
+        except BaseException as error:
+            await self._pullers[number].finish(offer, str(error) or "cancelled")
+            raise
+        await self._pullers[number].finish(offer, None)
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         await self._gate.shut()
         try:
-            swaps = (self._named(number, engine.swap(version)) for number, engine in enumerate(self.engines))
-            reports = await _all(swaps)
+            reports = await self._each(self._swap(number, version) for number in range(len(self.engines)))
+            self._router.forget_prompts()
+            self.version = version
         finally:
             if not self.torn:
                 await self._gate.open()
-        self._router.forget_prompts()
-        self.version = version
         slowest = max(report.seconds for report in reports)
         return SwapReport(slowest, reports[0].path, sum(report.copied_bytes for report in reports))
+
+    async def _swap(self, number: int, version: PolicyVersion) -> SwapReport:
+        pull = self._pulls.pop(number, None)
+        async with contextlib.nullcontext() if pull is None else self._finishing(number, pull):
+            return await self.engines[number].swap(version)
+
+    # ---------------------------------------------------------------- a shared device
+
+    async def suspend(self, rung: int) -> None:
+        """Freeze the requests of every engine and free its memory down to ``rung``; no group starts meanwhile."""
+        await self._gate.shut()
+        await self._each(engine.suspend(rung) for engine in self.engines)
+        if any(engine.version is None for engine in self.engines):
+            self.version = None
+
+    async def resume(self) -> None:
+        """Let every engine continue; after the next swap of all of them, if weights were discarded."""
+        await self._each(engine.resume() for engine in self.engines)
+        if self.version is not None and not self.torn:
+            await self._gate.open()
+
+    # ---------------------------------------------------------------- living and dying
+
+    async def _each(self, work: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+        """Return every engine's result of ``work``, in their order; a failure names its engine."""
+        return await _all(self._named(number, part) for number, part in enumerate(work))
 
     async def _named(self, number: int, work: Awaitable[R]) -> R:
         try:

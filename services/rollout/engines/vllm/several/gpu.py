@@ -1,4 +1,4 @@
-"""This process's GPU by NVML, without a CUDA context."""
+"""This process's GPUs by NVML, without a CUDA context."""
 
 import asyncio
 import os
@@ -13,22 +13,22 @@ _SAMPLES, _INTERVAL_S = 20, 0.1
 
 
 class NvmlGpu:
-    """The first GPU in ``CUDA_VISIBLE_DEVICES``; raises SettingsError if NVML does not know it."""
+    """The GPU at ``place`` in ``CUDA_VISIBLE_DEVICES``; raises SettingsError if NVML does not know it."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int = 0) -> None:
         from vllm.third_party import pynvml
 
         self._nvml: Any = pynvml
-        name = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+        name = _visible(place)
         try:
             pynvml.nvmlInit()
             by_uuid = name.startswith(("GPU-", "MIG-"))
             find = pynvml.nvmlDeviceGetHandleByUUID if by_uuid else pynvml.nvmlDeviceGetHandleByIndex
-            self._handle = find(name if by_uuid else int(name or 0))
+            self._handle = find(name if by_uuid else int(name))
             self.memory = self._memory()
         except (pynvml.NVMLError, ValueError) as error:
             raise SettingsError(
-                f"NVML does not report the GPU {name or 0}: {error}: set rollout.engines_per_gpu = 1"
+                f"NVML does not report the GPU {name}: {error}: set rollout.engines_per_gpu = 1"
             ) from error
 
     def _memory(self) -> Memory:
@@ -45,6 +45,11 @@ class NvmlGpu:
             except self._nvml.NVMLError:
                 return None
         return statistics.fmean(samples)
+
+
+def _visible(place: int) -> str:
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[place] if place < len(names) else str(place)
 
 
 def sharing() -> str:

@@ -35,6 +35,8 @@ class Demand:
     policy_parameters: int
     policy_bytes: int
     logits_bytes: int
+    shadow: bool = True
+    """Whether each engine keeps a second copy of the weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class Memory:
     def arguments(self, engines: int, utilization: float, demand: Demand) -> dict[str, Any]:
         """Return memory arguments for each of ``engines`` that start together; raises SettingsError if too large.
 
-        In total at most ``utilization`` of the GPU, leaving each a shadow of the weights.
+        In total at most ``utilization`` of the GPU, leaving each its shadow of the weights.
         """
-        shadows_bytes = _SHADOW * engines * demand.policy_bytes
+        shadows_bytes = _SHADOW * engines * demand.policy_bytes if demand.shadow else 0.0
         share_bytes = min(utilization * self.total_bytes, self.free_bytes - shadows_bytes) / engines
         needed_bytes = _WEIGHT_COPIES * demand.policy_bytes + _ENGINE_BYTES + _LOGIT_COPIES * demand.logits_bytes
         kv_cache_bytes = int(share_bytes - needed_bytes)

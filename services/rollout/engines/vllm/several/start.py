@@ -49,21 +49,20 @@ def _upper_limit(
         return EngineCount(count, "rollout.engines_per_gpu")
     if hosts is not None or arguments["tensor_parallel_size"] > 1:
         return EngineCount(1, "the engine spans several GPUs")
-    if serving.get("shadow") == "bucketed":
-        return EngineCount(1, 'weights.shadow = "bucketed"')
     if not torch.cuda.is_available():
         return EngineCount(1, "there is no GPU")
     cores = len(os.sched_getaffinity(0))
-    return plan.upper_limit(NvmlGpu().memory, cores, arguments["gpu_memory_utilization"], _demand(arguments))
+    return plan.upper_limit(NvmlGpu().memory, cores, arguments["gpu_memory_utilization"], _demand(arguments, serving))
 
 
-def _demand(arguments: dict[str, Any]) -> Demand:
+def _demand(arguments: dict[str, Any], serving: dict[str, Any]) -> Demand:
     with explained(arguments["model"]):
         model = outline(arguments["model"], arguments["trust_remote_code"])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     vocabulary = model.config.get_text_config().vocab_size
     dtype: torch.dtype = getattr(torch, arguments["dtype"])
-    return Demand(parameters, parameters * dtype.itemsize, arguments["max_num_seqs"] * vocabulary * 4)
+    logits_bytes = arguments["max_num_seqs"] * vocabulary * 4
+    return Demand(parameters, parameters * dtype.itemsize, logits_bytes, shadow=_shadow(serving) == "full")
 
 
 class _Starter:
@@ -72,7 +71,7 @@ class _Starter:
     def __init__(self, arguments: dict[str, Any], serving: dict[str, Any]) -> None:
         self._arguments, self._serving = arguments, serving
         self._gpu = NvmlGpu() if torch.cuda.is_available() else None
-        self._demand = _demand(arguments) if self._gpu else None
+        self._demand = _demand(arguments, serving) if self._gpu else None
         self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
 
     async def open(self, engines: int) -> EngineSet:
@@ -129,7 +128,7 @@ class _Starter:
     async def _start(self, shares: list[dict[str, Any]], first: int, statistics: SharedStatistics) -> list[VllmEngine]:
         loggers = await asyncio.to_thread(lambda: [statistics.factory(first + place) for place in range(len(shares))])
         starts = [
-            open_vllm(share, **{**self._serving, **_role(number)}, stat_loggers=[logger])
+            open_vllm(share, **{**self._serving, **_role(number, self._serving)}, stat_loggers=[logger])
             for number, (share, logger) in enumerate(zip(shares, loggers, strict=True), first)
         ]
         results = await asyncio.gather(*starts, return_exceptions=True)
@@ -153,9 +152,15 @@ class _Starter:
             raise
 
 
-def _role(number: int) -> dict[str, Any]:
-    """Reserve memory for shadows; only the first engine serves weights."""
-    return {"shadow": "full"} if number == 0 else {"shadow": "full", "peer_host": ""}
+def _role(number: int, serving: dict[str, Any]) -> dict[str, Any]:
+    """Return the same shadow for every engine; only the first serves weights."""
+    shadow = {"shadow": _shadow(serving)}
+    return shadow if number == 0 else {**shadow, "peer_host": ""}
+
+
+def _shadow(serving: dict[str, Any]) -> str:
+    """Return ``full``, for which memory is reserved, unless ``bucketed`` is asked for."""
+    return "bucketed" if serving.get("shadow") == "bucketed" else "full"
 
 
 async def _decode(engine: VllmEngine, sequences: int) -> None:
