@@ -22,6 +22,7 @@ _MEAN_SHARE = 0.4
 """Of sampling.max_new_tokens, if no lengths are known."""
 _SPREAD = 0.6
 """Standard deviation of the logarithm of a length."""
+_HALVINGS = 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Lengths:
     """Completion lengths in tokens: log-normal and cut at ``most``, or a ``sample`` of measured ones."""
 
     mean: float
+    """After the cut."""
     most: int
     spread: float = _SPREAD
     sample: tuple[int, ...] = ()
@@ -40,8 +42,17 @@ class Lengths:
             return [float(ordered[int(place * len(ordered))]) for place in places]
         if self.mean >= self.most or not self.spread:
             return [float(min(self.mean, self.most))] * count
-        normal = NormalDist(math.log(self.mean) - self.spread**2 / 2, self.spread)
-        return [min(float(self.most), max(1.0, math.exp(normal.inv_cdf(place)))) for place in places]
+        steps = [math.exp(self.spread * NormalDist().inv_cdf(place)) for place in places]
+        low, high = 0.0, self.most / steps[0]  # of the median: with the lower one lengths are too short
+        for _ in range(_HALVINGS):
+            median = (low + high) / 2
+            short = sum(_cut(median * step, self.most) for step in steps) < self.mean * count
+            low, high = (median, high) if short else (low, median)
+        return [_cut(high * step, self.most) for step in steps]
+
+
+def _cut(length: float, most: int) -> float:
+    return min(float(most), max(1.0, length))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
