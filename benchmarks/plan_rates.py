@@ -55,8 +55,8 @@ from shared.settings import SETTINGS_FILE, Settings, loads
 
 BAR, LEAST = 0.15, 8
 """Deviation, and predicted configurations."""
-_SHARE = 0.4
-"""Of the GPU's memory for vLLM."""
+_SHARES = {1: 0.25, 3: 0.4}
+"""Of the GPU's memory for vLLM, by the number of engines, so that the trainer fits beside on 80 GB."""
 _QUANTILES = 997
 _MPS = "nvidia-cuda-mps-control"
 _PACKAGES = ("torch", "vllm", "deepspeed", "transformers")
@@ -90,7 +90,9 @@ class Configuration:
             "trainer.micro_batch_tokens": self.micro_batch_tokens,
         }
         values |= (
-            {} if toy else {"rollout.vllm.gpu_memory_utilization": _SHARE, "rollout.engines_per_gpu": self.engines}
+            {}
+            if toy
+            else {"rollout.vllm.gpu_memory_utilization": _SHARES[self.engines], "rollout.engines_per_gpu": self.engines}
         )
         gpus = ["--trainer.gpus=[0]", "--rollout.gpus=[0]"] if self.at_once or not toy else []
         placed = [] if self.at_once else ["--placement.mode=shared"]
@@ -121,11 +123,11 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "turns-more-groups": Configuration(groups=64, steps=7),
     "turns-small-groups": Configuration(group_size=4),
     "turns-tail": Configuration(mean_tokens=800, tokens=2048, steps=7),
-    "at-once-1": Configuration(at_once=True, mps=True, steps=12),
-    "at-once-3": Configuration(at_once=True, engines=3, mps=True, steps=12),
+    "at-once-1": Configuration(at_once=True, mps=True, steps=12, micro_batch_tokens=16_384),
+    "at-once-3": Configuration(at_once=True, engines=3, mps=True, steps=12, micro_batch_tokens=16_384),
     "turns-1.5b": Configuration(shape="1.5b", micro_batch_tokens=16_384, steps=7),
     "turns-3-engines": Configuration(engines=3, mps=True, steps=11),
-    "at-once-3-slices": Configuration(at_once=True, engines=3, steps=12),
+    "at-once-3-slices": Configuration(at_once=True, engines=3, steps=12, micro_batch_tokens=16_384),
 }
 """The last two: the settings may not accept several engines in turn, and trainer and engines in time slices are measured
 but not predicted."""
@@ -353,7 +355,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help=f"some of {', '.join(CONFIGURATIONS)}")
     parser.add_argument("--out", type=Path, help="results are appended here at once")
     parser.add_argument("--compare", type=Path, help="predict the results in this file again, without a GPU")
-    parser.add_argument("--limit-s", type=float, default=90.0, help="for one run, its start included")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="for one run, its start included")
     parser.add_argument("--cold-s", type=float, default=60.0, help="more, for the first run of a model")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()) / "penstock-plan-rates", help="for models"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from services.plan import measured as runs
 from services.plan.hardware import Cluster, parse_cluster, read_calibration
-from services.plan.layouts import PLACEMENTS, SWITCH_S, GpuLayout, Planner, Preferences
+from services.plan.layouts import PLACEMENTS, GpuLayout, Planner, Preferences
 from services.plan.measured import Corrections, Measured
 from services.plan.memory import TrainerOptions
-from services.plan.rates import SLOWED
+from services.plan.rates import SLOWED, Rates
 from services.plan.report import Plan, text
 from services.plan.workload import Workload, snapshots_of, workload_of
 from shared.errors import SettingsError
@@ -97,20 +97,20 @@ def corrections(
     _check_calibrating(own, mps)
     planner, layout = Planner(work, cluster, preferences(own)), layout_of(own, mps=mps)
     at_once = layout.placement == "at once"
-    predicted = planner.as_set(layout).rates
+    predicted = planner.as_set(layout, figures.rung).rates
     slowed = SLOWED if at_once and work.max_lag else 1.0
     known = Corrections(
         train=figures.compute_s / (predicted.token_s * work.step_tokens * slowed),
         update=figures.other_s / (predicted.train_s * slowed),
-        switch=_switches(figures, own),
+        switch=_switches(figures, predicted),
         score_s=figures.score_s / max(1, planner.wanted(layout.all_replicas)),
     )
-    computed_s = figures.compute_s + figures.other_s
+    computed_s = figures.compute_s + figures.other_s + figures.moving_s
     if not layout.borrowed:
         return _decoding(known, figures.generate_s, lambda tried: _generate_s(planner, layout, tried))
     if at_once and figures.wait_s < _LEAST_WAIT * computed_s:  # the step does not tell how fast generation is
         return known
-    return _decoding(known, figures.wait_s + computed_s, lambda tried: _step_s(planner, layout, tried))
+    return _decoding(known, figures.wait_s + computed_s, lambda tried: _step_s(planner, layout, figures.rung, tried))
 
 
 def layout_of(settings: Settings, *, mps: bool | None = None) -> GpuLayout:
@@ -158,11 +158,10 @@ def _check_calibrating(own: Settings, mps: bool | None) -> None:
         )
 
 
-def _switches(figures: Measured, own: Settings) -> float:
-    """Return the seconds of a switch and the one back over those planned, if the run made some."""
-    if not own.shared_devices or not figures.switches or not figures.switch_s:
-        return 1.0
-    return figures.switch_s / figures.switches / SWITCH_S[min(figures.rung, len(SWITCH_S) - 1)]
+def _switches(figures: Measured, predicted: Rates) -> float:
+    """Return the seconds of a switch and the one back over those predicted, if the run made some."""
+    switching_s = figures.switch_s + figures.moving_s
+    return switching_s / figures.switches / predicted.switch_s if predicted.switch_s and figures.switches else 1.0
 
 
 def _decoding(known: Corrections, seconds: float, predict: Callable[[Corrections], float]) -> Corrections:
@@ -182,8 +181,8 @@ def _decoding(known: Corrections, seconds: float, predict: Callable[[Corrections
     return solved("decode", *_DECODING, slow if seconds > predict(slow) else fast)
 
 
-def _step_s(planner: Planner, layout: GpuLayout, corrected: Corrections) -> float:
-    return dataclasses.replace(planner, corrections=corrected).as_set(layout).step_s
+def _step_s(planner: Planner, layout: GpuLayout, rung: int, corrected: Corrections) -> float:
+    return dataclasses.replace(planner, corrections=corrected).as_set(layout, rung).step_s
 
 
 def _generate_s(planner: Planner, layout: GpuLayout, corrected: Corrections) -> float:

@@ -48,7 +48,7 @@ _SMALL = 6.5e9
 """Weights below which one engine leaves a GPU idle (services/rollout/engines/vllm/several/plan.py)."""
 _WAYS = (("adamw", "none"), ("adamw_8bit", "none"), ("adamw", "optimizer"), ("adamw", "all"))
 """Optimizers and offloading, in the order of what they cost."""
-SWITCH_S = (0.05, 0.3, 0.8, 0.8)
+_SWITCH_S = (0.05, 0.3, 0.8, 0.8)
 """Both ways, by rung; rung 3 also moves the optimizer's state."""
 _CONTEXT_ASLEEP = 3.0 * (1 << 30)
 """What a sleeping vLLM engine keeps (2.9 GiB of 139.9 on an H200)."""
@@ -175,15 +175,17 @@ class Planner:
         chosen = candidates if self.exhaustive else _varied(candidates)
         return sorted(map(self.simulated, chosen), key=_pace), _distinct(problems)
 
-    def as_set(self, layout: GpuLayout, steps: int = 0) -> Candidate:
-        """Return a layout whose replicas decode as many groups as the run's settings say, whether it fits or not."""
+    def as_set(self, layout: GpuLayout, rung: int | None = None) -> Candidate:
+        """Return a layout whose replicas decode as many groups as the run's settings say, whether it fits or not; where GPUs
+        are shared in turn on ``rung``, if it is known."""
         beside_bytes = 0.0
         if layout.placement == "shared":
             turns = self._turns(layout.trainer, layout.tensor_parallel, layout.engines)
-            layout, beside_bytes = dataclasses.replace(layout, rung=turns.rung), layout.engines * _CONTEXT_ASLEEP
+            layout = dataclasses.replace(layout, rung=turns.rung if rung is None else min(rung, len(_SWITCH_S) - 1))
+            beside_bytes = layout.engines * _CONTEXT_ASLEEP
         _, kept = trainer_table(self.work, layout.trainer, self.limit_bytes - beside_bytes)
         groups = self.wanted(layout.all_replicas)
-        return self.simulated(self._candidate(layout, {}, kept, groups), steps=steps)
+        return self.simulated(self._candidate(layout, {}, kept, groups))
 
     def simulated(self, candidate: Candidate, *, record: bool = False, steps: int = 0) -> Candidate:
         turn = 3 * self.work.max_lag + 3  # a third of the steps is not counted, nor are the last max_lag
@@ -474,7 +476,7 @@ class Planner:
         if not layout.borrowed or layout.placement == "at once":
             return 0.0
         moved = 12.0 * self.work.trained / layout.trainer.shards(1) if layout.rung == 3 else 0.0
-        return self.corrections.switch * SWITCH_S[layout.rung] + 2 * moved / self.cluster.host_bytes_per_s
+        return self.corrections.switch * (_SWITCH_S[layout.rung] + 2 * moved / self.cluster.host_bytes_per_s)
 
     def _estimate(self, layout: GpuLayout, rates: Rates, groups: int) -> float:
         """Return a step's seconds without waiting for the last group, to choose what is simulated."""
@@ -501,9 +503,11 @@ def _varied(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _staying(memory: EngineMemory, rung: int, engines: int) -> Component:
-    gone = {0: (), 1: ("key-value cache",), 2: ("key-value cache", "weights", "shadow", "graphs and logits")}[
-        min(2, rung)
-    ]
+    gone = {
+        0: (),
+        1: ("key-value cache",),
+        2: ("key-value cache", "weights", "shadow", "graphs and logits", "set aside"),
+    }[min(2, rung)]
     stays = sum(part.nbytes for part in memory.components if part.name not in gone)
     name = "engine" if engines == 1 else "engines"
     return Component(f"{name}, asleep" if rung else name, max(stays, engines * _CONTEXT_ASLEEP))

@@ -42,6 +42,8 @@ class Measured:
     wait_s: float
     """Switches of shared devices included."""
     switch_s: float
+    moving_s: float
+    """Of the trainer's memory at switches, beside the wait."""
     switches: float
     """From generating to training."""
     rung: int
@@ -115,6 +117,7 @@ def measured(lines: Sequence[Mapping[str, Any]], max_lag: int) -> Measured:
         step_s=step_s,
         wait_s=mean("phase_wait_s"),
         switch_s=mean("switch_train_s", "switch_generate_s"),
+        moving_s=mean("phase_offload_s", "phase_reload_s"),
         switches=mean("switches"),
         rung=round(next((line["switch_rung"] for line in reversed(steps) if "switch_rung" in line), 0)),
         compute_s=mean(*(f"phase_{name}_s" for name in _COMPUTING)),

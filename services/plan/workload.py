@@ -1,6 +1,7 @@
 """The work of a step: groups, lengths, and the parts of a run that cost memory or time. Built from the run's settings."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -42,13 +43,20 @@ class Lengths:
             return [float(ordered[int(place * len(ordered))]) for place in places]
         if self.mean >= self.most or not self.spread:
             return [float(min(self.mean, self.most))] * count
-        steps = [math.exp(self.spread * NormalDist().inv_cdf(place)) for place in places]
-        low, high = 0.0, self.most / steps[0]  # of the median: with the lower one lengths are too short
-        for _ in range(_HALVINGS):
-            median = (low + high) / 2
-            short = sum(_cut(median * step, self.most) for step in steps) < self.mean * count
-            low, high = (median, high) if short else (low, median)
-        return [_cut(high * step, self.most) for step in steps]
+        ratios = [math.exp(self.spread * NormalDist().inv_cdf(place)) for place in places]
+        median = _median(self, tuple(ratios))
+        return [_cut(median * ratio, self.most) for ratio in ratios]
+
+
+@functools.lru_cache(maxsize=64)
+def _median(lengths: Lengths, ratios: Sequence[float]) -> float:
+    """Return the median with which lengths of these ratios to it have their mean after the cut."""
+    low, high = 0.0, lengths.most / ratios[0]
+    for _ in range(_HALVINGS):
+        median = (low + high) / 2
+        is_short = sum(_cut(median * ratio, lengths.most) for ratio in ratios) < lengths.mean * len(ratios)
+        low, high = (median, high) if is_short else (low, median)
+    return high
 
 
 def _cut(length: float, most: int) -> float:

@@ -347,7 +347,5 @@ def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
     placements: tuple[Placement, ...] = ("shared", "lend")
     for placement in placements:
         parallel = GpuLayout(placement, trainer, 2, 1, borrowed=1)
-        several = GpuLayout(placement, trainer, 1, 1, engines=2, borrowed=1)
         assert not report.accepted(parallel, one_host)
-        assert not report.accepted(several, one_host)
         assert not report.accepted(GpuLayout(placement, trainer, 1, 1, borrowed=1), two_hosts)

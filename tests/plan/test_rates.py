@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -15,13 +16,16 @@ from hypothesis import strategies as st
 from benchmarks import plan_rates
 from benchmarks.plan_rates import CALIBRATING, CONFIGURATIONS, compared, rows_of
 from services.cli.plan import corrections, layout_of, make, preferences, settings_of
+from services.plan import report
+from services.plan.files import run_values
 from services.plan.hardware import GIB, parse_cluster
 from services.plan.layouts import Planner
 from services.plan.measured import Corrections, measured, steady, under_mps
 from services.plan.memory import peak
 from services.plan.rates import decode_seconds
 from services.plan.workload import Lengths, Workload, workload_of
-from shared.settings import Settings
+from shared.errors import SettingsError
+from shared.settings import Settings, loads
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ONE_GPU = json.loads((RESULTS / "2026-11-23-one-gpu-h200.json").read_text())
@@ -153,6 +157,26 @@ def test_engines_in_turn_lie_between_one_in_turn_and_all_at_once() -> None:
     assert best["at once", 3] < best["shared", 3] < best["shared", 1]
 
 
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_engines_in_turn_are_written_and_planned_as_accepted_if_the_settings_accept_them(engines: int) -> None:
+    settings = settings_of(None, ["--rollout.max_groups=64", "--rollout.replicas=1", "--weights.shadow=bucketed"])
+    plan = make(settings, "1xH200", "0.5b")
+    (candidate, *_) = [
+        each for each in plan.candidates if (each.layout.placement, each.layout.engines) == ("shared", engines)
+    ]
+    written = run_values(settings, candidate, CLUSTER)
+    assert written["placement"] == {"mode": "shared"}
+    assert (written["rollout"]["engines_per_gpu"], written["rollout"]["replicas"]) == (engines, 1)
+    assert written["rollout"]["vllm"].get("gpu_memory_utilization", 0.0) == candidate.utilization
+    assert written["weights"]["shadow"] == "auto", "several engines refuse another, and it means the same in turn"
+    try:
+        accepted = loads(tomli_w.dumps(written), "run.toml").rollout.engines_per_gpu == engines
+    except SettingsError:
+        accepted = False
+    assert accepted == report.accepted(candidate.layout, CLUSTER)
+    assert ("not supported yet" in report.text(dataclasses.replace(plan, candidates=[candidate]))) != accepted
+
+
 # ---------------------------------------------------------------- benchmarks/plan_rates.py
 
 
@@ -169,9 +193,10 @@ def row(name: str, steps: str, *flags: str, mps: bool = False, **more: Any) -> d
 
 
 def stored() -> Iterator[dict[str, Any]]:
-    for name, steps, mps in ((CALIBRATING, "shared", False), ("at-once-3", "at_once", True)):
-        yield row(name, steps, *CONFIGURATIONS[name].flags(toy=False), mps=mps)
-    yield row("at-once-3-slices", "at_once", *CONFIGURATIONS["at-once-3"].flags(toy=False))
+    at_once = dataclasses.replace(CONFIGURATIONS["at-once-3"], micro_batch_tokens=32_768).flags(toy=False)
+    yield row(CALIBRATING, "shared", *CONFIGURATIONS[CALIBRATING].flags(toy=False))
+    yield row("at-once-3", "at_once", *at_once, mps=True)
+    yield row("at-once-3-slices", "at_once", *at_once)
     yield {"name": "turns-1.5b", "device": "NVIDIA H200", "host": "a", "shape": "1.5b", "error": "not done"}
 
 
