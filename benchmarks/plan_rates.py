@@ -59,6 +59,8 @@ _SHARES = {1: 0.25, 3: 0.4}
 """Of the GPU's memory for vLLM, by the number of engines, so that the trainer fits beside on 80 GB."""
 _QUANTILES = 997
 _MPS = "nvidia-cuda-mps-control"
+_NO_MPS = f"expected the daemon of CUDA MPS, found none: install {_MPS}"
+_SOME_MPS = f"expected no daemon of CUDA MPS, found one: end it (echo quit | {_MPS})"
 _PACKAGES = ("torch", "vllm", "deepspeed", "transformers")
 
 
@@ -152,7 +154,7 @@ class Runs:
         try:
             with _mps(on=of.mps and not self._toy) as mps:
                 if not self._toy and mps != of.mps and of.engines > 1:
-                    raise SystemExit(f"expected CUDA MPS to be {'on' if of.mps else 'off'}, found otherwise")
+                    raise SystemExit(_NO_MPS if of.mps else _SOME_MPS)
                 made = self._run(name, of)
         except SystemExit as error:
             return {**about, "error": str(error)[-4000:]}
@@ -251,18 +253,18 @@ def _mps(*, on: bool) -> Iterator[bool]:
 
 
 def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return predictions beside measurements."""
-    done = [row for row in rows if "error" not in row]
+    """Return predictions beside measurements, of each configuration's newest run on each host."""
+    done = list({(row["host"], row["name"]): row for row in rows if "error" not in row}.values())
     results = [_compared(row, done) for row in done if row["name"] != CALIBRATING]
     told = [result for result in results if "deviation" in result]
-    met = sum(bool(result["bar_met"]) for result in told)
+    met, names = sum(bool(result["bar_met"]) for result in told), {row["name"] for row in done}
     return {
-        "bar_met": met == len(told) >= LEAST,
+        "bar_met": met == len(told) and len({result["name"] for result in told}) >= LEAST,
         "within": met,
         "of": len(told),
         "calibration": [_calibration(row) for row in done if row["name"] == CALIBRATING],
         "results": results,
-        "failed": [{"name": row["name"], "error": row["error"]} for row in rows if "error" in row],
+        "failed": [{"name": row["name"], "error": row["error"]} for row in rows if row["name"] not in names],
     }
 
 

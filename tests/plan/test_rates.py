@@ -214,6 +214,32 @@ def test_stored_runs_are_predicted_from_the_one_that_calibrates_or_refused(tmp_p
     assert compared(rows_of(tmp_path / "result.json")) == result
 
 
+def test_a_run_is_stored_with_all_that_its_prediction_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs(folder: Path, work: None, steps: int, max_lag: int, flags: list[str], limit_s: float, name: str) -> Any:
+        if name == "turns-short":
+            raise SystemExit("not done in 1 s")
+        (folder / name).mkdir()
+        made = row(name, "shared", *flags)
+        (folder / name / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in made["steps"]))
+        (folder / name / "settings.toml").write_text(tomli_w.dumps(made["settings"]))
+        return 1.0, {}, {"0": {"busy": 0.5}}
+
+    monkeypatch.setattr(plan_rates, "run_penstock", runs)
+    monkeypatch.setattr(plan_rates, "_gpu", lambda: ("NVIDIA H100 80GB HBM3", 79.6 * GIB))
+    monkeypatch.setattr(plan_rates.Runs, "_work", lambda _self, _of: None)
+    of_host = plan_rates.Runs(tmp_path, toy=False, limit_s=1.0, cold_s=0.0)
+    rows = [
+        of_host.row(name, CONFIGURATIONS[name]) for name in (CALIBRATING, "turns-lag-0", "turns-short", "turns-tail")
+    ]
+    result = compared(json.loads(json.dumps(rows)))
+    assert [each["name"] for each in result["results"]] == ["turns-lag-0", "turns-tail"]
+    assert all("deviation" in each for each in result["results"])
+    assert result["failed"] == [{"name": "turns-short", "error": "not done in 1 s"}]
+    assert rows[0]["gpus"] == "1xH100"
+    again = compared([*rows, {**rows[1], "name": "turns-short"}])
+    assert not again["failed"], "it has succeeded since"
+
+
 def test_a_host_without_a_calibration_takes_that_of_the_same_device_and_says_so() -> None:
     calibrating, other, *_ = stored()
     (of_other_host,) = compared([calibrating, {**other, "host": "b"}])["results"]
