@@ -98,7 +98,7 @@ def main() -> None:
         for lag in lags:
             with tempfile.TemporaryDirectory(prefix="penstock-bench-plan-") as folder:
                 run_penstock(Path(folder), work, arguments.steps, lag, [], _LIMIT_S)
-                runs.setdefault(lag, []).append(measured(_lines(Path(folder) / f"lag-{lag}")))
+                runs.setdefault(lag, []).append(measured(_lines(Path(folder) / f"lag-{lag}"), lag))
     print(json.dumps(_result(work.settings, runs, min(statistics.median(trials), float(_BUSY)), arguments.steps)))
 
 

@@ -4,21 +4,28 @@
 """
 
 import dataclasses
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.plan import measured as runs
-from services.plan.hardware import parse_cluster, read_calibration
+from services.plan.hardware import Cluster, parse_cluster, read_calibration
 from services.plan.layouts import PLACEMENTS, GpuLayout, Planner, Preferences
 from services.plan.measured import Corrections, Measured
 from services.plan.memory import TrainerOptions
-from services.plan.rates import SLOWED
+from services.plan.rates import SLOWED, Rates
 from services.plan.report import Plan, text
 from services.plan.workload import Workload, snapshots_of, workload_of
 from shared.errors import SettingsError
 from shared.settings import Settings, load, loads
+
+_HOSTS, _DECODING = (0.5, 2.0), (0.1, 10.0)
+"""Seconds of vLLM's scheduler on other hosts, over those on the measured ones, and of decoding steps over the planned ones."""
+_HALVINGS = 16
+_LEAST_WAIT = 0.05
+"""Of a step: with less, training bounds the run."""
 
 
 def settings_of(config: Path | None, flags: Sequence[str]) -> Settings:
@@ -40,14 +47,18 @@ def make(
         planner = dataclasses.replace(planner, cluster=rates.of(planner.cluster))
     elif calibrate is not None:
         figures, own = runs.read_run(calibrate)
-        planner = dataclasses.replace(planner, corrections=corrections(figures, own, model, gpus))
-        lengths_of_run = dataclasses.replace(
-            planner.work.lengths, mean=min(figures.tokens, settings.sampling.max_new_tokens)
-        )
-        if lengths is None:
-            planner = dataclasses.replace(planner, work=dataclasses.replace(planner.work, lengths=lengths_of_run))
+        of_run = with_mean(workload_of(own, model), figures.tokens)
+        corrected = corrections(figures, own, of_run, planner.cluster, mps=runs.under_mps(calibrate))
+        work = planner.work if lengths is not None else with_mean(planner.work, figures.tokens)
+        planner = dataclasses.replace(planner, corrections=corrected, work=work)
     candidates, problems = planner.compare()
     return Plan(planner, candidates, problems)
+
+
+def with_mean(work: Workload, tokens: float) -> Workload:
+    """Return ``work`` with completions of ``tokens`` on average, at most as many as are allowed."""
+    lengths = dataclasses.replace(work.lengths, mean=min(tokens, work.lengths.most))
+    return dataclasses.replace(work, lengths=lengths)
 
 
 def preferences(settings: Settings) -> Preferences:
@@ -73,12 +84,51 @@ def preferences(settings: Settings) -> Preferences:
     )
 
 
-def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corrections:
-    """Return what a run measured over what is predicted for it on one GPU of the kind, with its own settings.
+def corrections(
+    figures: Measured, own: Settings, work: Workload, cluster: Cluster, *, mps: bool | None = None
+) -> Corrections:
+    """Return what a run measured over what is predicted for it, with its own settings, on GPUs of this kind.
+
+    ``mps``: whether its engines shared a GPU under CUDA MPS, if that is known.
 
     Raises:
-        SettingsError: GPUs were lent, so that groups were decoded at two rates, or reward models took turns on them, or
-            trainer and replicas had some GPUs in common and others not, or several.
+        SettingsError: the run does not tell the rates.
+    """
+    _check_calibrating(own, mps)
+    planner, layout = Planner(work, cluster, preferences(own)), layout_of(own, mps=mps)
+    at_once = layout.placement == "at once"
+    predicted = planner.as_set(layout, figures.rung).rates
+    slowed = SLOWED if at_once and work.max_lag else 1.0
+    known = Corrections(
+        train=figures.compute_s / (predicted.token_s * work.step_tokens * slowed),
+        update=figures.other_s / (predicted.train_s * slowed),
+        switch=_switches(figures, predicted),
+        score_s=figures.score_s / max(1, planner.wanted(layout.all_replicas)),
+    )
+    computed_s = figures.compute_s + figures.other_s + figures.moving_s
+    if not layout.borrowed:
+        return _decoding(known, figures.generate_s, lambda tried: _generate_s(planner, layout, tried))
+    if at_once and figures.wait_s < _LEAST_WAIT * computed_s:  # the step does not tell how fast generation is
+        return known
+    return _decoding(known, figures.wait_s + computed_s, lambda tried: _step_s(planner, layout, figures.rung, tried))
+
+
+def layout_of(settings: Settings, *, mps: bool | None = None) -> GpuLayout:
+    """Return the layout of a run; where it is not known how processes share a GPU, as it is planned."""
+    trainer, rollout = preferences(settings).trainer, settings.rollout
+    parallel, replicas = rollout.vllm.tensor_parallel_size, rollout.replicas
+    engines = rollout.engines_per_gpu if isinstance(rollout.engines_per_gpu, int) else 1
+    if settings.common_gpus:
+        return GpuLayout("at once", trainer, parallel, 0, engines, mps=True, borrowed=replicas)
+    if settings.shared_devices:
+        together = engines > 1 and mps is not False
+        return GpuLayout("shared", trainer, parallel, 0, engines, together, borrowed=replicas, shadow=False)
+    return GpuLayout("separate", trainer, parallel, replicas, engines, mps=engines > 1 and mps is True)
+
+
+def _check_calibrating(own: Settings, mps: bool | None) -> None:
+    """Raise SettingsError if GPUs were lent, so that groups were decoded at two rates, or reward models took turns on them,
+    or trainer and replicas had some GPUs in common and others not, or several, or shared one in time slices.
     """
     if own.placement.mode == "lend":
         raise SettingsError(
@@ -101,38 +151,49 @@ def corrections(figures: Measured, own: Settings, model: str, gpus: str) -> Corr
             "expected a number in rollout.engines_per_gpu of a run with one GPU in trainer.gpus and rollout.gpus with --calibrate, found "
             '"auto", whose choice is not recorded: give another run'
         )
-    work = workload_of(own, model)
-    work = dataclasses.replace(work, lengths=dataclasses.replace(work.lengths, mean=figures.tokens))
-    wants = preferences(own)
-    planner = Planner(work, parse_cluster(gpus), wants)
-    engines = own.rollout.engines_per_gpu if isinstance(own.rollout.engines_per_gpu, int) else 1
-    parallel, replicas = own.rollout.vllm.tensor_parallel_size, own.rollout.replicas
-    layout = GpuLayout("separate", wants.trainer, parallel, replicas, engines)
-    if at_once:
-        layout = GpuLayout("at once", wants.trainer, parallel, 0, engines, borrowed=replicas)
-    groups = max(1, min(wants.max_groups, -(-work.slots // own.rollout.replicas)))
-    predicted = planner.rates(layout, work.shape.layers, groups)
-    decoding_s = predicted.decoding(groups * work.group_size)
-    slowed = SLOWED if at_once and work.max_lag else 1.0
-    if own.shared_devices or at_once:  # groups also wait for the trainer's turns, and the trainer waits for theirs
-        trains_s = (figures.compute_s + figures.other_s) * (work.max_lag > 0)
-        spent_s = figures.wait_s - figures.switch_s + predicted.beside * trains_s
-        generate_s = work.samples * work.lengths.mean / (own.rollout.replicas * groups * work.group_size) * decoding_s
-    else:
-        spent_s, generate_s = figures.generate_s, _generate_s(work, groups) * decoding_s
-    return Corrections(
-        train=figures.compute_s / (predicted.token_s * work.step_tokens * slowed),
-        update=figures.other_s / (predicted.train_s * slowed),
-        decode=spent_s / generate_s if spent_s > 0 else 1.0,
-        score_s=figures.score_s / max(1, groups),
-    )
+    if at_once and mps is False:
+        raise SettingsError(
+            "expected a run under CUDA MPS with --calibrate if trainer.gpus and rollout.gpus name the same GPU, found one in time "
+            "slices, in which what trainer and engines take from each other is not modelled: give another run"
+        )
 
 
-def _generate_s(work: Workload, groups: int) -> float:
-    """Return the decoding steps of a group's longest sample, on average."""
+def _switches(figures: Measured, predicted: Rates) -> float:
+    """Return the seconds of a switch and the one back over those predicted, if the run made some."""
+    switching_s = figures.switch_s + figures.moving_s
+    return switching_s / figures.switches / predicted.switch_s if predicted.switch_s and figures.switches else 1.0
+
+
+def _decoding(known: Corrections, seconds: float, predict: Callable[[Corrections], float]) -> Corrections:
+    """Return ``known`` with what gives the measured seconds: another scheduler's, as far as these may differ from the
+    measured hosts', and beyond that, decoding steps of another length."""
+
+    def solved(name: str, low: float, high: float, of: Corrections) -> Corrections:
+        for _ in range(_HALVINGS):
+            tried = math.sqrt(low * high)
+            enough = predict(dataclasses.replace(of, **{name: tried})) >= seconds
+            low, high = (low, tried) if enough else (tried, high)
+        return dataclasses.replace(of, **{name: math.sqrt(low * high)})
+
+    slow, fast = (dataclasses.replace(known, host=host) for host in reversed(_HOSTS))
+    if predict(fast) <= seconds <= predict(slow):
+        return solved("host", *_HOSTS, known)
+    return solved("decode", *_DECODING, slow if seconds > predict(slow) else fast)
+
+
+def _step_s(planner: Planner, layout: GpuLayout, rung: int, corrected: Corrections) -> float:
+    return dataclasses.replace(planner, corrections=corrected).as_set(layout, rung).step_s
+
+
+def _generate_s(planner: Planner, layout: GpuLayout, corrected: Corrections) -> float:
+    """Return the seconds of a group on an engine with as many groups as the run's settings say: until its longest sample
+    ends."""
+    work, size = planner.work, planner.work.group_size
     quantiles = work.lengths.quantiles(256)
-    size = work.group_size
-    return sum(length * size * ((index + 0.5) / 256) ** (size - 1) for index, length in enumerate(quantiles)) / 256
+    steps = sum(length * size * ((index + 0.5) / 256) ** (size - 1) for index, length in enumerate(quantiles)) / 256
+    groups = planner.wanted(layout.all_replicas)
+    rates = dataclasses.replace(planner, corrections=corrected).rates(layout, work.shape.layers, groups)
+    return steps * rates.decoding(groups * size)
 
 
 _EXAMPLE = re.compile(r"```console\n\$ penstock plan ([^\n]*)\n.*?```", re.DOTALL)

@@ -57,7 +57,8 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
     weights["transport"] = "pull" if trainer.snapshots else "file"
     if not trainer.snapshots:
         weights.pop("snapshots", None)
-    weights["shadow"] = "auto" if layout.shadow else "bucketed"
+    in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
+    weights["shadow"] = "auto" if layout.shadow or in_turn else "bucketed"
     values.pop("placement", None)
     if layout.placement in ("shared", "lend"):
         values["placement"] = {"mode": layout.placement}

@@ -1,8 +1,9 @@
 """The layouts of a run on a cluster: which fit, and how fast each is.
 
-``separate``: trainer and replicas have GPUs of their own. ``shared``: they take turns on the same GPUs. ``lend``:
-separate, and the trainer's GPUs generate as well while it waits. ``at once``: trainer and several engines of a small
-model on one GPU, under CUDA MPS. Where GPUs are shared in turn, an engine gives way on the lowest rung that fits:
+``separate``: trainer and replicas have GPUs of their own. ``shared``: they take turns on the same GPUs, small models with
+several engines under CUDA MPS. ``lend``: separate, and the trainer's GPUs generate as well while it waits. ``at once``:
+trainer and several engines of a small model on one GPU, under CUDA MPS. Where GPUs are shared in turn, the engines give way
+on the lowest rung that fits:
 
     0 it keeps all its memory · 1 without its cache · 2 without its weights · 3 and the optimizer's state goes to the host
 """
@@ -61,6 +62,8 @@ class GpuLayout:
     replicas: int
     """With GPUs of their own; with ``shared`` and ``at once``, none has."""
     engines: int = 1
+    mps: bool = False
+    """Whether several processes use a GPU under CUDA MPS instead of in time slices."""
     borrowed: int = 0
     """Replicas on the trainer's GPUs."""
     rung: int = 0
@@ -87,7 +90,7 @@ class GpuLayout:
         each += f", {self.engines} engines each" if self.engines > 1 else ""
         own = f"{self.replicas} replicas{each}" if self.replicas else ""
         same = f"{self.borrowed} replicas on the same GPUs{'' if own else each}" if self.borrowed else ""
-        same += ", under CUDA MPS" if self.placement == "at once" else ""
+        same += ", under CUDA MPS" if self.mps else ""
         scoring = f"reward models on {self.scoring}" if self.scoring else ""
         return "; ".join(filter(None, (train, own, same, scoring)))
 
@@ -119,6 +122,18 @@ class Candidate:
     def step_s(self) -> float:
         """Simulated if it was, else estimated."""
         return self.outcome.step_s if self.outcome else self.estimate_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Turns:
+    """Trainer and replicas that use the same GPUs in turn."""
+
+    rung: int
+    table: Table
+    groups: int
+    """Of a replica at a time; 0: they do not fit."""
+    utilization: float
+    """rollout.vllm.gpu_memory_utilization; 0: the run's own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,8 +175,21 @@ class Planner:
         chosen = candidates if self.exhaustive else _varied(candidates)
         return sorted(map(self.simulated, chosen), key=_pace), _distinct(problems)
 
+    def as_set(self, layout: GpuLayout, rung: int | None = None) -> Candidate:
+        """Return a layout whose replicas decode as many groups as the run's settings say, whether it fits or not; where GPUs
+        are shared in turn on ``rung``, if it is known."""
+        beside_bytes = 0.0
+        if layout.placement == "shared":
+            turns = self._turns(layout.trainer, layout.tensor_parallel, layout.engines)
+            layout = dataclasses.replace(layout, rung=turns.rung if rung is None else min(rung, len(_SWITCH_S) - 1))
+            beside_bytes = layout.engines * _CONTEXT_ASLEEP
+        _, kept = trainer_table(self.work, layout.trainer, self.limit_bytes - beside_bytes)
+        groups = self.wanted(layout.all_replicas)
+        return self.simulated(self._candidate(layout, {}, kept, groups))
+
     def simulated(self, candidate: Candidate, *, record: bool = False, steps: int = 0) -> Candidate:
-        steps = steps or max(6, min(15, _MOST_GROUPS // (self.work.groups or 1)))
+        turn = 3 * self.work.max_lag + 3  # a third of the steps is not counted, nor are the last max_lag
+        steps = steps or max(6, turn, min(15, _MOST_GROUPS // (self.work.groups or 1)))
         outcome = simulate(self.work, candidate.rates, self._side(candidate), steps, record=record)
         return dataclasses.replace(candidate, outcome=outcome)
 
@@ -246,18 +274,19 @@ class Planner:
         sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= gpus and gpus % size == 0]
         return [size for size in sizes if size <= self.cluster.per_node or size % self.cluster.per_node == 0]
 
-    def _wanted(self, replicas: int) -> int:
+    def wanted(self, replicas: int) -> int:
         """Return the groups that a replica would have at a time."""
         return max(1, min(self.own.max_groups, -(-self.work.slots // max(1, replicas))))
 
     def _engine(
-        self, replicas: int, parallel: int, engines: int, room: float, less: int = 1
+        self, replicas: int, parallel: int, engines: int, room: float, less: int = 1, *, in_turn: bool = False
     ) -> tuple[EngineMemory, int, bool]:
-        """Return memory, groups at a time (0: not even one fits), and whether there is a shadow."""
-        most_groups = -(-self._wanted(replicas) // less)
+        """Return memory, groups at a time (0: not even one fits), and whether there is a shadow: not where devices are
+        used in turn, as weights arrive while generation is paused."""
+        most_groups = -(-self.wanted(replicas) // less)
         group_tokens = self.work.prompt_tokens + self.work.group_size * self.work.lengths.mean
         needed = max(float(self.work.longest), min(1, most_groups) * group_tokens)
-        for shadow in (True, False) if engines == 1 else (True,):
+        for shadow in (False,) if in_turn else (True, False) if engines == 1 else (True,):
             options = EngineOptions(
                 parallel, engines, self.own.utilization, most_groups * self.work.group_size, shadow=shadow
             )
@@ -297,12 +326,12 @@ class Planner:
     def _lent(
         self, layout: GpuLayout, tables: dict[str, Table], kept: int, groups: int
     ) -> Iterator[Candidate | MemoryShortage]:
-        rung, table, lent_groups = self._turns(layout.trainer, layout.tensor_parallel, layout.replicas)
-        if not lent_groups:
+        turns = self._turns(layout.trainer, layout.tensor_parallel, 1, layout.replicas)
+        if not turns.groups:
             return
         borrowed = layout.trainer.ranks // layout.tensor_parallel
-        lent = dataclasses.replace(layout, borrowed=borrowed, rung=rung)
-        yield self._candidate(lent, {**tables, "trainer": table}, kept, groups)
+        lent = dataclasses.replace(layout, borrowed=borrowed, rung=turns.rung)
+        yield self._candidate(lent, {**tables, "trainer": turns.table}, kept, groups)
 
     def _shared(self, ranks: int) -> Iterator[Candidate | MemoryShortage]:
         for trainer in self._trainers(ranks, _CONTEXT_ASLEEP, copies=1):
@@ -311,29 +340,40 @@ class Planner:
                 continue
             options, _, kept = trainer
             tables = []
-            for parallel in self._parallel_sizes(ranks):
-                rung, table, groups = self._turns(options, parallel, 0)
-                tables.append(table)
-                if groups:
+            for parallel, engines in self._engines_in_turn(ranks):
+                turns = self._turns(options, parallel, engines)
+                tables.append(turns.table)
+                if turns.groups:
+                    borrowed, several = ranks // parallel, engines > 1
                     layout = GpuLayout(
-                        "shared", options, parallel, 0, borrowed=ranks // parallel, rung=rung, shadow=False
+                        "shared", options, parallel, 0, engines, several, borrowed, turns.rung, shadow=False
                     )
-                    yield self._candidate(layout, {"shared": table}, kept, groups)
+                    made = self._candidate(layout, {"shared": turns.table}, kept, turns.groups)
+                    yield dataclasses.replace(made, utilization=turns.utilization)
             if all(peak(table) > self.limit_bytes for table in tables):
                 yield _problem(f"shared: {_words(options)}, in turn", min(tables, key=peak), self.limit_bytes)
 
-    def _turns(self, options: TrainerOptions, parallel: int, others: int) -> tuple[int, Table, int]:
-        """Return the lowest rung on which trainer, engine and scoring models fit by turns, the memory, and an engine's
-        groups; none if they fit on no rung."""
+    def _engines_in_turn(self, ranks: int) -> Iterator[tuple[int, int]]:
+        """Yield the GPUs of a replica, and the engines on each."""
+        for parallel in self._parallel_sizes(ranks):
+            yield from ((parallel, engines) for engines in self._engine_counts(parallel))
+
+    def _turns(self, options: TrainerOptions, parallel: int, engines: int, others: int = 0) -> "_Turns":
+        """Return the lowest rung on which trainer, engines and scoring models fit by turns, if they do on any."""
         replicas = others + options.ranks // parallel
         scoring = scoring_memory(self.work) if self.work.scores_in_turns and not others else []
         idle = [Component("reward service", CONTEXT)] if scoring else []
         for rung in range(4):
-            trainer, _ = trainer_table(self.work, options, self.limit_bytes - _CONTEXT_ASLEEP)
+            trainer, _ = trainer_table(self.work, options, self.limit_bytes - engines * _CONTEXT_ASLEEP)
             waiting = [part for part in trainer["wait"] if rung < 3 or part.name not in ("master weights", "moments")]
             waiting += idle
-            memory, groups, _ = self._engine(replicas, parallel, 1, self.limit_bytes - total(waiting))
-            stays = _staying(memory, rung)
+            room = self.limit_bytes - total(waiting)
+            memory, groups, _ = self._engine(replicas, parallel, engines, room, in_turn=True)
+            utilization = 0.0
+            if engines > 1:
+                started = EngineOptions(1, engines, sequences=groups * self.work.group_size, shadow=False)
+                memory, utilization = several_engines(self.work, started, memory, self.cluster.gpu.memory_bytes)
+            stays = _staying(memory, rung, engines)
             busy: dict[Phase, Components] = {
                 phase: [*parts, stays, *idle] for phase, parts in trainer.items() if phase != "wait"
             }
@@ -343,10 +383,10 @@ class Planner:
                 **busy,
                 "generate": [*memory.components, Component("trainer, waiting", total(waiting) - total(idle)), *idle],
             }
-            enough = 2 * groups >= self._wanted(replicas) or rung == 3
+            enough = 2 * groups >= self.wanted(replicas) or rung == 3
             if groups and peak(table) <= self.limit_bytes and enough:
-                return rung, table, groups
-        return rung, table, 0
+                return _Turns(rung, table, groups, utilization)
+        return _Turns(rung, table, 0, 0.0)
 
     def _at_once(self) -> Iterator[Candidate | MemoryShortage]:
         """Yield layouts of one GPU where trainer and engines work at the same time: with the run's optimizer, and with
@@ -375,7 +415,7 @@ class Planner:
             if peak(table) <= limit_bytes:
                 fits = True
                 tables: dict[str, Table] = {"both": _with(table, aside), "engines": {"generate": memory.components}}
-                layout = GpuLayout("at once", used, 1, 0, engines, borrowed=1)
+                layout = GpuLayout("at once", used, 1, 0, engines, mps=True, borrowed=1)
                 yield dataclasses.replace(self._candidate(layout, tables, kept, groups), utilization=share)
         if not fits:
             own, _ = trainer_table(self.work, self._mine(1), limit_bytes)
@@ -399,7 +439,9 @@ class Planner:
         work, cluster, trainer, corrected = self.work, self.cluster, layout.trainer, self.corrections
         most, at_once = max(2.0, float(groups * work.group_size)), layout.placement == "at once"
         few, many = (
-            rooflines.decode_seconds(work, cluster, layout.tensor_parallel, layout.engines, sequences, mps=at_once)
+            rooflines.decode_seconds(
+                work, cluster, layout.tensor_parallel, layout.engines, sequences, mps=layout.mps, host=corrected.host
+            )
             for sequences in (most / 8, most)
         )
         slope = (many - few) / (most - most / 8)
@@ -422,7 +464,9 @@ class Planner:
             bus_s=corrected.bus_s
             or rooflines.BUS_GROUP_S
             + work.group_size * work.lengths.mean * rooflines.TOKEN_BYTES / rooflines.BUS_BYTES_PER_S,
-            beside=rooflines.speed_beside_training(work, cluster, layout.engines, most) if at_once else 0.0,
+            beside=rooflines.speed_beside_training(work, cluster, layout.engines, most, host=corrected.host)
+            if at_once
+            else 0.0,
         )
 
     def _scores_in_turns(self, placement: Placement) -> bool:
@@ -432,7 +476,7 @@ class Planner:
         if not layout.borrowed or layout.placement == "at once":
             return 0.0
         moved = 12.0 * self.work.trained / layout.trainer.shards(1) if layout.rung == 3 else 0.0
-        return _SWITCH_S[layout.rung] + 2 * moved / self.cluster.host_bytes_per_s
+        return self.corrections.switch * (_SWITCH_S[layout.rung] + 2 * moved / self.cluster.host_bytes_per_s)
 
     def _estimate(self, layout: GpuLayout, rates: Rates, groups: int) -> float:
         """Return a step's seconds without waiting for the last group, to choose what is simulated."""
@@ -458,12 +502,15 @@ def _varied(candidates: Sequence[Candidate]) -> list[Candidate]:
     return chosen + [candidate for candidate in best.values() if candidate not in chosen]
 
 
-def _staying(memory: EngineMemory, rung: int) -> Component:
-    gone = {0: (), 1: ("key-value cache",), 2: ("key-value cache", "weights", "shadow", "graphs and logits")}[
-        min(2, rung)
-    ]
+def _staying(memory: EngineMemory, rung: int, engines: int) -> Component:
+    gone = {
+        0: (),
+        1: ("key-value cache",),
+        2: ("key-value cache", "weights", "shadow", "graphs and logits", "set aside"),
+    }[min(2, rung)]
     stays = sum(part.nbytes for part in memory.components if part.name not in gone)
-    return Component("engine, asleep" if rung else "engine", max(stays, _CONTEXT_ASLEEP))
+    name = "engine" if engines == 1 else "engines"
+    return Component(f"{name}, asleep" if rung else name, max(stays, engines * _CONTEXT_ASLEEP))
 
 
 def _words(options: TrainerOptions) -> str:

@@ -9,16 +9,25 @@ from typing import Any
 from shared.errors import SettingsError
 from shared.settings import SETTINGS_FILE, Settings, load
 
-_WARM_UP = 3
+WARM_UP = 3
+"""A third of the steps is not measured."""
 _COMPUTING = ("forward_backward", "proximal", "reference", "critic")
 _OTHER = ("optimizer", "snapshot", "commit", "probe")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Corrections:
+    """Measured over predicted seconds, but for those of a group."""
+
     train: float = 1.0
+    """Of forward and backward passes."""
     update: float = 1.0
+    host: float = 1.0
+    """Of vLLM's scheduler, which depends on the host's processors. Several engines hide it behind each other's kernels."""
     decode: float = 1.0
+    """Of whole decoding steps: what is too much to be the scheduler's."""
+    switch: float = 1.0
+    """From generating to training and back."""
     score_s: float = 0.0
     """Of a group."""
     bus_s: float = 0.0
@@ -27,12 +36,18 @@ class Corrections:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Means of a run's steps after the first third."""
+    """Means of a run's steady steps."""
 
     step_s: float
     wait_s: float
     """Switches of shared devices included."""
     switch_s: float
+    moving_s: float
+    """Of the trainer's memory at switches, beside the wait."""
+    switches: float
+    """From generating to training."""
+    rung: int
+    """Of the newest switch."""
     compute_s: float
     """Forward and backward passes, of all kinds."""
     other_s: float
@@ -52,7 +67,7 @@ def mean_metrics(run_folder: Path) -> dict[str, float]:
         lines = _lines(run_folder / "metrics.jsonl")
     except SettingsError:
         return {}
-    steps = lines[len(lines) // _WARM_UP :] if len(lines) >= _WARM_UP else []
+    steps = lines[len(lines) // WARM_UP :] if len(lines) >= WARM_UP else []
     names = {name for line in steps for name, value in line.items() if isinstance(value, int | float)}
     return {name: sum(float(line.get(name) or 0.0) for line in steps) / len(steps) for name in names}
 
@@ -62,16 +77,37 @@ def read_run(path: Path) -> tuple[Measured, Settings]:
     they cannot be read, or the run has too few steps.
     """
     folder = path if path.is_dir() else path.parent
-    return measured(_lines(folder / "metrics.jsonl")), load(folder / SETTINGS_FILE, environment={})
+    own = load(folder / SETTINGS_FILE, environment={})
+    return measured(_lines(folder / "metrics.jsonl"), own.algorithm.max_lag), own
 
 
-def measured(lines: Sequence[Mapping[str, Any]]) -> Measured:
+def under_mps(path: Path) -> bool | None:
+    """Return whether the engines of a run shared GPUs under CUDA MPS, or None if it has no record of several engines."""
+    folder = path if path.is_dir() else path.parent
+    file = folder / "events.jsonl"
+    events = _lines(file) if file.exists() else []
+    started = [str(event.get("detail")) for event in events if event.get("name") == "engines per GPU"]
+    return "CUDA MPS" in started[-1] if started else None
+
+
+def steady(steps: int, max_lag: int) -> slice:
+    """Return which of a run's ``steps`` tell its speed, as far as there are such: those after the first third, without the
+    last ``max_lag``, beside which nothing is admitted any more, and in multiples of ``max_lag + 1``, as batches that were
+    admitted together may be trained directly after each other.
+    """
+    first, turn = max(1, steps // WARM_UP), max_lag + 1
+    end = steps - max_lag if steps - max_lag > first else steps
+    turns = (end - first) // turn
+    return slice(end - turns * turn if turns else first, end)
+
+
+def measured(lines: Sequence[Mapping[str, Any]], max_lag: int) -> Measured:
     """Return the means of the lines of metrics.jsonl. Raises SettingsError: fewer than three steps."""
     if len(lines) < 3:
         raise SettingsError(
             f"expected a run of at least 3 steps with --calibrate, found {len(lines)}: give a longer one"
         )
-    steps = lines[max(1, len(lines) // _WARM_UP) :]
+    steps = lines[steady(len(lines), max_lag)]
 
     def mean(*names: str) -> float:
         return sum(float(line.get(name) or 0.0) for line in steps for name in names) / len(steps)
@@ -81,6 +117,9 @@ def measured(lines: Sequence[Mapping[str, Any]]) -> Measured:
         step_s=step_s,
         wait_s=mean("phase_wait_s"),
         switch_s=mean("switch_train_s", "switch_generate_s"),
+        moving_s=mean("phase_offload_s", "phase_reload_s"),
+        switches=mean("switches"),
+        rung=round(next((line["switch_rung"] for line in reversed(steps) if "switch_rung" in line), 0)),
         compute_s=mean(*(f"phase_{name}_s" for name in _COMPUTING)),
         other_s=mean(*(f"phase_{name}_s" for name in _OTHER)),
         generate_s=mean("generate_s_mean"),

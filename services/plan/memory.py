@@ -327,7 +327,7 @@ def several_engines(
     logits = options.sequences * work.shape.vocabulary * 4.0 * LOGIT_COPIES
     needed = options.engines * (WEIGHT_COPIES * work.policy_bytes + ASIDE + logits) + cache
     share = math.ceil(100 * needed / total_bytes) / 100
-    taken = share * total_bytes + _SHADOW_COPIES * options.engines * work.policy_bytes
+    taken = share * total_bytes + options.shadow * _SHADOW_COPIES * options.engines * work.policy_bytes
     aside = Component(
         "set aside", taken - total(memory.components), "lower rollout.max_groups or rollout.engines_per_gpu"
     )

@@ -3,6 +3,7 @@
 ::
 
     decoding step = bytes moved / bandwidth + kernels of each layer + scheduler in Python, per sequence
+    several engines = while one engine's scheduler runs, kernels of the others do
     forward and backward = max(operations / (peak · MFU), launching kernels, gathering weights)  per micro-batch
     update = bytes of states / bandwidth          transfer = bytes · fan-out / network of rank 0
 
@@ -23,8 +24,8 @@ _LAYER_S = 50e-6
 """Kernels of a layer in a decoding step, beside the bytes."""
 _SCHEDULER_S, _SEQUENCE_S = 0.5e-3, 18e-6
 """vLLM's scheduler in each step, and for each sequence of it."""
-_SLICES, _SIDE_BY_SIDE = 1.2, 1.14
-"""GPU time of engines that share a GPU, in time slices and under CUDA MPS."""
+_SLICES = 1.2
+"""GPU time of engines that share a GPU in time slices; under CUDA MPS it is that of one alone."""
 SLOWED = 1.07
 """Seconds of a training step beside engines that generate on the same GPU, over those of one alone."""
 _ALL_REDUCE_S = 20e-6
@@ -82,25 +83,46 @@ class Rates:
 
 
 def decode_seconds(
-    work: Workload, cluster: Cluster, tensor_parallel: int, engines: int, sequences: float, *, mps: bool = False
+    work: Workload,
+    cluster: Cluster,
+    tensor_parallel: int,
+    engines: int,
+    sequences: float,
+    *,
+    mps: bool = False,
+    host: float = 1.0,
 ) -> float:
-    """Return the seconds in which every one of a replica's ``sequences`` grows by a token; ``mps``: under CUDA MPS."""
+    """Return the seconds in which every one of a replica's ``sequences`` grows by a token; ``mps``: under CUDA MPS.
+
+    ``host``: seconds of the scheduler over those on the measured hosts.
+    """
     busy = _busy_seconds(work, cluster, tensor_parallel, engines, sequences)
-    scheduler = _SCHEDULER_S + max(1.0, sequences / engines) * _SEQUENCE_S
-    if engines == 1:
-        return busy + scheduler
-    shared = _SIDE_BY_SIDE if mps else _SLICES
-    return max(engines * busy * shared, busy * shared + scheduler)
+    scheduler = host * (_SCHEDULER_S + max(1.0, sequences / engines) * _SEQUENCE_S)
+    return _cycle_seconds(engines, busy if mps or engines == 1 else _SLICES * busy, scheduler)
 
 
-def speed_beside_training(work: Workload, cluster: Cluster, engines: int, sequences: float) -> float:
+def _cycle_seconds(engines: int, gpu_s: float, host_s: float) -> float:
+    """Return the seconds of a decoding step of each of several engines: a closed queue for the GPU, in which an engine
+    waits for those that it finds there (mean value analysis, Reiser and Lavenberg 1980).
+    """
+    waiting = cycle_s = 0.0
+    for count in range(1, engines + 1):
+        on_gpu_s = gpu_s * (1 + waiting)
+        cycle_s = on_gpu_s + host_s
+        waiting = count * on_gpu_s / cycle_s
+    return cycle_s
+
+
+def speed_beside_training(
+    work: Workload, cluster: Cluster, engines: int, sequences: float, *, host: float = 1.0
+) -> float:
     """Return the speed of engines while the trainer trains on their GPU, over their speed alone, under CUDA MPS.
 
     The GPU's time is conserved: generation gains what training loses, over the share of the time that the engines alone
     keep the GPU busy.
     """
-    busy = engines * _busy_seconds(work, cluster, 1, engines, sequences) * _SIDE_BY_SIDE
-    share = busy / decode_seconds(work, cluster, 1, engines, sequences, mps=True)
+    busy = engines * _busy_seconds(work, cluster, 1, engines, sequences)
+    share = busy / decode_seconds(work, cluster, 1, engines, sequences, mps=True, host=host)
     return min(1.0, (1 - 1 / SLOWED) / share)
 
 

@@ -1,12 +1,17 @@
 """A plan as text for people and as JSON for programs."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
+
+import tomli_w
 
 from services.plan.hardware import GIB, Cluster
 from services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
 from services.plan.memory import Table, peak, total
+from shared.errors import SettingsError
+from shared.settings import loads
 
 SHOWN = 3
 _PROBLEMS = 5
@@ -26,10 +31,24 @@ class Plan:
 
 def accepted(layout: GpuLayout, cluster: Cluster) -> bool:
     """Whether the settings accept a layout with vLLM, whose rates the plan assumes; devices are shared in turn on one
-    host, by replicas of one GPU and one engine.
+    host, by replicas of one GPU.
     """
-    alone = (cluster.nodes, layout.tensor_parallel, layout.engines) == (1, 1, 1)
-    return layout.placement in ("separate", "at once") or alone
+    if layout.placement in ("separate", "at once"):
+        return True
+    return (cluster.nodes, layout.tensor_parallel) == (1, 1) and _in_turn(layout.placement, layout.engines)
+
+
+@functools.cache
+def _in_turn(placement: str, engines: int) -> bool:
+    """Whether the settings accept replicas with ``engines`` each that use the trainer's GPUs in turn."""
+    try:
+        loads(
+            tomli_w.dumps({"placement": {"mode": placement}, "rollout": {"engines_per_gpu": engines, "replicas": 1}}),
+            "",
+        )
+    except SettingsError:
+        return False
+    return True
 
 
 def text(plan: Plan) -> str:

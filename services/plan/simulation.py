@@ -19,11 +19,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from services.plan.measured import WARM_UP, steady
 from services.plan.rates import COORDINATOR_BEAT_S, SLOWED, Rates
 from services.plan.workload import Workload
 
-_WARM_UP = 3
-"""A third of the steps is not measured."""
 _SPANS = 4000
 _POOL = 1009
 """Groups that are drawn; they repeat."""
@@ -57,7 +56,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulatedFigures:
-    """Figures of the simulated steps after the first third."""
+    """Figures of the simulated run's steady steps."""
 
     samples_per_s: float
     step_s: float
@@ -220,12 +219,11 @@ class _Run:
         if not replica.running:
             replica.started_s = self._now
             self._occupy(1)
-        wait = len(ready) * self._rates.prefill_s
+        replica.sequences += sum(group.sequences for group in ready)
+        prefill = len(ready) * self._rates.prefill_s / self._rates.decoding(replica.sequences)
         for group in ready:
             group.version = self._live
-            steps = group.longest + wait / self._rates.decoding(replica.sequences + group.sequences)
-            heapq.heappush(replica.running, (replica.clock + steps, group.number, group))
-            replica.sequences += group.sequences
+            heapq.heappush(replica.running, (replica.clock + group.longest + prefill, group.number, group))
         self._schedule(replica)
 
     def _advance(self, replica: _Replica) -> None:
@@ -313,7 +311,7 @@ class _Run:
         if len(self._scored) < self._work.groups:
             return
         batch = [heapq.heappop(self._scored)[1] for _ in range(self._work.groups)]
-        if self._commits and len(self._commits) >= self._steps // _WARM_UP:
+        if self._commits and len(self._commits) >= self._steps // WARM_UP:
             self._lags.update(self._step - group.version for group in batch)
         self._training, self._train_started_s = True, self._now
         switch = self._pause(paused=True)
@@ -333,8 +331,12 @@ class _Run:
         return SLOWED if beside else 1.0
 
     def _pause(self, *, paused: bool) -> float:
-        """Pause or wake the replicas on the trainer's GPUs; return the seconds of the switch."""
+        """Pause or wake the replicas on the trainer's GPUs; return the seconds of the switch, if it is one."""
         borrowed = [replica for replica in self._replicas if replica.borrowed]
+        if paused and any(
+            replica.paused for replica in borrowed
+        ):  # the batch was there when the one before was trained
+            return 0.0
         for replica in borrowed:
             self._advance(replica)
             if self._rates.beside:
@@ -409,14 +411,14 @@ class _Run:
             self._spans.append(Span(actor, kind, start_s, self._now))
 
     def _measured(self) -> SimulatedFigures:
-        first = min(len(self._commits) // _WARM_UP, max(0, len(self._commits) - 2))
         if len(self._commits) < 2:
             raise ValueError(f"expected at least 2 simulated steps, found {len(self._commits)}")
-        span_s = max(1e-9, self._commits[-1] - self._commits[first])
+        counted = steady(len(self._commits), self._work.max_lag)
+        first, last = counted.start - 1, counted.stop - 1
+        span_s, count = max(1e-9, self._commits[last] - self._commits[first]), last - first
         trained, generated, source, bus, coordinator = (
-            last - begin for last, begin in zip(self._busy_at[-1], self._busy_at[first], strict=True)
+            after - before for after, before in zip(self._busy_at[last], self._busy_at[first], strict=True)
         )
-        count = len(self._commits) - 1 - first
         beats = len(self._replicas) * COORDINATOR_BEAT_S
         groups = max(1, self._lags.total())
         return SimulatedFigures(

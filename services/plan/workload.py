@@ -1,6 +1,7 @@
 """The work of a step: groups, lengths, and the parts of a run that cost memory or time. Built from the run's settings."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ _MEAN_SHARE = 0.4
 """Of sampling.max_new_tokens, if no lengths are known."""
 _SPREAD = 0.6
 """Standard deviation of the logarithm of a length."""
+_HALVINGS = 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Lengths:
     """Completion lengths in tokens: log-normal and cut at ``most``, or a ``sample`` of measured ones."""
 
     mean: float
+    """After the cut."""
     most: int
     spread: float = _SPREAD
     sample: tuple[int, ...] = ()
@@ -40,8 +43,24 @@ class Lengths:
             return [float(ordered[int(place * len(ordered))]) for place in places]
         if self.mean >= self.most or not self.spread:
             return [float(min(self.mean, self.most))] * count
-        normal = NormalDist(math.log(self.mean) - self.spread**2 / 2, self.spread)
-        return [min(float(self.most), max(1.0, math.exp(normal.inv_cdf(place)))) for place in places]
+        ratios = [math.exp(self.spread * NormalDist().inv_cdf(place)) for place in places]
+        median = _median(self, tuple(ratios))
+        return [_cut(median * ratio, self.most) for ratio in ratios]
+
+
+@functools.lru_cache(maxsize=64)
+def _median(lengths: Lengths, ratios: Sequence[float]) -> float:
+    """Return the median with which lengths of these ratios to it have their mean after the cut."""
+    low, high = 0.0, lengths.most / ratios[0]
+    for _ in range(_HALVINGS):
+        median = (low + high) / 2
+        is_short = sum(_cut(median * ratio, lengths.most) for ratio in ratios) < lengths.mean * len(ratios)
+        low, high = (median, high) if is_short else (low, median)
+    return high
+
+
+def _cut(length: float, most: int) -> float:
+    return min(float(most), max(1.0, length))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
