@@ -24,6 +24,8 @@ from shared.settings import Settings, load, loads
 _HOSTS, _DECODING = (0.5, 2.0), (0.1, 10.0)
 """Seconds of vLLM's scheduler on other hosts, over those on the measured ones, and of decoding steps over the planned ones."""
 _HALVINGS = 16
+_WAITS = 0.1
+"""Share of a step that a trainer waits if generation bounds the run, whose step then tells how fast it is."""
 _LEAST_WAIT = 0.05
 """Of a step: with less, training bounds the run."""
 
@@ -106,7 +108,7 @@ def corrections(
         score_s=figures.score_s / max(1, planner.wanted(layout.all_replicas)),
     )
     computed_s = figures.compute_s + figures.other_s + figures.moving_s
-    if not layout.borrowed:
+    if not layout.borrowed and figures.wait_s < _WAITS * figures.step_s:
         return _decoding(known, figures.generate_s, lambda tried: _generate_s(planner, layout, tried))
     if at_once and figures.wait_s < _LEAST_WAIT * computed_s:  # the step does not tell how fast generation is
         return known

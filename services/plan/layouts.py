@@ -50,6 +50,8 @@ _WAYS = (("adamw", "none"), ("adamw_8bit", "none"), ("adamw", "optimizer"), ("ad
 """Optimizers and offloading, in the order of what they cost."""
 _SWITCH_S = (0.05, 0.3, 0.8, 0.8)
 """Both ways, by rung; rung 3 also moves the optimizer's state."""
+_FREES_SNAPSHOTS = 2
+"""The rung from which the trainer of ``shared`` has no snapshot while it trains (services/trainer/rank0/publication.py)."""
 _CONTEXT_ASLEEP = 3.0 * (1 << 30)
 """What a sleeping vLLM engine keeps (2.9 GiB of 139.9 on an H200)."""
 
@@ -248,14 +250,16 @@ class Planner:
             yield own + [dataclasses.replace(way, zero_stage=stage, snapshots=pulled) for stage, pulled in others]
 
     def _trainers(
-        self, ranks: int, beside_bytes: float = 0.0, copies: int = 2
+        self, ranks: int, beside_bytes: float = 0.0, copies: int = 2, *, in_turn: bool = False
     ) -> Iterator[tuple[TrainerOptions, Table, int] | MemoryShortage]:
-        """Yield the settings that fit, of the first optimizer and offloading with which any do, or why none does."""
+        """Yield the settings that fit, of the first optimizer and offloading with which any do, or why none does;
+        ``in_turn``: the trainer can free its snapshot while it trains."""
         limit_bytes = self.limit_bytes - beside_bytes
         for together in self._options(ranks, copies):
             fits = False
             for options in dict.fromkeys(together):
                 table, kept = trainer_table(self.work, options, limit_bytes)
+                table = _without_snapshots(table) if in_turn else table
                 if peak(table) <= limit_bytes:
                     fits = True
                     yield options, table, kept
@@ -334,7 +338,7 @@ class Planner:
         yield self._candidate(lent, {**tables, "trainer": turns.table}, kept, groups)
 
     def _shared(self, ranks: int) -> Iterator[Candidate | MemoryShortage]:
-        for trainer in self._trainers(ranks, _CONTEXT_ASLEEP, copies=1):
+        for trainer in self._trainers(ranks, _CONTEXT_ASLEEP, copies=1, in_turn=True):
             if isinstance(trainer, MemoryShortage):
                 yield dataclasses.replace(trainer, layout=f"shared: {trainer.layout}")
                 continue
@@ -365,6 +369,7 @@ class Planner:
         idle = [Component("reward service", CONTEXT)] if scoring else []
         for rung in range(4):
             trainer, _ = trainer_table(self.work, options, self.limit_bytes - engines * _CONTEXT_ASLEEP)
+            trainer = _without_snapshots(trainer) if rung >= _FREES_SNAPSHOTS and not others else trainer
             waiting = [part for part in trainer["wait"] if rung < 3 or part.name not in ("master weights", "moments")]
             waiting += idle
             room = self.limit_bytes - total(waiting)
@@ -517,6 +522,13 @@ def _words(options: TrainerOptions) -> str:
     more = ", 8-bit Adam" if options.optimizer == "adamw_8bit" else ""
     more += f", offload {options.offload}" if options.offload != "none" else ""
     return f"a trainer on {options.ranks} GPUs, ZeRO {options.zero_stage}{more}"
+
+
+def _without_snapshots(table: Table) -> Table:
+    """Return the trainer's memory if its snapshot is away while it trains."""
+    return {
+        phase: [part for part in parts if phase == "wait" or part.name != "snapshots"] for phase, parts in table.items()
+    }
 
 
 def _with(table: Table, component: Component) -> Table:

@@ -3,7 +3,8 @@
 ::
 
     decoding step = bytes moved / bandwidth + kernels of each layer + scheduler in Python, per sequence
-    several engines = while one engine's scheduler runs, kernels of the others do
+    several engines = while one engine's scheduler runs, kernels of the others do: in time slices one after the other,
+                      under CUDA MPS side by side, where they delay each other
     forward and backward = max(operations / (peak · MFU), launching kernels, gathering weights)  per micro-batch
     update = bytes of states / bandwidth          transfer = bytes · fan-out / network of rank 0
 
@@ -25,7 +26,9 @@ _LAYER_S = 50e-6
 _SCHEDULER_S, _SEQUENCE_S = 0.5e-3, 18e-6
 """vLLM's scheduler in each step, and for each sequence of it."""
 _SLICES = 1.2
-"""GPU time of engines that share a GPU in time slices; under CUDA MPS it is that of one alone."""
+"""GPU time of engines that share a GPU in time slices."""
+_DELAY = 0.43
+"""Of the GPU time of each other engine, what it adds to an engine's own under CUDA MPS."""
 SLOWED = 1.07
 """Seconds of a training step beside engines that generate on the same GPU, over those of one alone."""
 _ALL_REDUCE_S = 20e-6
@@ -98,7 +101,11 @@ def decode_seconds(
     """
     busy = _busy_seconds(work, cluster, tensor_parallel, engines, sequences)
     scheduler = host * (_SCHEDULER_S + max(1.0, sequences / engines) * _SEQUENCE_S)
-    return _cycle_seconds(engines, busy if mps or engines == 1 else _SLICES * busy, scheduler)
+    side_by_side = busy * (1 + _DELAY * (engines - 1)) + scheduler
+    if engines == 1:
+        return side_by_side
+    in_slices = _cycle_seconds(engines, _SLICES * busy, scheduler)
+    return min(side_by_side, in_slices) if mps else in_slices
 
 
 def _cycle_seconds(engines: int, gpu_s: float, host_s: float) -> float:

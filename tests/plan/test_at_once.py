@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.cli.__main__ import main
-from services.cli.plan import corrections, make, preferences, settings_of
+from services.cli.plan import corrections, layout_of, make, preferences, settings_of
 from services.plan import certain
 from services.plan.hardware import GIB, parse_cluster
 from services.plan.layouts import Candidate, Planner
@@ -85,6 +86,50 @@ def test_a_run_at_once_corrects_the_rates_without_what_the_two_take_from_each_ot
     corrected = of_run(tmp_path, "at_once")
     assert rates(planner(tmp_path, corrected))["at once", 3] == pytest.approx(82.1, rel=0.06)
     assert corrected.train == pytest.approx(of_run(tmp_path, "shared").train, rel=0.02)
+
+
+def geometric(mean: int, most: int) -> Lengths:
+    """Return the lengths of completions whose tokens are each the last with a probability of 1 / ``mean``."""
+    places = [(index + 0.5) / 1000 for index in range(1000)]
+    sample = tuple(min(most, math.ceil(math.log(1 - place) / math.log(1 - 1 / mean))) for place in places)
+    return Lengths(sum(sample) / len(sample), most, sample=sample)
+
+
+def test_a_run_with_completions_of_one_length_predicts_that_of_a_long_tail() -> None:
+    """Of the measured lengths' mean, which grew in that run; three engines under MPS, and the trainer on its own GPU."""
+    stored = json.loads((RESULTS / "2026-11-23-pipeline-h200.json").read_text())
+    lines = [{**step, "samples": 256} for step in stored["long"]["steps"]]
+    own = settings_of(None, ["--trainer.gpus=[0]", "--rollout.gpus=[1]", "--rollout.engines_per_gpu=3", *WORK])
+    gpus = parse_cluster("2xH200")
+    work = dataclasses.replace(workload_of(own, "0.5b"), prompt_tokens=64, lengths=Lengths(512, 512, 0.0))
+    corrected = corrections(measured(lines, 1), own, work, gpus, mps=True)
+    tail = dataclasses.replace(work, lengths=geometric(1360, 2048))
+    trained = [step["response_tokens_mean"] for step in stored["tail"]["steps"][4:]]
+    assert tail.lengths.mean == pytest.approx(sum(trained) / len(trained), rel=0.02)
+    rates = {
+        each: 256 / Planner(each, gpus, preferences(own), corrected).as_set(layout_of(own, mps=True)).step_s
+        for each in (work, tail)
+    }
+    assert rates[work] == pytest.approx(stored["long"]["result"]["samples_per_s"]["async"], rel=0.03)
+    assert rates[tail] == pytest.approx(stored["tail"]["result"]["samples_per_s"]["async"], rel=0.08)
+
+
+def test_in_turn_the_snapshot_is_away_while_the_trainer_trains_from_rung_2_on() -> None:
+    """Full AdamW at 7B fits on one GPU by it."""
+
+    def in_turn(model: str) -> Candidate:
+        candidates = make(settings_of(None, []), "1xH200", model).candidates
+        return next(each for each in candidates if each.layout.placement == "shared" and each.layout.trainer.snapshots)
+
+    large, small = in_turn("7b"), in_turn("0.5b")
+    assert (large.layout.trainer.optimizer, large.layout.trainer.offload) == ("adamw", "none")
+    assert large.layout.rung >= 2 > small.layout.rung
+    for candidate, away in ((large, True), (small, False)):
+        shared = candidate.memory["shared"]
+        for phase in ("forward and backward", "optimizer"):
+            assert ("snapshots" not in [part.name for part in shared[phase]]) == away
+    (waiting,) = [part.nbytes for part in large.memory["shared"]["generate"] if part.name == "trainer, waiting"]
+    assert waiting > 2 * 2 * 7.6e9, "weights and the snapshot"
 
 
 def test_without_a_run_the_error_is_what_the_page_says(tmp_path: Path) -> None:

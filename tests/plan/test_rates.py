@@ -69,7 +69,7 @@ def test_several_engines_hide_their_schedulers_and_no_more(sequences: int, host:
     for engines in (2, 3):
         busy_s = step_s(1, 0.0)
         assert step_s(engines) > busy_s, "kernels of several engines take no less than those of one"
-        assert step_s(engines) < step_s(engines, mps=False)
+        assert step_s(engines) <= step_s(engines, mps=False)
         slower = step_s(engines, 2 * host) / step_s(engines)
         assert 1 < slower < step_s(1, 2 * host) / step_s(1), "a slow host slows several engines less than one"
 
