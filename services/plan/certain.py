@@ -182,7 +182,8 @@ def _replica(settings: Settings, work: Workload, memory_bytes: float) -> list[Co
         return []
     if count != "auto" and count > 1:
         fewer = "lower rollout.engines_per_gpu"
-        shadows = 0.0 if work.lora_rank or settings.weights.transport == "file" else count * weights
+        apart = not work.lora_rank and settings.weights.transport != "file" and settings.weights.shadow != "bucketed"
+        shadows = count * weights if apart else 0.0
         return [
             Component("the engines' weights", count * weights, fewer),
             Component("second copies of these", shadows, fewer),

@@ -52,6 +52,9 @@ _SWITCH_S = (0.05, 0.3, 0.8, 0.8)
 """Both ways, by rung; rung 3 also moves the optimizer's state."""
 _FREES_SNAPSHOTS = 2
 """The rung from which the trainer of ``shared`` has no snapshot while it trains (services/trainer/rank0/publication.py)."""
+_USABLE_FREED = 0.93
+"""Of a GPU's memory, where a snapshot comes and goes: of an H200, 9.4 GiB were in parts too small for a step's gradients
+(benchmarks/results/2026-11-24-7b-one-gpu-h200.json)."""
 _CONTEXT_ASLEEP = 3.0 * (1 << 30)
 """What a sleeping vLLM engine keeps (2.9 GiB of 139.9 on an H200)."""
 
@@ -166,6 +169,10 @@ class Planner:
         """Of one GPU."""
         return USABLE * self.cluster.gpu.memory_bytes
 
+    @property
+    def _freed_limit_bytes(self) -> float:
+        return _USABLE_FREED * self.cluster.gpu.memory_bytes
+
     def compare(self) -> tuple[list[Candidate], list[MemoryShortage]]:
         """Return the simulated layouts, fastest first, and what does not fit."""
         candidates: list[Candidate] = []
@@ -259,8 +266,10 @@ class Planner:
             fits = False
             for options in dict.fromkeys(together):
                 table, kept = trainer_table(self.work, options, limit_bytes)
-                table = _without_snapshots(table) if in_turn else table
-                if peak(table) <= limit_bytes:
+                usable_bytes = limit_bytes
+                if in_turn and options.snapshots and peak(table) > limit_bytes:
+                    table, usable_bytes = _without_snapshots(table), self._freed_limit_bytes - beside_bytes
+                if peak(table) <= usable_bytes:
                     fits = True
                     yield options, table, kept
             if fits:
@@ -369,7 +378,9 @@ class Planner:
         idle = [Component("reward service", CONTEXT)] if scoring else []
         for rung in range(4):
             trainer, _ = trainer_table(self.work, options, self.limit_bytes - engines * _CONTEXT_ASLEEP)
-            trainer = _without_snapshots(trainer) if rung >= _FREES_SNAPSHOTS and not others else trainer
+            limit_bytes = self.limit_bytes
+            if options.snapshots and rung >= _FREES_SNAPSHOTS and not others:
+                trainer, limit_bytes = _without_snapshots(trainer), self._freed_limit_bytes
             waiting = [part for part in trainer["wait"] if rung < 3 or part.name not in ("master weights", "moments")]
             waiting += idle
             room = self.limit_bytes - total(waiting)
@@ -389,7 +400,8 @@ class Planner:
                 "generate": [*memory.components, Component("trainer, waiting", total(waiting) - total(idle)), *idle],
             }
             enough = 2 * groups >= self.wanted(replicas) or rung == 3
-            if groups and peak(table) <= self.limit_bytes and enough:
+            fits = peak(busy) <= limit_bytes and peak(table) <= self.limit_bytes
+            if groups and fits and enough:
                 return _Turns(rung, table, groups, utilization)
         return _Turns(rung, table, 0, 0.0)
 

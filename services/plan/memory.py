@@ -101,9 +101,10 @@ def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -
     moving = _gradients(work.trained, work, options)
     base = total(lasting) + total(moving)
     kept, keeps_logits = _kept(work, options, USED * limit_bytes - base)
+    passes = [*moving, *activations(work, options, kept, keeps_logits=keeps_logits)]
     table: dict[Phase, Components] = {
         "wait": lasting,
-        "forward and backward": [*lasting, *moving, *activations(work, options, kept, keeps_logits=keeps_logits)],
+        "forward and backward": [*lasting, *max(passes, _reduced(work.trained, work, options), key=total)],
         "optimizer": [*lasting, *_step(work.trained, work, options)],
     }
     if work.critic is not None:
@@ -173,6 +174,13 @@ def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Co
     elif options.zero_stage == 2 and options.offload == "none":
         buffers += nbytes / options.ranks  # of this pass, added to those of the passes before
     return [*parts, Component("reduction", buffers, "set zero_optimization in trainer.deepspeed")]
+
+
+def _reduced(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+    """Return what the end of the last backward pass needs at stage 1: all gradients, and a flat copy of the rank's share."""
+    gradients = _gradients(trained, work, options)[0]
+    copies = gradients.nbytes / options.ranks if options.zero_stage == 1 and options.offload == "none" else 0.0
+    return [gradients, Component("reduction", copies, "set zero_optimization in trainer.deepspeed")]
 
 
 def _step(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:

@@ -94,7 +94,8 @@ class TrainerSettings(Section):
     apart, else sequences, with a warning."""
     kernels: Literal["auto", "torch", "liger"] = Field(default="auto")
     """Norms, rotary embeddings and gated MLPs on a GPU: by torch, or by Liger's fused kernels (extra fused-kernels).
-    `auto`: Liger's if installed and if they know the model. With `torch`, logprobs are computed by torch as well."""
+    `auto`: Liger's if installed and if they know the model. With `torch`, logprobs are computed by torch as well, and
+    FlashAttention 4 (extra flash-attention) is not used."""
     logits: Literal["model", "float32"] = Field(default="model")
     """Type of logits of bfloat16 hidden states, also in the reward service's reference. `model`: the model's, as in
     vLLM; `float32`: exact logprobs, where the others differ by 0.02 nats per token (docs/algorithms.md)."""

@@ -46,8 +46,12 @@ WIDEST = {"reward": "reward-models", "trainer": "trainer-kernels"}
 LOCKS = DOCKER / "locks"
 PINNED = re.compile(r"[a-z0-9._-]+==[\w.!+]+( ; .+)?((?: +--hash=sha256:[0-9a-f]{64})+)", re.IGNORECASE)
 INSTALL = re.compile(r"/opt/penstock/bin/pip install (?P<words>[^&]+)")
-OPTIONAL = {"coordinator": {"datasets"}, "trainer": {"triton"}, "pod": {"datasets", "mlflow", "triton"}}
-"""Missing `datasets` and `mlflow` are reported in a sentence; `triton` comes with torch's CUDA wheels."""
+OPTIONAL = {
+    "coordinator": {"datasets"},
+    "trainer": {"triton", "flash_attn"},
+    "pod": {"datasets", "mlflow", "triton", "flash_attn"},
+}
+"""Missing `datasets` and `mlflow` are reported in a sentence, `flash_attn` is left out; `triton` comes with torch's CUDA wheels."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

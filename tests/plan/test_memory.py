@@ -53,6 +53,7 @@ def test_a_config_without_sizes_is_refused() -> None:
         ("0.5b", TrainerOptions(1, 2, offload="optimizer", checkpointing=False, snapshots=0), 20.00),
         ("0.5b", TrainerOptions(1, 1, snapshots=0, micro_batch_tokens=15_261), 29.7),
         ("0.5b", TrainerOptions(1, 1, snapshots=0, micro_batch_tokens=46_103), 66.7),
+        ("7b", TrainerOptions(1, 1, checkpointing=True, snapshots=0, micro_batch_tokens=8192), 138.2),
         ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=0), 72.59),
         ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=0, micro_batch_tokens=32_768), 76.68),
     ],

@@ -101,6 +101,8 @@ class Publication:
         if self._source is not None:
             self._source.withdraw(_LEAVE_S)
         self._spare = self._offered = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # else smaller tensors divide the buckets' segments
         return True
 
     def offer_again(self, engine: TrainingEngine, *, is_first: bool) -> None:

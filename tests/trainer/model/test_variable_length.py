@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from services.trainer.model.layers import attention, variable_length
 from services.trainer.model.layers.variable_length import Variant
@@ -46,6 +47,18 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 def test_kernels_that_agree_with_torch_are_used(variant: Variant, install: Callable[..., None]) -> None:
     install(flash4)
     assert variable_length.agrees(variant)
+
+
+def test_kernels_are_compared_within_checkpointed_layers_too(install: Callable[..., None]) -> None:
+    install(flash4)
+
+    def layer(hidden: Tensor) -> Tensor:
+        return hidden.exp().sin() if variable_length.agrees(CAUSAL) else hidden
+
+    hidden = torch.tensor([0.5], requires_grad=True)
+    out: Tensor = checkpoint(layer, hidden, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(out, hidden)
+    assert float(gradient) == pytest.approx(-0.12835, abs=1e-5)  # cos(exp 0.5) · exp 0.5
 
 
 def fails(*_: Any, **__: Any) -> Any:

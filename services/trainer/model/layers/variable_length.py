@@ -15,6 +15,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +58,7 @@ class Variant:
 
 
 def choose(query_THD: Tensor, key_heads: int, size: int, *, windowed: bool, flash4: bool) -> VarlenKind | None:
-    """Return the kernels for heads of ``size``, or None where there are none: not half precision, not a GPU, too large.
+    """Return the kernels for heads of ``size``, or None if they support neither its type nor its device.
 
     Args:
         flash4: use FlashAttention 4 if it is installed and agrees with torch.
@@ -125,7 +126,10 @@ def agrees(variant: Variant) -> bool:
     if not is_installed():
         return False
     try:
-        difference = _difference(variant)
+        with ThreadPoolExecutor(
+            1
+        ) as apart:  # hooks on saved tensors, as of activation checkpointing, are of their thread
+            difference = apart.submit(_difference, variant).result()
     except Exception as error:  # noqa: BLE001 (of a compiler, or of versions that do not fit)
         log.warning("FlashAttention 4 is not used: it failed", extra={"variant": str(variant), "detail": str(error)})
         return False
@@ -154,6 +158,8 @@ def _difference(variant: Variant) -> float:
         drawn = torch.randn(tokens, heads, variant.size, generator=generator, device=variant.device)
         return drawn.to(variant.dtype).requires_grad_()
 
+    if variant.device.type == "cuda":
+        torch.cuda.set_device(variant.device)
     with torch.enable_grad():
         query = drawn(sum(queries), variant.heads)
         key, value = drawn(sum(keys), variant.key_heads), drawn(sum(keys), variant.key_heads)
