@@ -86,6 +86,14 @@ def test_kernels_that_fail_or_differ_are_not_used(
     assert "FlashAttention 4 is not used" in caplog.text
 
 
+def test_a_package_that_cannot_be_imported_is_not_used(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(flash4)
+    monkeypatch.setattr(variable_length, "is_installed", fails)
+    assert not variable_length.agrees(CAUSAL)
+
+
 def test_older_gpus_are_left_to_torch(install: Callable[..., None]) -> None:
     install(flash4, capability=8)
     assert not variable_length.agrees(CAUSAL)

@@ -123,9 +123,9 @@ def agrees(variant: Variant) -> bool:
     """
     if torch.are_deterministic_algorithms_enabled() or torch.cuda.get_device_capability(variant.device)[0] < _HOPPER:
         return False
-    if not is_installed():
-        return False
     try:
+        if not is_installed():
+            return False
         with ThreadPoolExecutor(
             1
         ) as apart:  # hooks on saved tensors, as of activation checkpointing, are of their thread
@@ -142,6 +142,7 @@ def agrees(variant: Variant) -> bool:
 
 
 def is_installed() -> bool:
+    """Whether the package has it; raises what an older one's import does."""
     return (
         importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
     )
