@@ -484,7 +484,7 @@ async def test_the_policy_behind_a_vllm_server_gives_the_logprobs_of_the_trainer
         async def healthy() -> bool:
             async with httpx.AsyncClient() as client:
                 with contextlib.suppress(httpx.HTTPError):
-                    return (await client.get(url.replace("/v1", "/health"))).status_code == 200
+                    return "teacher" in (await client.get(f"{url}/models")).text  # and no other server on that port
             return False
 
         await until(healthy, timeout_s=1000)
