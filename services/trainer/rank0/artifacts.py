@@ -44,7 +44,8 @@ class Artifacts:
 
     def offer_again(self, engine: TrainingEngine) -> None:
         """Offer the newest version again, from the same weights."""
-        self._publication.offer_again(engine, is_first=False)
+        assert self._publication.newest is not None
+        self.publish(engine, *self._publication.newest)
 
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str
@@ -72,10 +73,6 @@ class Rank0Artifacts(Artifacts):
         assert version is not None
         note_version(self._settings.run_folder, version)
         return self._publication.publish(engine, version, step)
-
-    def offer_again(self, engine: TrainingEngine) -> None:
-        """Offer the newest version again, from the same weights."""
-        self._publication.offer_again(engine, is_first=True)
 
     def complete(
         self, state: CheckpointState | None, kl_coefficient: float, files: Mapping[Path, CheckpointFile], refusal: str

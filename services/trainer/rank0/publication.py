@@ -64,7 +64,7 @@ class Publication:
         self._spare: FlatSnapshot | None = None
         self._offered: FlatSnapshot | None = None
         self._others: Sequence[str] = ()
-        self._newest: tuple[PolicyVersion, int] | None = None
+        self.newest: tuple[PolicyVersion, int] | None = None
         """Version and step."""
 
     def publish(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
@@ -73,7 +73,7 @@ class Publication:
         Raises:
             WeightsError: storage refused.
         """
-        folder, self._newest = self._settings.snapshot_folder, (version, step)
+        folder, self.newest = self._settings.snapshot_folder, (version, step)
         if self._settings.publishes_adapters:
             configuration = file_configuration(engine.model)
             written = write_adapter(folder, version, step, engine.factors(), configuration, self._dtype)
@@ -85,7 +85,7 @@ class Publication:
 
     def take_part(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> None:
         """Help rank 0 publish, as another rank."""
-        self._newest = version, step
+        self.newest = version, step
         if not self._settings.publishes_adapters and self._is_sharded(engine):
             self._offer(engine, version, step)
         else:
@@ -96,7 +96,7 @@ class Publication:
 
         The same on every rank. Only while this process holds all replicas' devices.
         """
-        if self._newest is None or not self._settings.frees_snapshots or rung < REPLICA_RUNG:
+        if self.newest is None or not self._settings.frees_snapshots or rung < REPLICA_RUNG:
             return False
         if self._source is not None:
             self._source.withdraw(_LEAVE_S)
@@ -104,11 +104,6 @@ class Publication:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # else smaller tensors divide the buckets' segments
         return True
-
-    def offer_again(self, engine: TrainingEngine, *, is_first: bool) -> None:
-        """Offer the newest version again, from the same weights; on every rank."""
-        assert self._newest is not None
-        (self.publish if is_first else self.take_part)(engine, *self._newest)
 
     @property
     def buckets(self) -> list[torch.Tensor]:
