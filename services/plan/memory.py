@@ -177,9 +177,11 @@ def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Co
 
 
 def _reduced(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
-    """Return what the end of the last backward pass needs at stage 1: all gradients, and a flat copy of the rank's share."""
+    """Return what the end of the last backward pass needs at stage 1: all gradients, and on several ranks a flat copy of
+    the rank's share."""
     gradients = _gradients(trained, work, options)[0]
-    copies = gradients.nbytes / options.ranks if options.zero_stage == 1 and options.offload == "none" else 0.0
+    copied = options.zero_stage == 1 and options.ranks > 1 and options.offload == "none"
+    copies = gradients.nbytes / options.ranks if copied else 0.0
     return [gradients, Component("reduction", copies, "set zero_optimization in trainer.deepspeed")]
 
 

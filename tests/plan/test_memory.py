@@ -53,7 +53,7 @@ def test_a_config_without_sizes_is_refused() -> None:
         ("0.5b", TrainerOptions(1, 2, offload="optimizer", checkpointing=False, snapshots=0), 20.00),
         ("0.5b", TrainerOptions(1, 1, snapshots=0, micro_batch_tokens=15_261), 29.7),
         ("0.5b", TrainerOptions(1, 1, snapshots=0, micro_batch_tokens=46_103), 66.7),
-        ("7b", TrainerOptions(1, 1, checkpointing=True, snapshots=0, micro_batch_tokens=8192), 138.2),
+        ("7b", TrainerOptions(1, 1, checkpointing=True, snapshots=0, micro_batch_tokens=8192), 128.2),
         ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=0), 72.59),
         ("7b", TrainerOptions(2, 3, checkpointing=True, snapshots=0, micro_batch_tokens=32_768), 76.68),
     ],
@@ -66,11 +66,15 @@ def test_peaks_are_within_three_percent_of_those_measured(
     assert (peak(table) - context) / 1e9 == pytest.approx(measured_gb, rel=0.03)
 
 
-def test_the_plan_is_within_two_percent_of_every_stored_measurement() -> None:
-    stored = json.loads((RESULTS / "2026-11-23-plan-memory-h200.json").read_text())["result"]
-    measured = [result for result in stored if "error" not in result]
-    assert len(measured) == 8
-    assert {name: off for name, off in map(deviation, measured) if abs(off) > 0.02} == {}
+@pytest.mark.parametrize(
+    ("stored", "configurations", "bar"),
+    [("2026-11-23-plan-memory-h200.json", 8, 0.02), ("2026-11-24-plan-memory-two-gpus-h200.json", 3, 0.03)],
+)
+def test_the_plan_is_near_every_stored_measurement(stored: str, configurations: int, bar: float) -> None:
+    results = json.loads((RESULTS / stored).read_text())["result"]
+    measured = [result for result in results if "error" not in result]
+    assert len(measured) == configurations
+    assert {name: off for name, off in map(deviation, measured) if abs(off) > bar} == {}
 
 
 def test_the_plan_knows_the_groups_of_the_optimizer() -> None:

@@ -91,7 +91,7 @@ class TrainingEngine:
                 model=self.policy,
                 model_parameters=parameters,
                 optimizer=adamw(parameters, settings.trainer, device),
-                config=_config(settings, keeps_all=not recomputation.is_enabled(self.policy)),
+                config=_config(settings, self.ranks, keeps_all=not recomputation.is_enabled(self.policy)),
             )
         check_sizes(engine.optimizer, settings.trainer)
         self._engine: Any = engine
@@ -421,7 +421,7 @@ def _import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
+def _config(settings: Settings, ranks: int, *, keeps_all: bool) -> dict[str, Any]:
     trainer = settings.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     # DeepSpeed's own linear layer frees whole weights until the backward pass; checkpointing does so anyway, and
@@ -432,13 +432,15 @@ def _config(settings: Settings, *, keeps_all: bool) -> dict[str, Any]:
         zero["offload_optimizer"] = pinned
     if trainer.offload == "all":
         zero["offload_param"] = pinned
+    # a flat copy of all gradients at the end of the backward pass, which only reducing them over ranks needs
+    flat = {"contiguous_gradients": False} if trainer.zero_stage == 1 and ranks == 1 else {}
     return {
         **trainer.deepspeed,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # boundaries are set by hand
         "gradient_clipping": trainer.max_grad_norm,
         "bf16": {"enabled": settings.policy.dtype == "bfloat16"},
-        "zero_optimization": {**linear, **trainer.deepspeed.get("zero_optimization", {}), **zero},
+        "zero_optimization": {**linear, **flat, **trainer.deepspeed.get("zero_optimization", {}), **zero},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own is compiled at run time
         "steps_per_print": 2**31 - 1,

@@ -1,5 +1,6 @@
 """Attention over packed rows equals separate sequences."""
 
+import copy
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -211,7 +212,7 @@ def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[
     kinds = (("mask", torch.float32), ("mask", torch.bfloat16), (way, torch.bfloat16))
     for kind, dtype in kinds:
         torch.manual_seed(0)
-        model = make().requires_grad_(True).to("cuda", dtype)
+        model = copy.deepcopy(make()).requires_grad_(True).to("cuda", dtype)
         chosen: Any = kind
         logprobs = Policy(model, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
         gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))

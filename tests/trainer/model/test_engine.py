@@ -97,6 +97,8 @@ def step(of: Settings) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     [
         {"logits_chunk_tokens": 5},
         {"gradient_checkpointing": True},
+        {"zero_stage": 1},
+        {"zero_stage": 1, "deepspeed": {"zero_optimization": {"contiguous_gradients": True}}},
         {"zero_stage": 1, "offload": "optimizer"},
         {"zero_stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}},
         {"zero_stage": 3},

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from shared.errors import WeightsError
+from shared.errors import SettingsError, WeightsError
 from shared.process.memory_timeline import host_bytes
 
+_GIB = float(1 << 30)
 KV_CACHE = "kv_cache"
 """vLLM's tag of its allocations."""
 
@@ -26,6 +27,7 @@ class Ladder:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._rung = 0
+        self._freed_bytes = 0
 
     def free(self, rung: int, *, keep_weights: bool) -> None:
         """Free memory down to ``rung``; decoding is paused, and no request uses the KV cache from rung 1 on.
@@ -38,16 +40,34 @@ class Ladder:
         """
         if rung and self._worker.device.type != "cuda":
             raise WeightsError(f"expected rung 0 for vLLM on a CPU, found {rung}: set placement.rung = 0")
+        before_bytes = free_bytes(self._worker.device)
         if rung >= 2:
             self._worker.sleep(level=1 if keep_weights else 2)
         elif rung == 1:
             self._discard_kv_cache()
         self._rung = rung
+        self._freed_bytes = free_bytes(self._worker.device) - before_bytes
 
     def take_back(self) -> None:
+        """Allocate what was freed.
+
+        Raises:
+            SettingsError: the device has too little memory left; the engine cannot be used any more.
+        """
         rung, self._rung = self._rung, 0
-        if rung:
+        if not rung:
+            return
+        there_bytes = free_bytes(self._worker.device)
+        try:
             self._worker.wake_up(None if rung >= 2 else [KV_CACHE])
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            raise SettingsError(
+                f"expected the {self._freed_bytes / _GIB:.1f} GiB that this engine freed to be there again for generation, found "
+                f'{there_bytes / _GIB:.1f} GiB free: raise placement.rung ("auto" takes one that fits), or lower '
+                "rollout.vllm.gpu_memory_utilization"
+            ) from error
 
     def measure(self) -> dict[str, int]:
         """Return the bytes of each component when resident, and the device's."""
@@ -71,6 +91,11 @@ class Ladder:
                 if allocation.tag == KV_CACHE:
                     cumem.unmap_and_release(allocation.handle)
         torch.cuda.empty_cache()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that no process uses; on a CPU 0, as nothing is freed there."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def _capacity(device: torch.device) -> int:

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,7 +183,9 @@ def _ends(lengths: tuple[int, ...], where: dict[str, Any]) -> Tensor:
 def _flash4() -> Callable[..., Any]:
     for name, value in _CACHE.items():
         os.environ.setdefault(name, value)
-    from flash_attn.cute import flash_attn_varlen_func
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the package's, of its own compiler
+        from flash_attn.cute import flash_attn_varlen_func
 
     function: Callable[..., Any] = flash_attn_varlen_func
     return function
