@@ -474,7 +474,7 @@ class Planner:
             prefill_s=prompt_flops / (cluster.gpu.flops_per_s * layout.tensor_parallel * 0.4),
             train_s=moved * corrected.update + turn_s,
             token_s=passes / work.step_tokens * corrected.train,
-            transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.all_replicas),
+            transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.all_replicas, relays=layout.shadow),
             score_s=0.0 if turn_s else score_s,
             switch_s=self._switch_s(layout),
             bus_s=corrected.bus_s

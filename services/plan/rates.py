@@ -195,12 +195,14 @@ def update_seconds(work: Workload, cluster: Cluster, options: TrainerOptions) ->
     return update + gathered + written + 0.02
 
 
-def transfer_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, replicas: int) -> float:
-    """Return the seconds from a commit to its version being live in all replicas."""
+def transfer_seconds(
+    work: Workload, cluster: Cluster, options: TrainerOptions, replicas: int, *, relays: bool
+) -> float:
+    """Return the seconds from a commit to its version being live in all replicas, which pass it on if ``relays``."""
     nbytes = work.published_bytes
     if not options.snapshots or work.lora_rank:
         return _HEADER_S + nbytes * replicas / _READ[cluster.nodes > 1]
     near = cluster.nodes == 1
     rate = 0.55 * cluster.gpu.link_bytes_per_s if near else cluster.network_bytes_per_s
-    copies = min(FAN_OUT, replicas)
+    copies = min(FAN_OUT, replicas) if relays else replicas
     return _HEADER_S + nbytes * copies / rate

@@ -64,6 +64,13 @@ def test_a_guest_pulls_from_the_trainer_relays_nothing_and_keeps_no_version_for_
     assert [everybody.names(name) for name in ("guest-0", "rollout-0")] == [False, True]
 
 
+def test_replicas_that_keep_no_copy_for_others_pull_from_the_trainer_alone() -> None:
+    beats = [beat(f"rollout-{number}") for number in range(5)]
+    assert sources(serving(beats), 2, TRAINER) == {}
+    assert holders(beats, update(), "rollout-4", random.Random(0)) == []
+    assert attempts(update().record, (), "")[0] == PullAttempt("trainer", TRAINER)
+
+
 @given(st.dictionaries(st.text(max_size=5), st.integers(0, 10**6), max_size=80), st.integers(1, 5))
 def test_every_replica_is_in_the_tree_once_below_a_parent_that_is_not_overloaded(
     numbers: dict[str, int], fan_out: int

@@ -8,7 +8,9 @@
                      ┌────┴────┐         ┌────┴────┐         the parent of number i is number i // fan_out − 1
                  rollout-2 rollout-3 rollout-4 rollout-5
 
-Buckets are pipelined, so a level adds one bucket's time. A failed parent's children pull from the trainer.
+Buckets are pipelined, so a level adds one bucket's time. A failed parent's children pull from the trainer. Replicas that
+stream weights into their live parameters keep no copy for others and have no address: they are not in the tree, and pull
+from the trainer.
 """
 
 from collections.abc import Iterable, Mapping

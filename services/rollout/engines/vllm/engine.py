@@ -95,7 +95,8 @@ class VllmEngine:
         self.ranks = len(workers)
         uuids = tuple(str(worker["gpu_uuid"]) for worker in workers if worker["gpu_uuid"])
         self.place = DeviceLocation(device="cuda" if uuids else "cpu", gpu_uuids=uuids, boot_id=boot_id())
-        self.peer_address: str = workers[0]["peer_address"]
+        self.peer_address: str = "" if bucketed else workers[0]["peer_address"]
+        """Where peers can pull; streamed weights leave no copy for them."""
         self.stop = stop
         self.context_tokens = int(llm.model_config.max_model_len)
         self.vocabulary = int(llm.model_config.get_vocab_size())

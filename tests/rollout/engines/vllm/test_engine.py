@@ -160,7 +160,7 @@ async def put(engine: VllmEngine, offered: Offer) -> None:
 
 
 def variant(engine: VllmEngine, **options: Any) -> VllmEngine:
-    workers = [{"refusal": "", "gpu_uuid": "", "peer_address": ""}]
+    workers = [{"refusal": "", "gpu_uuid": "", "peer_address": options.pop("peer_address", "")}]
     settings: dict[str, Any] = {"kv": "keep", "update": "inflight", "bucketed": False, "adapters": False, **options}
     made = VllmEngine(engine._llm, engine._reports, workers, stop=settings.pop("stop", engine.stop), **settings)
     made._version = engine.version
@@ -173,6 +173,11 @@ async def tokens_flow(engine: VllmEngine, tokens: int = 20) -> None:
         return int(sum(held.values())) > tokens
 
     await until(flow)
+
+
+async def test_an_engine_that_streams_weights_offers_none_to_peers(engine: VllmEngine) -> None:
+    addresses = [variant(engine, bucketed=bucketed, peer_address="h:1").peer_address for bucketed in (False, True)]
+    assert addresses == ["h:1", ""]
 
 
 async def test_a_worker_reports_what_it_holds(engine: VllmEngine) -> None:
