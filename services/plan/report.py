@@ -31,24 +31,43 @@ class Plan:
 
 def accepted(layout: GpuLayout, cluster: Cluster) -> bool:
     """Whether the settings accept a layout with vLLM, whose rates the plan assumes; devices are shared in turn on one
-    host, by replicas of one GPU.
+    host.
     """
     if layout.placement in ("separate", "at once"):
         return True
-    return (cluster.nodes, layout.tensor_parallel) == (1, 1) and _in_turn(layout.placement, layout.engines)
+    return cluster.nodes == 1 and _in_turn(
+        layout.placement,
+        layout.engines,
+        layout.tensor_parallel,
+        layout.trainer.ranks,
+        layout.replicas or layout.borrowed,
+    )
 
 
 @functools.cache
-def _in_turn(placement: str, engines: int) -> bool:
-    """Whether the settings accept replicas with ``engines`` each that use the trainer's GPUs in turn."""
+def _in_turn(placement: str, engines: int, tensor_parallel: int, ranks: int, replicas: int) -> bool:
+    """Whether the settings accept ``replicas`` with ``engines`` each that use the trainer's GPUs in turn."""
+    rollout = {
+        "engines_per_gpu": engines,
+        "replicas": replicas,
+        "vllm": {"tensor_parallel_size": tensor_parallel},
+    }
     try:
         loads(
-            tomli_w.dumps({"placement": {"mode": placement}, "rollout": {"engines_per_gpu": engines, "replicas": 1}}),
+            tomli_w.dumps({"placement": {"mode": placement}, "trainer": {"ranks": ranks}, "rollout": rollout}),
             "",
         )
     except SettingsError:
         return False
     return True
+
+
+def _reservation(layout: GpuLayout, cluster: Cluster) -> str:
+    """Return what the plan's line says of a layout that cannot be run, or was not."""
+    if not accepted(layout, cluster):
+        return " (not supported yet)"
+    tried = layout.placement in ("separate", "at once") or (layout.tensor_parallel, layout.engines) == (1, 1)
+    return "" if tried else " (not verified on GPUs)"
 
 
 def text(plan: Plan) -> str:
@@ -83,9 +102,8 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     assert outcome is not None
     hours = planner.work.steps * outcome.step_s * layout.gpus / 3600
     lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in outcome.lags.items())
-    needs = "" if accepted(layout, planner.cluster) else " (not supported yet)"
     lines = [
-        f"{number}. {layout.placement}{needs}: {layout.words}",
+        f"{number}. {layout.placement}{_reservation(layout, planner.cluster)}: {layout.words}",
         f"   {outcome.step_s:,.1f} s a step, {outcome.samples_per_s:,.1f} samples/s, {hours:,.0f} GPU-hours for "
         f"{planner.work.steps} steps; idle: trainer {outcome.trainer_idle:.0%}, replicas {outcome.rollout_idle:.0%}; lag {lags}",
         f"   {_weights(candidate)}",

@@ -346,6 +346,9 @@ def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
     one_host, two_hosts = (make(settings_of(None, []), gpus, "0.5b").planner.cluster for gpus in ("8xH200", "2x8xH200"))
     placements: tuple[Placement, ...] = ("shared", "lend")
     for placement in placements:
-        parallel = GpuLayout(placement, trainer, 2, 1, borrowed=1)
-        assert not report.accepted(parallel, one_host)
-        assert not report.accepted(GpuLayout(placement, trainer, 1, 1, borrowed=1), two_hosts)
+        own = int(placement == "lend")
+        for ranks, parallel, fits in ((1, 1, True), (1, 2, False), (4, 2, True), (4, 1, True), (3, 2, False)):
+            trained = dataclasses.replace(trainer, ranks=ranks)
+            layout = GpuLayout(placement, trained, parallel, own, borrowed=ranks // parallel)
+            assert report.accepted(layout, one_host) == fits, (placement, ranks, parallel)
+            assert not report.accepted(layout, two_hosts)
