@@ -19,10 +19,13 @@ trainer's process (``vllm_mode = "colocate"``, without sleep mode, which a small
 Prints seconds per step by phase, the first mode's rate over each other's (``async_over_trl``, ``async_over_sync``;
 medians), ``samples_per_s``, and GPUs' ``busy`` and ``idle`` share. A system that is not done after ``--limit-s`` is measured by the steps it made.
 
-``--results FILE`` collects the rates of several calls on one host, so that each mode can be called alone::
+``--results FILE`` collects the rates of several calls on one host, so that each mode can be called alone. ``--folder``
+keeps model and prompts between them, and with the same path vLLM's compiled code, which otherwise costs each call about a
+minute::
 
-    python -m benchmarks.pipeline --work tail --shape 0.5b --device cuda --rounds 1 --modes sync --results /tmp/tail.json
-    python -m benchmarks.pipeline --work tail --shape 0.5b --device cuda --rounds 1 --modes async --results /tmp/tail.json
+    call="python -m benchmarks.pipeline --work tail --shape 0.5b --device cuda --rounds 1"
+    $call --folder /tmp/tail --results /tmp/tail.json --modes sync
+    $call --folder /tmp/tail --results /tmp/tail.json --modes async
 """
 
 import argparse
@@ -30,6 +33,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -256,7 +260,9 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds of one system's run")
     parser.add_argument("--keep", type=Path, help="folder for each run's metrics, events, memory and logs")
     parser.add_argument("--results", type=Path, help="file that collects the rates of several calls on this host")
+    parser.add_argument("--folder", type=Path, help="keeps model and prompts of --work long or tail for later calls")
     arguments, flags = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run, and keeps its files
     rates: dict[str, list[float]] = {mode: [] for mode in arguments.modes}
     kept = Results(arguments.results)
     phases: dict[str, dict[str, float]] = {}
@@ -265,7 +271,9 @@ def main() -> None:
         work = arithmetic()
         if arguments.work != "arithmetic":
             tail = arguments.work == "tail"
-            work = long(Path(made), arguments.shape, arguments.device, arguments.kernels, tail=tail)
+            place = arguments.folder or Path(made)
+            place.mkdir(parents=True, exist_ok=True)
+            work = long(place.resolve(), arguments.shape, arguments.device, arguments.kernels, tail=tail)
         for number in range(arguments.rounds):
             print(f"round {number + 1}: ", end="", flush=True)
             with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:

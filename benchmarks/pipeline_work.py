@@ -65,11 +65,16 @@ def arithmetic() -> Work:
 
 
 def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = False) -> Work:
-    """Create model and prompts; return the work on two GPUs or the CPU."""
+    """Return the work on two GPUs or the CPU; model and prompts are written into ``folder`` unless they are there."""
     gpu = device == "cuda"
     mean_tokens = (800 if gpu else 12) if tail else 0
-    _write_model(folder / "model", shape, device, mean_tokens)
-    _write_prompts(folder / "prompts.jsonl")
+    written, described = folder / "written.json", {"shape": shape, "device": device, "mean_tokens": mean_tokens}
+    if not written.exists():
+        _write_model(folder / "model", shape, device, mean_tokens)
+        _write_prompts(folder / "prompts.jsonl")
+        written.write_text(json.dumps(described))
+    elif (found := json.loads(written.read_text())) != described:
+        raise SystemExit(f"expected the work {described} in {folder}, found {found}: change --folder")
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
     if tail and gpu:
         tokens = 2048
