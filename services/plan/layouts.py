@@ -82,6 +82,16 @@ class GpuLayout:
         return self.replicas + self.borrowed
 
     @property
+    def copies(self) -> int:
+        """Copies of a version that rank 0 sends where weights are pulled.
+
+        Replicas with a shadow relay; without one, as on devices that are used in turn, each engine pulls from rank 0.
+        """
+        in_turn = 0 if self.placement == "at once" else self.borrowed
+        streaming = in_turn + (0 if self.shadow else self.replicas)
+        return min(rooflines.FAN_OUT, self.all_replicas - streaming) + streaming * self.engines
+
+    @property
     def gpus(self) -> int:
         return self.trainer.ranks + self.replicas * self.tensor_parallel + self.scoring
 
@@ -474,7 +484,7 @@ class Planner:
             prefill_s=prompt_flops / (cluster.gpu.flops_per_s * layout.tensor_parallel * 0.4),
             train_s=moved * corrected.update + turn_s,
             token_s=passes / work.step_tokens * corrected.train,
-            transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.all_replicas, relays=layout.shadow),
+            transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.all_replicas, layout.copies),
             score_s=0.0 if turn_s else score_s,
             switch_s=self._switch_s(layout),
             bus_s=corrected.bus_s

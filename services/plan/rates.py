@@ -6,7 +6,7 @@
     several engines = while one engine's scheduler runs, kernels of the others do: in time slices one after the other,
                       under CUDA MPS side by side, where they delay each other
     forward and backward = max(operations / (peak · MFU), launching kernels, gathering weights)  per micro-batch
-    update = bytes of states / bandwidth          transfer = bytes · fan-out / network of rank 0
+    update = bytes of states / bandwidth          transfer = bytes · copies that rank 0 sends / its network
 
 The constants are measurements on H200s (benchmarks/results) and docs/plan.md compares them with these formulas.
 """
@@ -42,7 +42,7 @@ _UPDATE_BYTES = 28.0
 """Read and written per weight in an optimizer step."""
 _PREFILL_MFU = 0.4
 FAN_OUT = 2
-"""Replicas that pull from the trainer (services/coordinator/policies/relay_tree.py)."""
+"""Of the replicas that relay, those that pull from the trainer (services/coordinator/policies/relay_tree.py)."""
 _HEADER_S = 0.08
 _WRITE, _READ = (5e9, 20e9), (2e9, 10e9)
 """Bytes per second that rank 0 writes and that all replicas read: in memory of one host, and on storage that hosts share."""
@@ -195,14 +195,11 @@ def update_seconds(work: Workload, cluster: Cluster, options: TrainerOptions) ->
     return update + gathered + written + 0.02
 
 
-def transfer_seconds(
-    work: Workload, cluster: Cluster, options: TrainerOptions, replicas: int, *, relays: bool
-) -> float:
-    """Return the seconds from a commit to its version being live in all replicas, which pass it on if ``relays``."""
+def transfer_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, replicas: int, copies: int) -> float:
+    """Return the seconds from a commit to its version being live in all replicas; ``copies``: those pulled from rank 0."""
     nbytes = work.published_bytes
     if not options.snapshots or work.lora_rank:
         return _HEADER_S + nbytes * replicas / _READ[cluster.nodes > 1]
     near = cluster.nodes == 1
     rate = 0.55 * cluster.gpu.link_bytes_per_s if near else cluster.network_bytes_per_s
-    copies = min(FAN_OUT, replicas) if relays else replicas
     return _HEADER_S + nbytes * copies / rate

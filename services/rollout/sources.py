@@ -48,7 +48,7 @@ def attempts(record: PolicyRecord, told: Sequence[str], own_address: str) -> lis
 
 
 def holders(beats: Iterable[Heartbeat], update: PolicyUpdate, replica: str, lot: random.Random) -> list[str]:
-    """Return up to ``PEERS`` random addresses of other replicas that report ``update``'s version."""
+    """Return up to ``PEERS`` random addresses of other replicas that report ``update``'s version and keep a copy of it."""
     addresses = [
         beat.source
         for beat in beats

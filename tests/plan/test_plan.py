@@ -16,12 +16,14 @@ from rich.console import Console
 from services.cli.__main__ import main
 from services.cli.plan import corrections, layout_of, make, preferences, settings_of, with_outputs
 from services.client.views import RunView
+from services.coordinator.policies.relay_tree import FAN_OUT, sources
 from services.plan import certain, picture, report
 from services.plan.files import run_values
 from services.plan.hardware import parse_cluster
 from services.plan.layouts import GpuLayout, Placement, Planner
 from services.plan.measured import measured
 from services.plan.memory import peak
+from services.plan.rates import transfer_seconds
 from services.plan.workload import Lengths, workload_of
 from services.up import disk_space
 from services.up.disk_space import checkpoint_notice
@@ -339,6 +341,43 @@ def test_the_settings_accept_what_the_plan_says_they_do(placement: Placement) ->
     written = loads(tomli_w.dumps(run_values(settings, candidate, plan.planner.cluster)), "run.toml")
     assert (written.placement.mode, written.rollout.replicas) == (placement, 2)
     assert not set(written.trainer.gpus) & set(written.rollout.gpus)
+
+
+def layout_with(placement: Placement, own: int, borrowed: int, engines: int = 1, *, shadow: bool) -> GpuLayout:
+    trainer = dataclasses.replace(preferences(settings_of(None, [])).trainer, ranks=4)
+    return GpuLayout(placement, trainer, 1, own, engines, borrowed=borrowed, shadow=shadow)
+
+
+@pytest.mark.parametrize(
+    ("placement", "own", "borrowed", "shadow", "copies"),
+    [
+        ("separate", 1, 0, True, 1),
+        ("separate", 8, 0, True, 2),
+        ("separate", 8, 0, False, 8),
+        ("shared", 0, 2, False, 2),
+        ("shared", 0, 4, False, 4),
+        ("lend", 4, 3, True, 5),
+    ],
+)
+def test_rank_0_is_planned_to_send_as_many_copies_as_the_coordinators_tree_has_it_send(
+    placement: Placement, own: int, borrowed: int, *, shadow: bool, copies: int
+) -> None:
+    replicas = {f"rollout-{n}": f"h:{n}" if shadow else "" for n in range(own)}
+    in_turn = {f"{'guest' if placement == 'lend' else 'rollout'}-{n}": "" for n in range(borrowed)}
+    tree = sources({**replicas, **in_turn}, FAN_OUT, "trainer:1")
+    assert list(tree.values()).count(("trainer:1",)) == copies
+    assert layout_with(placement, own, borrowed, shadow=shadow).copies == copies
+
+
+def test_each_engine_without_a_shadow_takes_its_own_copy_and_the_time_for_it() -> None:
+    in_turn, at_once = (
+        layout_with("shared", 0, 4, 3, shadow=False),
+        layout_with("at once", 0, 1, 3, shadow=True),
+    )
+    assert (in_turn.copies, at_once.copies) == (12, 1)
+    work, cluster = workload_of(settings_of(None, []), "7b"), parse_cluster("8xH200")
+    start_s, single_s, all_s = (transfer_seconds(work, cluster, in_turn.trainer, 4, copies) for copies in (0, 1, 12))
+    assert all_s - start_s == pytest.approx(12 * (single_s - start_s))
 
 
 def test_the_plan_says_which_layouts_the_settings_refuse() -> None:

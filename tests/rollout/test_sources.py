@@ -52,8 +52,9 @@ def test_a_tree_of_six_is_as_drawn() -> None:
 
 
 def test_a_guest_pulls_from_the_trainer_relays_nothing_and_keeps_no_version_for_an_evaluation() -> None:
-    assert sources({"guest-0": "h:9", "rollout-0": "h:0", "rollout-1": "h:1"}, 1, TRAINER) == {
+    assert sources({"guest-0": "h:9", "guest-1": "", "rollout-0": "h:0", "rollout-1": "h:1"}, 1, TRAINER) == {
         "guest-0": (TRAINER,),
+        "guest-1": (TRAINER,),
         "rollout-0": (TRAINER,),
         "rollout-1": ("h:0", TRAINER),
     }
@@ -64,22 +65,31 @@ def test_a_guest_pulls_from_the_trainer_relays_nothing_and_keeps_no_version_for_
     assert [everybody.names(name) for name in ("guest-0", "rollout-0")] == [False, True]
 
 
-def test_replicas_that_keep_no_copy_for_others_pull_from_the_trainer_alone() -> None:
-    beats = [beat(f"rollout-{number}") for number in range(5)]
-    assert sources(serving(beats), 2, TRAINER) == {}
-    assert holders(beats, update(), "rollout-4", random.Random(0)) == []
-    assert attempts(update().record, (), "")[0] == PullAttempt("trainer", TRAINER)
+def test_replicas_that_keep_no_copy_all_pull_from_the_trainer_and_are_never_a_source() -> None:
+    streaming = [beat(f"rollout-{n}") for n in range(8)]
+    assert sources(serving(streaming), 2, TRAINER) == {f"rollout-{n}": (TRAINER,) for n in range(8)}
+    assert holders(streaming, update(), "rollout-0", random.Random(0)) == []
+    copying = [beat(f"rollout-{n}", source=f"h:{n}") for n in (8, 9)]
+    assert sources(serving(streaming + copying), 1, TRAINER) == {
+        **{f"rollout-{n}": (TRAINER,) for n in range(9)},
+        "rollout-9": ("h:8", TRAINER),
+    }
+    assert holders(streaming + copying, update(), "rollout-8", random.Random(0)) == ["h:9"]
 
 
-@given(st.dictionaries(st.text(max_size=5), st.integers(0, 10**6), max_size=80), st.integers(1, 5))
+@given(st.dictionaries(st.text(max_size=5), st.integers(0, 10**6) | st.none(), max_size=80), st.integers(1, 5))
 def test_every_replica_is_in_the_tree_once_below_a_parent_that_is_not_overloaded(
-    numbers: dict[str, int], fan_out: int
+    numbers: dict[str, int | None], fan_out: int
 ) -> None:
-    replicas = {name: f"{place}:{number}" for place, (name, number) in enumerate(numbers.items())}
+    """A replica without a number has no address: it keeps no copy."""
+    replicas = {
+        name: "" if number is None else f"{place}:{number}" for place, (name, number) in enumerate(numbers.items())
+    }
     tree = sources(replicas, fan_out, TRAINER)
     assert tree.keys() == replicas.keys()
     assert all(addresses[-1] == TRAINER and len(set(addresses)) == len(addresses) for addresses in tree.values())
-    parents = {replicas[name]: addresses[0] for name, addresses in tree.items()}
+    assert all(tree[name] == (TRAINER,) for name, address in replicas.items() if not address)
+    parents = {replicas[name]: addresses[0] for name, addresses in tree.items() if replicas[name]}
     children = list(parents.values())
     assert all(children.count(parent) <= fan_out for parent in children)
     assert all(depth(address, parents) <= bound(len(parents), fan_out) for address in parents)
@@ -104,7 +114,7 @@ def test_the_order_is_that_of_names_whoever_beats_first() -> None:
     assert sources({n: n for n in names}, 2, TRAINER) == sources({n: n for n in shuffled}, 2, TRAINER)
 
 
-def test_only_replicas_that_serve_and_are_in_order_pass_weights_on() -> None:
+def test_only_replicas_in_order_are_in_the_tree() -> None:
     beats = [
         beat("a", source="h:1"),
         beat("b", source=""),
@@ -113,7 +123,7 @@ def test_only_replicas_that_serve_and_are_in_order_pass_weights_on() -> None:
         beat("e", source="h:5", service="trainer"),
         beat("f", source="h:6", state="waiting", version=None),
     ]
-    assert serving(beats) == {"a": "h:1", "f": "h:6"}
+    assert serving(beats) == {"a": "h:1", "b": "", "f": "h:6"}
 
 
 def test_an_update_carries_its_tree_and_older_ones_have_none() -> None:

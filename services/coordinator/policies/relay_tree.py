@@ -9,8 +9,7 @@
                  rollout-2 rollout-3 rollout-4 rollout-5
 
 Buckets are pipelined, so a level adds one bucket's time. A failed parent's children pull from the trainer. Replicas that
-stream weights into their live parameters keep no copy for others and have no address: they are not in the tree, and pull
-from the trainer.
+stream weights into their live parameters keep no copy to relay: each of them pulls from the trainer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,22 +22,22 @@ FAN_OUT = 2
 
 
 def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str, tuple[str, ...]]:
-    """Return each replica's source addresses in order; the trainer's is last. Guests pull from the trainer and relay nothing.
+    """Return each replica's source addresses in order; the trainer's is last. Guests, and replicas with an empty address,
+    pull from the trainer and relay nothing.
 
-    >>> sources({"a": "h:1", "b": "h:2"}, 1, "t:0") {'a': ('t:0',), 'b': ('h:1', 't:0')}
+    >>> sources({"a": "h:1", "b": "h:2", "c": ""}, 1, "t:0") {'a': ('t:0',), 'b': ('h:1', 't:0'), 'c': ('t:0',)}
     """
-    guests = {name: (trainer,) for name in replicas if is_guest(name)}
-    names = sorted(replicas.keys() - guests.keys())
+    names = sorted(name for name, address in replicas.items() if address and not is_guest(name))
     parents = [place // fan_out - 1 for place in range(len(names))]
-    return guests | {
-        name: (trainer,) if parent < 0 else (replicas[names[parent]], trainer)
-        for name, parent in zip(names, parents, strict=True)
+    return dict.fromkeys(replicas, (trainer,)) | {
+        name: (replicas[names[parent]], trainer) for name, parent in zip(names, parents, strict=True) if parent >= 0
     }
 
 
 def serving(beats: Iterable[Heartbeat]) -> dict[str, str]:
+    """Return the address of each replica in order; empty if it keeps no copy of the weights to relay."""
     return {
         beat.replica: beat.source
         for beat in beats
-        if beat.service == "rollout" and beat.source and beat.state in ("working", "waiting")
+        if beat.service == "rollout" and beat.state in ("working", "waiting")
     }

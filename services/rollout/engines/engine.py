@@ -125,7 +125,7 @@ class Engine(Protocol):
 
     @property
     def peer_address(self) -> str:
-        """``host:port`` at which this replica serves weights, or empty."""
+        """``host:port`` at which this replica serves weights; empty if it keeps no copy to serve."""
 
     @property
     def held(self) -> Sequence[Held]:

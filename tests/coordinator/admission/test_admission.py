@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable
 
 from services.coordinator.admission.admission import Admission, Terms, terms_of
@@ -13,6 +14,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, Sampling
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.policy.policies import PolicyState
+from shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support.coordinator_players import Trainer, generating, record
@@ -218,6 +220,21 @@ async def test_versions_are_promoted_once_and_in_order(bus: Bus) -> None:
     assert await heads(bus) == [0, 1, 2, 3, 4]
     states = await Ledger(bus).policy_states()
     assert states == {0: "retired", 1: "retired", 2: "retired", 3: "retired", 4: PolicyState.LIVE}
+
+
+async def test_replicas_that_stream_weights_are_told_to_pull_from_the_trainer_alone(bus: Bus) -> None:
+    addresses = {**{f"rollout-{n}": "" for n in range(4)}, **{f"rollout-{n}": f"h:{n}" for n in range(4, 7)}}
+    for name, address in addresses.items():
+        now_s = time.time()
+        beat = Heartbeat("rollout", name, "working", None, "h", 1, "h:9", now_s, now_s, 0, "", {}, address)
+        await beat_once(bus, beat, PATIENCE_S)
+    ledger = Ledger(bus)
+    served = dataclasses.replace(record(0, None, 0), source="trainer:1")
+    await ledger.commit(await ledger.take_epoch(), served, [], None)
+    await promote_until(bus, 0, Promotion(bus, ledger, 2, lambda version: None))
+    ((_, update),) = await bus.newest(streams.POLICY, PolicyUpdate)
+    pulling = dict.fromkeys(addresses, ("trainer:1",))
+    assert update.sources == {**pulling, "rollout-6": ("h:4", "trainer:1")}
 
 
 async def test_a_killed_coordinators_versions_are_promoted_by_the_next(bus: Bus) -> None:

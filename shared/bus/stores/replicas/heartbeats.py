@@ -57,7 +57,7 @@ class Heartbeat:
     values: dict[str, float]
     """The service's figures: tokens_per_s, held, …"""
     source: str = ""
-    """``host:port`` of its weights for other replicas; empty: none."""
+    """``host:port`` of its weights for other replicas; empty: none, as where it streams them into its live parameters."""
     settings_revision: int = 0
     taking: bool = True
     """False while cordoned."""
