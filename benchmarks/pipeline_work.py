@@ -73,8 +73,8 @@ def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = Fa
         _write_model(folder / "model", shape, device, mean_tokens)
         _write_prompts(folder / "prompts.jsonl")
         written.write_text(json.dumps(described))
-    elif (found := json.loads(written.read_text())) != described:
-        raise SystemExit(f"expected the work {described} in {folder}, found {found}: change --folder")
+    elif (there := json.loads(written.read_text())) != described:
+        raise SystemExit(f"expected the work {described} in {folder}, found {there}: change --folder")
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
     if tail and gpu:
         tokens = 2048
