@@ -530,6 +530,7 @@ def main() -> None:
         folder = arguments.folder or Path(
             around.enter_context(tempfile.TemporaryDirectory(prefix="penstock-learning-"))
         )
+        folder = folder.absolute()  # the systems have other working directories
         folder.mkdir(parents=True, exist_ok=True)
         kept(folder, work)
         start = prepare(folder, arguments)

@@ -17,19 +17,23 @@ trainer's process (``vllm_mode = "colocate"``, without sleep mode, which a small
     python -m benchmarks.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1 --modes shared colocate
 
 Prints seconds per step by phase, the first mode's rate over each other's (``async_over_trl``, ``async_over_sync``;
-medians), ``samples_per_s``, and GPUs' ``busy`` and ``idle`` share. A system that is not done after ``--limit-s`` is measured by the steps it made.
+medians), ``samples_per_s``, and GPUs' ``busy`` and ``idle`` share. A run is ended once its last step is measured, before
+its last checkpoint and its export. A system that is not done after ``--limit-s`` is measured by the steps it made, and
+the state of each process is printed. After SIGTERM the figures so far are printed, with ``complete`` false and, in
+``partial``, those of the run that was ended.
 
 ``--results FILE`` collects the rates of several calls on one host, so that each mode can be called alone. ``--folder``
-keeps model and prompts between them, and with the same path vLLM's compiled code, which otherwise costs each call about a
-minute::
+keeps model and prompts between them, and as vLLM keeps compiled code by the path of the model, each call but the first
+has about a minute less. It has a folder for each work, shape and device::
 
     call="python -m benchmarks.pipeline --work tail --shape 0.5b --device cuda --rounds 1"
-    $call --folder /tmp/tail --results /tmp/tail.json --modes sync
-    $call --folder /tmp/tail --results /tmp/tail.json --modes async
+    $call --folder /tmp/models --results /tmp/tail.json --modes sync
+    $call --folder /tmp/models --results /tmp/tail.json --modes async
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -39,21 +43,29 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import tomli_w
 
 from benchmarks.gpu_meter import gpu_meter
-from benchmarks.pipeline_work import MODEL_TOKENS, ROOT, Work, arithmetic, long
+from benchmarks.pipeline_work import MODEL_TOKENS, ROOT, Work, arithmetic, long, work_folder
 from benchmarks.shapes import SHAPES
 
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
 _SERVER_S = 240
 """Seconds for vLLM's server to start."""
+_STOP_S, _INTERRUPTED_STOP_S = 10.0, 1.0
+"""Seconds in which a command ends in order before a second signal, at which a run ends at once."""
+_STATUS_S = 30.0
+_LEAST_STEPS = 4
+"""Of a run that is measured although it did not end."""
+_KEEP_EVERY_S = 10.0
 _LAGS = {"async": 1, "sync": 0, "shared": 1}
 _ONE_GPU_SHARE = 0.4
 """Of one GPU's memory for vLLM, weights included."""
@@ -62,7 +74,7 @@ _ONE_GPU_SHARE = 0.4
 def run_penstock(
     folder: Path, work: Work, steps: int, max_lag: int, flags: Sequence[str], limit_s: float, name: str = ""
 ) -> tuple[float, dict[str, float], dict[str, dict[str, float]]]:
-    """Return samples per second, mean seconds by phase, and GPU shares."""
+    """Return samples per second, mean seconds by phase, and GPU shares; the run is ended after its last step."""
     name, settings = name or f"lag-{max_lag}", work.settings
     told = {
         "run": {**settings.get("run", {}), "id": name, "folder": str(folder), "steps": steps},
@@ -72,42 +84,114 @@ def run_penstock(
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps({**settings, **told}))
     command = [sys.executable, "-m", "services.cli", "up", str(config), *flags]
+    watched = _Run(folder / name, steps)
     with gpu_meter() as meter:
         try:
-            _run(command, folder, limit_s, wrong=lambda: _guard(folder / name))
+            _run(command, folder, limit_s, watched=watched)
         except NotDone as late:
             print(f"({late.limit_s:.0f} s are over)  ", end="", flush=True)
-            if len(_steps(folder / name)) < 4:
-                raise SystemExit(f"{late}\n{logs_of(folder / name)}") from late
-    lines = _steps(folder / name)
-    steps = min(steps, len(lines))
-    measured = lines[max(2, steps // 3) - 1 :]
+            if len(_steps(folder / name)) < _LEAST_STEPS:
+                raise SystemExit(f"{late}\n{logs_of(folder / name)}\n{late.states}") from late
+            print(f"\n{late.states}", file=sys.stderr, flush=True)
+    rate, phases, (begin_s, end_s) = _measured(_steps(folder / name)[:steps])
+    return rate, phases, meter.figures(begin_s, end_s)
+
+
+def _measured(lines: Sequence[dict[str, Any]]) -> tuple[float, dict[str, float], tuple[float, float]]:
+    """Return samples per second and mean seconds by phase after a third of the steps, and the times between which."""
+    measured = lines[max(2, len(lines) // 3) - 1 :]
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]
     phases = {phase: _mean(measured[1:], f"phase_{phase}_s") for phase in PHASES}
     phases["generate (each group, in parallel)"] = _mean(measured[1:], "generate_s_mean")
     phases["score (each group, in parallel)"] = _mean(measured[1:], "score_s_mean")
     phases["step"] = seconds / (len(measured) - 1)
-    gpus = meter.figures(measured[0]["finished_at_s"], measured[-1]["finished_at_s"])
-    return sum(line["samples"] for line in measured[1:]) / seconds, phases, gpus
+    rate = sum(line["samples"] for line in measured[1:]) / seconds
+    return rate, phases, (measured[0]["finished_at_s"], measured[-1]["finished_at_s"])
 
 
 @contextlib.contextmanager
 def _kept(run: Path, folder: Path | None) -> Iterator[None]:
-    """Copy the run's text files into ``folder``, also after a failure."""
+    """Copy the run's text files into ``folder`` every ten seconds and at the end, also after a failure."""
+    if folder is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def copy_again() -> None:
+        while not ended.wait(_KEEP_EVERY_S):
+            _copy(run, folder)
+
+    thread = threading.Thread(target=copy_again, name="keep", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        if folder is not None:
-            for file in (*run.glob("*.json*"), *run.glob("*.toml"), *run.glob("logs/*.log")):
-                to = folder / run.name / file.relative_to(run)
-                to.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, to)
+        ended.set()
+        thread.join()
+        _copy(run, folder)
+
+
+def _copy(run: Path, folder: Path) -> None:
+    for file in (*run.glob("*.json*"), *run.glob("*.toml"), *run.glob("logs/*.log")):
+        to = folder / run.name / file.relative_to(run)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # coordinator.json is removed at the end
+            shutil.copyfile(file, to)
 
 
 class NotDone(SystemExit):
     """A run did not end in time."""
 
     limit_s = 0.0
+    states = ""
+    """Of its processes, when the time was over."""
+
+
+class _Command:
+    """A command that ends by itself."""
+
+    def done(self) -> bool:
+        """Return whether it can be ended because all is measured."""
+        return False
+
+    def wrong(self) -> str:
+        """Return why it has to be ended, or ""."""
+        return ""
+
+    def states(self) -> str:
+        """Return the state of each of its processes."""
+        return ""
+
+
+class _Run(_Command):
+    """``penstock up``, whose last checkpoint and export are not waited for."""
+
+    def __init__(self, run: Path, steps: int) -> None:
+        self._run, self._steps = run, steps
+
+    def done(self) -> bool:
+        return len(_steps(self._run)) >= self._steps
+
+    def wrong(self) -> str:
+        """Return why a guard paused the run, or ""."""
+        events = self._run / "events.jsonl"
+        whole = events.read_text().rpartition("\n")[0] if events.exists() else ""
+        paused = (event for event in map(json.loads, whole.splitlines()) if event["fields"].get("action") == "pause")
+        return next((event["detail"] for event in paused), "")
+
+    def states(self) -> str:
+        """Return what ``penstock status`` shows; before there is a coordinator, the processes in ``up.json``."""
+        command = [sys.executable, "-m", "services.cli", "status", "--run", str(self._run)]
+        environment = environment_with({"COLUMNS": "160"})
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            shown = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=_STATUS_S, check=False
+            )
+            if shown.returncode == 0:
+                return shown.stdout
+        table = self._run / "up.json"
+        rows = json.loads(table.read_text())["processes"] if table.exists() else []
+        return "\n".join(f"{row['name']}: {row['state']}, {row['restarts']} restarts" for row in rows)
 
 
 def logs_of(run: Path) -> str:
@@ -186,23 +270,17 @@ def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     raise SystemExit(f"expected vLLM's server at {url} in {_SERVER_S} s, found none:\n{log.read_text()[-3000:]}")
 
 
-def _guard(run: Path) -> str:
-    events = run / "events.jsonl"
-    whole = events.read_text().rpartition("\n")[0] if events.exists() else ""
-    paused = (event for event in map(json.loads, whole.splitlines()) if event["fields"].get("action") == "pause")
-    return next((event["detail"] for event in paused), "")
-
-
 def _run(
     command: list[str],
     folder: Path,
     limit_s: float,
     environment: Mapping[str, str] | None = None,
-    wrong: Callable[[], str] = str,
+    watched: _Command | None = None,
 ) -> str:
-    """Return the output of ``command``; end it if ``wrong`` returns a message."""
+    """Return the output of ``command``, which is ended when it is done, wrong, late or interrupted."""
+    watched = watched or _Command()
     with tempfile.TemporaryFile("w+") as printed:
-        until_s, failure, late = time.monotonic() + limit_s, "", False
+        until_s, failure, states, done, late = time.monotonic() + limit_s, "", "", False, False
         process = subprocess.Popen(
             command,
             cwd=_work(folder),
@@ -210,26 +288,49 @@ def _run(
             stdout=printed,
             stderr=subprocess.STDOUT,
         )
+        patience_s = _INTERRUPTED_STOP_S
         try:
-            while process.poll() is None and not failure:
+            while process.poll() is None and not (failure or done):
                 time.sleep(0.5)
-                late = time.monotonic() > until_s
-                failure = wrong() or (f"not done in {limit_s:.0f} s: raise --limit-s" if late else "")
-        except KeyboardInterrupt:
-            failure = "interrupted"
-        if failure:
-            process.terminate()
-        code = process.wait(60)
+                done = watched.done()
+                late = not done and time.monotonic() > until_s
+                failure = watched.wrong() or (f"not done in {limit_s:.0f} s: raise --limit-s" if late else "")
+            states = watched.states() if late else ""
+            patience_s = _STOP_S
+        finally:
+            code = _end(process, patience_s)
         printed.seek(0)
         output = printed.read()
-    if code != 0 or failure:
-        sentence = f"{' '.join(command)} ended with {code}: {failure}\n{output[-4000:]}"
-        if not late:
-            raise SystemExit(sentence)
-        error = NotDone(sentence)
-        error.limit_s = limit_s
-        raise error
-    return output
+    if not failure and (code == 0 or done):
+        return output
+    sentence = f"{' '.join(command)} ended with {code}: {failure}\n{output[-4000:]}"
+    if not late:
+        raise SystemExit(sentence)
+    error = NotDone(sentence)
+    error.limit_s, error.states = limit_s, states
+    raise error
+
+
+def _end(process: subprocess.Popen[Any], patience_s: float) -> int:
+    """End a process, if it has not ended: in order, after ``patience_s`` at once; return its exit code."""
+    for wait_s in (patience_s, _STOP_S):
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
+    if process.poll() is None:
+        process.kill()
+    return process.wait()
+
+
+def heed_sigterm() -> None:
+    """Handle SIGTERM like an interrupt from the keyboard, once: `timeout` sends it twice."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def environment_with(more: Mapping[str, str]) -> dict[str, str]:
@@ -246,7 +347,30 @@ def _work(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Run the three alternately, and print."""
+    """Run the modes alternately, and print, also after an interrupt or a failure, what was measured."""
+    arguments, flags = _parse()
+    heed_sigterm()
+    kept = Results(arguments.results)
+    figures = _Figures({mode: [] for mode in arguments.modes})
+    with work_folder(arguments.folder) as made:
+        work = arithmetic()
+        if arguments.work != "arithmetic":
+            tail = arguments.work == "tail"
+            work = long(made, arguments.shape, arguments.device, arguments.kernels, tail=tail)
+        complete = False
+        try:
+            _measure(work, arguments, flags, figures, kept)
+            complete = True
+        except KeyboardInterrupt:
+            raise SystemExit("interrupted") from None
+        finally:
+            figures.print(
+                kept.rates(work.name), {"work": work.name, "flags": flags, "host": kept.host, "complete": complete}
+            )
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments, and those of ``penstock up``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=("arithmetic", "long", "tail"), default="arithmetic")
     parser.add_argument(
@@ -258,53 +382,70 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=(*_LAGS, "trl", "colocate"), default=["async", "sync", "trl"])
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds of one system's run")
+    parser.add_argument("--folder", type=Path, help="keep model and prompts here, and use them again")
     parser.add_argument("--keep", type=Path, help="folder for each run's metrics, events, memory and logs")
     parser.add_argument("--results", type=Path, help="file that collects the rates of several calls on this host")
-    parser.add_argument("--folder", type=Path, help="keeps model and prompts of --work long or tail for later calls")
-    arguments, flags = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run, and keeps its files
-    rates: dict[str, list[float]] = {mode: [] for mode in arguments.modes}
-    kept = Results(arguments.results)
-    phases: dict[str, dict[str, float]] = {}
-    gpus: dict[str, dict[str, dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-work-") as made:
-        work = arithmetic()
-        if arguments.work != "arithmetic":
-            tail = arguments.work == "tail"
-            place = arguments.folder or Path(made)
-            place.mkdir(parents=True, exist_ok=True)
-            work = long(place.resolve(), arguments.shape, arguments.device, arguments.kernels, tail=tail)
-        for number in range(arguments.rounds):
-            print(f"round {number + 1}: ", end="", flush=True)
-            with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-                for mode, of_mode in rates.items():
-                    if mode in _LAGS:
-                        told = [*(_shared(work) if mode == "shared" else ()), *flags]
-                        with _kept(Path(name) / mode, arguments.keep):
-                            rate, phases[mode], gpus[mode] = run_penstock(
-                                Path(name), work, arguments.steps, _LAGS[mode], told, arguments.limit_s, mode
-                            )
-                    else:
-                        colocate = mode == "colocate"
-                        rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s, colocate=colocate)
-                    of_mode.append(rate)
-                    kept.add(work.name, mode, rate)
-                    print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
-            print()
-    print(f"\n{'seconds a step':40s}" + "".join(f"{mode:>10s}" for mode in phases))
-    for phase in next(iter(phases.values()), {}):
-        print(f"{phase:40s}" + "".join(f"{seconds[phase]:10.4f}" for seconds in phases.values()))
-    print(
-        json.dumps(
-            {
-                "work": work.name,
-                **_figures(kept.rates(work.name) or rates),
-                "gpus": gpus,
-                "flags": flags,
-                "host": kept.host,
-            }
+    return parser.parse_known_args()
+
+
+@dataclasses.dataclass
+class _Figures:
+    """Measured so far, by mode."""
+
+    rates: dict[str, list[float]]
+    phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    gpus: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
+    partial: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    def note_partial(self, mode: str, lines: Sequence[dict[str, Any]]) -> None:
+        """Keep the rate of a run that was interrupted, if it made enough steps."""
+        if len(lines) >= _LEAST_STEPS:
+            rate, self.phases[mode], _ = _measured(lines)
+            self.partial[mode] = {"steps": len(lines), "samples_per_s": round(rate, 1)}
+
+    def print(self, kept: Mapping[str, list[float]], about: Mapping[str, object]) -> None:
+        """Print a table of the phases, and one JSON object with the rates of this call or of all."""
+        print(f"\n{'seconds a step':40s}" + "".join(f"{mode:>10s}" for mode in self.phases))
+        for phase in next(iter(self.phases.values()), {}):
+            print(f"{phase:40s}" + "".join(f"{seconds[phase]:10.4f}" for seconds in self.phases.values()))
+        rates = {mode: of_mode for mode, of_mode in (kept or self.rates).items() if of_mode}
+        print(
+            json.dumps({**about, **(_figures(rates) if rates else {}), "gpus": self.gpus, "partial": self.partial}),
+            flush=True,
         )
-    )
+
+
+def _measure(work: Work, arguments: argparse.Namespace, flags: list[str], figures: _Figures, kept: "Results") -> None:
+    """Run the modes alternately, each in a new folder."""
+    for number in range(arguments.rounds):
+        print(f"round {number + 1}: ", end="", flush=True)
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+            for mode, of_mode in figures.rates.items():
+                if mode in _LAGS:
+                    rate = _penstock(Path(name), work, mode, arguments, flags, figures)
+                else:
+                    colocate = mode == "colocate"
+                    rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s, colocate=colocate)
+                of_mode.append(rate)
+                kept.add(work.name, mode, rate)
+                print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
+        print()
+
+
+def _penstock(
+    folder: Path, work: Work, mode: str, arguments: argparse.Namespace, flags: Sequence[str], figures: _Figures
+) -> float:
+    """Run Penstock in ``mode``; return samples per second."""
+    told = [*(_shared(work) if mode == "shared" else ()), *flags]
+    with _kept(folder / mode, arguments.keep):
+        try:
+            rate, figures.phases[mode], figures.gpus[mode] = run_penstock(
+                folder, work, arguments.steps, _LAGS[mode], told, arguments.limit_s, mode
+            )
+        except KeyboardInterrupt:
+            figures.note_partial(mode, _steps(folder / mode))
+            raise
+    return rate
 
 
 class Results:

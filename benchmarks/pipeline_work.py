@@ -7,14 +7,21 @@
                  tokens), random rewards: speed depends on neither weights nor rewards
     tail         the same, but completions end by themselves at lengths of a geometric distribution: 800 tokens on
                  average and 2,048 at most (on a CPU: 12 and 32)
+
+vLLM finds compiled code again only under the same path of the policy, so models that are kept between calls are always
+at the same path of a folder.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import random
+import shutil
 import string
+import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +30,8 @@ from benchmarks.shapes import SHAPES
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 64
 MODEL_TOKENS = 2304
+_MARK = "made.json"
+"""Written last, beside a model and its prompts."""
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
 
 
@@ -64,17 +73,22 @@ def arithmetic() -> Work:
     return Work("arithmetic", settings, [])
 
 
+@contextlib.contextmanager
+def work_folder(folder: Path | None) -> Iterator[Path]:
+    """Yield ``folder``, which is kept, or a temporary one."""
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-work-") as made:
+        yield Path(made)
+
+
 def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = False) -> Work:
-    """Return the work on two GPUs or the CPU; model and prompts are written into ``folder`` unless they are there."""
+    """Create model and prompts in ``folder`` unless an earlier call did; return the work on two GPUs or the CPU."""
     gpu = device == "cuda"
     mean_tokens = (800 if gpu else 12) if tail else 0
-    written, described = folder / "written.json", {"shape": shape, "device": device, "mean_tokens": mean_tokens}
-    if not written.exists():
-        _write_model(folder / "model", shape, device, mean_tokens)
-        _write_prompts(folder / "prompts.jsonl")
-        written.write_text(json.dumps(described))
-    elif (there := json.loads(written.read_text())) != described:
-        raise SystemExit(f"expected the work {described} in {folder}, found {there}: change --folder")
+    folder = folder.absolute() / f"{'tail' if tail else 'long'}-{shape}-{device}"
+    _write_once(folder, shape, device, mean_tokens)
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
     if tail and gpu:
         tokens = 2048
@@ -99,6 +113,20 @@ def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = Fa
     name = f"long: {shape} on {device}, {groups} x {samples} samples, {tokens} new tokens"
     name += f" at most, {mean_tokens} on average before this limit" if tail else ""
     return Work(name, settings, ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])], served=gpu)
+
+
+def _write_once(folder: Path, shape: str, device: str, mean_tokens: int) -> None:
+    """Write model and prompts, unless ``folder`` has those of the same shape as a whole."""
+    mark = folder / _MARK
+    told = {"shape": SHAPES[shape], "device": device, "mean_tokens": mean_tokens, "prompt_tokens": PROMPT_TOKENS}
+    if mark.exists() and json.loads(mark.read_text()) == told:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    _write_model(folder / "model", shape, device, mean_tokens)
+    _write_prompts(folder / "prompts.jsonl")
+    unfinished = mark.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(told))
+    unfinished.replace(mark)
 
 
 def _write_model(folder: Path, shape: str, device: str, mean_tokens: int) -> None:

@@ -14,7 +14,8 @@ Each result is appended to ``--out`` at once, with all that a prediction needs, 
 today's formulas; results of several hosts may be in one file, and each is predicted from its own host's calibration, if
 there is one. ``deviation`` is predicted over measured, minus 1; the bar is 0.15. Prints one JSON object.
 
-The first run of each model compiles and has ``--cold-s`` more. Runs with ``mps`` start the daemon of CUDA MPS, if the
+Models are kept in ``--folder``, always at the same path, by which vLLM finds what it compiled in an earlier call. The
+first run of each model in a call may compile and has ``--cold-s`` more. Runs with ``mps`` start the daemon of CUDA MPS, if the
 host has it, and end it.
 """
 
@@ -40,7 +41,7 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.pipeline import Results, run_penstock
+from benchmarks.pipeline import Results, heed_sigterm, run_penstock
 from benchmarks.pipeline_work import PROMPT_TOKENS, Work, long
 from benchmarks.shapes import SHAPES
 from services.cli.plan import corrections, layout_of, preferences
@@ -188,17 +189,12 @@ class Runs:
         return {"settings": settings, "steps": [_numbers(line) for line in lines], "gpu": gpus}
 
     def _work(self, of: Configuration) -> Work:
-        """Return model and prompts, written by a process that frees the GPU; always at the same path, by which vLLM knows
-        what it has compiled."""
+        """Return model and prompts, written by a process that frees the GPU."""
         key = of.shape, bool(of.mean_tokens)
         if key not in self._works:
-            place = self._folder / f"{of.shape}{'-tail' if of.mean_tokens else ''}"
-            place.mkdir(parents=True, exist_ok=True)
+            device, tail = "cpu" if self._toy else "cuda", bool(of.mean_tokens)
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                device = "cpu" if self._toy else "cuda"
-                self._works[key] = pool.submit(
-                    long, place, of.shape, device, "auto", tail=bool(of.mean_tokens)
-                ).result()
+                self._works[key] = pool.submit(long, self._folder, of.shape, device, "auto", tail=tail).result()
         return self._works[key]
 
 
@@ -363,7 +359,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=120.0, help="for one run, its start included")
     parser.add_argument("--cold-s", type=float, default=60.0, help="more, for the first run of a model")
     parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "penstock-plan-rates", help="for models"
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "penstock-plan-rates",
+        help="keep the models here, with which later calls need not compile again",
     )
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU")
     return parser.parse_args()
@@ -372,6 +371,7 @@ def _parse() -> argparse.Namespace:
 def main() -> None:
     """Run and print."""
     arguments = _parse()
+    heed_sigterm()
     if arguments.compare:
         print(json.dumps(compared(rows_of(arguments.compare))))
         return

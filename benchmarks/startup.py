@@ -13,7 +13,8 @@ the first. Each run is stopped after its first step.
 
 Other flags go to ``penstock up``. ``processes`` has the seconds of each activity until a process was ready, from the
 start of Python on; ``milestones`` has the seconds since ``penstock up``; ``cpu`` is processor time of all processes,
-which depends less on a busy machine. ``first_step`` has seconds of the step itself.
+which depends less on a busy machine. ``first_step`` has seconds of the step itself. ``--folder`` keeps the model of
+``--model-shape`` for later calls; caches are empty in each call.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.pipeline import environment_with
-from benchmarks.pipeline_work import ROOT, Work, arithmetic, long
+from benchmarks.pipeline_work import ROOT, Work, arithmetic, long, work_folder
 from benchmarks.shapes import SHAPES
 
 CACHES = {
@@ -113,10 +114,11 @@ def main() -> None:
     )
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=540.0, help="seconds of one start")
+    parser.add_argument("--folder", type=Path, help="keep the model of --model-shape here, and use it again")
     arguments, flags = parser.parse_known_args()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name, work_folder(arguments.folder) as made:
         folder = Path(name)
-        work = arithmetic() if arguments.model_shape is None else long(folder, arguments.model_shape, "cuda", "auto")
+        work = arithmetic() if arguments.model_shape is None else long(made, arguments.model_shape, "cuda", "auto")
         kept = [variable for variable in CACHES if not (arguments.installed and variable == "PYTHONPYCACHEPREFIX")]
         starts = []
         for number in range(arguments.starts):
