@@ -121,7 +121,8 @@ def _write_once(folder: Path, shape: str, device: str, mean_tokens: int) -> None
     told = {"shape": SHAPES[shape], "device": device, "mean_tokens": mean_tokens, "prompt_tokens": PROMPT_TOKENS}
     if mark.exists() and json.loads(mark.read_text()) == told:
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    if mark.exists():  # a folder that this module made, of another shape; else nothing is deleted
+        shutil.rmtree(folder)
     _write_model(folder / "model", shape, device, mean_tokens)
     _write_prompts(folder / "prompts.jsonl")
     unfinished = mark.with_suffix(".tmp")
