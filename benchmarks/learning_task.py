@@ -55,7 +55,7 @@ from typing import Any
 import tomli_w
 import torch
 
-from benchmarks.pipeline import logs_of, vllm_server
+from benchmarks.pipeline import end, logs_of, vllm_server
 from benchmarks.startup import ready_of
 from examples.arithmetic.make import (
     IGNORED_LABEL,
@@ -349,14 +349,9 @@ def watch(
 
 def stop(process: subprocess.Popen[Any]) -> None:
     """End a process and its group, at the latest after a minute and a half."""
-    for patience_s in (_STOP_S, _STOP_S / 2):  # `penstock up`: in order, then at once
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
-            break
+    end(process, _STOP_S, _STOP_S / 2)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _reached(rows: Sequence[Mapping[str, Any]], accuracy: float) -> Mapping[str, Any] | None:

@@ -253,12 +253,7 @@ def vllm_server(folder: Path, model: str, context_tokens: int) -> Iterator[str]:
         _wait_for(server, f"{url}/health", log)
         yield url
     finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        end(server, 30.0)
 
 
 def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -298,7 +293,7 @@ def _run(
             states = watched.states() if late else ""
             patience_s = _STOP_S
         finally:
-            code = _end(process, patience_s)
+            code = end(process, patience_s, _STOP_S)
         printed.seek(0)
         output = printed.read()
     if not failure and (code == 0 or done):
@@ -311,9 +306,10 @@ def _run(
     raise error
 
 
-def _end(process: subprocess.Popen[Any], patience_s: float) -> int:
-    """End a process, if it has not ended: in order, after ``patience_s`` at once; return its exit code."""
-    for wait_s in (patience_s, _STOP_S):
+def end(process: subprocess.Popen[Any], *patience_s: float) -> int:
+    """End a process, if it has not ended, with a signal before each wait (`penstock up`: in order, then at once), and
+    kill it after the last; return its exit code."""
+    for wait_s in patience_s:
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -351,7 +347,7 @@ def main() -> None:
     arguments, flags = _parse()
     heed_sigterm()
     kept = Results(arguments.results)
-    figures = _Figures({mode: [] for mode in arguments.modes})
+    report = _Report({mode: [] for mode in arguments.modes})
     with work_folder(arguments.folder) as made:
         work = arithmetic()
         if arguments.work != "arithmetic":
@@ -359,12 +355,12 @@ def main() -> None:
             work = long(made, arguments.shape, arguments.device, arguments.kernels, tail=tail)
         complete = False
         try:
-            _measure(work, arguments, flags, figures, kept)
+            _measure(work, arguments, flags, report, kept)
             complete = True
         except KeyboardInterrupt:
             raise SystemExit("interrupted") from None
         finally:
-            figures.print(
+            report.print(
                 kept.rates(work.name), {"work": work.name, "flags": flags, "host": kept.host, "complete": complete}
             )
 
@@ -389,7 +385,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 @dataclasses.dataclass
-class _Figures:
+class _Report:
     """Measured so far, by mode."""
 
     rates: dict[str, list[float]]
@@ -415,14 +411,14 @@ class _Figures:
         )
 
 
-def _measure(work: Work, arguments: argparse.Namespace, flags: list[str], figures: _Figures, kept: "Results") -> None:
+def _measure(work: Work, arguments: argparse.Namespace, flags: list[str], report: _Report, kept: "Results") -> None:
     """Run the modes alternately, each in a new folder."""
     for number in range(arguments.rounds):
         print(f"round {number + 1}: ", end="", flush=True)
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-            for mode, of_mode in figures.rates.items():
+            for mode, of_mode in report.rates.items():
                 if mode in _LAGS:
-                    rate = _penstock(Path(name), work, mode, arguments, flags, figures)
+                    rate = _penstock(Path(name), work, mode, arguments, flags, report)
                 else:
                     colocate = mode == "colocate"
                     rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s, colocate=colocate)
@@ -433,17 +429,17 @@ def _measure(work: Work, arguments: argparse.Namespace, flags: list[str], figure
 
 
 def _penstock(
-    folder: Path, work: Work, mode: str, arguments: argparse.Namespace, flags: Sequence[str], figures: _Figures
+    folder: Path, work: Work, mode: str, arguments: argparse.Namespace, flags: Sequence[str], report: _Report
 ) -> float:
     """Run Penstock in ``mode``; return samples per second."""
     told = [*(_shared(work) if mode == "shared" else ()), *flags]
     with _kept(folder / mode, arguments.keep):
         try:
-            rate, figures.phases[mode], figures.gpus[mode] = run_penstock(
+            rate, report.phases[mode], report.gpus[mode] = run_penstock(
                 folder, work, arguments.steps, _LAGS[mode], told, arguments.limit_s, mode
             )
         except KeyboardInterrupt:
-            figures.note_partial(mode, _steps(folder / mode))
+            report.note_partial(mode, _steps(folder / mode))
             raise
     return rate
 

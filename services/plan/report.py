@@ -63,10 +63,11 @@ def _in_turn(placement: str, engines: int, tensor_parallel: int, ranks: int, rep
 
 
 def _reservation(layout: GpuLayout, cluster: Cluster) -> str:
-    """Return what the plan's line says of a layout that cannot be run, or was not."""
+    """Return what the plan's line says of a layout that cannot be run, or was not (docs/placement.md)."""
     if not accepted(layout, cluster):
         return " (not supported yet)"
-    tried = layout.placement in ("separate", "at once") or (layout.tensor_parallel, layout.engines) == (1, 1)
+    one_each = layout.placement == "shared" and (layout.trainer.ranks, layout.engines) == (1, 1)
+    tried = layout.placement in ("separate", "at once") or one_each
     return "" if tried else " (not verified on GPUs)"
 
 

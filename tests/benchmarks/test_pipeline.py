@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import pipeline, pipeline_work
-from benchmarks.pipeline import NotDone, _Command, _end, _Figures, _kept, _Run, heed_sigterm
+from benchmarks.pipeline import NotDone, _Command, _kept, _Report, _Run, end, heed_sigterm
 from benchmarks.pipeline_work import long
 
 _FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -134,7 +134,7 @@ def test_a_command_that_does_not_end_in_order_gets_a_second_signal() -> None:
     with subprocess.Popen([sys.executable, "-c", _HEEDS_THE_SECOND_SIGNAL], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        assert _end(process, patience_s=0.5) == 3
+        assert end(process, 0.5, 10.0) == 3
 
 
 # ---------------------------------------------------------------- what is kept and printed
@@ -165,7 +165,7 @@ def test_without_a_coordinator_the_states_are_those_of_the_supervisor(tmp_path: 
 
 
 def test_an_interrupted_call_prints_whole_runs_and_the_rate_of_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = _Figures({"async": [4.0], "sync": []})
+    figures = _Report({"async": [4.0], "sync": []})
     figures.note_partial("sync", [_line(step) for step in range(1, 7)])
     figures.print({}, {"complete": False})
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -175,7 +175,7 @@ def test_an_interrupted_call_prints_whole_runs_and_the_rate_of_the_last(capsys: 
 
 
 def test_a_call_interrupted_before_enough_steps_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = _Figures({"async": []})
+    figures = _Report({"async": []})
     figures.note_partial("async", [_line(1), _line(2), _line(3)])
     figures.print({}, {"complete": False})
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.coordinator.evaluation.evaluator import candidates
-from services.coordinator.policies.relay_tree import serving, sources
+from services.coordinator.policies.relay_tree import addresses, sources
 from services.rollout.sources import PullAttempt, attempts, holders
 from shared.bus.encoding import wire
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
@@ -67,10 +67,10 @@ def test_a_guest_pulls_from_the_trainer_relays_nothing_and_keeps_no_version_for_
 
 def test_replicas_that_keep_no_copy_all_pull_from_the_trainer_and_are_never_a_source() -> None:
     streaming = [beat(f"rollout-{n}") for n in range(8)]
-    assert sources(serving(streaming), 2, TRAINER) == {f"rollout-{n}": (TRAINER,) for n in range(8)}
+    assert sources(addresses(streaming), 2, TRAINER) == {f"rollout-{n}": (TRAINER,) for n in range(8)}
     assert holders(streaming, update(), "rollout-0", random.Random(0)) == []
     copying = [beat(f"rollout-{n}", source=f"h:{n}") for n in (8, 9)]
-    assert sources(serving(streaming + copying), 1, TRAINER) == {
+    assert sources(addresses(streaming + copying), 1, TRAINER) == {
         **{f"rollout-{n}": (TRAINER,) for n in range(9)},
         "rollout-9": ("h:8", TRAINER),
     }
@@ -123,7 +123,7 @@ def test_only_replicas_in_order_are_in_the_tree() -> None:
         beat("e", source="h:5", service="trainer"),
         beat("f", source="h:6", state="waiting", version=None),
     ]
-    assert serving(beats) == {"a": "h:1", "b": "", "f": "h:6"}
+    assert addresses(beats) == {"a": "h:1", "b": "", "f": "h:6"}
 
 
 def test_an_update_carries_its_tree_and_older_ones_have_none() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import Histogram
 
-from services.coordinator.policies.relay_tree import serving, sources
+from services.coordinator.policies.relay_tree import addresses, sources
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.bus.stores.policy.evaluations import holding
@@ -77,4 +77,4 @@ class Promotion:
         held = await holding(self._bus)
         # A replica holding an older version for an evaluation has nothing to relay.
         beats = [beat for beat in await heartbeats(self._bus) if held is None or not held.names(beat.replica)]
-        return sources(serving(beats), self._fan_out, record.source)
+        return sources(addresses(beats), self._fan_out, record.source)

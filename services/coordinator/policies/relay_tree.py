@@ -34,8 +34,8 @@ def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str
     }
 
 
-def serving(beats: Iterable[Heartbeat]) -> dict[str, str]:
-    """Return the address of each replica in order; empty if it keeps no copy of the weights to relay."""
+def addresses(beats: Iterable[Heartbeat]) -> dict[str, str]:
+    """Return the address of each replica that works; empty if it keeps no copy of the weights to relay."""
     return {
         beat.replica: beat.source
         for beat in beats

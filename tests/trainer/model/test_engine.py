@@ -170,6 +170,19 @@ def groups_of(stepper: Stepper) -> list[int]:
     ]
 
 
+@pytest.mark.usefixtures("several_groups")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_rank_keeps_no_flat_copy_of_its_gradients_and_makes_the_same_steps_to_the_bit(dtype: Any) -> None:
+    flat = settings(1, deepspeed={"zero_optimization": {"contiguous_gradients": True}})
+    policy = {"policy": PolicySettings(dtype=dtype)}
+    steppers = [Stepper(of.model_copy(update=policy)) for of in (settings(1), flat)]
+    assert [stepper.engine.optimizer.contiguous_gradients for stepper in steppers] == [False, True]
+    first, second = ([stepper.step(number)["grad_norm"] for number in (1, 2, 3)] for stepper in steppers)
+    assert first == second
+    weights, others = (stepper.weights() for stepper in steppers)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_a_large_model_in_groups_makes_the_steps_of_one_group(

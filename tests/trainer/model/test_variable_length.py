@@ -1,6 +1,8 @@
 """Which variable-length attention is used: FlashAttention 4 where it is installed, runs, and agrees with torch's."""
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,25 @@ def test_kernels_are_compared_within_checkpointed_layers_too(install: Callable[.
     out: Tensor = checkpoint(layer, hidden, use_reentrant=False)
     (gradient,) = torch.autograd.grad(out, hidden)
     assert float(gradient) == pytest.approx(-0.12835, abs=1e-5)  # cos(exp 0.5) · exp 0.5
+
+
+def test_a_package_that_warns_of_its_own_compiler_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "cute.py").write_text(
+        "import warnings\nwarnings.warn('deprecated', DeprecationWarning)\ndef flash_attn_varlen_func(): return 4\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, value in variable_length._CACHE.items():
+        monkeypatch.setenv(name, value)
+    variable_length._flash4.cache_clear()
+    assert variable_length._flash4()() == 4
+    variable_length._flash4.cache_clear()
+    for name in ("flash_attn", "flash_attn.cute"):
+        sys.modules.pop(name)
 
 
 def fails(*_: Any, **__: Any) -> Any:
