@@ -8,6 +8,7 @@ fits is refused.
 """
 
 import importlib.util
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from shared.model.context import read_config
 from shared.settings import Settings
 
 _MARGIN = 1.02
-_QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_QUERY = ("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits")
 _EXACT = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """Models whose weights config.json gives exactly, but for norms and biases."""
 _MEMORY_ARGUMENTS = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens"})
@@ -38,19 +39,21 @@ _COUNTED = ("weights", "master weights", "moments", "critic", "reference", "snap
 
 
 def visible_gpus() -> list[float]:
-    """In bytes, by nvidia-smi; empty without it."""
+    """In bytes, by nvidia-smi, of those in CUDA_VISIBLE_DEVICES if that is set; empty without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
         asked = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=10, check=False)
-        return (
-            [float(line) * (1 << 20) for line in asked.stdout.split("\n") if line.strip()]
-            if not asked.returncode
-            else []
-        )
+        rows = [line.partition(",") for line in asked.stdout.split("\n") if line.strip() and not asked.returncode]
+        sizes = [(uuid.strip(), float(mebibytes) * (1 << 20)) for uuid, _, mebibytes in rows]
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return []
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [nbytes for _, nbytes in sizes]
+    by_name = dict(sizes) | {str(index): nbytes for index, (_, nbytes) in enumerate(sizes)}
+    return [by_name[name] for name in map(str.strip, chosen.split(",")) if name in by_name]
 
 
 def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:

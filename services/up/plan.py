@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shared.bus import embedded
+from shared.errors import SettingsError
 from shared.process.parent import FOR_PYTHON
 from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
@@ -25,6 +26,7 @@ VALKEY = "valkey"
 EXECUTOR = "executor"
 TRACKING = "tracking"
 PROMETHEUS = "prometheus"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VALKEY_STOP_S = 10.0
 _STOP_AFTER_DRAIN_S = 10.0
 _EXECUTOR_STOP_S = 15.0
@@ -62,7 +64,8 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
                 *("--config", str(config), "--replica", name),
                 *_port_flag(settings, name),
             ),
-            environment=_environment(environment, bus_url, threads.get(service, 0)) | _gpus(settings, service, name),
+            environment=_environment(environment, bus_url, threads.get(service, 0))
+            | _gpus(settings, service, name, environment),
             stop_s=settings.bus.drain_s + _STOP_AFTER_DRAIN_S,
         )
         for service, name in [*names, *(("rollout", guest) for guest in _guests(settings))]
@@ -145,7 +148,8 @@ def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
     return () if port is None else ("--run.metrics_port", str(port))
 
 
-def _gpus(settings: Settings, service: str, name: str) -> dict[str, str]:
+def _gpus(settings: Settings, service: str, name: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return which GPUs a process sees; settings number those that ``penstock up`` sees itself."""
     devices = settings.shared_devices_of(name)
     if service == "trainer":
         shown = settings.trainer.gpus
@@ -158,7 +162,19 @@ def _gpus(settings: Settings, service: str, name: str) -> dict[str, str]:
         shown = section.gpus[index * each : (index + 1) * each]
     else:
         shown = ()
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, shown))} if shown else {}
+    return {_VISIBLE: ",".join(_name_of(gpu, environment.get(_VISIBLE)) for gpu in shown)} if shown else {}
+
+
+def _name_of(gpu: int, visible: str | None) -> str:
+    if visible is None:
+        return str(gpu)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if gpu < len(names):
+        return names[gpu]
+    raise SettingsError(
+        f"expected numbers below {len(names)} in trainer.gpus, rollout.gpus and reward.gpus, which number the GPUs in "
+        f"{_VISIBLE}={visible}, found {gpu}: change them, or unset the variable"
+    )
 
 
 def _environment(base: Mapping[str, str], bus_url: str, threads: int) -> dict[str, str]:

@@ -249,9 +249,15 @@ def test_gpus_are_those_that_nvidia_smi_reports(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", str(tmp_path))
     assert certain.visible_gpus() == []
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 81559\necho 143771\n")
+    program.write_text("#!/bin/sh\necho GPU-a, 81559\necho GPU-b, 143771\n")
     program.chmod(0o755)
-    assert certain.visible_gpus() == [81_559 * 2**20, 143_771 * 2**20]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    small, large = 81_559 * 2**20, 143_771 * 2**20
+    assert certain.visible_gpus() == [small, large]
+    for visible, sizes in (("1", [large]), ("GPU-b,0", [large, small]), ("", []), ("7", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert certain.visible_gpus() == sizes
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     program.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
     assert certain.visible_gpus() == []
 

@@ -59,6 +59,22 @@ def test_replica_i_sees_the_gpu_of_rank_i() -> None:
     assert (shown["trainer-0"], shown["rollout-0"], shown["rollout-1"]) == ("3,5", "3", "5")
 
 
+@pytest.mark.parametrize("visible", ["6,2", "GPU-a, GPU-b"])
+def test_gpus_are_numbered_among_those_that_the_run_sees(visible: str) -> None:
+    text = 'trainer.gpus = [0]\nrollout.gpus = [1]\nrun.id = "a"'
+    plans = services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {"CUDA_VISIBLE_DEVICES": visible})
+    shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans}
+    first, second = visible.replace(" ", "").split(",")
+    assert (shown["trainer-0"], shown["rollout-0"], shown["coordinator-0"]) == (first, second, visible)
+
+
+@pytest.mark.parametrize(("visible", "number"), [("6", 1), ("", 0)])
+def test_a_number_beyond_the_gpus_that_the_run_sees_is_refused(visible: str, number: int) -> None:
+    text = f'trainer.gpus = [0]\nrollout.gpus = [{number}]\nrun.id = "a"'
+    with pytest.raises(SettingsError, match=rf"CUDA_VISIBLE_DEVICES={visible}, found {number}: change them, or unset"):
+        services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {"CUDA_VISIBLE_DEVICES": visible})
+
+
 def test_a_tensor_parallel_replica_sees_the_gpus_of_its_ranks() -> None:
     text = VLLM + TWO + '\ntrainer.ranks = 4\nrollout.replicas = 2\ntrainer.gpus = [3, 5, 6, 7]\nrun.id = "a"'
     plans = services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {})

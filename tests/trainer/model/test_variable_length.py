@@ -68,7 +68,8 @@ def test_a_package_that_warns_of_its_own_compiler_is_imported(tmp_path: Path, mo
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "cute.py").write_text(
-        "import warnings\nwarnings.warn('deprecated', DeprecationWarning)\ndef flash_attn_varlen_func(): return 4\n"
+        "import warnings\nwarnings.warn('deprecated', DeprecationWarning)\ndef flash_attn_varlen_func():\n"
+        "    warnings.warn('Argument aux_data (position 17) cannot be converted', UserWarning)\n    return 4\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("flash_attn", "flash_attn.cute"):

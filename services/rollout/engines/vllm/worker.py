@@ -30,7 +30,7 @@ from services.rollout.engines.vllm import start_report
 from services.rollout.engines.vllm.ladder import Ladder
 from services.rollout.engines.vllm.multihost.hosts import secret_of
 from services.rollout.engines.vllm.multihost.stores import bind_stores
-from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen
+from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, warm_up_own_routers
 from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from services.rollout.engines.vllm.token_record import Finished, TokenRecord
 from services.rollout.engines.vllm.windows import check_windows
@@ -278,6 +278,7 @@ class WorkerExtension:
 
     def __new__(cls, *_: Any, **__: Any) -> "WorkerExtension":
         worker = super().__new__(cls)
+        warm_up_own_routers(worker)
         start_report.report(worker)
         return worker
 

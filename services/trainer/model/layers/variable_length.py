@@ -30,6 +30,8 @@ _HOPPER = 9
 _LARGEST_HEAD = 256
 _ROUNDING = 0.02
 """Largest difference between two attention kernels in half precision, as a share of the largest value."""
+_COMPILER_WARNING = "Argument aux_data"
+"""Of the package's compiler, about an argument that the package itself leaves out."""
 _CACHE = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(Path.home() / ".cache" / "flash_attention_cute_dsl"),
@@ -183,6 +185,7 @@ def _ends(lengths: tuple[int, ...], where: dict[str, Any]) -> Tensor:
 def _flash4() -> Callable[..., Any]:
     for name, value in _CACHE.items():
         os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", _COMPILER_WARNING, UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the package's, of its own compiler
         from flash_attn.cute import flash_attn_varlen_func

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen
+from services.rollout.engines.vllm.runner_hooks import _ROUTER_SHAPES, RunnerTap, can_listen, warm_up_own_routers
 from services.rollout.engines.vllm.token_record import Finished, TokenRecord, token_logprobs
 from services.rollout.engines.vllm.worker_channel import Reporter, Reports, prove
 from shared.errors import PeerError
@@ -393,3 +393,32 @@ async def test_within_a_host_only_the_owner_may_connect() -> None:
     assert folder.stat().st_mode & 0o077 == 0
     await reports.close()
     assert not folder.exists()
+
+
+def _with_warm_up(monkeypatch: pytest.MonkeyPatch, **names: object) -> SimpleNamespace:
+    """Stand in for the module of vLLM, whose import takes seconds and warns."""
+    kernel_warmup = SimpleNamespace(**names)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.warmup", SimpleNamespace(kernel_warmup=kernel_warmup))
+    return kernel_warmup
+
+
+def test_kernels_are_compiled_for_routers_of_the_own_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_warmup = _with_warm_up(monkeypatch, **{_ROUTER_SHAPES: ((6144, 264), (8, 3))})  # as in vLLM 0.26
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 3))
+    compiled = list[tuple[int, int]]()
+
+    def warm_up() -> float:
+        compiled.extend(getattr(kernel_warmup, _ROUTER_SHAPES))
+        return 1.5
+
+    worker = SimpleNamespace(get_model=lambda: model, compile_or_warm_up_model=warm_up)
+    warm_up_own_routers(worker)
+    assert (worker.compile_or_warm_up_model(), compiled) == (1.5, [(8, 3)])
+
+
+def test_a_release_that_names_no_routers_warms_up_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_warmup = _with_warm_up(monkeypatch)
+    worker = SimpleNamespace(compile_or_warm_up_model=lambda: 1.5)
+    warm_up_own_routers(worker)
+    assert worker.compile_or_warm_up_model() == 1.5
+    assert not vars(kernel_warmup)
