@@ -73,6 +73,7 @@ class _Loading:
         check_context(config, context, settings.sampling.max_new_tokens, settings.policy.model)
         with warm_up.beside(config, trainer.kernels, self._device):
             model = load_model(settings.policy, self._dtype, context)
+            self._mailbox.send(Began("compiling kernels"))
         kernels.install(model, trainer.kernels, self._device)
         alone = settings.publishes_adapters
         model = adapter.add(model, settings.policy, trainer.zero_stage, published_alone=alone)

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,12 +46,16 @@ def _run(config: Mapping[str, Any], device: torch.device) -> None:
         _attention,
         _variable_length,
     ]
+    seconds = {}
     for part in parts:
+        began_s = time.monotonic()
         for dtype in (torch.float32, torch.bfloat16):
             try:
                 part(text, {"device": device, "dtype": dtype})
             except Exception as error:  # noqa: BLE001 (of any model's sizes)
                 log.debug("warm-up skipped", extra={"part": part.__name__, "detail": str(error)})
+        seconds[part.__name__.strip("_")] = round(time.monotonic() - began_s, 3)
+    log.info("kernels are compiled", extra={"seconds": seconds})
 
 
 def _ones(*shape: int, **where: Any) -> torch.Tensor:
