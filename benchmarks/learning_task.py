@@ -55,7 +55,7 @@ from typing import Any
 import tomli_w
 import torch
 
-from benchmarks.pipeline import end, logs_of, vllm_server
+from benchmarks.pipeline import end, heed_sigterm, logs_of, vllm_server
 from benchmarks.startup import ready_of
 from examples.arithmetic.make import (
     IGNORED_LABEL,
@@ -263,7 +263,7 @@ def sampled_accuracy(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> 
 def settings(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return a Penstock run's settings."""
     gpu, task = arguments.device == "cuda", TASKS[arguments.shape]
-    rollout: dict[str, Any] = {"replicas": 1, "max_groups": arguments.groups}
+    rollout: dict[str, Any] = {"replicas": 1, "max_groups": arguments.groups * (1 if name == "sync" else 2)}
     if gpu:
         rollout |= {"engine": "vllm", "gpus": [arguments.gpus - 1], "vllm": {"max_model_len": task.context}}
         rollout["vllm"] |= {"gpu_memory_utilization": _ONE_GPU_SHARE} if arguments.gpus == 1 else {}
@@ -519,6 +519,7 @@ def main() -> None:
     if arguments.inside is not None:
         inside_trl(arguments.inside, arguments)
         return
+    heed_sigterm()  # to end the runs
     named = ("shape", "device", "gpus", "accuracy", "evaluate_every", "groups", "samples", "learning_rate")
     work = {name: vars(arguments)[name] for name in named}
     with contextlib.ExitStack() as around:

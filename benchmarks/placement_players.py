@@ -104,9 +104,8 @@ class Trainer:
         self._synchronize()
         return time.perf_counter() - started_s
 
-    def publish(self, rung: int) -> PolicyRecord:
-        """Fill the snapshot and serve it, while optimizer states are copied to the host."""
-        self.engine.residency.begin(rung)
+    def publish(self) -> PolicyRecord:
+        """Fill the snapshot and serve it."""
         self._version += 1
         header: Header = self._snapshot.fill(self.engine.tensors(), PolicyVersion(self._version), self._version)
         self._source.offer(self._snapshot)
@@ -181,7 +180,7 @@ class Player:
         self._puller = Puller(self._engine.place, 1, _DEADLINE_S, lambda: _SECRET)
         await self._engine.suspend(2 if on_gpu else 0)
         await asyncio.to_thread(self._trainer.restore)
-        record = await asyncio.to_thread(self._trainer.publish, 0)
+        record = await asyncio.to_thread(self._trainer.publish)
         await asyncio.to_thread(self._trainer.free, 4)
         await self._engine.resume()
         await self._pull(record)
@@ -247,7 +246,7 @@ class Player:
         row["step_s"] = await asyncio.to_thread(self._trainer.step)
         row["used_train_bytes"] = self._trainer.used()
         published_s = time.perf_counter()
-        record = await asyncio.to_thread(self._trainer.publish, rung)
+        record = await asyncio.to_thread(self._trainer.publish)
         row["publish_s"] = time.perf_counter() - published_s
         row["trainer_peak_bytes"] = self._trainer.take_peak()
         began_s = time.perf_counter()

@@ -94,17 +94,20 @@ class Trainer:
             self._mailbox.send(result)
 
     def execute(self, command: Command) -> Result:
+        # First, as memory that returns to the driver waits for all copies to the device.
+        is_step = command.kind in (CommandKind.TRAIN, CommandKind.TRY)
+        is_freed = is_step and self._artifacts.free(command.rung)
         if self._is_away and command.kind not in _WITHOUT_MODEL:
             self._reload()
         match command.kind:
             case CommandKind.FREE:
                 return self._free(command.rung)
             case CommandKind.TRAIN:
-                return self._train(command)
+                return self._train(command, is_freed=is_freed)
             case CommandKind.CHECKPOINT:
                 return self._checkpoint(command)
             case CommandKind.TRY:
-                self._try(command)
+                self._try(command, is_freed=is_freed)
             case CommandKind.EXPORT:
                 return self._artifacts.export(self._engine)
             case CommandKind.LOAD | CommandKind.REPLAY | CommandKind.PUBLISH | CommandKind.WAIT:
@@ -146,24 +149,22 @@ class Trainer:
                 return self._publish(command)
         return Result()
 
-    def _try(self, command: Command) -> None:
-        freed = self._artifacts.free(command.rung)
+    def _try(self, command: Command, *, is_freed: bool) -> None:
         self._learner.try_out(command.groups)
-        if freed:
+        if is_freed:
             self._artifacts.offer_again(self._engine)
 
-    def _train(self, command: Command) -> StepMade | StepSkipped:
-        freed, self._rung = self._artifacts.free(command.rung), command.rung
+    def _train(self, command: Command, *, is_freed: bool) -> StepMade | StepSkipped:
+        """``is_freed``: the snapshot is away, and is offered again if no step is made."""
+        self._rung = command.rung
         try:
             measured = self.update(command.groups, command.lags, command.learning_rate, contexts=command.contexts)
             if command.held_out:
                 measured |= self._learner.figures_of(decode_all(command.held_out))
         except NotFinite as error:
-            if freed and not error.touched:
+            if is_freed and not error.touched:
                 self._artifacts.offer_again(self._engine)
             return StepSkipped(str(error), error.touched)
-        for residency in self._residencies:
-            residency.begin(self._rung)
         published, plan = self._publish(command), self._learner.plan
         assert plan is not None
         memory, samples = self._phases.take_memory(), self._engine.gathered(self._phases.take_samples())

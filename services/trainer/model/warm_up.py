@@ -5,6 +5,7 @@ It leaves torch's state and random generators unchanged, and errors to the actua
 
 import contextlib
 import importlib.util
+import itertools
 import logging
 import threading
 import time
@@ -18,7 +19,8 @@ from shared.model.logits import logprobs_and_entropies
 
 log = logging.getLogger(__name__)
 
-_TOKENS = 256
+_TOKENS = (256, 251)
+"""Triton specializes kernels for multiples of 16."""
 
 
 @contextlib.contextmanager
@@ -49,9 +51,9 @@ def _run(config: Mapping[str, Any], device: torch.device) -> None:
     seconds = {}
     for part in parts:
         began_s = time.monotonic()
-        for dtype in (torch.float32, torch.bfloat16):
+        for tokens, dtype in itertools.product(_TOKENS, (torch.float32, torch.bfloat16)):
             try:
-                part(text, {"device": device, "dtype": dtype})
+                part(text, tokens, {"device": device, "dtype": dtype})
             except Exception as error:  # noqa: BLE001 (of any model's sizes)
                 log.debug("warm-up skipped", extra={"part": part.__name__, "detail": str(error)})
         seconds[part.__name__.strip("_")] = round(time.monotonic() - began_s, 3)
@@ -62,53 +64,53 @@ def _ones(*shape: int, **where: Any) -> torch.Tensor:
     return torch.ones(shape, **where).requires_grad_()
 
 
-def _product(text: Mapping[str, Any], where: dict[str, Any]) -> None:
-    given, weight = _ones(_TOKENS, 64, **where), _ones(64, 64, **where)
+def _product(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
+    given, weight = _ones(tokens, 64, **where), _ones(64, 64, **where)
     bias = _ones(64, **where)
     _backward(torch.softmax(torch.nn.functional.linear(given, weight, bias), -1), given, weight, bias)
 
 
-def _logits(text: Mapping[str, Any], where: dict[str, Any]) -> None:
-    width = 512 + int(text["vocab_size"]) % 16  # Triton specializes kernels for multiples of 16
-    targets = torch.zeros(_TOKENS, dtype=torch.int64, device=where["device"])
-    temperatures = torch.ones(_TOKENS, dtype=torch.float32, device=where["device"])
-    logits = _ones(_TOKENS, width, **where)
+def _logits(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
+    width = 512 + int(text["vocab_size"]) % 16
+    targets = torch.zeros(tokens, dtype=torch.int64, device=where["device"])
+    temperatures = torch.ones(tokens, dtype=torch.float32, device=where["device"])
+    logits = _ones(tokens, width, **where)
     _backward(logprobs_and_entropies(logits, targets, temperatures)[0], logits)
 
 
-def _norm(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+def _norm(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
     width = int(text["hidden_size"])
-    given, weight = _ones(1, _TOKENS, width, **where), _ones(width, **where)
+    given, weight = _ones(1, tokens, width, **where), _ones(width, **where)
     _backward(norms.rms_norm(given, weight, 1e-6), given, weight)
 
 
-def _gated(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+def _gated(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
     from liger_kernel.ops import LigerSiLUMulFunction
 
-    gate, up = (_ones(1, _TOKENS, int(text["intermediate_size"]), **where) for _ in range(2))
+    gate, up = (_ones(1, tokens, int(text["intermediate_size"]), **where) for _ in range(2))
     _backward(LigerSiLUMulFunction.apply(gate, up), gate, up)
 
 
-def _rotary(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+def _rotary(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
     heads, shared, size = _heads(text)
-    query, key = (_ones(1, _TOKENS, count, size, **where) for count in (heads, shared))
-    angles = torch.ones(1, _TOKENS, size, **where)
+    query, key = (_ones(1, tokens, count, size, **where) for count in (heads, shared))
+    angles = torch.ones(1, tokens, size, **where)
     out = liger_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), angles, angles)
     _backward(torch.cat([rotated.flatten() for rotated in out]), query, key)
 
 
-def _attention(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+def _attention(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
     heads, _, size = _heads(text)
-    query, key, value = (_ones(1, heads, _TOKENS, size, **where) for _ in range(3))
-    mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool, device=where["device"]).tril()
+    query, key, value = (_ones(1, heads, tokens, size, **where) for _ in range(3))
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=where["device"]).tril()
     _backward(torch.nn.functional.scaled_dot_product_attention(query, key, value, mask), query, key, value)
 
 
-def _variable_length(text: Mapping[str, Any], where: dict[str, Any]) -> None:
+def _variable_length(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
     heads, shared, size = _heads(text)
-    variable_length.choose(_ones(_TOKENS, heads, size, **where), shared, size, windowed=False, flash4=True)
+    variable_length.choose(_ones(tokens, heads, size, **where), shared, size, windowed=False, flash4=True)
 
 
 def _heads(text: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -18,10 +18,11 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("part", [warm_up._product, warm_up._logits, warm_up._attention])
+@pytest.mark.parametrize("tokens", warm_up._TOKENS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_first_uses_leave_random_numbers_and_defaults_as_they_are(part: Any, dtype: torch.dtype) -> None:
+def test_first_uses_leave_random_numbers_and_defaults_as_they_are(part: Any, tokens: int, dtype: torch.dtype) -> None:
     before = torch.get_rng_state()
-    part(CONFIG, {"device": torch.device("cpu"), "dtype": dtype})
+    part(CONFIG, tokens, {"device": torch.device("cpu"), "dtype": dtype})
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()

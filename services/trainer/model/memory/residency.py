@@ -2,7 +2,7 @@
 
 The ladder's rungs for the trainer (docs/placement.md)::
 
-    rung 3   optimizer states and master weights    copied after each step, reloaded during the next forward passes
+    rung 3   optimizer states and master weights    copied at the end of a turn, reloaded during the next forward passes
     rung 4   + weights; gradients, which are not needed between steps, are discarded
 
 Works on storages, so it serves every ZeRO stage and torch's own optimizer. Nothing may use a model while it is away.
@@ -50,11 +50,6 @@ class Residency:
         """Return bytes by component when resident; call it while they are."""
         sizes = {name: sum(storage.nbytes() for storage in part.values()) for name, part in self._components().items()}
         return {name: float(nbytes) for name, nbytes in sizes.items()}
-
-    def begin(self, rung: int) -> None:
-        """Start copying the optimizer's states, which do not change before the next step."""
-        if rung >= 3:
-            self._copies["optimizer"].begin(self._components()["optimizer"].values())
 
     def free(self, rung: int) -> None:
         """Move components to the host down to ``rung``, and return unused memory to the driver."""

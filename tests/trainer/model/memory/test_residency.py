@@ -1,11 +1,19 @@
 """A trainer whose memory goes to the host between steps trains bit for bit as one that keeps it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import tiny
+from services.trainer.loop import Trainer
+from services.trainer.rank0.artifacts import Rank0Artifacts
+from services.trainer.rank0.mailbox.commands import Command, CommandKind
+from services.trainer.rank0.mailbox.queues import NoMailbox
+from services.trainer.rank0.publication import Publication
+from shared.bus.messages import PolicyVersion
+from tests.support import tiny, trainer_ranks, weights
+from tests.trainer.algorithm import test_update
 from tests.trainer.model.test_engine import Stepper, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -22,7 +30,6 @@ def trained(zero_stage: int, rungs: list[int]) -> tuple[Stepper, dict[str, torch
         stepper.step(number)
         if rungs:
             rung = rungs[number % len(rungs)]
-            residency.begin(rung)
             residency.free(rung)
             residency.restore()
     return stepper, stepper.weights()
@@ -60,20 +67,42 @@ def test_rung_3_frees_moments_and_master_weights_and_rung_4_the_weights_too(
     assert residency.memory() == memory
 
 
-def test_a_checkpoint_that_is_loaded_after_the_copies_began_is_not_undone_by_them(tmp_path: Path) -> None:
-    stepper, _ = trained(1, [])
-    stepper.engine.save(tmp_path)
-    saved = stepper.weights()
-    stepper.step(STEPS + 1)
-    residency = stepper.engine.residency
-    residency.begin(4)
-    stepper.engine.load(tmp_path)
-    residency.free(4)
-    residency.restore()
-    loaded = stepper.weights()
-    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-    stepper.step(STEPS + 1)
-    again = Stepper(settings(zero_stage=1))
-    again.engine.load(tmp_path)
-    again.step(STEPS + 1)
-    assert all(torch.equal(tensor, stepper.weights()[name]) for name, tensor in again.weights().items())
+def test_a_turn_frees_the_snapshot_before_its_memory_returns_and_copies_it_once_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = trainer_ranks.settings(1, 1, tmp_path)
+    of = of.model_copy(update={"placement": of.placement.model_copy(update={"mode": "shared"})})
+    publication = Publication(of, "127.0.0.1", weights.secret)
+    rank, calls = trainer_ranks.Rank(of), list[str]()
+    residency = rank.engine.residency
+    trainer = Trainer(rank.engine, of, NoMailbox(), Rank0Artifacts(of, publication))
+
+    def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        return lambda *given: (calls.append(name), call(*given))[1]
+
+    monkeypatch.setattr(publication, "free", noted("snapshot", publication.free))
+    monkeypatch.setattr(residency, "restore", noted("restore", residency.restore))
+    for name, copies in residency._copies.items():
+        monkeypatch.setattr(copies, "begin", noted(f"copy {name}", copies.begin))
+    for version, kind in enumerate(["free", "train", "train", "free", "train"]):
+        calls.append(kind)
+        trainer.execute(
+            Command(
+                CommandKind[kind.upper()], groups=tuple(test_update.batch()), lags=(1,) * 4, learning_rate=1e-3,
+                version=PolicyVersion(version), rung=3,
+            )
+        )  # fmt: skip
+    publication.close()
+    turn_ends = ["free", "copy optimizer"]
+    assert calls == [
+        *turn_ends,
+        "train",
+        "snapshot",
+        "restore",
+        "train",
+        "snapshot",
+        *turn_ends,
+        "train",
+        "snapshot",
+        "restore",
+    ]
