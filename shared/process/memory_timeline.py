@@ -9,7 +9,7 @@ import dataclasses
 import math
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,6 +111,12 @@ class Held:
     def during(self, phase: str, seconds: float) -> MemorySample:
         """Return it as a sample of ``phase``, which ends now."""
         return sample(self.place, phase, seconds, self.components, self.total_bytes, self.rest)
+
+    def without(self, names: Collection[str]) -> "Held":
+        """Return it without components that are away from the device, although the process still counts them."""
+        kept = {name: nbytes for name, nbytes in self.components.items() if name not in names}
+        away_bytes = sum(self.components.values()) - sum(kept.values())
+        return dataclasses.replace(self, components=kept, total_bytes=max(0.0, self.total_bytes - away_bytes))
 
 
 class MemoryTimeline:

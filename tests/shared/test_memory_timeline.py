@@ -29,6 +29,13 @@ def test_a_report_has_the_largest_sample_of_each_phase_and_process() -> None:
     ]
 
 
+def test_what_is_away_from_a_device_is_not_counted_there() -> None:
+    held = Held(PLACE, {"weights": 10.0, "key-value cache": 5.0}, 18.0, "graphs")
+    asleep = held.without(("key-value cache", "shadow")).during("train", 1.0)
+    assert (asleep.components, asleep.total_bytes) == ({"weights": 10.0, "graphs": 3.0}, 13.0)
+    assert held.without(()) == held
+
+
 def test_reports_are_not_made_at_every_heartbeat() -> None:
     timeline = MemoryTimeline()
     noted = Held(PLACE, {"weights": 1.0}, 1.0).during("generate", 1.0)

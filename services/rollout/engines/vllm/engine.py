@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 from prometheus_client import Gauge
 
 from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport, UpdateMode
+from services.rollout.engines.vllm.ladder import FREED
 from services.rollout.engines.vllm.requests import ROW_S, Requests
 from services.rollout.engines.vllm.swap_gate import SwapGate
 from services.rollout.engines.vllm.worker_channel import Reports
@@ -87,6 +88,8 @@ class VllmEngine:
         """Whether requests are held because a swap failed midway."""
         self._held_until_s = -math.inf
         self._is_paused = False
+        self._rung = 0
+        """Down to which the device is freed."""
         self.memory: dict[str, float] = {}
         """Bytes by component before the last suspension."""
         self._requests = Requests(llm, reports, stop=stop, native=native, held=self._is_held)
@@ -116,8 +119,8 @@ class VllmEngine:
 
     @property
     def held(self) -> Sequence[Held]:
-        """What each rank holds, as of the newest staging."""
-        return tuple(self._reports.held.values())
+        """What each rank holds, as of the newest staging, and of the rung if the device is freed."""
+        return tuple(held.without(FREED[min(self._rung, max(FREED))]) for held in self._reports.held.values())
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -247,6 +250,7 @@ class VllmEngine:
         self._held_until_s = math.inf
         await self._pause(clear_cache=rung >= 1)
         answers = await self._call("penstock_suspend", rung, self._adapters)
+        self._rung = rung
         self.memory = {name: float(nbytes) for name, nbytes in answers[0].items()}
         if rung >= 2 and not self._adapters:  # an adapter does not bring its base weights back
             self._version = None
@@ -254,6 +258,7 @@ class VllmEngine:
     async def resume(self) -> None:
         """Take the memory back; requests continue, after the next swap if the weights were discarded."""
         await self._call("penstock_resume")
+        self._rung = 0
         self._held_until_s = time.monotonic() + ROW_S
         if self._version is not None and not self.torn:
             await self._continue()

@@ -19,6 +19,9 @@ from shared.process.memory_timeline import host_bytes
 _GIB = float(1 << 30)
 KV_CACHE = "kv_cache"
 """vLLM's tag of its allocations."""
+FREED = {0: (), 1: ("key-value cache",), 2: ("key-value cache", "weights", "shadow")}
+"""Components of the memory timeline that are away at each rung, the last one's also above it; torch counts them as
+allocated all the time."""
 
 
 class Ladder:

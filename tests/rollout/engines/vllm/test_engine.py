@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import psutil
@@ -479,6 +480,25 @@ async def test_a_suspended_engine_decodes_nothing_and_its_requests_continue_afte
     for sample in (*(await running).samples, *(await waiting).samples):
         expected = reference(MODELS[int(suspended.version or 0)], PROMPT, sample.token_ids)
         np.testing.assert_allclose(sample.behavior_logprobs, expected, atol=FORWARD)
+
+
+async def test_a_suspended_engine_holds_what_its_rung_leaves(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker on a CPU frees nothing, so only the replica's side is real here."""
+    suspended, awake = variant(engine, bucketed=True, stop=()), engine.held[0]
+    (worker,) = await suspended._call("penstock_suspend", 0, False)
+    await suspended._call("penstock_resume")
+    monkeypatch.setattr(suspended, "_call", AsyncMock(return_value=[worker]))
+    whole = {"key-value cache", "weights", "shadow"}
+    for rung, away in ((1, {"key-value cache"}), (2, whole), (4, whole)):
+        await suspended.suspend(rung)
+        assert suspended.held[0].components.keys() == awake.components.keys() - away
+        freed_bytes = sum(awake.components[name] for name in away)
+        assert suspended.held[0].total_bytes == awake.total_bytes - freed_bytes
+        suspended._version = engine.version
+        await suspended.resume()
+        assert suspended.held == engine.held
 
 
 async def test_requests_whose_weights_and_cache_were_discarded_continue_under_the_next_version(

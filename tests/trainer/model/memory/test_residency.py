@@ -78,7 +78,11 @@ def test_a_turn_frees_the_snapshot_before_its_memory_returns_and_copies_it_once_
     trainer = Trainer(rank.engine, of, NoMailbox(), Rank0Artifacts(of, publication))
 
     def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
-        return lambda *given: (calls.append(name), call(*given))[1]
+        def called(*given: object) -> object:
+            calls.append(name)
+            return call(*given)
+
+        return called
 
     monkeypatch.setattr(publication, "free", noted("snapshot", publication.free))
     monkeypatch.setattr(residency, "restore", noted("restore", residency.restore))
