@@ -6,7 +6,7 @@
       │            │
       │      handler(message) ──▶ result ──▶ hand over (dropped if another consumer was first)
       │            ├── TemporaryError ──▶ given back, tried again after a growing delay, counted as an attempt
-      │            ├── NotHere        ──▶ given back, not counted
+      │            ├── NotHere        ──▶ given back, for anybody at once, not counted
       │            ├── PermanentError ──▶ bury
       │            ├── ENDS_PROCESS   ──▶ the process ends; what it held is suspect
       │            └── anything else  ──▶ a bug: logged with its traceback, then as TemporaryError
@@ -62,6 +62,8 @@ _MOST_TOGETHER = 1024
 """Samples of one hand-over: a script has room for about 8,000 words."""
 _SAMPLE = re.compile(r"0|[1-9][0-9]{0,8}")
 _LOOK_S = 0.05
+_ELSEWHERE_S = 0.05
+"""Wait after which an entry that this consumer cannot handle is there for all."""
 _AT_ONCE_S = 86_400.0
 _ROUNDING_S = 0.005
 """The server counts idle time in milliseconds."""
@@ -318,6 +320,9 @@ class Worker(Generic[In, Out]):
             for delivery in left.values():
                 await self._bus.note_cause(delivery, repr(error))
             raise
+        except NotHere as error:
+            await self._leave(list(left.values()), str(error))
+            return
         except Exception as error:  # noqa: BLE001 (what is left is handled again, and its own error counted)
             log.warning("samples will be tried alone", extra={"group": deliveries[0].group_id, "reason": _words(error)})
         self._leaving.difference_update(delivery.entry_id for delivery in left.values())
@@ -346,8 +351,7 @@ class Worker(Generic[In, Out]):
         except PermanentError as error:
             await self._bury(delivery, str(error))
         except NotHere as error:
-            self.counts.add(self._source, "given_back")
-            await self._try_later(delivery, str(error), counted=False)
+            await self._leave([delivery], str(error))
         except TemporaryError as error:
             await self._retry_later(delivery, str(error))
         except ENDS_PROCESS as error:
@@ -390,14 +394,21 @@ class Worker(Generic[In, Out]):
             await self._bury(delivery, reason)
             return
         await self._bus.note_cause(delivery, reason)
-        await self._try_later(delivery, reason, counted=True)
-
-    async def _try_later(self, delivery: Delivery[In], reason: str, *, counted: bool) -> None:
         wait_s = Backoff(self._patience.retry_s, self._patience.claim_after_s).wait_s(delivery.attempts)
         log.warning(
             "entry will be tried again",
             extra={"stream": self._source.name, "group": delivery.group_id, "reason": reason, "wait_s": wait_s},
         )
+        await self._give_back(delivery, wait_s, counted=True)
+
+    async def _leave(self, deliveries: Sequence[Delivery[In]], reason: str) -> None:
+        """Give back what another consumer can handle now, and this one once ``taking`` says so."""
+        self.counts.add(self._source, "given_back", len(deliveries))
+        log.debug("left to others", extra={"stream": self._source.name, "entries": len(deliveries), "reason": reason})
+        for delivery in deliveries:
+            await self._give_back(delivery, _ELSEWHERE_S, counted=False)
+
+    async def _give_back(self, delivery: Delivery[In], wait_s: float, *, counted: bool) -> None:
         idle_s = max(0.0, self._patience.claim_after_s - wait_s)
         uncounted = int(not counted) + int(self._alone is delivery)
         await self._bus.give_back(self._source, self._consumer, delivery.entry_id, idle_s=idle_s, uncounted=uncounted)

@@ -18,7 +18,7 @@ from shared.bus.stores.experience.dead_letters import DeadLetterSource, discard,
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import AUDIT, EXPERIENCE, PROMPTS, PUBLISHED, ROLLOUTS
 from shared.bus.worker import HandOver, Patience, Worker
-from shared.errors import MessageError, StateLost, TemporaryError
+from shared.errors import MessageError, NotHere, StateLost, TemporaryError
 from tests.chaos.fuzz import Hostile
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
@@ -281,6 +281,20 @@ async def test_of_samples_handled_together_those_that_fail_are_handled_alone_whi
         await until(lambda: _whole(bus, 1))
     assert (generating.asked, sorted(generating.alone)) == ([(0, [0, 1, 2, 3])], [(0, 2), (0, 3)])
     assert (generating.worker.counts.handed_over, generating.worker.counts.retried) == (4, 0)
+
+
+async def test_samples_that_cannot_be_handled_here_are_given_back_and_later_handled_together_again(bus: Bus) -> None:
+    await admit(bus, builders.prompt(0, samples=4))
+    generating = Generating(bus)
+    generating.error = NotHere("an older version is kept for an evaluation")
+    generating.first.set()
+    generating.rest.set()
+    async with generating.running():
+        await until(lambda: generating.worker.counts.given_back == 2)
+        generating.error = None
+        await until(lambda: _whole(bus, 1))
+    assert generating.alone == []
+    assert generating.worker.counts.retried == 0
 
 
 async def test_a_sample_that_was_tried_before_is_handled_alone(bus: Bus) -> None:
