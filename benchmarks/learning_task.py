@@ -30,7 +30,7 @@ gradient checkpointing; fused AdamW; Liger's kernels where they are installed (`
 importance sampling correction for vLLM's logprobs keeps its default, which is on. vLLM generates in bf16 in both.
 
 Prints seconds from the time at which all processes are ready, or at the latest from the end of the first evaluation
-(TRL: from its end), later evaluations included, and those with start-up. Neither the 100m shape nor a GPU was tried yet.
+(TRL: from its end), later evaluations included, and those with start-up.
 """
 
 import argparse
