@@ -406,6 +406,7 @@ class Worker(Generic[In, Out]):
         self.counts.add(self._source, "given_back", len(deliveries))
         log.debug("left to others", extra={"stream": self._source.name, "entries": len(deliveries), "reason": reason})
         for delivery in deliveries:
+            self._let_go([delivery.entry_id], asyncio.current_task())  # this consumer may take it again at once
             await self._give_back(delivery, _ELSEWHERE_S, counted=False)
 
     async def _give_back(self, delivery: Delivery[In], wait_s: float, *, counted: bool) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from shared.bus.assembly import bare, part_of_group, split
-from shared.bus.bus import Bus, Delivery
+from shared.bus.bus import Bus, Delivery, EntryId
 from shared.bus.encoding import wire
 from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
 from shared.bus.stores.experience.dead_letters import DeadLetterSource, discard, read_page, revive
 from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.streams import AUDIT, EXPERIENCE, PROMPTS, PUBLISHED, ROLLOUTS
+from shared.bus.streams import AUDIT, EXPERIENCE, PROMPTS, PUBLISHED, ROLLOUTS, Stream
 from shared.bus.worker import HandOver, Patience, Worker
 from shared.errors import MessageError, NotHere, StateLost, TemporaryError
 from tests.chaos.fuzz import Hostile
@@ -295,6 +295,28 @@ async def test_samples_that_cannot_be_handled_here_are_given_back_and_later_hand
         await until(lambda: _whole(bus, 1))
     assert generating.alone == []
     assert generating.worker.counts.retried == 0
+
+
+async def test_a_sample_that_is_taken_again_while_others_are_still_given_back_is_not_lost(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await admit(bus, builders.prompt(0, samples=4))
+    generating, give_back, given = Generating(bus), bus.give_back, list[EntryId]()
+
+    async def slow(source: Stream, consumer: str, entry: EntryId, **options: float) -> None:
+        given.append(entry)
+        if len(given) == 2:
+            generating.error = None
+            await until(lambda: generating.worker.counts.handed_over == 3)  # the first of two, taken again
+        await give_back(source, consumer, entry, **options)
+
+    monkeypatch.setattr(bus, "give_back", slow)
+    generating.error = NotHere("an older version is kept for an evaluation")
+    generating.first.set()
+    generating.rest.set()
+    async with generating.running():
+        await until(lambda: _whole(bus, 1))
+    assert len(given) == 2
 
 
 async def test_a_sample_that_was_tried_before_is_handled_alone(bus: Bus) -> None:
