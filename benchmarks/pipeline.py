@@ -22,7 +22,8 @@ its last checkpoint and its export. A system that is not done after ``--limit-s`
 the state of each process is printed. After SIGTERM the figures so far are printed, with ``complete`` false and, in
 ``partial``, those of the run that was ended.
 
-``--results FILE`` collects the rates of several calls on one host, so that each mode can be called alone. ``--folder``
+``--results FILE`` collects the rates of several calls on one host, so that each mode can be called alone; Penstock's with
+other flags are not mixed. ``--folder``
 keeps model and prompts between them, and as vLLM keeps compiled code by the path of the model, each call but the first
 has about a minute less. It has a folder for each work, shape and device::
 
@@ -34,6 +35,7 @@ has about a minute less. It has a folder for each work, shape and device::
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -115,11 +117,11 @@ def _kept(run: Path, folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    ended = threading.Event()
+    ended, to = threading.Event(), _free_name(folder, run.name)
 
     def copy_again() -> None:
         while not ended.wait(_KEEP_EVERY_S):
-            _copy(run, folder)
+            _copy(run, to)
 
     thread = threading.Thread(target=copy_again, name="keep", daemon=True)
     thread.start()
@@ -128,12 +130,18 @@ def _kept(run: Path, folder: Path | None) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        _copy(run, folder)
+        _copy(run, to)
+
+
+def _free_name(folder: Path, name: str) -> Path:
+    """Return a folder for a run of ``name`` that no earlier one has."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in map(folder.joinpath, names) if not path.exists())
 
 
 def _copy(run: Path, folder: Path) -> None:
     for file in (*run.glob("*.json*"), *run.glob("*.toml"), *run.glob("logs/*.log")):
-        to = folder / run.name / file.relative_to(run)
+        to = folder / file.relative_to(run)
         to.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # coordinator.json is removed at the end
             shutil.copyfile(file, to)
@@ -361,7 +369,8 @@ def main() -> None:
             raise SystemExit("interrupted") from None
         finally:
             report.print(
-                kept.rates(work.name), {"work": work.name, "flags": flags, "host": kept.host, "complete": complete}
+                kept.rates(work.name, flags),
+                {"work": work.name, "flags": flags, "host": kept.host, "complete": complete},
             )
 
 
@@ -423,7 +432,7 @@ def _measure(work: Work, arguments: argparse.Namespace, flags: list[str], report
                     colocate = mode == "colocate"
                     rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s, colocate=colocate)
                 of_mode.append(rate)
-                kept.add(work.name, mode, rate)
+                kept.add(work.name, mode, rate, flags if mode in _LAGS else [])
                 print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
         print()
 
@@ -456,18 +465,19 @@ class Results:
         if any(row["host"] != self.host for row in self._rows):
             raise SystemExit(f"expected rates of this host in {file}, found another's: change --results")
 
-    def add(self, work: str, mode: str, rate: float) -> None:
-        """Append a rate."""
+    def add(self, work: str, mode: str, rate: float, flags: Sequence[str] = ()) -> None:
+        """Append a rate of a run with ``flags``."""
         if self._file is not None:
-            self._rows.append({"host": self.host, "work": work, "mode": mode, "rate": rate})
+            row = {"host": self.host, "work": work, "mode": mode, "rate": rate, "flags": list(flags)}
+            self._rows.append(row)
             with self._file.open("a") as lines:
                 lines.write(json.dumps(self._rows[-1]) + "\n")
 
-    def rates(self, work: str) -> dict[str, list[float]]:
-        """Return the rates of ``work``, by mode."""
+    def rates(self, work: str, flags: Sequence[str] = ()) -> dict[str, list[float]]:
+        """Return the rates of ``work`` by mode, Penstock's with the same ``flags`` alone."""
         rates: dict[str, list[float]] = {}
         for row in self._rows:
-            if row["work"] == work:
+            if row["work"] == work and (row["mode"] not in _LAGS or row["flags"] == list(flags)):
                 rates.setdefault(row["mode"], []).append(row["rate"])
         return rates
 

@@ -180,3 +180,23 @@ def test_a_call_interrupted_before_enough_steps_has_no_rate(capsys: pytest.Captu
     figures.print({}, {"complete": False})
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed == {"complete": False, "gpus": {}, "partial": {}}
+
+
+def test_runs_of_one_name_are_kept_beside_each_other(tmp_path: Path) -> None:
+    run = tmp_path / "async"
+    run.mkdir()
+    for steps in (1, 2, 3):
+        (run / "metrics.jsonl").write_text("{}\n" * steps)
+        with _kept(run, tmp_path / "kept"):
+            pass
+    kept = sorted(path.relative_to(tmp_path / "kept").as_posix() for path in tmp_path.glob("kept/*/*"))
+    assert kept == ["async-2/metrics.jsonl", "async-3/metrics.jsonl", "async/metrics.jsonl"]
+    assert (tmp_path / "kept" / "async-2" / "metrics.jsonl").read_text() == "{}\n" * 2
+
+
+def test_collected_rates_are_of_the_same_flags(tmp_path: Path) -> None:
+    file, lagging = tmp_path / "rates", ["--algorithm.max_lag=2"]
+    for mode, rate, flags in (("async", 10.0, []), ("trl", 2.0, []), ("async", 14.0, lagging)):
+        pipeline.Results(file).add("long", mode, rate, flags)
+    assert pipeline.Results(file).rates("long") == {"async": [10.0], "trl": [2.0]}
+    assert pipeline.Results(file).rates("long", lagging) == {"async": [14.0], "trl": [2.0]}
