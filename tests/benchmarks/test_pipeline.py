@@ -195,8 +195,9 @@ def test_runs_of_one_name_are_kept_beside_each_other(tmp_path: Path) -> None:
 
 
 def test_collected_rates_are_of_the_same_flags(tmp_path: Path) -> None:
-    file, lagging = tmp_path / "rates", ["--algorithm.max_lag=2"]
-    for mode, rate, flags in (("async", 10.0, []), ("trl", 2.0, []), ("async", 14.0, lagging)):
-        pipeline.Results(file).add("long", mode, rate, flags)
+    file, lagging = tmp_path / "rates", ("--algorithm.max_lag=2",)
+    for mode, rate in (("async", 10.0), ("trl", 2.0)):
+        pipeline.Results(file).add("long", mode, rate)
+    pipeline.Results(file).add("long", "async", 14.0, lagging)
     assert pipeline.Results(file).rates("long") == {"async": [10.0], "trl": [2.0]}
     assert pipeline.Results(file).rates("long", lagging) == {"async": [14.0], "trl": [2.0]}
