@@ -303,12 +303,12 @@ async def test_a_sample_that_is_taken_again_while_others_are_still_given_back_is
     await admit(bus, builders.prompt(0, samples=4))
     generating, give_back, given = Generating(bus), bus.give_back, list[EntryId]()
 
-    async def slow(source: Stream, consumer: str, entry: EntryId, **options: float) -> None:
+    async def slow(source: Stream, consumer: str, entry: EntryId, *, idle_s: float, uncounted: int) -> None:
         given.append(entry)
         if len(given) == 2:
             generating.error = None
             await until(lambda: generating.worker.counts.handed_over == 3)  # the first of two, taken again
-        await give_back(source, consumer, entry, **options)
+        await give_back(source, consumer, entry, idle_s=idle_s, uncounted=uncounted)
 
     monkeypatch.setattr(bus, "give_back", slow)
     generating.error = NotHere("an older version is kept for an evaluation")
