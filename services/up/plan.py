@@ -162,7 +162,8 @@ def _gpus(settings: Settings, service: str, name: str, environment: Mapping[str,
         shown = section.gpus[index * each : (index + 1) * each]
     else:
         shown = ()
-    return {_VISIBLE: ",".join(_name_of(gpu, environment.get(_VISIBLE)) for gpu in shown)} if shown else {}
+    visible = environment.get(_VISIBLE) if settings.run.device != "cpu" else None
+    return {_VISIBLE: ",".join(_name_of(gpu, visible) for gpu in shown)} if shown else {}
 
 
 def _name_of(gpu: int, visible: str | None) -> str:

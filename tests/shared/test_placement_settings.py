@@ -73,6 +73,8 @@ def test_a_number_beyond_the_gpus_that_the_run_sees_is_refused(visible: str, num
     text = f'trainer.gpus = [0]\nrollout.gpus = [{number}]\nrun.id = "a"'
     with pytest.raises(SettingsError, match=rf"CUDA_VISIBLE_DEVICES={visible}, found {number}: change them, or unset"):
         services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {"CUDA_VISIBLE_DEVICES": visible})
+    on_cpu = loads(text + '\nrun.device = "cpu"', "run.toml")
+    assert services(on_cpu, Path("run.toml"), "redis://x", {"CUDA_VISIBLE_DEVICES": visible})
 
 
 def test_a_tensor_parallel_replica_sees_the_gpus_of_its_ranks() -> None:
