@@ -278,8 +278,9 @@ def test_up_says_that_processes_share_a_gpu_in_time_slices(tmp_path: Path, monke
     both = loads("[trainer]\ngpus = [0]\n[rollout]\nreplicas = 1\ngpus = [0]\n", "test")
     several = loads("[rollout]\nengines_per_gpu = 3\n", "test")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert time_slices(both) == ""  # no GPU
-    program("nvidia-smi", "echo 143771; echo 143771")
+    program("nvidia-smi", "echo GPU-a, 143771; echo GPU-b, 143771")
     apart = loads("[trainer]\ngpus = [0]\n[rollout]\nreplicas = 1\ngpus = [1]\n", "test")
     in_turn = loads('[placement]\nmode = "shared"\n[rollout]\nreplicas = 1\n', "test")
     assert [time_slices(settings) for settings in (apart, in_turn)] == ["", ""]
