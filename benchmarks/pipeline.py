@@ -23,9 +23,8 @@ the state of each process is printed. After SIGTERM the figures so far are print
 ``partial``, those of the run that was ended.
 
 ``--results FILE`` collects the rates of several calls on one host, so that each mode can be called alone; Penstock's with
-other flags are not mixed. ``--folder``
-keeps model and prompts between them, and as vLLM keeps compiled code by the path of the model, each call but the first
-has about a minute less. It has a folder for each work, shape and device::
+other flags are not mixed. ``--folder`` keeps model and prompts between them, and as vLLM keeps compiled code by the path
+of the model, each call but the first has about a minute less. It has a folder for each work, shape and device::
 
     call="python -m benchmarks.pipeline --work tail --shape 0.5b --device cuda --rounds 1"
     $call --folder /tmp/models --results /tmp/tail.json --modes sync

@@ -27,6 +27,7 @@ from services.plan.memory import (
 from services.plan.workload import Workload, snapshots_of, workload_of
 from shared.errors import SettingsError
 from shared.model.context import read_config
+from shared.process.gpus import visible_names
 from shared.settings import Settings
 
 _MARGIN = 1.02
@@ -49,11 +50,11 @@ def visible_gpus() -> list[float]:
         sizes = [(uuid.strip(), float(mebibytes) * (1 << 20)) for uuid, _, mebibytes in rows]
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return []
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = visible_names(os.environ)
     if chosen is None:
         return [nbytes for _, nbytes in sizes]
     by_name = dict(sizes) | {str(index): nbytes for index, (_, nbytes) in enumerate(sizes)}
-    return [by_name[name] for name in map(str.strip, chosen.split(",")) if name in by_name]
+    return [by_name[name] for name in chosen if name in by_name]
 
 
 def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:

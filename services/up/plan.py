@@ -6,11 +6,12 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shared.bus import embedded
 from shared.errors import SettingsError
+from shared.process.gpus import VISIBLE, visible_names
 from shared.process.parent import FOR_PYTHON
 from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
@@ -26,7 +27,6 @@ VALKEY = "valkey"
 EXECUTOR = "executor"
 TRACKING = "tracking"
 PROMETHEUS = "prometheus"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VALKEY_STOP_S = 10.0
 _STOP_AFTER_DRAIN_S = 10.0
 _EXECUTOR_STOP_S = 15.0
@@ -162,19 +162,18 @@ def _gpus(settings: Settings, service: str, name: str, environment: Mapping[str,
         shown = section.gpus[index * each : (index + 1) * each]
     else:
         shown = ()
-    visible = environment.get(_VISIBLE) if settings.run.device != "cpu" else None
-    return {_VISIBLE: ",".join(_name_of(gpu, visible) for gpu in shown)} if shown else {}
+    names = visible_names(environment) if settings.run.device != "cpu" else None
+    return {VISIBLE: ",".join(_name_of(gpu, names) for gpu in shown)} if shown else {}
 
 
-def _name_of(gpu: int, visible: str | None) -> str:
-    if visible is None:
+def _name_of(gpu: int, names: Sequence[str] | None) -> str:
+    if names is None:
         return str(gpu)
-    names = [name.strip() for name in visible.split(",") if name.strip()]
     if gpu < len(names):
         return names[gpu]
     raise SettingsError(
         f"expected numbers below {len(names)} in trainer.gpus, rollout.gpus and reward.gpus, which number the GPUs in "
-        f"{_VISIBLE}={visible}, found {gpu}: change them, or unset the variable"
+        f"{VISIBLE}={','.join(names)}, found {gpu}: change them, or unset the variable"
     )
 
 

@@ -1,12 +1,19 @@
 """GPUs that a process holds, for GPU-hours. It asks no driver and imports no torch."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from shared.settings import Settings
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"nvidia(\d+)")
+
+
+def visible_names(environment: Mapping[str, str]) -> list[str] | None:
+    """Return the GPUs that processes with ``environment`` see, by number or UUID, in order; None: all."""
+    chosen = environment.get(VISIBLE)
+    return None if chosen is None else [name for name in map(str.strip, chosen.split(",")) if name]
 
 
 def held_gpus(
@@ -18,7 +25,7 @@ def held_gpus(
     """
     if settings.run.device == "cpu" or not _uses_gpus(settings, service):
         return ()
-    own = _visible(environment.get("CUDA_VISIBLE_DEVICES"), devices)
+    own = _visible(visible_names(environment), devices)
     hosts = {"trainer": settings.trainer.nodes, "rollout": settings.rollout.nodes}.get(service, 1)
     return (*own, *(f"{host}:{number}" for host in range(1, hosts) for number in own))
 
@@ -29,10 +36,8 @@ def _uses_gpus(settings: Settings, service: str) -> bool:
     return service in ("trainer", "rollout")
 
 
-def _visible(chosen: str | None, devices: Path) -> list[str]:
-    names: Iterable[str]
-    if chosen is not None:
-        names = (name.strip() for name in chosen.split(","))
-    else:
-        names = (match[1] for path in devices.glob("nvidia*") if (match := _DEVICE.fullmatch(path.name)))
-    return sorted({name for name in names if name and name != "-1"})
+def _visible(chosen: list[str] | None, devices: Path) -> list[str]:
+    names = chosen
+    if names is None:
+        names = [match[1] for path in devices.glob("nvidia*") if (match := _DEVICE.fullmatch(path.name))]
+    return sorted(set(names) - {"-1"})

@@ -245,6 +245,11 @@ class Generating:
         if places[2:]:
             await hand_over(together(made, *places[2:]))
 
+    def go_on(self) -> None:
+        """Let samples end as they come."""
+        self.first.set()
+        self.rest.set()
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         stop = asyncio.Event()
@@ -275,8 +280,7 @@ async def test_of_samples_handled_together_those_that_fail_are_handled_alone_whi
     await admit(bus, builders.prompt(0, samples=4))
     generating = Generating(bus)
     generating.error = TemporaryError("a bad moment")
-    generating.first.set()
-    generating.rest.set()
+    generating.go_on()
     async with generating.running():
         await until(lambda: _whole(bus, 1))
     assert (generating.asked, sorted(generating.alone)) == ([(0, [0, 1, 2, 3])], [(0, 2), (0, 3)])
@@ -287,8 +291,7 @@ async def test_samples_that_cannot_be_handled_here_are_given_back_and_later_hand
     await admit(bus, builders.prompt(0, samples=4))
     generating = Generating(bus)
     generating.error = NotHere("an older version is kept for an evaluation")
-    generating.first.set()
-    generating.rest.set()
+    generating.go_on()
     async with generating.running():
         await until(lambda: generating.worker.counts.given_back == 2)
         generating.error = None
@@ -312,8 +315,7 @@ async def test_a_sample_that_is_taken_again_while_others_are_still_given_back_is
 
     monkeypatch.setattr(bus, "give_back", slow)
     generating.error = NotHere("an older version is kept for an evaluation")
-    generating.first.set()
-    generating.rest.set()
+    generating.go_on()
     async with generating.running():
         await until(lambda: _whole(bus, 1))
     assert len(given) == 2
@@ -356,8 +358,7 @@ async def test_what_a_process_cannot_survive_is_noted_of_all_samples_that_it_han
     await admit(bus, builders.prompt(0, samples=4))
     generating = Generating(bus)
     generating.error = StateLost("the engine died")
-    generating.first.set()
-    generating.rest.set()
+    generating.go_on()
     with pytest.raises(StateLost, match="the engine died"):
         await generating.worker.run(asyncio.Event())
     left = await bus.reclaim(PROMPTS, Prompt, "b", 0.0, 10, suspect=True)

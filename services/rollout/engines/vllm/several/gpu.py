@@ -8,6 +8,7 @@ from typing import Any
 from services.rollout.engines.vllm.several.plan import Memory
 from shared.errors import SettingsError
 from shared.preflight.node import mps_answers
+from shared.process.gpus import visible_names
 
 _SAMPLES, _INTERVAL_S = 20, 0.1
 
@@ -48,7 +49,7 @@ class NvmlGpu:
 
 
 def _visible(place: int) -> str:
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    names = visible_names(os.environ) or []
     return names[place] if place < len(names) else str(place)
 
 
