@@ -55,6 +55,9 @@ _FREES_SNAPSHOTS = 2
 _USABLE_FREED = 0.93
 """Of a GPU's memory, where a snapshot comes and goes: at 7B on an H200 a trainer that held 122 GB took 129 of the device
 (benchmarks/results/2026-11-24-7b-one-gpu-h200.json)."""
+_ENOUGH = 0.9
+"""Of a GPU's memory in generation at rung 3, for which the trainer moves states (services/coordinator/run/device_grants.py)."""
+_STATES = ("master weights", "moments")
 _CONTEXT_ASLEEP = 3.0 * (1 << 30)
 """What a sleeping vLLM engine keeps (2.9 GiB of 139.9 on an H200)."""
 
@@ -72,6 +75,8 @@ class GpuLayout:
     borrowed: int = 0
     """Replicas on the trainer's GPUs."""
     rung: int = 0
+    moved_bytes: float = 0.0
+    """Of optimizer states on each GPU, to the host for generation."""
     shadow: bool = True
     scoring: int = 0
     """GPUs of the reward service's own."""
@@ -149,6 +154,8 @@ class _Turns:
     """Of a replica at a time; 0: they do not fit."""
     utilization: float
     """rollout.vllm.gpu_memory_utilization; 0: the run's own."""
+    moved_bytes: float = 0.0
+    """Of optimizer states on each GPU, to the host for generation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,7 +207,8 @@ class Planner:
         beside_bytes = 0.0
         if layout.placement == "shared":
             turns = self._turns(layout.trainer, layout.tensor_parallel, layout.engines)
-            layout = dataclasses.replace(layout, rung=turns.rung if rung is None else min(rung, len(_SWITCH_S) - 1))
+            known = turns.rung if rung is None else min(rung, len(_SWITCH_S) - 1)
+            layout = dataclasses.replace(layout, rung=known, moved_bytes=turns.moved_bytes)
             beside_bytes = layout.engines * _CONTEXT_ASLEEP
         _, kept = trainer_table(self.work, layout.trainer, self.limit_bytes - beside_bytes)
         groups = self.wanted(layout.all_replicas)
@@ -353,7 +361,7 @@ class Planner:
         if not turns.groups:
             return
         borrowed = layout.trainer.ranks // layout.tensor_parallel
-        lent = dataclasses.replace(layout, borrowed=borrowed, rung=turns.rung)
+        lent = dataclasses.replace(layout, borrowed=borrowed, rung=turns.rung, moved_bytes=turns.moved_bytes)
         yield self._candidate(lent, {**tables, "trainer": turns.table}, kept, groups)
 
     def _shared(self, ranks: int) -> Iterator[Candidate | MemoryShortage]:
@@ -369,8 +377,9 @@ class Planner:
                 if turns.groups:
                     borrowed, several = ranks // parallel, engines > 1
                     layout = GpuLayout(
-                        "shared", options, parallel, 0, engines, several, borrowed, turns.rung, shadow=False
-                    )
+                        "shared", options, parallel, 0, engines, several, borrowed, turns.rung, turns.moved_bytes,
+                        shadow=False,
+                    )  # fmt: skip
                     made = self._candidate(layout, {"shared": turns.table}, kept, turns.groups)
                     yield dataclasses.replace(made, utilization=turns.utilization)
             if all(peak(table) > self.limit_bytes for table in tables):
@@ -391,14 +400,18 @@ class Planner:
             limit_bytes = self.limit_bytes
             if options.snapshots and rung >= _FREES_SNAPSHOTS and not others:
                 trainer, limit_bytes = _without_snapshots(trainer), self._freed_limit_bytes
-            waiting = [part for part in trainer["wait"] if rung < 3 or part.name not in ("master weights", "moments")]
-            waiting += idle
+            waiting = [part for part in trainer["wait"] if rung < 3 or part.name not in _STATES] + idle
             room = self.limit_bytes - total(waiting)
             memory, groups, _ = self._engine(replicas, parallel, engines, room, in_turn=True)
             utilization = 0.0
             if engines > 1:
                 started = EngineOptions(1, engines, sequences=groups * self.work.group_size, shadow=False)
                 memory, utilization = several_engines(self.work, started, memory, self.cluster.gpu.memory_bytes)
+            moved = 0.0
+            if rung == 3:
+                lacking = total(memory.components) + total(trainer["wait"]) - _ENOUGH * self.cluster.gpu.memory_bytes
+                states, moved = _after_moving(trainer["wait"], lacking)
+                waiting += states
             stays = _staying(memory, rung, engines)
             busy: dict[Phase, Components] = {
                 phase: [*parts, stays, *idle] for phase, parts in trainer.items() if phase != "wait"
@@ -411,7 +424,7 @@ class Planner:
             }
             enough = 2 * groups >= self.wanted(replicas) or rung == 3
             if groups and enough and peak(table) <= limit_bytes:
-                return _Turns(rung, table, groups, utilization)
+                return _Turns(rung, table, groups, utilization, moved)
         return _Turns(rung, table, 0, 0.0)
 
     def _at_once(self) -> Iterator[Candidate | MemoryShortage]:
@@ -501,8 +514,9 @@ class Planner:
     def _switch_s(self, layout: GpuLayout) -> float:
         if not layout.borrowed or layout.placement == "at once":
             return 0.0
-        moved = 12.0 * self.work.trained / layout.trainer.shards(1) if layout.rung == 3 else 0.0
-        return self.corrections.switch * (_SWITCH_S[layout.rung] + 2 * moved / self.cluster.host_bytes_per_s)
+        return self.corrections.switch * (
+            _SWITCH_S[layout.rung] + 2 * layout.moved_bytes / self.cluster.host_bytes_per_s
+        )
 
     def _estimate(self, layout: GpuLayout, rates: Rates, groups: int) -> float:
         """Return a step's seconds without waiting for the last group, to choose what is simulated."""
@@ -526,6 +540,17 @@ def _varied(candidates: Sequence[Candidate]) -> list[Candidate]:
     best = {candidate.layout.placement: candidate for candidate in reversed(candidates)}
     chosen = [*candidates[:_SIMULATED]]
     return chosen + [candidate for candidate in best.values() if candidate not in chosen]
+
+
+def _after_moving(waiting: Components, lacking_bytes: float) -> tuple[list[Component], float]:
+    """Return the optimizer states that stay at rung 3, and the bytes that are moved: whole storages, one for master weights
+    and one for each moment (services/trainer/model/memory/residency.py)."""
+    sizes = {part.name: part.nbytes for part in waiting if part.name in _STATES}
+    masters, moment = sizes.get("master weights", 0.0), sizes.get("moments", 0.0) / 2
+    storages = sorted((masters, moment, moment))
+    sums = [0.0, *itertools.accumulate(storages)]
+    moved = next((moved for moved in sums if moved >= lacking_bytes), sums[-1])
+    return [Component("optimizer states that stay", sums[-1] - moved)] if moved < sums[-1] else [], moved
 
 
 def _staying(memory: EngineMemory, rung: int, engines: int) -> Component:

@@ -101,7 +101,7 @@ class Trainer:
             self._reload()
         match command.kind:
             case CommandKind.FREE:
-                return self._free(command.rung)
+                return self._free(command.rung, command.offload_bytes)
             case CommandKind.TRAIN:
                 return self._train(command, is_freed=is_freed)
             case CommandKind.CHECKPOINT:
@@ -116,14 +116,15 @@ class Trainer:
                 return result
         return Result()
 
-    def _free(self, rung: int) -> Freed:
-        """Free the device's memory for generation, down to ``rung`` of the ladder."""
+    def _free(self, rung: int, needed_bytes: float | None) -> Freed:
+        """Free the device's memory for generation, down to ``rung`` of the ladder; ``needed_bytes`` at rung 3."""
         if self._is_away:
             return Freed({})
         memory = self._memory()
         with self._phases.measure("offload"):
             for residency in self._residencies:
-                residency.free(rung)
+                moved_bytes = residency.free(rung, needed_bytes)
+                needed_bytes = None if needed_bytes is None else max(0.0, needed_bytes - moved_bytes)
         self._rung, self._is_away = rung, True
         return Freed(memory)
 

@@ -48,6 +48,8 @@ class DeviceLease:
         """Rung down to which memory must be free before the release; -1: not asked."""
         self.freed = -1
         """Rung at which the holder before released the devices, or -1."""
+        self.offload_bytes = 0
+        """What the trainer has to move to the host after its turn at rung 3, as asked from the holder before."""
         self.switch_s: float | None = None
         """As of the newest grant: duration of the last switch to generation, if there was one."""
         self.generated = (0, 0)
@@ -116,6 +118,7 @@ class DeviceLease:
     def _take(self, renewal: Renewal) -> None:
         asked_s, self._requested_s = self._requested_s, None
         self.term, self.freed, self.switch_s = renewal.term, renewal.freed, renewal.switch_s
+        self.offload_bytes = renewal.offload_bytes
         waited_s = 0.0 if asked_s is None else time.perf_counter() - asked_s
         self._switches = {
             "switches": self._switches.get("switches", 0.0) + 1,

@@ -89,7 +89,17 @@ RUNGS = [(300.0, 0), (234.0, 0), (233.0, 1), (228.0, 1), (227.0, 3), (200.0, 3),
 
 @pytest.mark.parametrize(("capacity", "rung"), RUNGS)
 def test_the_lowest_rung_at_which_training_and_generation_fit_is_chosen(capacity: float, rung: int) -> None:
-    assert lowest_rung(REPLICA, TRAINER, capacity) == rung
+    assert lowest_rung(REPLICA, TRAINER, capacity).number == rung
+
+
+@pytest.mark.parametrize(("capacity", "offload_bytes"), [(300.0, 0), (225.0, 3), (200.0, 25), (150.0, 0)])
+def test_the_trainer_moves_as_many_optimizer_states_as_generation_lacks(capacity: float, offload_bytes: int) -> None:
+    """At rung 2 they hold 205 in generation; at rung 4 all is moved."""
+    assert lowest_rung(REPLICA, TRAINER, capacity).offload_bytes == offload_bytes
+
+
+def test_reward_models_need_room_beside_optimizer_states_too() -> None:
+    assert lowest_rung(REPLICA, TRAINER, 340.0, 200.0) == (3, 29)
 
 
 AWAY = [(306.0, 0, 0), (262.0, 1, 1), (261.0, 2, 2), (228.0, 2, 2), (227.0, 4, 2), (212.0, 4, 2), (211.0, 4, 4)]
@@ -100,12 +110,12 @@ def test_a_snapshot_that_is_away_in_training_leaves_room_from_the_second_rung_on
     capacity: float, kept: int, away: int
 ) -> None:
     trainer = {"weights": 15.0, "gradients": 15.0, "optimizer": 30.0, "snapshot": 15.0, "peak": 205.0}
-    assert lowest_rung(REPLICA, trainer, capacity) == kept
-    assert lowest_rung(REPLICA, trainer, capacity, frees_snapshots=True) == away
+    assert lowest_rung(REPLICA, trainer, capacity).number == kept
+    assert lowest_rung(REPLICA, trainer, capacity, frees_snapshots=True).number == away
 
 
 def test_a_small_trainer_asks_the_replica_alone_for_memory() -> None:
-    assert lowest_rung(REPLICA, {"weights": 1.0, "peak": 60.0}, 99.0) == 2
+    assert lowest_rung(REPLICA, {"weights": 1.0, "peak": 60.0}, 99.0).number == 2
 
 
 BESIDE = [(101.0, 0), (102.0, 1), (141.0, 1), (142.0, 2), (171.0, 2), (172.0, 3), (261.0, 3), (262.0, 4)]
@@ -113,7 +123,7 @@ BESIDE = [(101.0, 0), (102.0, 1), (141.0, 1), (142.0, 2), (171.0, 2), (172.0, 3)
 
 @pytest.mark.parametrize(("scoring", "rung"), BESIDE)
 def test_the_rung_leaves_room_for_reward_models_beside_what_both_keep(scoring: float, rung: int) -> None:
-    assert lowest_rung(REPLICA, TRAINER, 340.0, scoring) == rung
+    assert lowest_rung(REPLICA, TRAINER, 340.0, scoring).number == rung
 
 
 def beat(replica: str, **values: float) -> Heartbeat:
@@ -130,10 +140,12 @@ async def test_the_models_of_the_reward_service_are_measured_before_less_is_free
         beat("rollout-1", memory_weights=4.0, memory_kv_cache=30.0, memory_capacity=100.0),
     ]
     grants = DeviceGrants(bus, Ledger(bus), settings, lambda: beats)
-    assert (grants._rung(0, grant(FIRST)), grants._rung(1, grant(SECOND))) == (4, 0), "the models use device 0 alone"
+    assert (grants._rung(0, grant(FIRST)), grants._rung(1, grant(SECOND))) == ((4, 0), (0, 0)), (
+        "the models use device 0 alone"
+    )
     for peak, rung in ((50.0, 0), (80.0, 1), (84.0, 2)):
         beats[2] = beat("reward-0", memory_peak=peak)
-        assert (grants._rung(0, grant(FIRST)), grants._rung(0, grant(SCORE))) == (rung, rung)
+        assert (grants._rung(0, grant(FIRST)), grants._rung(0, grant(SCORE))) == ((rung, 0), (rung, 0))
 
 
 async def test_a_tensor_parallel_replica_frees_each_of_its_devices_at_the_highest_rung_of_them(bus: Bus) -> None:
@@ -147,7 +159,9 @@ async def test_a_tensor_parallel_replica_frees_each_of_its_devices_at_the_highes
     ]
     players = Players(bus, 0, WIDE)
     players.grants = grants = DeviceGrants(bus, players.grants._ledger, settings, lambda: beats)
-    assert (grants._rung(0, grant(BOTH)), grants._rung(1, grant(BOTH))) == (1, 0), "each holds as much; models use one"
+    assert (grants._rung(0, grant(BOTH)), grants._rung(1, grant(BOTH))) == ((1, 0), (0, 0)), (
+        "each holds as much; models use one"
+    )
     await players.settle("rollout-0")
     await players.request("trainer-0")
     await grants.look()
@@ -168,8 +182,8 @@ async def test_what_a_guest_of_two_devices_generated_is_counted_once(bus: Bus) -
 
 
 def test_what_is_not_measured_yet_is_freed_as_far_as_possible() -> None:
-    assert lowest_rung({}, TRAINER, 1000.0) == 4
-    assert lowest_rung(REPLICA, {"optimizer": 1.0}, 1000.0) == 4
+    assert lowest_rung({}, TRAINER, 1000.0).number == 4
+    assert lowest_rung(REPLICA, {"optimizer": 1.0}, 1000.0).number == 4
 
 
 class Players:

@@ -8,8 +8,10 @@ phase starves.
 import asyncio
 import dataclasses
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger
@@ -24,7 +26,7 @@ from shared.bus.stores.replicas.device_leases import (
 )
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.settings import Settings
-from shared.settings.placement import REPLICA_RUNG, RUNGS
+from shared.settings.placement import OPTIMIZER_RUNG, REPLICA_RUNG, RUNGS
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +34,17 @@ _LOOK_S = 0.03
 _USABLE = 0.9
 """Share of a device's memory that components may use; allocators and contexts take the rest."""
 _ADDED = {1: {"kv_cache"}, 2: {"weights", "shadow"}}
-_ADDED_BY_TRAINER = {3: {"optimizer"}, 4: {"weights", "gradients"}}
+_ADDED_BY_TRAINER = {OPTIMIZER_RUNG: {"optimizer"}, 4: {"weights", "gradients"}}
 """Components that each rung frees in addition to the one below: of a replica for training, of the trainer for generation."""
 MEASURED = "memory_"
 _PRECEDENCE: Mapping[Phase, int] = {"train": 0, "score": 1, "generate": 2, "load": 2}
+
+
+class Rung(NamedTuple):
+    """Of the ladder, and at rung 3 the bytes that the trainer has to move to the host; compares by both."""
+
+    number: int
+    offload_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +87,7 @@ def lowest_rung(
     scoring: float = 0.0,
     *,
     frees_snapshots: bool = False,
-) -> int:
+) -> Rung:
     """Return the lowest rung at which each phase fits into ``capacity`` bytes; the highest if any is not measured yet.
 
     ``trainer`` has its ``peak`` in a step with the snapshot, and what it holds between two steps by component;
@@ -86,19 +95,24 @@ def lowest_rung(
     snapshot is away during a step.
 
     >>> lowest_rung({"weights": 2.0, "kv_cache": 3.0}, {"peak": 5.0, "weights": 2.0, "optimizer": 2.0}, 10.0)
-    1
+    Rung(number=1, offload_bytes=0)
+    >>> lowest_rung({"weights": 2.0, "kv_cache": 3.0}, {"peak": 8.0, "weights": 2.0, "optimizer": 6.0}, 10.0)
+    Rung(number=3, offload_bytes=4)
     """
     if not replica or "peak" not in trainer or not capacity:
-        return RUNGS[-1]
+        return Rung(RUNGS[-1])
+    limit, lacking = _USABLE * capacity, 0.0
     resident = {component: nbytes for component, nbytes in trainer.items() if component != "peak"}
     for rung in RUNGS:
         away = trainer.get("snapshot", 0.0) if frees_snapshots and rung >= REPLICA_RUNG else 0.0
         training = _kept(replica, _ADDED, rung) + trainer["peak"] - away
-        generating = sum(replica.values()) + _kept(resident, _ADDED_BY_TRAINER, rung)
-        between = _kept(replica, _ADDED, rung) + _kept(resident, _ADDED_BY_TRAINER, rung) + scoring
-        if max(training, generating, between) <= _USABLE * capacity:
-            return rung
-    return RUNGS[-1]
+        waiting = _kept(resident, _ADDED_BY_TRAINER, rung) + max(
+            sum(replica.values()), _kept(replica, _ADDED, rung) + scoring
+        )
+        if max(training, waiting) <= limit:
+            return Rung(rung, math.ceil(lacking) if rung == OPTIMIZER_RUNG else 0)
+        lacking = max(0.0, waiting - limit)
+    return Rung(RUNGS[-1])
 
 
 def _kept(memory: Mapping[str, float], added: Mapping[int, set[str]], rung: int) -> float:
@@ -126,24 +140,22 @@ class DeviceGrants:
         decision = decide(await look_at_devices(self._bus, len(self._settings.shared_devices)))
         for index, grant in decision.ask_back:
             rung = max(self._rung(other, grant) for other, held in decision.ask_back if held.term == grant.term)
-            await ask_back(self._bus, term, index, grant.term, rung)
+            await ask_back(self._bus, term, index, grant.term, rung.number, rung.offload_bytes)
         for request in decision.grants:
             granted = await grant_devices(self._bus, term, request, self._settings.internal.claim_after_s)
             log.debug("devices granted", extra={"replica": request.replica, "term": granted})
 
-    def _rung(self, index: int, grant: Grant) -> int:
+    def _rung(self, index: int, grant: Grant) -> Rung:
         chosen = self._settings.placement.rung
-        if chosen != "auto":
-            return chosen
-        if grant.phase == "train":
-            return RUNGS[-1]
+        if chosen != "auto" or grant.phase == "train":
+            return Rung(RUNGS[-1] if chosen == "auto" else chosen)
         self._note_peaks()
         settings = self._settings
         sharing = {name: peaks for name, peaks in self._peaks.items() if index in settings.shared_devices_of(name)}
         models = {name: sharing.pop(name) for name in list(sharing) if name.startswith("reward-")}
         scores = index in settings.shared_devices_of("reward-0")
         if scores and not any("peak" in peaks for peaks in models.values()):
-            return RUNGS[-1]
+            return Rung(RUNGS[-1])
         trainer = next((self._peaks[beat.replica] for beat in self._beats() if beat.service == "trainer"), {})
         measured = dict(next(iter(sharing.values()), {}))
         scoring = max((peaks.get("peak", 0.0) for peaks in models.values()), default=0.0)

@@ -211,7 +211,8 @@ class Driver:
         return self._context.status.values.get("memory_snapshot", 0.0) if freed else 0.0
 
     async def _free_memory(self) -> None:
-        freed = await self._ask(Command(CommandKind.FREE, rung=self._rung), results.Freed)
+        needed = self._device.offload_bytes if self._settings.placement.rung == "auto" else None
+        freed = await self._ask(Command(CommandKind.FREE, rung=self._rung, offload_bytes=needed), results.Freed)
         self._context.status.values.update({f"memory_{name}": nbytes for name, nbytes in freed.memory.items()})
 
     async def _next_step(self, can_train: bool) -> None:

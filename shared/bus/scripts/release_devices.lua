@@ -8,14 +8,14 @@ local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local released = 0
 for _, device in ipairs(devices) do
-  local held = redis.call('HMGET', device, 'process', 'rung', 'phase', 'since_ms')
+  local held = redis.call('HMGET', device, 'process', 'rung', 'phase', 'since_ms', 'asked_bytes')
   if held[1] == process then
     if held[3] == 'score' then
       redis.call('HINCRBY', device, 'score_turns', 1)
       redis.call('HINCRBY', device, 'score_ms', string.format('%.0f', math.max(0, now_ms - tonumber(held[4] or now_ms))))
     end
     if held[2] then
-      redis.call('HSET', device, 'freed', held[2])
+      redis.call('HSET', device, 'freed', held[2], 'offload_bytes', held[5] or '0')
     end
     redis.call('HDEL', device, 'replica', 'process', 'phase', 'rung')
     redis.call('HSET', device, 'samples', released == 0 and samples or 0, 'tokens', released == 0 and tokens or 0)

@@ -2,8 +2,9 @@
 
 FlashAttention 4 (``flash_attn.cute``, extra ``flash-attention``) has kernels for Hopper and Blackwell; at a head size of
 64 they were 1.6 to 2 times as fast as torch's on an H100. It compiles a kernel for each head size, type and mask when
-first used, and keeps it in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``. Each such variant is compared with torch's on two
-short sequences, outputs and gradients, before it is used; a variant that fails or differs stays with torch.
+first used, and keeps it in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``; others where all queries fit into one tile, and for
+more than 256 sequences. Each such variant is compared with torch's, outputs and gradients, in all four cases before it is
+used; a variant that fails or differs stays with torch.
 
 Shapes: ``T`` tokens of all sequences, ``H`` heads (keys and values may have fewer), ``D`` head size.
 """
@@ -15,7 +16,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,10 @@ _HOPPER = 9
 _LARGEST_HEAD = 256
 _ROUNDING = 0.02
 """Largest difference between two attention kernels in half precision, as a share of the largest value."""
+_LONG, _SHORT = ((200, 200), (130, 330)), ((50, 50), (33, 120))
+"""Queries and keys of prompts and completions: more than a tile, which is 64 to 192 queries, and less than one."""
+_TINY, _MANY = (5, 5), 300
+_CASES = tuple((*few, *[_TINY] * more) for few in (_LONG, _SHORT) for more in (0, _MANY))
 _COMPILER_WARNING = "Argument aux_data"
 """Of the package's compiler, about an argument that the package itself leaves out."""
 _CACHE = {
@@ -151,10 +156,16 @@ def is_installed() -> bool:
 
 
 def _difference(variant: Variant) -> float:
-    """Return the largest relative difference to torch's outputs and gradients on a prompt and its completion."""
+    """Return the largest relative difference to torch's outputs and gradients in all cases."""
+    differences = [difference for case in _CASES for difference in _differences(variant, case)]
+    return max(differences, key=lambda each: float("inf") if each != each else each)
+
+
+def _differences(variant: Variant, sequences: Sequence[tuple[int, int]]) -> list[float]:
+    """Return those of the outputs and of each gradient; ``sequences``: numbers of queries and keys."""
     generator = torch.Generator(variant.device).manual_seed(0)
     where: dict[str, Any] = {"device": variant.device, "dtype": torch.int32}
-    queries, keys = (200, 130), (200, 330)
+    queries, keys = zip(*sequences, strict=True)
     ends = Ends(_ends(queries, where), _ends(keys, where), max(queries), max(keys))
 
     def drawn(tokens: int, heads: int) -> Tensor:
@@ -171,10 +182,7 @@ def _difference(variant: Variant) -> float:
         for run in (_by_torch, _by_flash4):
             out = run(query, key, value, ends, variant.size**-0.5, 100 if variant.windowed else 0)
             results.append((out.detach(), *torch.autograd.grad(out, (query, key, value), arriving)))
-        differences = [
-            float((left - right).abs().max() / left.abs().max()) for left, right in zip(*results, strict=True)
-        ]
-    return max(differences, key=lambda each: float("inf") if each != each else each)
+    return [float((left - right).abs().max() / left.abs().max()) for left, right in zip(*results, strict=True)]
 
 
 def _ends(lengths: tuple[int, ...], where: dict[str, Any]) -> Tensor:

@@ -2,22 +2,27 @@
 
 The ladder's rungs for the trainer (docs/placement.md)::
 
-    rung 3   optimizer states and master weights    copied at the end of a turn, reloaded during the next forward passes
+    rung 3   optimizer states and master weights    copied at the end of a turn, as many as the next phase needs room for;
+                                                    reloaded during the next forward passes
     rung 4   + weights; gradients, which are not needed between steps, are discarded
 
 Works on storages, so it serves every ZeRO stage and torch's own optimizer. Nothing may use a model while it is away.
 """
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from shared.process import memory_timeline
+from shared.settings.placement import OPTIMIZER_RUNG
 from shared.weights.host_copies import HostCopies, storages_of
 
 COMPONENTS = ("weights", "optimizer", "gradients")
-FREED = {3: ("optimizer",), 4: COMPONENTS}
+FREED = {OPTIMIZER_RUNG: ("optimizer",), 4: COMPONENTS}
 """Components that each rung moves to the host; none below."""
 _TOLD = {
     "weights": ("the trainer's weights", "set placement.rung to 3 or lower"),
@@ -28,6 +33,8 @@ _TOLD = {
     "gradients": ("the trainer's gradients", "set placement.rung to 3 or lower"),
 }
 """Each component in words, and what to change, if the host has too little memory for it."""
+_REST = "rest of the optimizer"
+"""Of which no copies were begun yet."""
 _MASTERS = "fp32_partitioned_groups_flat"
 _GRADIENT_BUFFERS = (
     "averaged_gradients",
@@ -45,21 +52,46 @@ class Residency:
         self._optimizer = optimizer
         self._device = device
         self._copies = {name: HostCopies(device, *_TOLD[name]) for name in COMPONENTS}
+        self._copies[_REST] = HostCopies(device, *_TOLD["optimizer"])
 
     def memory(self) -> dict[str, float]:
         """Return bytes by component when resident; call it while they are."""
         sizes = {name: sum(storage.nbytes() for storage in part.values()) for name, part in self._components().items()}
         return {name: float(nbytes) for name, nbytes in sizes.items()}
 
-    def free(self, rung: int) -> None:
-        """Move components to the host down to ``rung``, and return unused memory to the driver."""
-        parts = self._components() if rung in FREED else {}
+    def free(self, rung: int, needed_bytes: float | None = None) -> int:
+        """Move components to the host down to ``rung``, and return unused memory to the driver.
+
+        Args:
+            needed_bytes: at rung 3, whole storages are moved until it is that much, and all if fragmentation then keeps
+                memory from the driver; None: all are.
+
+        Returns:
+            the bytes that were moved.
+        """
+        before_bytes, moved_bytes = memory_timeline.used_bytes(self._device), 0
+        parts = {name: list(part.values()) for name, part in self._components().items()} if rung in FREED else {}
+        rest: list[torch.UntypedStorage] = []
+        if rung == OPTIMIZER_RUNG and needed_bytes is not None:
+            parts["optimizer"], rest = _enough(parts["optimizer"], needed_bytes)
         for name in FREED.get(rung, ()):
-            if name == "gradients":
-                self._copies[name].discard(parts[name].values())
-            else:
-                self._copies[name].begin(parts[name].values())
-                self._copies[name].finish()
+            moved_bytes += self._move(name, parts[name])
+        self._return_memory(rung)
+        if rest and needed_bytes and _reserved_bytes(self._device) > before_bytes - needed_bytes:
+            moved_bytes += self._move(_REST, rest)
+            self._return_memory(rung)
+        return moved_bytes
+
+    def _move(self, name: str, storages: list[torch.UntypedStorage]) -> int:
+        moved_bytes = sum(storage.nbytes() for storage in storages)
+        if name == "gradients":
+            self._copies[name].discard(storages)
+        else:
+            self._copies[name].begin(storages)
+            self._copies[name].finish()
+        return moved_bytes
+
+    def _return_memory(self, rung: int) -> None:
         if self._device.type == "cuda" and rung:
             torch.cuda.empty_cache()
 
@@ -73,6 +105,7 @@ class Residency:
     def follow(self) -> None:
         """Let the update wait for the optimizer's states."""
         self._copies["optimizer"].follow()
+        self._copies[_REST].follow()
 
     def _components(self) -> dict[str, dict[int, torch.UntypedStorage]]:
         """Return storages by component, each in the first that has it."""
@@ -90,6 +123,21 @@ class Residency:
             parts[name] = {key: storage for key, storage in storages.items() if key not in seen}
             seen |= storages.keys()
         return parts
+
+
+def _enough(
+    storages: list[torch.UntypedStorage], needed_bytes: float
+) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
+    """Return the smallest storages, until they have ``needed_bytes``, and the others."""
+    ordered = sorted(storages, key=lambda storage: storage.nbytes())
+    totals = list(itertools.accumulate((storage.nbytes() for storage in ordered), initial=0))
+    count = bisect.bisect_left(totals, needed_bytes)
+    return ordered[:count], ordered[count:]
+
+
+def _reserved_bytes(device: torch.device) -> float:
+    """Return what torch keeps from the driver; on a CPU 0."""
+    return float(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0.0
 
 
 def _parameters(model: nn.Module) -> Iterator[Tensor]:

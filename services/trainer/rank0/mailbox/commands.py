@@ -58,6 +58,8 @@ class Command:
     """How many first tokens of each sample are not trained; empty: none."""
     rung: int = 0
     """Of the ladder: for FREE, and of the turn for TRAIN and TRY."""
+    offload_bytes: float | None = None
+    """Of optimizer states at rung 3, for FREE; None: all of them."""
     held_out: tuple[bytes, ...] = ()
     """Encoded demonstrations whose loss is reported with the step."""
 
@@ -84,13 +86,22 @@ def _write(command: Command) -> bytes:
     plan = None if command.plan is None else wire.encode(command.plan)
     payloads = list(command.payloads)
     where, batch = (int(command.kind), command.folder), (payloads, command.lags, command.contexts)
-    fields = (*where, *batch, command.learning_rate, plan, command.rung, command.version, command.held_out)
+    fields = (
+        *where,
+        *batch,
+        command.learning_rate,
+        plan,
+        command.rung,
+        command.offload_bytes,
+        command.version,
+        command.held_out,
+    )
     data: bytes = msgpack.packb(fields)
     return data
 
 
 def _read(data: bytes) -> Command:
-    kind, folder, payloads, lags, contexts, rate, raw, rung, version, held_out = msgpack.unpackb(data)
+    kind, folder, payloads, lags, contexts, rate, raw, rung, offload_bytes, version, held_out = msgpack.unpackb(data)
     plan = None if raw is None else wire.decode(raw, StepPlan)
     groups = decode_all(payloads)
     return Command(
@@ -104,6 +115,7 @@ def _read(data: bytes) -> Command:
         version,
         contexts=tuple(contexts),
         rung=int(rung),
+        offload_bytes=offload_bytes,
         held_out=tuple(held_out),
     )
 

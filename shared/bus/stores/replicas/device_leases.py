@@ -71,6 +71,8 @@ class Renewal:
     """Of reward models, since the run began."""
     score_s: float
     """Seconds of those turns."""
+    offload_bytes: int
+    """What the trainer has to move to the host at rung 3 for the next phase, as of those releases."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,17 +110,21 @@ async def grant_devices(bus: Bus, leader_term: int, request: DeviceRequest, ttl_
 
 
 async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: float) -> Renewal:
-    term, rung, switch_ms, freed, samples, tokens, score_turns, score_ms = await bus.script(
+    term, rung, switch_ms, freed, samples, tokens, score_turns, score_ms, offload_bytes = await bus.script(
         "renew_devices", process=process, ttl_ms=round(ttl_s * 1000), devices=_keys(devices)
     )
     switch_s = None if switch_ms < 0 else switch_ms / 1000
-    return Renewal(term, rung, switch_s, freed, samples, tokens, score_turns, score_ms / 1000)
+    return Renewal(term, rung, switch_s, freed, samples, tokens, score_turns, score_ms / 1000, offload_bytes)
 
 
-async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int) -> bool:
-    """Ask the grant of ``term`` to free a device."""
+async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int, offload_bytes: int = 0) -> bool:
+    """Ask the grant of ``term`` to free a device; ``offload_bytes``: see :class:`Renewal`."""
     device = DEVICE.of(str(index))
-    return bool(await bus.script("ask_back", leader_term=leader_term, device=device, term=term, rung=rung))
+    return bool(
+        await bus.script(
+            "ask_back", leader_term=leader_term, device=device, term=term, rung=rung, offload_bytes=offload_bytes
+        )
+    )
 
 
 async def release_devices(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from services.trainer.loop import Trainer
+from services.trainer.model.memory import residency as residency_module
 from services.trainer.rank0.artifacts import Rank0Artifacts
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import NoMailbox
@@ -65,6 +66,36 @@ def test_rung_3_frees_moments_and_master_weights_and_rung_4_the_weights_too(
     assert bytes_of(stepper) == 0
     residency.restore()
     assert residency.memory() == memory
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_training_is_bit_equal_where_part_of_the_optimizer_is_moved(zero_stage: int) -> None:
+    _, kept = trained(zero_stage, [])
+    stepper = Stepper(settings(zero_stage=zero_stage))
+    residency, moved = stepper.engine.residency, list[int]()
+    for number in range(1, STEPS + 1):
+        stepper.step(number)
+        moved.append(residency.free(3, needed_bytes=number * FP32_BYTES / STEPS))
+        residency.restore()
+    assert all(bytes_moved >= number * FP32_BYTES / STEPS for number, bytes_moved in enumerate(moved, 1))
+    assert moved[0] < residency.memory()["optimizer"]
+    weights = stepper.weights()
+    assert all(torch.equal(kept[name], weights[name]) for name in kept)
+
+
+def test_only_what_is_needed_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of master weights and moments is one storage at ZeRO stage 1."""
+    stepper, _ = trained(1, [])
+    residency = stepper.engine.residency
+    each = residency.memory()["optimizer"] // 3
+    for needed, moved in ((0.0, 0), (each / 2, each), (each, each), (1.5 * each, 2 * each), (9 * each, 3 * each)):
+        assert residency.free(3, needed_bytes=needed) == pytest.approx(moved, rel=0.01)
+        residency.restore()
+        residency.follow()
+    monkeypatch.setattr(residency_module, "_reserved_bytes", lambda _device: 1e15)
+    assert residency.free(3, needed_bytes=each / 2) == pytest.approx(3 * each, rel=0.01), (
+        "fragments kept it from the driver"
+    )
 
 
 def test_a_turn_frees_the_snapshot_before_its_memory_returns_and_copies_it_once_at_its_end(
