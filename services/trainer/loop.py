@@ -85,7 +85,7 @@ class Trainer:
         """Execute commands until STOP or FINISH; return whether the run is over."""
         while True:
             with self._phases.measure("wait"):
-                command = share(self._mailbox.receive(), self._engine.device)
+                command = share(self._mailbox.receive())
             if command.kind in (CommandKind.STOP, CommandKind.FINISH):
                 return command.kind is CommandKind.FINISH
             result = self.execute(command)

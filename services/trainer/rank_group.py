@@ -5,8 +5,11 @@
     one rank          a store within the process
     one host          a file that the launcher made in a folder of its own (FileStore); gloo and NCCL on loopback
     several hosts     a TCPStore of rank 0 at ``trainer.rendezvous``; gloo and NCCL on the interface of ``run.host``
+
+Ranks wait for each other's commands and decisions in :func:`host_group`.
 """
 
+import functools
 import os
 from datetime import timedelta
 
@@ -39,7 +42,23 @@ def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if backend == "nccl" and ranks > 1:
         _check_fabric(settings)
+    if ranks > 1:
+        host_group()
     return rank, ranks
+
+
+def host_group() -> dist.ProcessGroup:
+    """Return the group of all ranks by gloo, through host memory; collective when first called.
+
+    A rank that waits in a collective of NCCL keeps a kernel running, which takes time from others on its GPU.
+    """
+    return _host_group(dist.group.WORLD)
+
+
+@functools.cache
+def _host_group(_world: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def _check_fabric(settings: Settings | None) -> None:

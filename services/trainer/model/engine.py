@@ -28,6 +28,7 @@ from services.trainer.model.memory.residency import Residency
 from services.trainer.model.memory.storages import Storages, tensors_in
 from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw, check_sizes
+from services.trainer.rank_group import host_group
 from shared.errors import SettingsError, WeightsError
 from shared.files import durable
 from shared.model.flops import ModelSizes
@@ -185,17 +186,17 @@ class TrainingEngine:
         """Return whether ``condition`` holds on any rank; collective."""
         if self.ranks == 1:
             return condition
-        flag = torch.tensor([int(condition)], dtype=torch.int64, device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        flag = torch.tensor([int(condition)], dtype=torch.int64)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group())
         return bool(flag.item())
 
     def ranks_where(self, condition: bool) -> tuple[int, ...]:
         """Return the ranks on which ``condition`` holds, ascending; collective."""
         if self.ranks == 1:
             return (0,) if condition else ()
-        flags = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
+        flags = torch.zeros(self.ranks, dtype=torch.int64)
         flags[dist.get_rank()] = int(condition)
-        dist.all_reduce(flags)
+        dist.all_reduce(flags, group=host_group())
         return tuple(rank for rank, flag in enumerate(flags.tolist()) if flag)
 
     @property
@@ -283,7 +284,7 @@ class TrainingEngine:
         if self.ranks == 1:
             return [value]
         values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=host_group())
         return values
 
     def load(self, folder: Path) -> None:

@@ -6,16 +6,12 @@ Rank 0 broadcasts them as MessagePack, and idle ones while it waits, so that col
 import dataclasses
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import msgpack
 
 from services.trainer.checkpoint.manifests import CheckpointState
 from shared.bus.encoding import wire
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
-
-if TYPE_CHECKING:
-    import torch
 
 TURN_S = 2.0
 """Rank 0's maximum wait before it sends IDLE or WAIT."""
@@ -64,22 +60,24 @@ class Command:
     """Encoded demonstrations whose loss is reported with the step."""
 
 
-def share(command: Command | None, device: "torch.device") -> Command:
-    """Return rank 0's command on every rank; the others pass None."""
+def share(command: Command | None) -> Command:
+    """Return rank 0's command on every rank; the others pass None, and wait without using their GPU."""
     import torch
     import torch.distributed as dist
+
+    from services.trainer.rank_group import host_group
 
     if dist.get_world_size() == 1:
         assert command is not None
         return command
     data = b"" if command is None else _write(command)
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, src=0)
-    buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(data)], dtype=torch.int64)
+    dist.broadcast(size, src=0, group=host_group())
+    buffer = torch.empty(int(size), dtype=torch.uint8)
     if command is not None:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
-    return command if command is not None else _read(buffer.cpu().numpy().tobytes())
+    dist.broadcast(buffer, src=0, group=host_group())
+    return command if command is not None else _read(buffer.numpy().tobytes())
 
 
 def _write(command: Command) -> bytes:
