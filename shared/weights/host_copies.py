@@ -2,8 +2,8 @@
 
 ::
 
-    resident ── begin ──▶ being copied ── finish ──▶ on the host ── reload ──▶ resident, being filled ── follow ──▶ filled
-                (a stream of its own)     (memory is freed)        (a stream of its own)
+    resident ── offload ──▶ on the host ── reload ──▶ resident, being filled ── follow ──▶ filled
+                                           (a stream of its own)
 
 A storage is emptied and filled again, so all views and aliases of it stay valid. On a CPU everything happens at once.
 """
@@ -41,32 +41,30 @@ class HostCopies:
         self.is_away = False
         """Whether the memory is freed."""
 
-    def begin(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Start copying; the tensors must not change until :meth:`follow`.
+    def offload(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Copy the storages, unless there are copies already, and free the device's memory.
 
         Raises:
             SettingsError: the host has too little memory. The kernel would end a process instead.
         """
-        if self._copied:
-            return
+        if not self._copied:
+            self._copy(list(storages))
+        self._arrived.wait()
+        for storage, _ in self._copied:
+            storage.resize_(0)
+        self.is_away = True
+
+    def _copy(self, storages: list[torch.UntypedStorage]) -> None:
         behind = Point(self._device)
         behind.set()
-        moved = list(storages)
-        needed_bytes = sum(storage.nbytes() for storage in moved)
-        self._copied = [(storage, self._host_chunks(storage, needed_bytes)) for storage in moved]
+        needed_bytes = sum(storage.nbytes() for storage in storages)
+        self._copied = [(storage, self._host_chunks(storage, needed_bytes)) for storage in storages]
         with self._lane.entered():
             behind.follow()
             for storage, chunks in self._copied:
                 for part, chunk in zip(torch.split(_flat(storage), _CHUNK_BYTES), chunks, strict=True):
                     chunk.copy_(part, non_blocking=True)
             self._arrived.set()
-
-    def finish(self) -> None:
-        """Wait for the copies, and free the device's memory."""
-        self._arrived.wait()
-        for storage, _ in self._copied:
-            storage.resize_(0)
-        self.is_away = True
 
     def discard(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Free memory whose contents are not needed; it is reloaded as zeros."""

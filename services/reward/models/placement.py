@@ -29,8 +29,7 @@ class Placed:
     def offload(self) -> None:
         """Free the device; the weights are copied to host memory the first time."""
         self._make_freeable()
-        self._copies.begin(storages_of(self.module.parameters(), self.device).values())
-        self._copies.finish()
+        self._copies.offload(storages_of(self.module.parameters(), self.device).values())
         self._empty_cache()
 
     def restore(self) -> None:
@@ -38,7 +37,7 @@ class Placed:
         try:
             self.guarded(self._reload)
         except NoRoom:
-            self._copies.finish()
+            self._copies.offload(())  # what is back already; the copies are kept
             self._empty_cache()
             raise
 

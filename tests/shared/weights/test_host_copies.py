@@ -19,8 +19,7 @@ def test_every_view_of_memory_that_was_away_holds_its_bytes_again() -> None:
     copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
     storages = storages_of([flat, view, tail], CPU)
     assert len(storages) == 1
-    copies.begin(storages.values())
-    copies.finish()
+    copies.offload(storages.values())
     assert flat.untyped_storage().nbytes() == 0
     copies.reload()
     copies.follow()
@@ -28,16 +27,14 @@ def test_every_view_of_memory_that_was_away_holds_its_bytes_again() -> None:
     assert tail.tolist() == [6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
 
 
-def test_copies_that_were_not_needed_are_forgotten_and_do_not_undo_later_changes() -> None:
+def test_copies_are_forgotten_once_they_are_back_and_do_not_undo_later_changes() -> None:
     flat = torch.zeros(4)
     copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
-    copies.begin(storages_of([flat], CPU).values())
-    copies.follow()
-    flat.add_(1.0)
-    copies.begin(storages_of([flat], CPU).values())
-    copies.finish()
-    copies.reload()
-    assert flat.tolist() == [1.0, 1.0, 1.0, 1.0]
+    for number in (1.0, 2.0):
+        copies.offload(storages_of([flat], CPU).values())
+        copies.reload()
+        copies.follow()
+        assert flat.add_(1.0).tolist() == [number] * 4
 
 
 def test_discarded_memory_comes_back_as_zeros() -> None:
@@ -60,12 +57,11 @@ def test_a_host_with_too_little_memory_is_told_with_the_setting_and_keeps_the_co
     with pytest.raises(
         SettingsError, match=r"^the optimizer need 0\.0 GiB .* which 0\.0 GiB are left: lower placement\.rung$"
     ):
-        copies.begin(storages_of([flat], CPU).values())
+        copies.offload(storages_of([flat], CPU).values())
     assert not copies.is_away
     assert bool((flat == 1).all())
     monkeypatch.undo()
-    copies.begin(storages_of([flat], CPU).values())
-    copies.finish()
+    copies.offload(storages_of([flat], CPU).values())
     copies.reload()
     assert bool((flat == 1).all())
 

@@ -34,7 +34,7 @@ _TOLD = {
 }
 """Each component in words, and what to change, if the host has too little memory for it."""
 _REST = "rest of the optimizer"
-"""Of which no copies were begun yet."""
+"""What is moved in a second go."""
 _MASTERS = "fp32_partitioned_groups_flat"
 _GRADIENT_BUFFERS = (
     "averaged_gradients",
@@ -87,8 +87,7 @@ class Residency:
         if name == "gradients":
             self._copies[name].discard(storages)
         else:
-            self._copies[name].begin(storages)
-            self._copies[name].finish()
+            self._copies[name].offload(storages)
         return moved_bytes
 
     def _return_memory(self, rung: int) -> None:

@@ -118,7 +118,7 @@ def test_a_turn_frees_the_snapshot_before_its_memory_returns_and_copies_it_once_
     monkeypatch.setattr(publication, "free", noted("snapshot", publication.free))
     monkeypatch.setattr(residency, "restore", noted("restore", residency.restore))
     for name, copies in residency._copies.items():
-        monkeypatch.setattr(copies, "begin", noted(f"copy {name}", copies.begin))
+        monkeypatch.setattr(copies, "offload", noted(f"copy {name}", copies.offload))
     for version, kind in enumerate(["free", "train", "train", "free", "train"]):
         calls.append(kind)
         trainer.execute(
