@@ -3,11 +3,13 @@
 ::
 
     resident ── offload ──▶ on the host ── reload ──▶ resident, being filled ── follow ──▶ filled
-                                           (a stream of its own)
+                                           (a thread and stream of its own)
 
-A storage is emptied and filled again, so all views and aliases of it stay valid. On a CPU everything happens at once.
+A storage is emptied and filled again, so all views and aliases of it stay valid.
 """
 
+import collections
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -18,6 +20,8 @@ from shared.weights.stream_order import Lane, Point
 
 _CHUNK_BYTES = 256 << 20
 """Torch rounds pinned allocations up to powers of two."""
+_AHEAD = 2
+"""Chunks in the device's queue. It copies in order, so a micro-batch of another stream waits for them."""
 _ASIDE_BYTES = 1 << 30
 """Of the host's memory that stays free beside pinned memory, which the kernel cannot move to disk."""
 _GIB = 1 << 30
@@ -38,6 +42,8 @@ class HostCopies:
         self._arrived = Point(device)
         self._copied: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
         self._discarded: list[tuple[torch.UntypedStorage, int]] = []
+        self._filling: threading.Thread | None = None
+        self._failure: Exception | None = None
         self.is_away = False
         """Whether the memory is freed."""
 
@@ -47,6 +53,7 @@ class HostCopies:
         Raises:
             SettingsError: the host has too little memory. The kernel would end a process instead.
         """
+        self._join()
         if not self._copied:
             self._copy(list(storages))
         self._arrived.wait()
@@ -85,16 +92,38 @@ class HostCopies:
         self._discarded = []
         behind = Point(self._device)
         behind.set()
-        with self._lane.entered():
-            behind.follow()
-            for storage, chunks in self._copied:
-                for part, chunk in zip(torch.split(_flat(storage), _CHUNK_BYTES), chunks, strict=True):
-                    part.copy_(chunk, non_blocking=True)
-            self._arrived.set()
+        self._filling = threading.Thread(target=self._fill, args=(behind,), name="reload", daemon=True)
+        self._filling.start()
         self.is_away = False
+
+    def _fill(self, behind: Point) -> None:
+        ahead: collections.deque[Point] = collections.deque()
+        try:
+            with self._lane.entered():
+                behind.follow()
+                for storage, chunks in self._copied:
+                    for part, chunk in zip(torch.split(_flat(storage), _CHUNK_BYTES), chunks, strict=True):
+                        part.copy_(chunk, non_blocking=True)
+                        ahead.append(Point(self._device))
+                        ahead[-1].set()
+                        if len(ahead) == _AHEAD:
+                            ahead.popleft().wait()
+                self._arrived.set()
+        except Exception as error:  # noqa: BLE001 (for the thread that computes)
+            self._failure = error
+
+    def _join(self) -> None:
+        if self._filling is not None:
+            self._filling.join()
+            self._filling = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def follow(self) -> None:
         """Make the current stream wait for copies in progress, which are then forgotten unless they are kept."""
+        if not self.is_away:
+            self._join()
         if self._copied and not self.is_away:
             self._arrived.follow()
             self._copied = self._copied if self._frozen else []

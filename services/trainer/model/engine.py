@@ -271,6 +271,7 @@ class TrainingEngine:
 
     def save(self, folder: Path) -> str:
         """Write model and optimizer state; return this rank's storage error, or "". Collective."""
+        self.residency.follow()
         self._writer.begin()
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
         return self._writer.error

@@ -1,5 +1,6 @@
 """Memory that goes to the host and comes back holds the same bytes, in every view of it."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from shared.errors import SettingsError
 from shared.process import memory_timeline
 from shared.weights import host_copies
 from shared.weights.host_copies import HostCopies, storages_of
+from shared.weights.stream_order import Point
 
 CPU = torch.device("cpu")
 
@@ -63,7 +65,41 @@ def test_a_host_with_too_little_memory_is_told_with_the_setting_and_keeps_the_co
     monkeypatch.undo()
     copies.offload(storages_of([flat], CPU).values())
     copies.reload()
+    copies.follow()
     assert bool((flat == 1).all())
+
+
+def test_what_follows_waits_for_the_thread_that_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "_CHUNK_BYTES", 8)
+    gate, fill = threading.Event(), HostCopies._fill
+
+    def filled(copies: HostCopies, behind: Point) -> None:
+        gate.wait()
+        fill(copies, behind)
+
+    monkeypatch.setattr(HostCopies, "_fill", filled)
+    flat = torch.arange(12, dtype=torch.float32)
+    copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
+    for use in (copies.follow, lambda: copies.offload(())):
+        gate.clear()
+        copies.offload(storages_of([flat], CPU).values())
+        copies.reload()
+        threading.Timer(0.2, gate.set).start()
+        use()
+        assert gate.is_set()
+    copies.reload()
+    copies.follow()
+    assert flat.tolist() == list(range(12))
+
+
+def test_an_error_of_that_thread_is_raised_where_the_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = torch.ones(3)
+    copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
+    copies.offload(storages_of([flat], CPU).values())
+    monkeypatch.setattr(host_copies, "_flat", lambda _storage: 1 / 0)
+    copies.reload()
+    with pytest.raises(ZeroDivisionError):
+        copies.follow()
 
 
 def test_memory_that_is_mapped_from_a_file_stays(tmp_path: Path) -> None:

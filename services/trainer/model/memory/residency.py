@@ -69,6 +69,7 @@ class Residency:
         Returns:
             the bytes that were moved.
         """
+        self.follow()
         before_bytes, moved_bytes = memory_timeline.used_bytes(self._device), 0
         parts = {name: list(part.values()) for name, part in self._components().items()} if rung in FREED else {}
         rest: list[torch.UntypedStorage] = []

@@ -1,5 +1,6 @@
 """A trainer whose memory goes to the host between steps trains bit for bit as one that keeps it."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import NoMailbox
 from services.trainer.rank0.publication import Publication
 from shared.bus.messages import PolicyVersion
+from shared.weights.host_copies import HostCopies
+from shared.weights.stream_order import Point
 from tests.support import tiny, trainer_ranks, weights
 from tests.trainer.algorithm import test_update
 from tests.trainer.model.test_engine import Stepper, settings
@@ -96,6 +99,25 @@ def test_only_what_is_needed_leaves_the_device(monkeypatch: pytest.MonkeyPatch) 
     assert residency.free(3, needed_bytes=each / 2) == pytest.approx(3 * each, rel=0.01), (
         "fragments kept it from the driver"
     )
+
+
+def test_a_checkpoint_waits_for_the_states_that_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper, _ = trained(1, [])
+    engine, fill = stepper.engine, HostCopies._fill
+
+    def slowly(copies: HostCopies, behind: Point) -> None:
+        time.sleep(0.3)
+        fill(copies, behind)
+
+    monkeypatch.setattr(HostCopies, "_fill", slowly)
+    digests = []
+    for name in ("kept", "moved"):
+        (tmp_path / name).mkdir()
+        assert not engine.save(tmp_path / name)
+        digests.append({path.relative_to(tmp_path / name): file for path, file in engine.written().items()})
+        engine.residency.free(3)
+        engine.residency.restore()
+    assert digests[0] == digests[1]
 
 
 def test_a_turn_frees_the_snapshot_before_its_memory_returns_and_copies_it_once_at_its_end(
