@@ -35,6 +35,7 @@ from services.plan.memory import (
 from services.plan.rates import Rates
 from services.plan.simulation import Side, SimulatedFigures, simulate
 from services.plan.workload import Workload
+from shared.settings.placement import USABLE_IN_TURNS
 
 Placement = Literal["separate", "shared", "lend", "at once"]
 """``at once`` is ``placement.mode = "separate"`` with the same GPU in trainer.gpus and rollout.gpus."""
@@ -55,8 +56,6 @@ _FREES_SNAPSHOTS = 2
 _USABLE_FREED = 0.93
 """Of a GPU's memory, where a snapshot comes and goes: at 7B on an H200 a trainer that held 122 GB took 129 of the device
 (benchmarks/results/2026-11-24-7b-one-gpu-h200.json)."""
-_ENOUGH = 0.9
-"""Of a GPU's memory in generation at rung 3, for which the trainer moves states (services/coordinator/run/device_grants.py)."""
 _STATES = ("master weights", "moments")
 _CONTEXT_ASLEEP = 3.0 * (1 << 30)
 """What a sleeping vLLM engine keeps (2.9 GiB of 139.9 on an H200)."""
@@ -208,7 +207,9 @@ class Planner:
         if layout.placement == "shared":
             turns = self._turns(layout.trainer, layout.tensor_parallel, layout.engines)
             known = turns.rung if rung is None else min(rung, len(_SWITCH_S) - 1)
-            layout = dataclasses.replace(layout, rung=known, moved_bytes=turns.moved_bytes)
+            layout = dataclasses.replace(
+                layout, rung=known, moved_bytes=turns.moved_bytes if known == turns.rung else 0.0
+            )
             beside_bytes = layout.engines * _CONTEXT_ASLEEP
         _, kept = trainer_table(self.work, layout.trainer, self.limit_bytes - beside_bytes)
         groups = self.wanted(layout.all_replicas)
@@ -409,7 +410,9 @@ class Planner:
                 memory, utilization = several_engines(self.work, started, memory, self.cluster.gpu.memory_bytes)
             moved = 0.0
             if rung == 3:
-                lacking = total(memory.components) + total(trainer["wait"]) - _ENOUGH * self.cluster.gpu.memory_bytes
+                lacking = (
+                    total(memory.components) + total(trainer["wait"]) - USABLE_IN_TURNS * self.cluster.gpu.memory_bytes
+                )
                 states, moved = _after_moving(trainer["wait"], lacking)
                 waiting += states
             stays = _staying(memory, rung, engines)

@@ -15,6 +15,8 @@ GUEST = "guest"
 """Prefix of the replicas on lent devices."""
 REPLICA_RUNG = 2
 """The highest rung at which a replica frees memory; above it the trainer does, too."""
+USABLE_IN_TURNS = 0.9
+"""Share of a shared device's memory that components may use in each phase; allocators and contexts take the rest."""
 OPTIMIZER_RUNG = 3
 """At which the trainer moves optimizer states: all if the rung is forced, else as many as generation needs room for."""
 

@@ -122,9 +122,10 @@ class HostCopies:
 
     def follow(self) -> None:
         """Make the current stream wait for copies in progress, which are then forgotten unless they are kept."""
-        if not self.is_away:
-            self._join()
-        if self._copied and not self.is_away:
+        if self.is_away:
+            return
+        self._join()
+        if self._copied:
             self._arrived.follow()
             self._copied = self._copied if self._frozen else []
 

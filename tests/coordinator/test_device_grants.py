@@ -181,6 +181,26 @@ async def test_what_a_guest_of_two_devices_generated_is_counted_once(bus: Bus) -
     assert players.leases["trainer-0"].generated == (3, 12)
 
 
+async def test_the_trainer_learns_what_generation_lacks_with_its_grant(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    beats = [
+        beat("trainer-0", memory_peak=60.0, memory_weights=10.0, memory_optimizer=50.0),
+        beat("rollout-0", memory_weights=10.0, memory_kv_cache=30.0, memory_capacity=100.0),
+    ]
+    players = Players(bus, 0)
+    ledger, settings = players.grants._ledger, loads('placement.mode = "shared"', "run.toml")
+    players.grants = DeviceGrants(bus, ledger, settings, lambda: beats)
+    trainer = players.leases["trainer-0"] = DeviceLease(bus, "trainer-0", "train", (0,), TTL_S)
+    await players.settle("rollout-0")
+    await players.request("trainer-0")
+    await players.settle("rollout-0")
+    assert players.leases["rollout-0"].rung == 3
+    await players.leases["rollout-0"].release()
+    await players.grants.look()
+    await trainer.confirm()
+    assert (trainer.held, trainer.freed, trainer.offload_bytes) == (True, 3, 10)
+
+
 def test_what_is_not_measured_yet_is_freed_as_far_as_possible() -> None:
     assert lowest_rung({}, TRAINER, 1000.0).number == 4
     assert lowest_rung(REPLICA, {"optimizer": 1.0}, 1000.0).number == 4

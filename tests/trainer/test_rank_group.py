@@ -8,7 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
-from datetime import timedelta
 from types import SimpleNamespace
 
 import torch

@@ -26,13 +26,11 @@ from shared.bus.stores.replicas.device_leases import (
 )
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.settings import Settings
-from shared.settings.placement import OPTIMIZER_RUNG, REPLICA_RUNG, RUNGS
+from shared.settings.placement import OPTIMIZER_RUNG, REPLICA_RUNG, RUNGS, USABLE_IN_TURNS
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.03
-_USABLE = 0.9
-"""Share of a device's memory that components may use; allocators and contexts take the rest."""
 _ADDED = {1: {"kv_cache"}, 2: {"weights", "shadow"}}
 _ADDED_BY_TRAINER = {OPTIMIZER_RUNG: {"optimizer"}, 4: {"weights", "gradients"}}
 """Components that each rung frees in addition to the one below: of a replica for training, of the trainer for generation."""
@@ -101,7 +99,7 @@ def lowest_rung(
     """
     if not replica or "peak" not in trainer or not capacity:
         return Rung(RUNGS[-1])
-    limit, lacking = _USABLE * capacity, 0.0
+    limit, lacking = USABLE_IN_TURNS * capacity, 0.0
     resident = {component: nbytes for component, nbytes in trainer.items() if component != "peak"}
     for rung in RUNGS:
         away = trainer.get("snapshot", 0.0) if frees_snapshots and rung >= REPLICA_RUNG else 0.0
@@ -147,8 +145,10 @@ class DeviceGrants:
 
     def _rung(self, index: int, grant: Grant) -> Rung:
         chosen = self._settings.placement.rung
-        if chosen != "auto" or grant.phase == "train":
-            return Rung(RUNGS[-1] if chosen == "auto" else chosen)
+        if chosen != "auto":
+            return Rung(chosen)
+        if grant.phase == "train":
+            return Rung(RUNGS[-1])
         self._note_peaks()
         settings = self._settings
         sharing = {name: peaks for name, peaks in self._peaks.items() if index in settings.shared_devices_of(name)}

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch
 from services.trainer.checkpoint import local_store
 from services.trainer.model.policy import Policy
 from services.trainer.rank0.branch import Branch
+from services.trainer.rank0.driver import Driver
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import Mailbox
-from services.trainer.rank0.mailbox.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
+from services.trainer.rank0.mailbox.results import Freed, ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
 from shared.bus.stores.policy.ledger import RunState
@@ -70,6 +72,24 @@ async def has(driven: Driven, event: str) -> None:
         return event in await driven.events()
 
     await until(told)
+
+
+@pytest.mark.parametrize(("rung", "needed"), [("auto", 7), (3, None)])
+async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed(rung: Any, needed: int | None) -> None:
+    sent: list[Command] = []
+
+    async def ask(command: Command, _kind: type[Freed]) -> Freed:
+        sent.append(command)
+        return Freed({"optimizer": 9.0})
+
+    placement, status = SimpleNamespace(rung=rung), SimpleNamespace(values={})
+    driver = SimpleNamespace(
+        _device=SimpleNamespace(offload_bytes=7), _settings=SimpleNamespace(placement=placement), _rung=3, _ask=ask,
+        _context=SimpleNamespace(status=status),
+    )  # fmt: skip
+    await Driver._free_memory(driver)  # type: ignore[arg-type]
+    assert [(command.kind, command.rung, command.offload_bytes) for command in sent] == [(CommandKind.FREE, 3, needed)]
+    assert status.values == {"memory_optimizer": 9.0}
 
 
 async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(bus: Bus, tmp_path: Path) -> None:
