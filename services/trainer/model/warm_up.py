@@ -85,19 +85,17 @@ def _norm(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
 
 
 def _gated(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
-    from liger_kernel.ops import LigerSiLUMulFunction
-
+    fused = kernels.liger("ops").LigerSiLUMulFunction
     gate, up = (_ones(1, tokens, int(text["intermediate_size"]), **where) for _ in range(2))
-    _backward(LigerSiLUMulFunction.apply(gate, up), gate, up)
+    _backward(fused.apply(gate, up), gate, up)
 
 
 def _rotary(text: Mapping[str, Any], tokens: int, where: dict[str, Any]) -> None:
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb
-
+    rotate = kernels.liger("transformers.rope").liger_rotary_pos_emb
     heads, shared, size = _heads(text)
     query, key = (_ones(1, tokens, count, size, **where) for count in (heads, shared))
     angles = torch.ones(1, tokens, size, **where)
-    out = liger_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), angles, angles)
+    out = rotate(query.transpose(1, 2), key.transpose(1, 2), angles, angles)
     _backward(torch.cat([rotated.flatten() for rotated in out]), query, key)
 
 

@@ -4,10 +4,12 @@ Except for the plain RMS norm (``norms``) the kernels are Liger's (Hsu et al. 20
 """
 
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ KernelKind = Literal["auto", "torch", "liger"]
 _UNWANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 """``logits`` has its own kernels."""
 _REPLACED: dict[str, dict[str, Any]] = {}
+_IMPORTING = threading.Lock()
 
 
 def install(model: Any, kind: KernelKind, device: str) -> bool:
@@ -32,9 +35,7 @@ def install(model: Any, kind: KernelKind, device: str) -> bool:
         raise SettingsError(f'expected {missing} for trainer.kernels = "liger": change it to "auto" or "torch"')
     if missing:
         return joined
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    fuse = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
+    fuse = liger("transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
     known = inspect.signature(fuse).parameters
     source = vars(sys.modules[type(model).__module__])
     before = dict(source)
@@ -45,6 +46,18 @@ def install(model: Any, kind: KernelKind, device: str) -> bool:
     norms.replace(model)
     log.info("fused kernels installed", extra={"model_type": model.config.model_type})
     return True
+
+
+def liger(module: str) -> Any:
+    """Return Liger's ``module``, imported without peft, which takes most of the time (it imports bitsandbytes).
+
+    Liger uses peft to look into its wrappers, and here adapters are added after kernels.
+    """
+    with _IMPORTING, contextlib.ExitStack() as restored:
+        if "peft" not in sys.modules:
+            sys.modules["peft"] = None  # type: ignore[assignment]  # an import of it fails
+            restored.callback(sys.modules.pop, "peft")
+        return importlib.import_module(f"liger_kernel.{module}")
 
 
 @contextlib.contextmanager
@@ -78,7 +91,5 @@ def _missing(model: Any, device: str) -> str:
         return f"a GPU, found {device},"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel (install penstock[fused-kernels]),"
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    model_type = model.config.model_type
-    return "" if model_type in MODEL_TYPE_TO_APPLY_LIGER_FN else f"a model type that Liger knows, found {model_type!r},"
+    known, model_type = liger("transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN, model.config.model_type
+    return "" if model_type in known else f"a model type that Liger knows, found {model_type!r},"
