@@ -193,7 +193,7 @@ def small(kind: str, **fields: Any) -> Any:
 @functools.cache
 def sliding_sinks() -> Any:
     """A gpt-oss with a window of 12 in its first layer, and large sinks."""
-    model = small("gpt_oss", num_local_experts=2, num_experts_per_tok=2, sliding_window=12)
+    model = small("gpt_oss", num_local_experts=2, num_experts_per_tok=2, sliding_window=12, head_dim=32)
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks)
     return model
@@ -206,7 +206,11 @@ FLASH4 = pytest.param(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("way", ["varlen", FLASH4])
-@pytest.mark.parametrize("make", [lambda: tiny.model(0), sliding_sinks, lambda: small("mistral", sliding_window=12)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: small("qwen3", head_dim=32), sliding_sinks, lambda: small("mistral", sliding_window=12, head_dim=32)],
+    ids=["qwen3", "gpt_oss", "mistral"],
+)
 def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[], Any], way: str) -> None:
     collected = []
     kinds = (("mask", torch.float32), ("mask", torch.bfloat16), (way, torch.bfloat16))
@@ -217,8 +221,8 @@ def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[
         logprobs = Policy(model, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
         gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
         collected.append([logprobs.detach().float().cpu(), *(gradient.float().cpu() for gradient in gradients)])
-    query = torch.zeros(1, 4, 8, device="cuda", dtype=torch.bfloat16)
-    assert variable_length.choose(query, 2, 8, windowed=False, flash4=False) == "torch"
+    query = torch.zeros(1, 4, 32, device="cuda", dtype=torch.bfloat16)
+    assert variable_length.choose(query, 2, 32, windowed=False, flash4=False) == "torch"
     for exact, masked, varlen in zip(*collected, strict=True):
         rounding = (masked - exact).abs().max()  # bfloat16's own error
         assert (varlen - exact).abs().max() <= 2 * rounding + 1e-4
@@ -247,6 +251,35 @@ def test_half_precision_attention_of_a_gpu_is_within_its_rounding(kind: Any, pat
     for left, other in zip(mine, its, strict=True):
         # 8 bits of mantissa, some roundings
         assert float((left.double().cpu() - other).norm() / other.norm()) < 0.02
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("size", "is_supported"), [(8, False), (16, False), (32, True), (64, True), (128, True)])
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn-4")
+def test_flash_attention_4_is_right_or_refused(size: int, is_supported: bool) -> None:
+    segments, generator = micro_batch(rows(0)).segments, torch.Generator().manual_seed(0)
+    shapes = [(heads, int(segments.lengths_K.sum()), size) for heads in (4, 2, 2)]
+    halves = [torch.randn(shape, generator=generator).bfloat16().cuda().requires_grad_() for shape in shapes]
+    q, k, v = (half[None] for half in halves)
+    try:
+        out = PackedLayout(segments, "flash4", torch.device("cuda")).attend(q, k, v)[0]
+    except CannotPack:
+        assert not is_supported
+        return
+    doubles = [half.detach().double().cpu().requires_grad_() for half in halves]
+    expected = one_by_one(segments, *doubles, CAUSAL, Extras())
+    mine = [out.detach(), *torch.autograd.grad(out.float().square().sum(), halves)]
+    its = [expected.detach(), *torch.autograd.grad(expected.square().sum(), doubles)]
+    for left, other in zip(mine, its, strict=True):
+        assert float((left.double().cpu() - other).norm() / other.norm()) < 0.02
+
+
+@pytest.mark.parametrize("head_size", [8, 512])
+def test_kernels_that_are_asked_for_and_cannot_be_used_are_refused(head_size: int) -> None:
+    segments = micro_batch(rows(0)).segments
+    given = torch.zeros(1, 2, int(segments.lengths_K.sum()), head_size)
+    with pytest.raises(CannotPack, match=f'heads of {head_size} in torch.float32 on cpu.*internal.attention = "auto"'):
+        PackedLayout(segments, "flash4", CPU).attend(given, given, given)
 
 
 def test_keys_are_the_prompts_and_then_the_segments_own() -> None:

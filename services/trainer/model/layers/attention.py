@@ -105,10 +105,22 @@ class PackedLayout:
         exact = extras.softcap is None and (pattern.kind == "causal" or (pattern.kind == "window" and not sinks))
         if self._kind == "mask" or not exact:
             return None
-        if self._kind in ("varlen", "flash4"):
-            return "torch" if self._kind == "varlen" else "flash4"
-        size, windowed = padded_size(query, value, sinks=sinks), pattern.kind == "window"
-        return variable_length.choose(query, key.shape[1], size, windowed=windowed, flash4=self._kind == "auto")
+        if self._kind == "varlen":
+            return "torch"
+        size, windowed, is_forced = (
+            padded_size(query, value, sinks=sinks),
+            pattern.kind == "window",
+            self._kind == "flash4",
+        )
+        chosen = variable_length.choose(
+            query, key.shape[1], size, windowed=windowed, flash4=is_forced or self._kind == "auto"
+        )
+        if is_forced and chosen != "flash4":
+            raise CannotPack(
+                f"expected FlashAttention 4 to compute what PyTorch does for heads of {size} in {query.dtype} on "
+                f'{query.device}, found that it is missing, fails or differs: set internal.attention = "auto"'
+            )
+        return chosen
 
     def _by_length(
         self, kind: VarlenKind, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, extras: Extras
