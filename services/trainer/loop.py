@@ -120,13 +120,13 @@ class Trainer:
         """Free the device's memory for generation, down to ``rung`` of the ladder; ``needed_bytes`` at rung 3."""
         if self._is_away:
             return Freed({})
-        memory = self._memory()
+        memory, moved_bytes = self._memory(), 0
         with self._phases.measure("offload"):
             for residency in self._residencies:
-                moved_bytes = residency.free(rung, needed_bytes)
-                needed_bytes = None if needed_bytes is None else max(0.0, needed_bytes - moved_bytes)
+                needed = None if needed_bytes is None else max(0.0, needed_bytes - moved_bytes)
+                moved_bytes += residency.free(rung, needed)
         self._rung, self._is_away = rung, True
-        return Freed(memory)
+        return Freed(memory, moved_bytes)
 
     def _memory(self) -> dict[str, float]:
         memory = collections.Counter[str]()

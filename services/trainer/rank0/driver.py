@@ -62,6 +62,8 @@ class Driver:
     def __init__(self, context: Context, mailbox: Mailbox, device: DeviceLease | None = None) -> None:
         self._context = context
         self._device = device or DeviceLease(context.bus, context.replica, "train")
+        self._moved_bytes = 0.0
+        """To the host since the last step."""
         self._settings = context.settings
         self._lending = Lending(self._device.switch_s) if self._settings.placement.mode == "lend" else None
         self._mailbox = mailbox
@@ -213,6 +215,7 @@ class Driver:
     async def _free_memory(self) -> None:
         needed = self._device.offload_bytes if self._settings.placement.rung == "auto" else None
         freed = await self._ask(Command(CommandKind.FREE, rung=self._rung, offload_bytes=needed), results.Freed)
+        self._moved_bytes += freed.moved_bytes
         self._context.status.values.update({f"memory_{name}": nbytes for name, nbytes in freed.memory.items()})
 
     async def _next_step(self, can_train: bool) -> None:
@@ -348,6 +351,8 @@ class Driver:
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= signal_fraction(metrics, len(batch))
         metrics |= self._timing(made, figures, started_s - self._committed_s) | self._device.take_switches()
+        if self._device.is_shared:
+            metrics["switch_moved_bytes"], self._moved_bytes = self._moved_bytes, 0.0
         if self._lending is not None:
             self._lending.note_step(made.seconds.get("reload", 0.0))
             metrics |= self._lending.take_figures()

@@ -267,7 +267,8 @@ def test_flash_attention_4_is_right_or_refused(size: int, is_supported: bool) ->
         assert not is_supported
         return
     doubles = [half.detach().double().cpu().requires_grad_() for half in halves]
-    expected = one_by_one(segments, *doubles, CAUSAL, Extras())
+    query, keys, values = doubles
+    expected = one_by_one(segments, query, keys, values, CAUSAL, Extras())
     mine = [out.detach(), *torch.autograd.grad(out.float().square().sum(), halves)]
     its = [expected.detach(), *torch.autograd.grad(expected.square().sum(), doubles)]
     for left, other in zip(mine, its, strict=True):

@@ -80,16 +80,17 @@ async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed(
 
     async def ask(command: Command, _kind: type[Freed]) -> Freed:
         sent.append(command)
-        return Freed({"optimizer": 9.0})
+        return Freed({"optimizer": 9.0}, moved_bytes=8.0)
 
     placement, status = SimpleNamespace(rung=rung), SimpleNamespace(values={})
     driver = SimpleNamespace(
         _device=SimpleNamespace(offload_bytes=7), _settings=SimpleNamespace(placement=placement), _rung=3, _ask=ask,
-        _context=SimpleNamespace(status=status),
+        _context=SimpleNamespace(status=status), _moved_bytes=0.0,
     )  # fmt: skip
     await Driver._free_memory(driver)  # type: ignore[arg-type]
     assert [(command.kind, command.rung, command.offload_bytes) for command in sent] == [(CommandKind.FREE, 3, needed)]
     assert status.values == {"memory_optimizer": 9.0}
+    assert driver._moved_bytes == 8.0
 
 
 async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(bus: Bus, tmp_path: Path) -> None:

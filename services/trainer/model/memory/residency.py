@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.process import memory_timeline
-from shared.settings.placement import OPTIMIZER_RUNG
+from shared.settings.placement import OPTIMIZER_RUNG, USABLE_IN_TURNS
 from shared.weights.host_copies import HostCopies, storages_of
 
 COMPONENTS = ("weights", "optimizer", "gradients")
@@ -35,6 +35,8 @@ _TOLD = {
 """Each component in words, and what to change, if the host has too little memory for it."""
 _REST = "rest of the optimizer"
 """What is moved in a second go."""
+_SPARE = 0.03
+"""Of a device, beside generation."""
 _MASTERS = "fp32_partitioned_groups_flat"
 _GRADIENT_BUFFERS = (
     "averaged_gradients",
@@ -63,8 +65,8 @@ class Residency:
         """Move components to the host down to ``rung``, and return unused memory to the driver.
 
         Args:
-            needed_bytes: at rung 3, whole storages are moved until it is that much, and all if fragmentation then keeps
-                memory from the driver; None: all are.
+            needed_bytes: at rung 3, whole storages are moved until it is that much, and all if fragments then leave the
+                driver too little for generation; None: all are.
 
         Returns:
             the bytes that were moved.
@@ -78,7 +80,7 @@ class Residency:
         for name in FREED.get(rung, ()):
             moved_bytes += self._move(name, parts[name])
         self._return_memory(rung)
-        if rest and needed_bytes and _reserved_bytes(self._device) > before_bytes - needed_bytes:
+        if rest and needed_bytes and _is_short(self._device, before_bytes, needed_bytes):
             moved_bytes += self._move(_REST, rest)
             self._return_memory(rung)
         return moved_bytes
@@ -135,9 +137,16 @@ def _enough(
     return ordered[:count], ordered[count:]
 
 
-def _reserved_bytes(device: torch.device) -> float:
-    """Return what torch keeps from the driver; on a CPU 0."""
-    return float(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0.0
+def _is_short(device: torch.device, before_bytes: float, needed_bytes: float) -> bool:
+    """Whether the driver has less than generation takes; on a CPU it never has.
+
+    ``before_bytes`` of this process and generation's were ``needed_bytes`` too many for :data:`USABLE_IN_TURNS`.
+    """
+    if device.type != "cuda":
+        return False
+    free_bytes, capacity_bytes = torch.cuda.mem_get_info(device)
+    generation_bytes = USABLE_IN_TURNS * capacity_bytes + needed_bytes - before_bytes
+    return free_bytes < generation_bytes + _SPARE * capacity_bytes
 
 
 def _parameters(model: nn.Module) -> Iterator[Tensor]:

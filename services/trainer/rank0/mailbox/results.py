@@ -76,6 +76,8 @@ class Freed(Result):
     """Memory is free down to a rung; ``memory``: bytes by component when resident."""
 
     memory: Mapping[str, float]
+    moved_bytes: float = 0.0
+    """To the host, of rank 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
