@@ -102,7 +102,7 @@ class RolloutSettings(Section):
     gpus: tuple[NonNegativeInt, ...] = Field(default=())
     """GPU indices for the replicas, in turn, among those in CUDA_VISIBLE_DEVICES. Used by `penstock up`; empty: every
     replica sees all GPUs."""
-    engines_per_gpu: Literal["auto", 1, 2, 3, 4] = Field(default=1)
+    engines_per_gpu: Literal["auto", 1, 2, 3, 4, 5, 6, 7, 8] = Field(default=1)
     """vLLM engines of one replica on its GPU. A single one leaves the GPU mostly idle below about 7B. `auto`: 1 to 3,
     by how busy the GPU is in a trial at the start."""
     vllm: VllmSettings = Field(default=VllmSettings())

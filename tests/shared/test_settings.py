@@ -92,7 +92,7 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
         ('[rollout]\nengine = "transformers"\nvllm.tensor_parallel_size = 2', 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2: change it, or set rollout.engine = "vllm"'),
         ('[rollout]\nengine = "transformers"\n[weights]\nkv = "recompute"', 'expected weights.kv = "keep" with the engine "transformers", found "recompute"'),
         ('[rollout]\nengine = "scripted"\n[weights]\nshadow = "bucketed"', 'expected weights.shadow = "full" with the engine "scripted", found "bucketed"'),
-        ("[rollout]\nengines_per_gpu = 5", "rollout.engines_per_gpu: expected 'auto', 1, 2, 3 or 4, found 5: change rollout.engines_per_gpu"),
+        ("[rollout]\nengines_per_gpu = 9", "rollout.engines_per_gpu: expected 'auto', 1, 2, 3, 4, 5, 6, 7 or 8, found 9: change rollout.engines_per_gpu"),
         ("[rollout]\nengines_per_gpu = 2\nvllm.tensor_parallel_size = 2", "expected rollout.engines_per_gpu = 1 with rollout.vllm.tensor_parallel_size = 2, whose engine spans several GPUs, found 2"),
         ("[rollout]\nengines_per_gpu = 2\nvllm.arguments.kv_cache_memory_bytes = 9", "expected no kv_cache_memory_bytes in rollout.vllm.arguments with rollout.engines_per_gpu > 1"),
         ('[rollout]\nengine = "transformers"\nengines_per_gpu = 2', 'expected rollout.engines_per_gpu = 1 with the engine "transformers", found 2'),

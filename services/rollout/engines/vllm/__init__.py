@@ -1,6 +1,6 @@
 """The vLLM engine.
 
 this process                          vLLM's worker processes
-start ──▶ engine ──▶ requests         worker ──▶ runner_hooks ──▶ token_record
+start ──▶ engine ──▶ requests         worker ──▶ runner_hooks ──▶ token_record; scheduling
              └──── worker_channel ◀──────┘ └────▶ swap
 """

@@ -113,9 +113,12 @@ def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[ty
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from services.rollout.engines.vllm.scheduling.schedulers import hold_tokens
+
         _fork_engines()
         with serving(arguments["model"]):
             config = engine_arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        hold_tokens(config)
     start_report.note("starting the engine's process")
     with serving(arguments["model"]):
         return AsyncLLM.from_vllm_config(

@@ -264,6 +264,23 @@ async def test_a_completion_ends_at_its_stop_text_and_is_taken_back_from_vllm(en
     await until(lambda: _metric("vllm:num_requests_running") == 0)
 
 
+async def test_an_engine_hands_over_the_tokens_of_a_completion_together(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, messages = engine._llm.output_processor, list[int]()
+    process = processor.process_outputs
+
+    def noting(outputs: Sequence[Any], *others: Any, **named: Any) -> Any:
+        messages.extend(len(output.new_token_ids) for output in outputs)
+        return process(outputs, *others, **named)
+
+    monkeypatch.setattr(processor, "process_outputs", noting)
+    made = await engine.generate(request(samples=2, new_tokens=80))
+    lengths = [len(sample.token_ids) for sample in made.samples]
+    assert sum(messages) == sum(lengths)
+    assert len(messages) <= sum(2 + length // 32 for length in lengths)  # the first, each 32, and the end
+
+
 async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
     parameters = [
         engine._requests.parameters(request(samples=samples, temperature=temperature, new_tokens=40), samples)

@@ -1,0 +1,1 @@
+"""What an engine's process schedules and sends."""
