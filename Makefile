@@ -9,6 +9,7 @@ CONFIG ?= config/arithmetic.toml
 ARGS ?=
 WORKERS ?= 3
 export PYTHON
+unexport PYTHONDONTWRITEBYTECODE  # each of the tests' processes would compile the code again
 SHELL := bash
 
 # Called by module, not by script: a script's first line cannot hold a path with a space.
