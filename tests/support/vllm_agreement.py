@@ -229,6 +229,9 @@ def main(names: Sequence[str]) -> int:
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     import vllm.v1.engine.llm_engine  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()  # else a process that imports vLLM again looks at each model
 
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as each:
         objections, table = list[str](), verdicts().vllm

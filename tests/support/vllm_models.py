@@ -279,6 +279,9 @@ def main() -> None:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # needs a compiler, and a path without spaces
     import vllm.v1.engine.llm_engine  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()  # else a process that imports vLLM again looks at each model
 
     # CUDA does not survive a fork
     with multiprocessing.get_context("fork" if DEVICE == CPU else "spawn").Pool(1, maxtasksperchild=1) as each:
