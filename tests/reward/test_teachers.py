@@ -4,9 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,7 @@ from shared.settings import Settings
 from tests.conftest import free_port, until
 from tests.reward.scorers.test_judge import Endpoint, Reply, sequence, serving
 from tests.reward.test_reference import TEMPERATURE, group, trainers_own
-from tests.support import builders, tiny
+from tests.support import builders, forge, tiny
 from tests.support.tolerance import FORWARD
 
 VLLM = 1e-3
@@ -454,12 +451,12 @@ def model_for_vllm() -> Any:
 def vllm_server(folder: Path) -> Iterator[str]:
     port = free_port()
     flags = f"--model {folder} --served-model-name teacher --dtype float32 --max-model-len 128 --enforce-eager --port {port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *flags.split()]
+    words = ["--host", "127.0.0.1", "--distributed-executor-backend", forge.UNIPROC, *flags.split()]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     log = folder.parent / "vllm.log"
     with log.open("wb") as written:
-        server = subprocess.Popen(command, env={**os.environ, **quiet, **offline}, stdout=written, stderr=written)
+        server = forge.start("vllm.entrypoints.openai.api_server", words, written, forked=True, **quiet, **offline)
     try:
         yield f"http://127.0.0.1:{port}/v1"
     finally:
@@ -481,13 +478,14 @@ async def test_the_policy_behind_a_vllm_server_gives_the_logprobs_of_the_trainer
             algorithm={"distillation": 1.0, "distillation_top_k": 20},
         )
 
-        async def healthy() -> bool:
-            async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient() as client:
+
+            async def healthy() -> bool:
                 with contextlib.suppress(httpx.HTTPError):
                     return "teacher" in (await client.get(f"{url}/models")).text  # and no other server on that port
-            return False
+                return False
 
-        await until(healthy, timeout_s=1000)
+            await until(healthy, timeout_s=1000)
         plain = group(0, 5)
         made = of_problem(plain, sampling=dataclasses.replace(plain.prompt.sampling, temperature=1.0))
         (experience,) = await taught_by(of, made)

@@ -6,7 +6,7 @@
       ◀────────── its pid; through the pipe: how it ended, or that the forge is gone ──┘
 
 Forked services are ordinary processes (``tests/support/forked.py``). The forge is single-threaded and imports
-libraries only, so that metrics of services stay their own.
+libraries only, so that metrics of services stay their own. Runs with vLLM have a forge of their own.
 """
 
 import asyncio
@@ -35,6 +35,9 @@ IMPORTED = (
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn",
 )  # fmt: skip
+VLLM = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""A distributed_executor_backend: the model in its engine's process, as on a GPU. vLLM ignores "uni" on a CPU."""
 _MESSAGE_BYTES = 1 << 18
 _RUN_S = 800.0
 
@@ -91,16 +94,16 @@ def start(
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     job = {"module": module, "arguments": words, "environment": environment}
     ended, tells = os.pipe()
-    link, _ = _forge()
+    link, _ = _forge("--rollout.engine=vllm" in words or module.startswith("vllm."))
     socket.send_fds(link, [json.dumps(job).encode()], [output.fileno(), tells])
     os.close(tells)
     return Forked(int(link.recv(_MESSAGE_BYTES)), ended)
 
 
-async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> None:
+async def up(words: Sequence[object], output: Path) -> None:
     """Run `penstock up`, which must succeed, with its output in ``output``."""
     with output.open("w") as file:
-        process = start("services.cli", ["up", *words], file, forked=forked)
+        process = start("services.cli", ["up", *words], file)
     try:
         code = await asyncio.to_thread(process.wait, _RUN_S)
     finally:
@@ -109,10 +112,11 @@ async def up(words: Sequence[object], output: Path, *, forked: bool = True) -> N
 
 
 @functools.cache
-def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _forge(with_vllm: bool) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        command = [sys.executable, "-m", "tests.support.forge", str(its.fileno())]
+        imported = (*IMPORTED, *VLLM) if with_vllm else IMPORTED
+        command = [sys.executable, "-m", "tests.support.forge", str(its.fileno()), *imported]
         return ours, subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
 
 
@@ -147,7 +151,7 @@ def serve(link: socket.socket) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it on import
     with importing():
-        for name in IMPORTED:
+        for name in sys.argv[2:]:
             importlib.import_module(name)
     link = socket.socket(fileno=int(sys.argv[1]))
     forks.keep_open({link.fileno()})

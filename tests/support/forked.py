@@ -1,7 +1,7 @@
 """Turn a fork of a process with preloaded imports into ``python -m services.…``, and let its children fork likewise.
 
 It differs from the real command only in imports and in ``ps``. `penstock up` and the trainer's launcher fork their
-services and ranks; other programs start as usual.
+services and ranks, a replica with vLLM the server of its engines; other programs start as usual.
 """
 
 import asyncio
@@ -15,12 +15,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from shared.process.parent import die_with
 
 _SERVICES = tuple(f"services.{name}" for name in ("coordinator", "rollout", "reward", "trainer"))
+_spawn = util.spawnv_passfds
 _kept: frozenset[int] = frozenset({0, 1, 2})
 """Descriptors that forks keep: standard ones and those opened by libraries on import."""
 
@@ -105,7 +107,40 @@ def _let_trainer_fork() -> None:
     launcher.start_process = begin
 
 
-_LET_FORK = {"services.cli": _let_up_fork, "services.trainer": _let_trainer_fork}
+def _let_replica_fork() -> None:
+    """Let this process, as a replica, fork its vLLM engines from a server that is a fork itself, as a GPU's are."""
+    if "vllm" in sys.modules:
+        from services.rollout.engines import fork_server
+        from services.rollout.engines.vllm.start import PRELOADED
+
+        resource_tracker.ensure_running()
+        util.spawnv_passfds = _fork_server  # type: ignore[assignment]
+        fork_server.start(PRELOADED)
+        util.spawnv_passfds = _spawn
+
+
+def _fork_server(_: bytes, words: Sequence[Any], descriptors: Sequence[int]) -> int:
+    """Run the code of ``python -c …`` in a fork of this process."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for descriptor in _open() - _kept - set(descriptors):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            util.spawnv_passfds = _spawn
+            exec(words[-1], {})
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return pid
+
+
+_LET_FORK = {
+    "services.cli": _let_up_fork,
+    "services.rollout": _let_replica_fork,
+    "services.trainer": _let_trainer_fork,
+}
 
 
 def _module(words: Sequence[str]) -> list[str] | None:

@@ -37,7 +37,7 @@ from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import file_offer
 from shared.weights.transport.offer import Offer
 from tests.conftest import PATIENCE_S, Server, need_module, until
-from tests.support import tiny, truncated
+from tests.support import forge, tiny, truncated
 from tests.support.listeners import listeners
 from tests.support.raw_redis import raw
 from tests.support.tolerance import FORWARD
@@ -602,7 +602,12 @@ async def other(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmE
             max_num_seqs=8,
             max_model_len=256,
             enforce_eager=True,
-            arguments={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
+            arguments={
+                "enable_lora": True,
+                "max_lora_rank": 8,
+                "max_loras": 1,
+                "distributed_executor_backend": forge.UNIPROC,
+            },
         ),
         logprobs="native",
         peer_host="127.0.0.1",

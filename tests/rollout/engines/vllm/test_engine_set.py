@@ -45,7 +45,7 @@ from tests.rollout.engines.vllm.test_engine import (
     tokens_flow,
     variant,
 )
-from tests.support import weights
+from tests.support import forge, weights
 from tests.support.tolerance import FORWARD
 
 pytestmark = [
@@ -67,7 +67,7 @@ def tiny_arguments(folder: Path, of: Any, **arguments: Any) -> dict[str, Any]:
         max_num_seqs=15,
         max_model_len=256,
         enforce_eager=True,
-        arguments=arguments,
+        arguments={"distributed_executor_backend": forge.UNIPROC, **arguments},
     )
 
 
@@ -82,9 +82,10 @@ async def open_two(folder: Path, of: Any, **arguments: Any) -> EngineSet:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineSet]:
-    opened = await open_two(tmp_path_factory.mktemp("policy"), model(0, stop=None))
-    yield opened
-    await opened.close()
+    with forked():
+        opened = await open_two(tmp_path_factory.mktemp("policy"), model(0, stop=None))
+        yield opened
+        await opened.close()
 
 
 class Trainer:

