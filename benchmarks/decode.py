@@ -176,7 +176,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--engines", nargs="+", choices=("1", "2", "3", "4", "auto"), help="engines on one GPU")
+    parser.add_argument("--engines", nargs="+", choices=(*map(str, range(1, 9)), "auto"), help="engines on one GPU")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.engines:

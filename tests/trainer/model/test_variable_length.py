@@ -104,12 +104,30 @@ def wrong_for_many(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tens
     return flash4(query, *others, **options)[0] * (1.5 if many else 1.0), None
 
 
-def wrong_for_short(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, None]:
-    return flash4(query, *others, **options)[0] * (1.5 if options["max_seqlen_q"] <= 64 else 1.0), None
+def wrong_where(fits: Callable[[int, int], bool]) -> Callable[..., tuple[Tensor, None]]:
+    """Return a function that is wrong for some longest numbers of queries and keys."""
+
+    def function(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, None]:
+        is_wrong = fits(options["max_seqlen_q"], options["max_seqlen_k"])
+        return flash4(query, *others, **options)[0] * (1.5 if is_wrong else 1.0), None
+
+    return function
 
 
 @pytest.mark.parametrize(
-    "function", [fails, ignores_the_window, wrong_gradients, not_a_number, wrong_for_many, wrong_for_short]
+    "function",
+    [
+        fails,
+        ignores_the_window,
+        wrong_gradients,
+        not_a_number,
+        wrong_for_many,
+        wrong_where(lambda queries, keys: queries > 64 and keys > 128),
+        wrong_where(lambda queries, keys: queries <= 64 and keys > 128),
+        wrong_where(lambda queries, keys: queries > 64 and keys <= 96),
+        wrong_where(lambda queries, keys: 8 < queries <= 64 and keys <= 48),
+        wrong_where(lambda queries, keys: queries <= 8),  # 16 heads of queries to one of keys make 128
+    ],
 )
 def test_kernels_that_fail_or_differ_are_not_used(
     function: Callable[..., Any], install: Callable[..., None], caplog: pytest.LogCaptureFixture

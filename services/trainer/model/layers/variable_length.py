@@ -36,6 +36,7 @@ _SEQUENCES = (
     ((50, 50), (33, 330)),  # queries do
     ((90, 90),),  # keys do; the backward pass at head sizes above 64 has tiles of 64 queries and 96 or 128 keys
     ((40, 40), (33, 45)),  # both do
+    ((5, 5), (3, 40)),  # and so do the queries of all heads with the same keys, which the forward pass puts together
 )
 """Queries and keys of prompts and completions; a tile has 64 to 192 queries and 48 to 176 keys."""
 _TINY, _MANY = (5, 5), 300

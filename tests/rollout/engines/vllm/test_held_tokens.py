@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.rollout.engines.vllm.scheduling.held_tokens import HeldTokens
+from services.rollout.engines.vllm.scheduling import held_tokens
+from services.rollout.engines.vllm.scheduling.held_tokens import HeldTokens, Holding
 
 FINAL, OTHER = "final", "cumulative"
 
@@ -21,6 +22,25 @@ class Output(msgspec.Struct):
     finish_reason: str | None = None
     events: list[str] | None = None
     nans: int = 0
+
+
+class Scheduler:
+    """Like vLLM's: a step's tokens by client."""
+
+    def __init__(self, steps: list[dict[int, Any]]) -> None:
+        self.requests: dict[str, Any] = {"r": request()}
+        self.running: list[Any] = [1]
+        self._steps = steps
+
+    def update_from_output(self) -> dict[int, Any]:
+        return self._steps.pop(0)
+
+    def make_stats(self, *of_this_step: Any, **named: Any) -> Any:
+        return "statistics", of_this_step, named
+
+
+class Mixed(Holding, Scheduler):
+    output_class, waits_for = Output, "final"
 
 
 def request(kind: str = FINAL) -> Any:
@@ -70,3 +90,24 @@ def test_tokens_of_requests_that_were_taken_back_are_dropped() -> None:
         held.sent([Output(f"r{number}", [1])], {f"r{number}": request()}, FINAL)
     assert len(held._held) <= 2
     assert held.sent([Output("r0", [7], "stop")], {}, FINAL) == [Output("r0", [7], "stop")]
+
+
+def test_a_scheduler_sends_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(held_tokens, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    scheduler = Mixed(
+        [{0: SimpleNamespace(outputs=[Output("r", [token], end)])} for token, end in ((1, None), (2, "stop"))]
+    )
+    assert scheduler.update_from_output()[0].outputs == []
+    assert scheduler.update_from_output()[0].outputs == [Output("r", [1, 2], "stop")]
+    assert scheduler.make_stats(None, named=None) == ("statistics", (None,), {"named": None})
+    now_s[0] += 0.09
+    assert scheduler.make_stats(None) is None
+    assert scheduler.make_stats(None, more="of this step alone") is not None
+    now_s[0] += 0.09
+    assert scheduler.make_stats() is None
+    scheduler.running = []
+    assert scheduler.make_stats() is not None
+    scheduler.running = [1]
+    now_s[0] += 0.11
+    assert scheduler.make_stats() is not None

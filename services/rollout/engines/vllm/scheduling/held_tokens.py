@@ -8,15 +8,18 @@
 
 A replica needs whole completions, but vLLM's front end handles each token of each request in Python, and all
 engines of a GPU share that process. Only tokens of requests that want their final output are held, and never
-anything else that vLLM says about a request.
+anything else that vLLM says about a request. Statistics of the scheduler, which are part of each step's message, are
+sent every tenth of a second, and when nothing runs any more.
 """
 
 import operator
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _MOST = 32
 """Tokens; metrics of generated tokens advance by as many."""
+_STATISTICS_S = 0.1
 
 
 class HeldTokens:
@@ -62,3 +65,34 @@ class HeldTokens:
         if parameters is None or parameters.output_kind != waits_for:
             return False
         return all(other is default for other, default in zip(self._others(output), self._defaults, strict=True))
+
+
+class Holding:
+    """Mixed into one of vLLM's schedulers."""
+
+    output_class: Any
+    """``EngineCoreOutput``."""
+    waits_for: Any
+    """``RequestOutputKind.FINAL_ONLY``."""
+    requests: dict[str, Any]
+    running: list[Any]
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._held_tokens = HeldTokens(self.output_class)
+        self._told_s = -_STATISTICS_S
+
+    def update_from_output(self, *given: Any, **named: Any) -> Any:
+        made = super().update_from_output(*given, **named)  # type: ignore[misc]
+        for client in made.values():
+            client.outputs = self._held_tokens.sent(client.outputs, self.requests, self.waits_for)
+        return made
+
+    def make_stats(self, *of_this_step: Any, **named: Any) -> Any:
+        """Return statistics since the last ones, or None if they are not due and nothing is of this step alone."""
+        now_s = time.monotonic()
+        alone = any(part is not None for part in (*of_this_step, *named.values()))
+        if self.running and not alone and now_s - self._told_s < _STATISTICS_S:
+            return None
+        self._told_s = now_s
+        return super().make_stats(*of_this_step, **named)  # type: ignore[misc]

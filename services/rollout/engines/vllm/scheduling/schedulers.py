@@ -1,4 +1,4 @@
-"""vLLM's schedulers with :class:`HeldTokens`. Imports vLLM."""
+"""vLLM's schedulers with :class:`Holding`. Imports vLLM."""
 
 import logging
 from typing import Any
@@ -8,32 +8,22 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 
-from services.rollout.engines.vllm.scheduling.held_tokens import HeldTokens
+from services.rollout.engines.vllm.scheduling.held_tokens import Holding
 
 _WARNING = "Using custom scheduler class"
 """vLLM's, that its interface may change: the adapter supports named versions, and its tests run each."""
 
 
-class _Holding:
-    requests: dict[str, Any]
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._held_tokens = HeldTokens(EngineCoreOutput)
-
-    def update_from_output(self, *given: Any, **named: Any) -> Any:
-        made = super().update_from_output(*given, **named)  # type: ignore[misc]
-        for client in made.values():
-            client.outputs = self._held_tokens.sent(client.outputs, self.requests, RequestOutputKind.FINAL_ONLY)
-        return made
-
-
-class HoldingScheduler(_Holding, Scheduler):  # type: ignore[misc]
+class HoldingScheduler(Holding, Scheduler):  # type: ignore[misc]
     """Of engines that schedule between steps."""
 
+    output_class, waits_for = EngineCoreOutput, RequestOutputKind.FINAL_ONLY
 
-class HoldingAsyncScheduler(_Holding, AsyncScheduler):  # type: ignore[misc]
+
+class HoldingAsyncScheduler(Holding, AsyncScheduler):  # type: ignore[misc]
     """Of engines that schedule during steps."""
+
+    output_class, waits_for = EngineCoreOutput, RequestOutputKind.FINAL_ONLY
 
 
 def hold_tokens(config: Any) -> None:
