@@ -25,13 +25,14 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import SHAPES
-from services.rollout.engines.engine import GenerationRequest
+from services.rollout.engines.engine import Engine, GenerationRequest, SwapReport
 from services.rollout.engines.vllm.arguments import check_version, gather
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.start import open_vllm
 from shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import file_offer
+from shared.weights.transport.offer import Offer
 
 PROMPT_TOKENS = 64
 
@@ -112,15 +113,22 @@ def _native(output: Any) -> Any:
     return np.array(output.logprobs.logprobs, dtype=np.float32)
 
 
-def random_policy(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Write a random Qwen2 without stop token."""
+def random_policy(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) -> Offer:
+    """Write a random Qwen2 without stop token to ``folder/policy``; return an offer of it as version 0."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(**shape, bos_token_id=None, eos_token_id=None)
     model = Qwen2ForCausalLM(config).to(dtype)
-    model.save_pretrained(folder)
-    return model
+    model.save_pretrained(folder / "policy")
+    written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)
+    return file_offer(PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location)), 60.0)
+
+
+async def put(engine: Engine, offer: Offer) -> SwapReport:
+    """Let ``engine`` generate with the offered weights."""
+    await engine.stage(offer)
+    return await engine.swap(offer.header.version)
 
 
 async def measure(folder: Path, rounds: int) -> dict[str, Any]:
@@ -129,8 +137,7 @@ async def measure(folder: Path, rounds: int) -> dict[str, Any]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; default: a share of the machine's memory
     shape, dtype = (SHAPES["0.5b"], torch.bfloat16) if on_gpu else (SHAPES["tiny"], torch.float32)
     groups, samples, new_tokens = (64, 8, 512) if on_gpu else (8, 4, 64)
-    model = await asyncio.to_thread(random_policy, folder / "policy", shape, dtype)
-    written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)
+    offer = await asyncio.to_thread(random_policy, folder, shape, dtype)
     engine = await open_vllm(
         gather(
             str(folder / "policy"),
@@ -142,10 +149,7 @@ async def measure(folder: Path, rounds: int) -> dict[str, Any]:
         )
     )
     try:
-        await engine.stage(
-            file_offer(PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location)), 60.0)
-        )
-        report = await engine.swap(PolicyVersion(0))
+        report = await put(engine, offer)
         work = Work(engine, groups, samples, new_tokens)
         rates: dict[str, list[float]] = {"none": [], "captured": [], "native": []}
         for number in range(rounds + 1):

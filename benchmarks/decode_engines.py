@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.decode import PROMPT_TOKENS, random_policy
+from benchmarks.decode import PROMPT_TOKENS, put, random_policy
 from benchmarks.gpu_meter import gpu_meter
 from benchmarks.shapes import SHAPES
 from services.rollout.engines.engine import Engine, GenerationRequest
@@ -22,9 +22,7 @@ from services.rollout.engines.vllm.arguments import check_version, gather
 from services.rollout.engines.vllm.several.engine_set import EngineSet
 from services.rollout.engines.vllm.several.gpu import sharing
 from services.rollout.engines.vllm.several.start import open_engines
-from shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
-from shared.weights.format.snapshot import write_snapshot
-from shared.weights.receiver.puller import file_offer
+from shared.bus.messages import Sampling
 
 
 class EngineComparison:
@@ -41,15 +39,14 @@ class EngineComparison:
         self._on_gpu = torch.cuda.device_count() > 0
         self._groups, self._samples, self._new_tokens = (64, 8, 512) if self._on_gpu else (8, 4, 64)
         self._random = np.random.default_rng(0)
-        self._weights: Any = None
+        self._offer: Any = None
 
     async def measure(self) -> dict[str, Any]:
         """Return the result."""
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; default: a share of the machine's memory
         dtype = torch.bfloat16 if self._on_gpu else torch.float32
         shape = SHAPES["0.5b" if self._on_gpu else "tiny"]
-        model = await asyncio.to_thread(random_policy, self._folder / "policy", shape, dtype)
-        self._weights = write_snapshot(self._folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)
+        self._offer = await asyncio.to_thread(random_policy, self._folder, shape, dtype)
         rates, figures = await self._measure_fixed() if self._fixed else ({}, {})
         if self._auto:
             figures["auto"] = await self._measure_auto()
@@ -77,7 +74,7 @@ class EngineComparison:
         rates: dict[str, list[float]] = {str(count): [] for count in self._fixed}
         gpus: dict[str, list[dict[str, Any]]] = {str(count): [] for count in self._fixed}
         try:
-            await self._put(opened)
+            await put(opened, self._offer)
             for number in range(self._rounds + 1):
                 turn = number % len(self._fixed)
                 for count in self._fixed[turn:] + self._fixed[:turn]:
@@ -100,7 +97,7 @@ class EngineComparison:
         opened.share_secret(b"benchmark")
         start_s = time.monotonic() - started_s
         try:
-            await self._put(opened)
+            await put(opened, self._offer)
             rows = [await self._decode(opened) for _ in range(self._rounds + 1)][1:]
         finally:
             await opened.close()
@@ -121,12 +118,6 @@ class EngineComparison:
             max_model_len=PROMPT_TOKENS + self._new_tokens,
             enforce_eager=not self._on_gpu,
         )
-
-    async def _put(self, engine: Engine) -> None:
-        location, version = str(self._weights.location), PolicyVersion(0)
-        record = PolicyRecord(version, None, 0, 0.0, self._weights.digest, location)
-        await engine.stage(file_offer(record, 60.0))
-        await engine.swap(version)
 
     async def _decode(self, engine: Engine) -> tuple[float, dict[str, Any]]:
         vocabulary = int(SHAPES["0.5b" if self._on_gpu else "tiny"]["vocab_size"])

@@ -21,15 +21,14 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.decode import PROMPT_TOKENS, random_policy
+from benchmarks.decode import PROMPT_TOKENS, put, random_policy
 from benchmarks.shapes import SHAPES
 from services.rollout.engines.engine import GenerationRequest
 from services.rollout.engines.vllm.arguments import check_version, gather
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.start import open_vllm
-from shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
-from shared.weights.format.snapshot import write_snapshot
-from shared.weights.receiver.puller import file_offer
+from shared.bus.messages import Sampling
+from shared.weights.transport.offer import Offer
 
 FIGURES = ("front_end_us", "engine_us", "tokens_per_s")
 
@@ -58,7 +57,7 @@ class Engine:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
 
-async def opened(folder: Path, written: Any, groups: int, new_tokens: int, plain: str) -> Engine:
+async def opened(folder: Path, offer: Offer, groups: int, new_tokens: int, plain: str) -> Engine:
     """Start an engine, with vLLM's scheduler ``plain`` unless it is empty."""
     on_gpu = torch.cuda.device_count() > 0
     before = set(psutil.Process().children(recursive=True))
@@ -74,9 +73,7 @@ async def opened(folder: Path, written: Any, groups: int, new_tokens: int, plain
             arguments={"scheduler_cls": plain} if plain else {},
         )
     )
-    record = PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location))
-    await engine.stage(file_offer(record, 60.0))
-    await engine.swap(PolicyVersion(0))
+    await put(engine, offer)
     return Engine(engine, set(psutil.Process().children(recursive=True)) - before, groups, new_tokens)
 
 
@@ -86,11 +83,10 @@ async def measure(folder: Path, rounds: int) -> dict[str, Any]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; default: a share of the machine's memory
     shape, dtype = (SHAPES["0.5b"], torch.bfloat16) if on_gpu else (SHAPES["tiny"], torch.float32)
     groups, new_tokens = (64, 512) if on_gpu else (32, 128)
-    model = await asyncio.to_thread(random_policy, folder / "policy", shape, dtype)
-    written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)
+    offer = await asyncio.to_thread(random_policy, folder, shape, dtype)
     plain = "async_scheduler.AsyncScheduler" if on_gpu else "scheduler.Scheduler"
     ways = {"together": "", "one by one": f"vllm.v1.core.sched.{plain}"}
-    engines = {name: await opened(folder, written, groups, new_tokens, way) for name, way in ways.items()}
+    engines = {name: await opened(folder, offer, groups, new_tokens, way) for name, way in ways.items()}
     measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     try:
         for _ in range(rounds + 1):

@@ -66,6 +66,7 @@ async def test_the_example_learns_on_a_device_that_trainer_and_replica_share(tmp
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 15
     assert {step["switch_rung"] for step in steps if "switch_rung" in step} == {4.0}
+    assert max(step["switch_moved_bytes"] for step in steps) > (POLICY / "model.safetensors").stat().st_size
     # With max_lag = 1, a turn generates two batches at most, and the trainer keeps the device between those.
     assert sum(step.get("phase_reload_s", 0.0) > 0.0 for step in steps) >= 7
 

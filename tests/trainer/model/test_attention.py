@@ -191,9 +191,9 @@ def small(kind: str, **fields: Any) -> Any:
 
 
 @functools.cache
-def sliding_sinks() -> Any:
+def sliding_sinks(head_size: int = 8) -> Any:
     """A gpt-oss with a window of 12 in its first layer, and large sinks."""
-    model = small("gpt_oss", num_local_experts=2, num_experts_per_tok=2, sliding_window=12, head_dim=32)
+    model = small("gpt_oss", num_local_experts=2, num_experts_per_tok=2, sliding_window=12, head_dim=head_size)
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks)
     return model
@@ -205,24 +205,32 @@ FLASH4 = pytest.param(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("way", ["varlen", FLASH4])
+@pytest.mark.parametrize(
+    ("way", "size"), [("varlen", 8), ("varlen", 32), pytest.param(*FLASH4.values, 32, marks=FLASH4.marks)]
+)
 @pytest.mark.parametrize(
     "make",
-    [lambda: small("qwen3", head_dim=32), sliding_sinks, lambda: small("mistral", sliding_window=12, head_dim=32)],
+    [
+        lambda size: small("qwen3", head_dim=size),
+        sliding_sinks,
+        lambda size: small("mistral", sliding_window=12, head_dim=size),
+    ],
     ids=["qwen3", "gpt_oss", "mistral"],
 )
-def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(make: Callable[[], Any], way: str) -> None:
+def test_variable_length_attention_of_a_gpu_is_that_with_a_mask(
+    make: Callable[[int], Any], way: str, size: int
+) -> None:
     collected = []
     kinds = (("mask", torch.float32), ("mask", torch.bfloat16), (way, torch.bfloat16))
     for kind, dtype in kinds:
         torch.manual_seed(0)
-        model = copy.deepcopy(make()).requires_grad_(True).to("cuda", dtype)
+        model = copy.deepcopy(make(size)).requires_grad_(True).to("cuda", dtype)
         chosen: Any = kind
         logprobs = Policy(model, kind=chosen)(micro_batch(rows(0))).policy_logprobs_N
         gradients = torch.autograd.grad(logprobs.mean(), list(model.parameters()))
         collected.append([logprobs.detach().float().cpu(), *(gradient.float().cpu() for gradient in gradients)])
-    query = torch.zeros(1, 4, 32, device="cuda", dtype=torch.bfloat16)
-    assert variable_length.choose(query, 2, 32, windowed=False, flash4=False) == "torch"
+    query = torch.zeros(1, 4, size, device="cuda", dtype=torch.bfloat16)
+    assert variable_length.choose(query, 2, size, windowed=False, flash4=False) == "torch"
     for exact, masked, varlen in zip(*collected, strict=True):
         rounding = (masked - exact).abs().max()  # bfloat16's own error
         assert (varlen - exact).abs().max() <= 2 * rounding + 1e-4

@@ -1,6 +1,8 @@
 """The vLLM engine.
 
 this process                          vLLM's worker processes
-start ──▶ engine ──▶ requests         worker ──▶ runner_hooks ──▶ token_record; scheduling
-             └──── worker_channel ◀──────┘ └────▶ swap
+start ──▶ engine ──▶ requests         worker ──▶ runner_hooks ──▶ token_record
+             │ └── worker_channel ◀──────┘ └────▶ swap
+             │
+             └────── tokens ◀──────── scheduling, in vLLM's engine process
 """

