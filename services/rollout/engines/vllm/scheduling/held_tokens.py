@@ -17,7 +17,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_MOST = 32
+from services.rollout.engines.vllm.scheduling.plain_decoding import PlainDecoding
+
+MOST = 32
 """Tokens; metrics of generated tokens advance by as many."""
 _STATISTICS_S = 0.1
 
@@ -30,6 +32,11 @@ class HeldTokens:
         self._others = operator.attrgetter(*names)
         self._defaults = self._others(output_class(request_id="", new_token_ids=[]))
         self._held: dict[str, list[int]] = {}
+
+    @property
+    def by_request(self) -> Mapping[str, list[int]]:
+        """Tokens that are not sent yet; more may be appended."""
+        return self._held
 
     def sent(self, outputs: Sequence[Any], requests: Mapping[str, Any], waits_for: Any) -> list[Any]:
         """Return the outputs that are sent now.
@@ -51,7 +58,7 @@ class HeldTokens:
                 if held is None:
                     self._held[name] = list(output.new_token_ids)
                     continue
-                if len(held) + len(output.new_token_ids) < _MOST:
+                if len(held) + len(output.new_token_ids) < MOST:
                     held.extend(output.new_token_ids)
                     continue
             if held is not None:
@@ -76,14 +83,19 @@ class Holding:
     """``RequestOutputKind.FINAL_ONLY``."""
     requests: dict[str, Any]
     running: list[Any]
+    _plain: PlainDecoding | None = None
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._held_tokens = HeldTokens(self.output_class)
         self._told_s = -_STATISTICS_S
 
-    def update_from_output(self, *given: Any, **named: Any) -> Any:
-        made = super().update_from_output(*given, **named)  # type: ignore[misc]
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if self._plain is not None:
+            scheduler_output = self._plain.others(
+                scheduler_output, model_runner_output, self._held_tokens.by_request, self.requests
+            )
+        made = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for client in made.values():
             client.outputs = self._held_tokens.sent(client.outputs, self.requests, self.waits_for)
         return made

@@ -7,8 +7,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import RequestStatus
 
-from services.rollout.engines.vllm.scheduling.held_tokens import Holding
+from services.rollout.engines.vllm.arguments import release
+from services.rollout.engines.vllm.scheduling.held_tokens import MOST, Holding
+from services.rollout.engines.vllm.scheduling.plain_decoding import plain_decoding
 
 _WARNING = "Using custom scheduler class"
 """vLLM's, that its interface may change: the adapter supports named versions, and its tests run each."""
@@ -24,6 +27,10 @@ class HoldingAsyncScheduler(Holding, AsyncScheduler):  # type: ignore[misc]
     """Of engines that schedule during steps."""
 
     output_class, waits_for = EngineCoreOutput, RequestOutputKind.FINAL_ONLY
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._plain = plain_decoding(self, RequestStatus.RUNNING, release(), MOST - 1)
 
 
 def hold_tokens(config: Any) -> None:

@@ -1,0 +1,224 @@
+"""A shorter way to the same state for requests in the middle of their completions.
+
+At 256 sequences of a small model vLLM's scheduler takes longer to think about a step than the GPU to compute it. Between
+its first and its last token nearly every step of a request is *plain*: one more token, which does not end it, in a
+block of KV cache that it has. Then two things are shorter here, with the same result as vLLM's own code:
+
+::
+
+    schedule             allocate_slots ─▶ nothing to allocate or to cache: vLLM's empty answer
+    update_from_output   tokens of plain requests are appended here, vLLM's loop sees only the others
+
+Whatever is not plain goes to vLLM. Used for one group of full attention, with the releases in ``COMPARED``, of which
+tests compare every state with vLLM's own; other releases and models are scheduled by vLLM alone.
+
+Legend: cache means vLLM's ``KVCacheManager``, request its ``Request``.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+COMPARED = frozenset({(0, 26), (0, 32)})
+"""Releases of vLLM."""
+_RUNNING_CALL = {"num_lookahead_tokens": 0}
+"""What vLLM's scheduler tells of running requests beside the number of their tokens, without speculative decoding."""
+_STALE = ("async_tokens_to_discard", "num_stale_output_tokens")
+"""Counts of tokens that were drawn before a request was preempted; a release has one of them."""
+_MORE_OF_A_STEP = (
+    "connector", "ec_connector", "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask",
+    "is_mm_encoder_only", "is_encoder_decoder", "num_spec_tokens",
+)  # fmt: skip
+"""Of a scheduler: whatever looks at each token beside it."""
+_TOKENS_ONLY = frozenset({"req_ids", "req_id_to_index", "sampled_token_ids", "cudagraph_stats"})
+"""Of vLLM's ``ModelRunnerOutput``."""
+
+
+class Cache(NamedTuple):
+    """What is read of vLLM's cache of one group of full attention."""
+
+    manager: Any
+    blocks: Mapping[str, list[Any]]
+    cached_blocks: Mapping[str, int]
+    redirected: Mapping[str, Any]
+    """Requests whose last block must become their own before it is written."""
+    block_size: int
+
+    @classmethod
+    def of(cls, manager: Any) -> "Cache | None":
+        """Return that of vLLM's ``manager``, or None if it has more groups or another kind of attention."""
+        groups = manager.coordinator.single_type_managers
+        if len(groups) != 1 or type(groups[0]).__name__ != "FullAttentionManager" or not manager.enable_caching:
+            return None
+        group = groups[0]
+        if manager.block_pool.hash_block_size != group.block_size:
+            return None
+        return cls(manager, group.req_to_blocks, group.num_cached_block, group._partial_hit_reqs, group.block_size)
+
+
+def quick_slots(cache: Cache) -> Callable[..., Any]:
+    """Return ``allocate_slots`` of ``cache`` with a quick answer where a token needs no block and completes none."""
+    allocate, nothing = cache.manager.allocate_slots, cache.manager.empty_kv_cache_blocks
+    longest, size = cache.manager.max_model_len, cache.block_size
+    blocks, cached_blocks, redirected = cache.blocks.get, cache.cached_blocks.get, cache.redirected
+
+    def allocate_slots(request: Any, num_new_tokens: int, *more: Any, **named: Any) -> Any:
+        if num_new_tokens == 1 and not more and named == _RUNNING_CALL:
+            name, needed = request.request_id, request.num_computed_tokens + 1
+            cached = cached_blocks(name)
+            if (
+                cached is not None
+                and needed <= longest
+                and needed <= size * len(blocks(name, ()))
+                and name not in redirected
+                and (needed // size <= cached or request.num_tokens // size <= cached)
+            ):
+                return nothing
+        return allocate(request, num_new_tokens, *more, **named)
+
+    return allocate_slots
+
+
+class _Request(NamedTuple):
+    """A request that can be plain, and what its next token is compared with."""
+
+    request: Any
+    output_token_ids: list[int]
+    token_ids: list[int]
+    stops: frozenset[int | None]
+    last: int
+    """Output tokens from which on vLLM looks whether the request is too long."""
+
+
+class PlainDecoding:
+    """Appends the tokens of plain requests of an asynchronous scheduler."""
+
+    def __init__(self, cache: Cache, running: Any, stale: str, most_held: int) -> None:
+        self._cache = cache
+        self._running = running
+        self._stale = stale
+        self._most_held = most_held
+        self._known: dict[str, _Request] = {}
+
+    def others(self, step: Any, output: Any, held: Mapping[str, list[int]], requests: Mapping[str, Any]) -> Any:
+        """Append tokens of plain requests to them and to ``held``; return ``step`` with the other requests.
+
+        Args:
+            step: vLLM's ``SchedulerOutput``.
+            output: vLLM's ``ModelRunnerOutput`` of it.
+            held: tokens that are not sent yet, of requests whose outputs can be held.
+            requests: the scheduler's, by id.
+        """
+        if step.scheduled_spec_decode_tokens or not has_only_tokens(output):
+            return step
+        others = self._others(step.num_scheduled_tokens, output, held, requests)
+        if len(self._known) > len(requests):  # some ended
+            self._known = {name: known for name, known in self._known.items() if name in requests}
+        rest = copy.copy(step)
+        rest.num_scheduled_tokens = others
+        return rest
+
+    def _others(
+        self, scheduled: Mapping[str, int], output: Any, held_of: Mapping[str, list[int]], requests: Mapping[str, Any]
+    ) -> dict[str, int]:
+        others: dict[str, int] = {}
+        sampled, places, known_of, stale = output.sampled_token_ids, output.req_id_to_index, self._known, self._stale
+        size, cached_blocks, most_held, running = (
+            self._cache.block_size, self._cache.cached_blocks, self._most_held, self._running,
+        )  # fmt: skip
+        for name, count in scheduled.items():
+            held = held_of.get(name)
+            known = known_of.get(name)
+            if known is None and held is not None:
+                known = self._know(name, requests.get(name))
+            if (
+                known is None
+                or held is None
+                or count != 1
+                or len(held) >= most_held
+                or requests.get(name) is not known.request
+            ):
+                others[name] = count
+                continue
+            request, output_token_ids, token_ids, stops, last = known
+            drawn = sampled[places[name]]
+            if (
+                len(drawn) != 1
+                or drawn[0] in stops
+                or len(output_token_ids) >= last
+                or request.status is not running
+                or request.num_output_placeholders < 1
+                or request.events
+                or request.prefill_stats is not None
+                or getattr(request, stale)
+            ):
+                others[name] = count
+                continue
+            token = drawn[0]
+            output_token_ids.append(token)
+            token_ids.append(token)
+            held.append(token)
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= 1
+            if not len(token_ids) % size:
+                request.update_block_hashes()
+            ready = request.num_computed_tokens - request.num_output_placeholders
+            if ready // size > cached_blocks.get(name, 0):
+                self._cache.manager.cache_blocks(request, ready)
+        return others
+
+    def _know(self, name: str, request: Any) -> _Request | None:
+        parameters = getattr(request, "sampling_params", None)
+        if parameters is None or has_more_than_tokens(request):
+            return None
+        longest = self._cache.manager.max_model_len - request.num_prompt_tokens
+        stops = frozenset({parameters.eos_token_id, *(parameters.stop_token_ids or ()), *parameters.all_stop_token_ids})
+        known = _Request(
+            request, request._output_token_ids, request._all_token_ids, stops, min(request.max_tokens, longest) - 1
+        )
+        self._known[name] = known
+        return known
+
+
+def has_only_tokens(output: Any) -> bool:
+    """Whether vLLM's ``ModelRunnerOutput`` has nothing but tokens."""
+    return not any(value for name, value in vars(output).items() if name not in _TOKENS_ONLY)
+
+
+def has_more_than_tokens(request: Any) -> bool:
+    """Whether vLLM's scheduler looks at a request's tokens for more than their end."""
+    parameters = request.sampling_params
+    return bool(
+        request.pooling_params is not None
+        or request.structured_output_request is not None
+        or request.mm_features
+        or request.resumable
+        or request.trace_headers
+        or parameters.num_logprobs is not None
+        or parameters.prompt_logprobs is not None
+        or parameters.repetition_detection is not None
+    )
+
+
+def plain_decoding(scheduler: Any, running: Any, release: tuple[int, ...], most_held: int) -> PlainDecoding | None:
+    """Shorten steps of vLLM's asynchronous ``scheduler`` if that is known to change nothing; else return None.
+
+    Args:
+        running: vLLM's ``RequestStatus.RUNNING``.
+        release: of vLLM, as two numbers.
+        most_held: tokens of a request from which on the next is vLLM's, so that it sends them.
+    """
+    metrics = getattr(scheduler, "perf_metrics", None)
+    if (
+        release not in COMPARED
+        or any(getattr(scheduler, name, None) for name in _MORE_OF_A_STEP)
+        or scheduler.num_lookahead_tokens
+        or (metrics is not None and metrics.is_enabled())
+    ):
+        return None
+    cache = Cache.of(scheduler.kv_cache_manager)
+    stale = _STALE[0] if release < (0, 27) else _STALE[1]
+    if cache is None:
+        return None
+    scheduler.kv_cache_manager.allocate_slots = quick_slots(cache)
+    return PlainDecoding(cache, running, stale, most_held)

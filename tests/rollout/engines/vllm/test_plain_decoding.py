@@ -1,0 +1,198 @@
+"""vLLM's scheduler with the shorter way and without it, side by side: the same steps, tokens and state."""
+
+import copy
+import dataclasses
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.engines.vllm.arguments import set_environment
+from tests.conftest import need_module
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
+
+BLOCK_SIZE, VOCABULARY, LONGEST, END = 16, 50, 192, 1
+SHAPE = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 128, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256, "eos_token_id": END,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    need_module("vllm", "vllm")
+    set_environment()
+    folder: Path = tmp_path_factory.mktemp("policy")
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import init_none_hash
+
+        init_none_hash(get_hash_fn_by_name("sha256"))
+        yield AsyncEngineArgs(
+            model=str(folder), skip_tokenizer_init=True, max_model_len=LONGEST, max_num_seqs=24, dtype="float32",
+            enforce_eager=True, enable_prefix_caching=True, async_scheduling=True, block_size=BLOCK_SIZE,
+            max_num_batched_tokens=256,
+        ).create_engine_config()  # fmt: skip
+
+
+class Side:
+    """One scheduler, two of whose steps are under way, and the tokens that it has sent."""
+
+    def __init__(self, scheduler_class: Any, config: Any, blocks: int) -> None:
+        import torch
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.float32)
+        cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.scheduler = scheduler_class(config, cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
+        self.sent: defaultdict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, str] = {}
+        self._under_way: list[Any] = []
+        self.looked_at = self.allocations = 0
+        """By vLLM's own code: tokens drawn, and calls for slots."""
+        self.scheduler._update_request_with_output = self._counted(
+            "looked_at", self.scheduler._update_request_with_output
+        )
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        coordinator.allocate_new_blocks = self._counted("allocations", coordinator.allocate_new_blocks)
+
+    def _counted(self, count: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any, **named: Any) -> Any:
+            setattr(self, count, getattr(self, count) + 1)
+            return call(*given, **named)
+
+        return counted
+
+    def add(self, name: str, prompt: list[int], sampling: dict[str, Any]) -> None:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.request import Request
+
+        parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
+        parameters.update_from_generation_config({}, END)
+        hasher = get_request_block_hasher(BLOCK_SIZE, get_hash_fn_by_name("sha256"))
+        self.scheduler.add_request(Request(name, list(prompt), parameters, None, arrival_time=0.0, block_hasher=hasher))
+
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> Any:
+        step = self.scheduler.schedule()
+        self._under_way.append(
+            (step, {name: self._draws(name, count) for name, count in step.num_scheduled_tokens.items()})
+        )
+        return step
+
+    def _draws(self, name: str, count: int) -> bool:
+        """Whether the worker would draw a token after ``count`` more, which the scheduler has counted already."""
+        request = self.scheduler.requests[name]
+        return bool(count) and not request.is_prefill_chunk
+
+    def finish_step(self, lot: random.Random) -> None:
+        """Let the worker's answer to the older of two steps arrive."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        if len(self._under_way) < 2:
+            return
+        step, draws = self._under_way.pop(0)
+        names = sorted(step.num_scheduled_tokens)
+        tokens = [[lot.randrange(VOCABULARY)] if draws[name] else [] for name in names]
+        output = ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=tokens
+        )
+        for client in self.scheduler.update_from_output(step, output).values():
+            for made in client.outputs:
+                self.sent[made.request_id] += made.new_token_ids
+                if made.finish_reason is not None:
+                    self.ends[made.request_id] = f"{made.finish_reason} {made.stop_reason}"
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that later steps depend on."""
+        scheduler = self.scheduler
+        cache = scheduler.kv_cache_manager
+        group = cache.coordinator.single_type_managers[0]
+        return {
+            "requests": {name: _plainly(request) for name, request in scheduler.requests.items()},
+            "running": [request.request_id for request in scheduler.running],
+            "waiting": [request.request_id for request in scheduler.waiting],
+            "blocks": {
+                name: [block.block_id for block in blocks] for name, blocks in group.req_to_blocks.items() if blocks
+            },
+            "cached": dict(group.num_cached_block),
+            "redirected": list(group._partial_hit_reqs),
+            "references": [(block.block_id, block.ref_cnt, block.block_hash) for block in cache.block_pool.blocks],
+            "free": [block.block_id for block in cache.block_pool.free_block_queue.get_all_free_blocks()],
+        }
+
+
+def _plainly(request: Any) -> dict[str, Any]:
+    left_out = {"sampling_params", "_block_hasher", "output_token_ids", "all_token_ids", "events", "prefill_stats"}
+    values = {name: copy.copy(value) for name, value in vars(request).items() if name not in left_out}
+    return {**values, "events": len(request.events), "prefilled": request.prefill_stats is None}
+
+
+def _step_plainly(step: Any) -> dict[str, Any]:
+    begun = [(new.req_id, new.prompt_token_ids, new.block_ids) for new in step.scheduled_new_reqs]
+    others = {name: value for name, value in vars(step).items() if name != "scheduled_new_reqs"}
+    return {**others, "scheduled_cached_reqs": dataclasses.asdict(step.scheduled_cached_reqs), "begun": begun}
+
+
+def _work(lot: random.Random, stems: list[list[int]], number: int) -> tuple[str, list[int], dict[str, Any]]:
+    prompt = [*lot.choice(stems), *(lot.randrange(2, VOCABULARY) for _ in range(lot.randint(0, 9)))]
+    sampling: dict[str, Any] = {"max_tokens": lot.choice([1, 2, 20, 70, 500]), "ignore_eos": lot.random() < 0.7}
+    if lot.random() < 0.3:
+        sampling["stop_token_ids"] = [lot.randrange(2, VOCABULARY)]
+    if lot.random() < 0.2:
+        sampling["min_tokens"] = min(10, sampling["max_tokens"])
+    return f"r{number}", prompt, sampling
+
+
+@pytest.mark.parametrize("blocks", [2000, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_tokens_and_state_are_vllms(vllm_config: Any, blocks: int, seed: int) -> None:
+    """With prefixes in common, stop tokens, requests that are taken back, and too few blocks for all."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
+
+    ours, theirs = (Side(kind, vllm_config, blocks) for kind in (HoldingAsyncScheduler, AsyncScheduler))
+    lot = random.Random(seed)
+    stems = [[lot.randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 16, 31, 40, 100)]
+    preempted, number = False, 0
+    while number < 400 or theirs.scheduler.requests:
+        number += 1
+        if number < 400 and lot.random() < 0.12:
+            name, prompt, sampling = _work(lot, stems, number)
+            for sample in range(lot.choice([1, 4])):
+                for side in (ours, theirs):
+                    side.add(f"{name}-{sample}", prompt, sampling)
+        if lot.random() < 0.02 and theirs.scheduler.requests:
+            name = lot.choice(list(theirs.scheduler.requests))
+            for side in (ours, theirs):
+                side.abort(name)
+        assert _step_plainly(ours.schedule()) == _step_plainly(theirs.schedule())
+        answer = lot.randrange(1 << 30)
+        for side in (ours, theirs):
+            side.finish_step(random.Random(answer))
+        assert ours.state() == theirs.state()
+        preempted |= any(request.num_preemptions for request in theirs.scheduler.requests.values())
+    assert not theirs.scheduler.requests
+    assert ours.ends == theirs.ends
+    assert {name: ours.sent[name] for name in ours.ends} == {name: theirs.sent[name] for name in theirs.ends}
+    assert preempted == (blocks == 40)
+    assert ours.looked_at < theirs.looked_at / 2
+    assert ours.allocations < theirs.allocations / 2
