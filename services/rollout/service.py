@@ -282,6 +282,7 @@ class Rollout:
                 bug=failures.note,
                 together=functools.partial(self._generation.handle_together, purpose=purpose),
                 block_s=_GUEST_BLOCK_S if self._is_guest else math.inf,
+                unit=group_size if purpose is Purpose.TRAIN and not whole else 1,
             )
 
         self._workers = (

@@ -61,6 +61,7 @@ _ALONE_FROM = 2
 _MOST_TOGETHER = 1024
 """Samples of one hand-over: a script has room for about 8,000 words."""
 _SAMPLE = re.compile(r"0|[1-9][0-9]{0,8}")
+_PORTIONS = 8
 _LOOK_S = 0.05
 _ELSEWHERE_S = 0.05
 """Wait after which an entry that this consumer cannot handle is there for all."""
@@ -110,6 +111,17 @@ class WorkCounts:
         ENTRIES.labels(stream.name, outcome).inc(entries)
 
 
+def portion(room: int, unit: int) -> int:
+    """Return how many entries a consumer with ``room`` reads at a time: an eighth of it in whole ``unit``s, if any.
+
+    >>> portion(512, 8), portion(100, 8), portion(20, 8), portion(5, 8), portion(512, 0)
+    (64, 8, 8, 5, 512)
+    """
+    if not unit:
+        return room
+    return min(room, max(unit, room // _PORTIONS // unit * unit))
+
+
 class Worker(Generic[In, Out]):
     """Run ``handler`` over one stream until stopped.
 
@@ -120,6 +132,8 @@ class Worker(Generic[In, Out]):
         together: handles new samples of one group that a read returned, of which each is an entry; what it does not
             hand over is handled one by one.
         block_s: longest wait of a read, after which ``taking`` is looked at.
+        unit: entries that belong together. A read takes a part of the room, in whole units, so that consumers share
+            what arrives by the room that they have; 0: it takes as many as there is room for.
     """
 
     def __init__(
@@ -139,6 +153,7 @@ class Worker(Generic[In, Out]):
         bug: Bug | None = None,
         together: Together | None = None,
         block_s: float = math.inf,
+        unit: int = 0,
     ) -> None:
         self._bus = bus
         self._consumer = consumer
@@ -154,6 +169,7 @@ class Worker(Generic[In, Out]):
         self._bug = bug
         self._together = together
         self._block_s = block_s
+        self._unit = unit
         HANDLER_ERRORS.labels(source.name)  # a series that exists at 0 shows its first increment
         self._held: dict[EntryId, asyncio.Task[None]] = {}
         self._suspects: deque[Delivery[In]] = deque()
@@ -212,7 +228,8 @@ class Worker(Generic[In, Out]):
             else:
                 block_s = _LOOK_S if self._suspects else max(_LOOK_S, min(patience_s, self._reclaim_at_s - now_s))
                 block_s = min(block_s, self._block_s)
-                deliveries = await self._bus.read(self._source, self._kind, self._consumer, room, block_s)
+                count = portion(room, self._unit)
+                deliveries = await self._bus.read(self._source, self._kind, self._consumer, count, block_s)
             for of_group in self._by_group(deliveries):
                 if len(of_group) > 1:
                     self._start_together(of_group)

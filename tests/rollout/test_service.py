@@ -89,7 +89,12 @@ async def look(bus: Bus, stream: Stream = streams.ROLLOUTS) -> list[Delivery[Rol
 
 
 def rollout(
-    bus: Bus, engine: ScriptedEngine, status: Status | None = None, name: str = "rollout-0", drain_s: float = 0.2
+    bus: Bus,
+    engine: ScriptedEngine,
+    status: Status | None = None,
+    name: str = "rollout-0",
+    drain_s: float = 0.2,
+    group_size: int = 2,
 ) -> Rollout:
     return Rollout(
         bus,
@@ -101,7 +106,7 @@ def rollout(
         replica=name,
         patience=Patience(claim_after_s=PATIENCE_S, drain_s=drain_s),
         max_groups=4,
-        group_size=2,
+        group_size=group_size,
     )
 
 
@@ -590,7 +595,7 @@ async def test_samples_that_end_together_travel_together_and_one_that_fails_is_r
     prompt = builders.prompt(0, samples=6)
     await admit(bus, prompt)
     await announce(bus, tmp_path, 0)
-    serving = Serving(rollout(bus, engine))
+    serving = Serving(rollout(bus, engine, group_size=6))
     (delivery,) = await take(bus)
     await serving.end()
     assert handed_over == [["0", "2"], ["5"], ["1", "3"], ["4"]]

@@ -32,9 +32,9 @@ async def answer(prompt: Prompt) -> RolloutGroup:
 
 
 def make(
-    bus: Bus, handler: Handler, name: str = "a", patience: Patience = PATIENT, concurrency: int = 2
+    bus: Bus, handler: Handler, name: str = "a", patience: Patience = PATIENT, concurrency: int = 2, unit: int = 0
 ) -> Worker[Prompt, RolloutGroup]:
-    return Worker(bus, name, PROMPTS, Prompt, ROLLOUTS, handler, concurrency, patience)
+    return Worker(bus, name, PROMPTS, Prompt, ROLLOUTS, handler, concurrency, patience, unit=unit)
 
 
 @asynccontextmanager
@@ -84,6 +84,43 @@ async def test_no_more_than_concurrency_are_handled_at_once(bus: Bus) -> None:
     async with running(make(bus, count, concurrency=3)):
         await until(lambda: _is_length(bus, 30))
     assert most <= 3
+
+
+async def test_workers_share_what_is_there_in_whole_units(bus: Bus) -> None:
+    taken: dict[str, list[int]] = {"a": [], "b": []}
+    let_go = asyncio.Event()
+
+    def take(name: str) -> Handler:
+        async def taking(prompt: Prompt) -> RolloutGroup:
+            taken[name].append(int(prompt.group_id))
+            await let_go.wait()
+            return await answer(prompt)
+
+        return taking
+
+    async def is_all_taken() -> bool:
+        return sum(map(len, taken.values())) == 64
+
+    async def both_wait() -> bool:
+        waiting = await raw(bus).client_list()
+        blocked = [client for client in waiting if "b" in client["flags"] and client["cmd"].startswith("xreadgroup")]
+        return len(blocked) == 2
+
+    async with (
+        running(make(bus, take("a"), "a", concurrency=64, unit=8)),
+        running(make(bus, take("b"), "b", concurrency=64, unit=8)),
+    ):
+        await until(both_wait)
+        async with raw(bus).pipeline(transaction=True) as together:
+            for number in range(64):
+                data = wire.encode(builders.prompt(number))
+                together.xadd(bus.keys.of(PROMPTS), {"id": str(number), "data": data})
+            await together.execute()
+        await until(is_all_taken)
+        let_go.set()
+    assert all(len(of_one) >= 16 for of_one in taken.values())
+    owners = {number: name for name, of_one in taken.items() for number in of_one}
+    assert all(len({owners[first + place] for place in range(8)}) == 1 for first in range(0, 64, 8))
 
 
 @pytest.mark.parametrize(("concurrency", "few"), [(3, 1), (9, 3), (16, 4)])
