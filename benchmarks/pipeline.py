@@ -17,7 +17,8 @@ trainer's process (``vllm_mode = "colocate"``, without sleep mode, which a small
     python -m benchmarks.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1 --modes shared colocate
 
 Prints seconds per step by phase, the first mode's rate over each other's (``async_over_trl``, ``async_over_sync``;
-medians), ``samples_per_s``, and GPUs' ``busy`` and ``idle`` share. A run is ended once its last step is measured, before
+medians), ``samples_per_s``, ``tokens_per_sample`` of the last run, without which rates of samples of different lengths
+say nothing, and GPUs' ``busy`` and ``idle`` share. A run is ended once its last step is measured, before
 its last checkpoint and its export. A system that is not done after ``--limit-s`` is measured by the steps it made, and
 the state of each process is printed. After SIGTERM the figures so far are printed, with ``complete`` false and, in
 ``partial``, those of the run that was ended.
@@ -100,7 +101,7 @@ def run_penstock(
 
 def _measured(lines: Sequence[dict[str, Any]]) -> tuple[float, dict[str, float], tuple[float, float]]:
     """Return samples per second and mean seconds by phase after a third of the steps, and the times between which."""
-    measured = lines[max(2, len(lines) // 3) - 1 :]
+    measured = _steady(lines)
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]
     phases = {phase: _mean(measured[1:], f"phase_{phase}_s") for phase in PHASES}
     phases["generate (each group, in parallel)"] = _mean(measured[1:], "generate_s_mean")
@@ -108,6 +109,11 @@ def _measured(lines: Sequence[dict[str, Any]]) -> tuple[float, dict[str, float],
     phases["step"] = seconds / (len(measured) - 1)
     rate = sum(line["samples"] for line in measured[1:]) / seconds
     return rate, phases, (measured[0]["finished_at_s"], measured[-1]["finished_at_s"])
+
+
+def _steady(lines: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the last step that does not count, and those that do."""
+    return lines[max(2, len(lines) // 3) - 1 :]
 
 
 @contextlib.contextmanager
@@ -223,8 +229,11 @@ def _shared(work: Work) -> list[str]:
     return ["--placement.mode=shared", *(gpu if work.served else ())]
 
 
-def run_trl(folder: Path, work: Work, steps: int, limit_s: float, *, colocate: bool = False) -> float:
-    """Return the baseline's samples per second; with ``colocate``, vLLM generates in the trainer's process."""
+def run_trl(folder: Path, work: Work, steps: int, limit_s: float, *, colocate: bool = False) -> tuple[float, float]:
+    """Return the baseline's samples per second and tokens per sample.
+
+    With ``colocate``, vLLM generates in the trainer's process.
+    """
     command = [sys.executable, "-m", "benchmarks.trl_grpo", *work.arguments(steps)]
     with contextlib.ExitStack() as around:
         environment = {}
@@ -235,7 +244,8 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float, *, colocate: b
             command += ["--vllm-url", around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS))]
             environment["CUDA_VISIBLE_DEVICES"] = "0"
         output = _run(command, folder, limit_s, environment)
-    return float(json.loads(output.strip().splitlines()[-1])["samples_per_s"])
+    figures = json.loads(output.strip().splitlines()[-1])
+    return float(figures["samples_per_s"]), float(figures["tokens_per_sample"])
 
 
 @contextlib.contextmanager
@@ -399,13 +409,20 @@ class _Report:
     rates: dict[str, list[float]]
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     gpus: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
+    tokens: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Per sample."""
     partial: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     def note_partial(self, mode: str, lines: Sequence[dict[str, Any]]) -> None:
         """Keep the rate of a run that was interrupted, if it made enough steps."""
         if len(lines) >= _LEAST_STEPS:
             rate, self.phases[mode], _ = _measured(lines)
+            self.note_tokens(mode, lines)
             self.partial[mode] = {"steps": len(lines), "samples_per_s": round(rate, 1)}
+
+    def note_tokens(self, mode: str, lines: Sequence[dict[str, Any]]) -> None:
+        """Keep the mean length of the completions of the steps that count."""
+        self.tokens[mode] = round(_mean(_steady(lines)[1:], "response_tokens_mean"), 1)
 
     def print(self, kept: Mapping[str, list[float]], about: Mapping[str, object]) -> None:
         """Print a table of the phases, and one JSON object with the rates of this call or of all."""
@@ -414,7 +431,15 @@ class _Report:
             print(f"{phase:40s}" + "".join(f"{seconds[phase]:10.4f}" for seconds in self.phases.values()))
         rates = {mode: of_mode for mode, of_mode in (kept or self.rates).items() if of_mode}
         print(
-            json.dumps({**about, **(_figures(rates) if rates else {}), "gpus": self.gpus, "partial": self.partial}),
+            json.dumps(
+                {
+                    **about,
+                    **(_figures(rates) if rates else {}),
+                    "tokens_per_sample": self.tokens,
+                    "gpus": self.gpus,
+                    "partial": self.partial,
+                }
+            ),
             flush=True,
         )
 
@@ -429,7 +454,8 @@ def _measure(work: Work, arguments: argparse.Namespace, flags: list[str], report
                     rate = _penstock(Path(name), work, mode, arguments, flags, report)
                 else:
                     colocate = mode == "colocate"
-                    rate = run_trl(Path(name), work, arguments.steps, arguments.limit_s, colocate=colocate)
+                    rate, tokens = run_trl(Path(name), work, arguments.steps, arguments.limit_s, colocate=colocate)
+                    report.tokens[mode] = round(tokens, 1)
                 of_mode.append(rate)
                 kept.add(work.name, mode, rate, flags if mode in _LAGS else [])
                 print(f"{mode} {rate:,.1f}/s  ", end="", flush=True)
@@ -449,6 +475,7 @@ def _penstock(
         except KeyboardInterrupt:
             report.note_partial(mode, _steps(folder / mode))
             raise
+        report.note_tokens(mode, _steps(folder / mode)[: arguments.steps])
     return rate
 
 

@@ -58,8 +58,6 @@ BAR, LEAST = 0.15, 8
 """Deviation, and predicted configurations."""
 _SHARES = {1: 0.25, 3: 0.4}
 """Of the GPU's memory for vLLM, by the number of engines, so that the trainer fits beside on 80 GB."""
-_LEARNING_RATE = 1e-12
-"""Keeps the weights, and so the lengths of the tail, which grew by half within 14 steps at 1e-6."""
 _QUANTILES = 997
 _MPS = "nvidia-cuda-mps-control"
 _NO_MPS = f"expected the daemon of CUDA MPS, found none: install {_MPS}"
@@ -93,7 +91,6 @@ class Configuration:
             "sampling.max_new_tokens": self.tokens,
             "rollout.max_groups": 2 * self.groups,
             "trainer.micro_batch_tokens": self.micro_batch_tokens,
-            "trainer.learning_rate": _LEARNING_RATE,
         }
         values |= (
             {}

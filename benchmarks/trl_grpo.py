@@ -63,6 +63,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     finished: list[float] = []
     rewards: list[float] = []
+    tokens: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: object, **__: object) -> None:
@@ -73,6 +74,7 @@ def main() -> None:
         ) -> None:
             if logs and "reward" in logs:
                 rewards.append(float(logs["reward"]))
+                tokens.append(float(logs["completions/mean_length"]))
 
     vllm: dict[str, object] = {}
     if args.vllm_url:
@@ -117,6 +119,7 @@ def main() -> None:
                 "system": "trl",
                 "step_s": step_s,
                 "samples_per_s": samples / step_s,
+                "tokens_per_sample": sum(tokens[warm:]) / len(tokens[warm:]),
                 "first_reward": rewards[0],
                 "last_reward": rewards[-1],
             }

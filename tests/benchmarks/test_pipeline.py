@@ -50,7 +50,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[Any]]:
 
 
 def _line(step: int) -> dict[str, Any]:
-    return {"step": step, "samples": 30, "finished_at_s": 10.0 * step, "phase_wait_s": 1.0, "generate_s_mean": 2.0}
+    return {
+        "step": step, "samples": 30, "finished_at_s": 10.0 * step, "phase_wait_s": 1.0, "generate_s_mean": 2.0,
+        "response_tokens_mean": 100.0 * step,
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- model and prompts
@@ -171,6 +174,7 @@ def test_an_interrupted_call_prints_whole_runs_and_the_rate_of_the_last(capsys: 
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["samples_per_s"] == {"async": 4.0}
     assert printed["partial"] == {"sync": {"steps": 6, "samples_per_s": 3.0}}
+    assert printed["tokens_per_sample"] == {"sync": 450.0}  # of steps 3 to 6
     assert printed["complete"] is False
 
 
@@ -179,7 +183,7 @@ def test_a_call_interrupted_before_enough_steps_has_no_rate(capsys: pytest.Captu
     figures.note_partial("async", [_line(1), _line(2), _line(3)])
     figures.print({}, {"complete": False})
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert printed == {"complete": False, "gpus": {}, "partial": {}}
+    assert printed == {"complete": False, "tokens_per_sample": {}, "gpus": {}, "partial": {}}
 
 
 def test_runs_of_one_name_are_kept_beside_each_other(tmp_path: Path) -> None:
