@@ -55,6 +55,18 @@ class Finished:
             start += length
 
 
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """A step in which every request drew, and that the next one may repeat with one more token each."""
+
+    requests: list[str]
+    row_n: npt.NDArray[np.int64]
+    read_n: npt.NDArray[np.int64]
+    index_n: torch.Tensor
+    repeats: int
+    """Steps until a request has more tokens than there is room for."""
+
+
 class TokenRecord:
     """Records of one worker, for the thread that steps the model only."""
 
@@ -68,6 +80,8 @@ class TokenRecord:
         self._prompt, self._known, self._drawn = (np.zeros(0, dtype=np.int64) for _ in range(3))
         self._logprobs = torch.zeros(1, dtype=torch.float32, device=device)
         self._index_n: torch.Tensor | None = None
+        self._last: _Step | None = None
+        """None after a change of any request."""
         self._supports: dict[str, Supports] = {}
         self._truncated: list[tuple[int, int, Supports]] = []
         self._version: int | None = None
@@ -82,6 +96,7 @@ class TokenRecord:
         self, request: str, prompt_tokens: int, known_tokens: int, max_new_tokens: int, truncated: bool = False
     ) -> None:
         """Add a request, or re-add it after preemption; ``known_tokens`` are read before the next draw."""
+        self._last = None
         if truncated and self._keeps_logprobs:
             self._supports.setdefault(request, {})
         row = self._rows.get(request)
@@ -97,6 +112,7 @@ class TokenRecord:
 
     def resume(self, request: str, completion_tokens: int) -> None:
         """Continue a preempted request; tokens after ``completion_tokens`` are redrawn."""
+        self._last = None
         row = self._rows.get(request)
         if row is not None:
             self._rewind(request, row, int(self._prompt[row]) + completion_tokens)
@@ -108,6 +124,9 @@ class TokenRecord:
 
     def step(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> None:
         """Announce a step's requests, with tokens read before and now; the next logits are theirs."""
+        if self._repeat(requests, computed_n, scheduled_n):
+            return
+        self._last = None
         row_n = np.fromiter((self._rows.get(request, -1) for request in requests), dtype=np.int64, count=len(requests))
         read_n = np.asarray(computed_n, dtype=np.int64) + scheduled_n
         position_n = read_n - self._prompt[row_n]
@@ -119,12 +138,33 @@ class TokenRecord:
             if self._device.type == "cuda":
                 index_n = index_n.pin_memory().to(self._device, non_blocking=True)
             self._index_n = index_n
+            if len(requests) and bool(kept_n.all()) and not self._supports:
+                repeats = self._tokens - 1 - int(position_n.max())
+                self._last = _Step(list(requests), row_n, read_n, index_n, repeats)
             if self._supports:
                 self._truncated = [
                     (place, int(position_n[place]), self._supports[request])
                     for place, request in enumerate(requests)
                     if draws_n[place] and request in self._supports
                 ]
+
+    @torch.inference_mode()
+    def _repeat(self, requests: Sequence[str], computed_n: npt.NDArray[Any], scheduled_n: npt.NDArray[Any]) -> bool:
+        """Announce the last step once more, with one more token of each request, if that is what this step is."""
+        last = self._last
+        if (
+            last is None
+            or last.repeats < 1
+            or last.requests != requests
+            or not np.array_equal(last.read_n, computed_n)
+            or not bool((scheduled_n == 1).all())
+        ):
+            return False
+        last.repeats -= 1
+        last.read_n += 1
+        self._drawn[last.row_n] += 1
+        self._index_n = last.index_n.add_(1)
+        return True
 
     @torch.inference_mode()
     def store(self, logits_nV: torch.Tensor, token_n: torch.Tensor) -> None:
@@ -156,6 +196,7 @@ class TokenRecord:
         rows = {request: self._rows.pop(request) for request in requests if request in self._rows}
         if not rows:
             return None
+        self._last = None
         longest = self._tokens if self._keeps_logprobs else 0
         lengths = tuple(min(int(self._drawn[row]), longest) for row in rows.values())
         on_gpu = self._device.type == "cuda"
@@ -173,6 +214,7 @@ class TokenRecord:
 
     @torch.inference_mode()
     def _grow(self, rows: int, tokens: int) -> None:
+        self._last = None
         grown = torch.zeros(rows * tokens + 1, dtype=torch.float32, device=self._device)
         if self._capacity:
             old = self._logprobs[:-1].view(self._capacity, self._tokens)

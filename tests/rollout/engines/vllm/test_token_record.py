@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import os
+import random
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -125,6 +126,64 @@ def test_more_requests_and_longer_ones_than_expected_find_room() -> None:
     taken = let_go(record, "first", "r199")
     assert taken["first"][0] == [-0.1, -0.2]
     assert taken["r199"][0][2500] == -0.7
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_repeat_the_last_one_are_recorded_as_all_others(seed: int) -> None:
+    repeated: list[bool] = []
+
+    class Noted(TokenRecord):
+        def _repeat(self, *step: Any) -> bool:
+            repeated.append(super()._repeat(*step))
+            return repeated[-1]
+
+    class Plain(TokenRecord):
+        def _repeat(self, *_: Any) -> bool:
+            return False
+
+    lot, records = random.Random(seed), (Noted(CPU), Plain(CPU))
+    prompts: dict[str, int] = {}
+    for number in range(400):
+        if lot.random() < 0.05 and len(prompts) < 90:
+            name, prompt = f"r{number}", lot.randint(1, 9)
+            prompts[name] = prompt
+            for record in records:
+                record.admit(name, prompt, prompt, 2000)
+        if lot.random() < 0.02 and prompts:
+            name, drawn = lot.choice(list(records[1].held.items()))
+            for record in records:
+                record.resume(name, drawn // 2)
+        if lot.random() < 0.05:
+            for record in records:
+                record.swap(number)
+        if lot.random() < 0.02 and prompts:
+            name = lot.choice(list(prompts))
+            del prompts[name]
+            assert let_go(records[0], name) == let_go(records[1], name)
+        names = [name for name in prompts if lot.random() < 0.999]
+        drawn_by = records[1].held
+        computed = {name: prompts[name] + drawn_by[name] - 1 if drawn_by[name] else 0 for name in names}
+        scheduled = {name: 1 if drawn_by[name] else prompts[name] for name in names}
+        chances = [-lot.random() - 0.01 for _ in names]
+        for record in records:
+            draw(record, computed, scheduled, chances)
+        assert records[0].held == records[1].held
+    for name in prompts:
+        assert let_go(records[0], name) == let_go(records[1], name)
+    assert sum(repeated) > 300
+
+
+def test_a_token_past_the_end_of_its_row_is_not_written_into_the_next() -> None:
+    """Asynchronous scheduling may draw one more."""
+    record, tokens = TokenRecord(CPU), 1024
+    for name in ("b", "a"):
+        record.admit(name, 3, 3, tokens)
+    draw(record, {"a": 0, "b": 0}, {"a": 3, "b": 3}, [-0.5, -0.75])
+    for number in range(1, tokens + 1):
+        draw(record, {"a": 2 + number, "b": 2 + number}, {"a": 1, "b": 1}, [-0.25, -0.125])
+    rows = let_go(record, "a", "b")
+    assert rows["a"][0] == [-0.5, *[-0.25] * (tokens - 1)]
+    assert rows["b"][0] == [-0.75, *[-0.125] * (tokens - 1)]
 
 
 def test_without_logprobs_tokens_are_counted_all_the_same() -> None:
