@@ -139,6 +139,20 @@ class Side:
         }
 
 
+def _noting_plans(plain: Any) -> list[bool]:
+    """Return whether each later step was planned as a whole."""
+    planned: list[bool] = []
+    plan = plain._planned
+
+    def noted(scheduler: Any) -> Any:
+        of_step = plan(scheduler)
+        planned.append(of_step is not None)
+        return of_step
+
+    plain._planned = noted
+    return planned
+
+
 def _plainly(request: Any) -> dict[str, Any]:
     left_out = {"sampling_params", "_block_hasher", "output_token_ids", "all_token_ids", "events", "prefill_stats"}
     values = {name: copy.copy(value) for name, value in vars(request).items() if name not in left_out}
@@ -161,16 +175,18 @@ def _work(lot: random.Random, stems: list[list[int]], number: int) -> tuple[str,
     return f"r{number}", prompt, sampling
 
 
-@pytest.mark.parametrize("blocks", [2000, 40])
+@pytest.mark.parametrize(("blocks", "newer_runner"), [(2000, True), (2000, False), (40, True)])
 @pytest.mark.parametrize("seed", range(3))
-def test_steps_tokens_and_state_are_vllms(vllm_config: Any, blocks: int, seed: int) -> None:
+def test_steps_tokens_and_state_are_vllms(vllm_config: Any, blocks: int, newer_runner: bool, seed: int) -> None:
     """With prefixes in common, stop tokens, requests that are taken back, and too few blocks for all."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     from services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
 
     ours, theirs = (Side(kind, vllm_config, blocks) for kind in (HoldingAsyncScheduler, AsyncScheduler))
-    lot = random.Random(seed)
+    for side in (ours, theirs):
+        side.scheduler.use_v2_model_runner = newer_runner
+    lot, planned = random.Random(seed), _noting_plans(ours.scheduler._plain)
     stems = [[lot.randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 16, 31, 40, 100)]
     preempted, number = False, 0
     while number < 400 or theirs.scheduler.requests:
@@ -194,5 +210,6 @@ def test_steps_tokens_and_state_are_vllms(vllm_config: Any, blocks: int, seed: i
     assert ours.ends == theirs.ends
     assert {name: ours.sent[name] for name in ours.ends} == {name: theirs.sent[name] for name in theirs.ends}
     assert preempted == (blocks == 40)
+    assert planned.count(True) > len(planned) / 10
     assert ours.looked_at < theirs.looked_at / 2
     assert ours.allocations < theirs.allocations / 2

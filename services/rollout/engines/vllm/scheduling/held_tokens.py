@@ -12,6 +12,7 @@ anything else that vLLM says about a request. Statistics of the scheduler, which
 sent every tenth of a second, and when nothing runs any more.
 """
 
+import functools
 import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,6 +90,12 @@ class Holding:
         super().__init__(*given, **named)
         self._held_tokens = HeldTokens(self.output_class)
         self._told_s = -_STATISTICS_S
+
+    def schedule(self, *given: Any, **named: Any) -> Any:
+        schedule = functools.partial(super().schedule, *given, **named)  # type: ignore[misc]
+        if self._plain is None or any(given) or any(named.values()):
+            return schedule()
+        return self._plain.schedule(self, schedule)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self._plain is not None:

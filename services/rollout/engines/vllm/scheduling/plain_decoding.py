@@ -2,11 +2,12 @@
 
 At 256 sequences of a small model vLLM's scheduler takes longer to think about a step than the GPU to compute it. Between
 its first and its last token nearly every step of a request is *plain*: one more token, which does not end it, in a
-block of KV cache that it has. Then two things are shorter here, with the same result as vLLM's own code:
+block of KV cache that it has. Then three things are shorter here, with the same result as vLLM's own code:
 
 ::
 
-    schedule             allocate_slots ─▶ nothing to allocate or to cache: vLLM's empty answer
+    schedule             all running requests are plain, none waits: added here to vLLM's step without requests
+      allocate_slots     nothing to allocate or to cache: vLLM's empty answer
     update_from_output   tokens of plain requests are appended here, vLLM's loop sees only the others
 
 Whatever is not plain goes to vLLM. Used for one group of full attention, with the releases in ``COMPARED``, of which
@@ -27,9 +28,11 @@ _STALE = ("async_tokens_to_discard", "num_stale_output_tokens")
 """Counts of tokens that were drawn before a request was preempted; a release has one of them."""
 _MORE_OF_A_STEP = (
     "connector", "ec_connector", "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask",
-    "is_mm_encoder_only", "is_encoder_decoder", "num_spec_tokens",
+    "is_mm_encoder_only", "is_encoder_decoder", "num_spec_tokens", "dynamic_sd_lookup", "use_pp",
 )  # fmt: skip
 """Of a scheduler: whatever looks at each token beside it."""
+_WAITING = ("waiting", "skipped_waiting", "kv_holding_waiting", "deferred_waiting")
+"""A scheduler's queues; a release has some of them."""
 _TOKENS_ONLY = frozenset({"req_ids", "req_id_to_index", "sampled_token_ids", "cudagraph_stats"})
 """Of vLLM's ``ModelRunnerOutput``."""
 
@@ -91,7 +94,7 @@ class _Request(NamedTuple):
 
 
 class PlainDecoding:
-    """Appends the tokens of plain requests of an asynchronous scheduler."""
+    """Schedules plain requests of an asynchronous scheduler, and appends their tokens."""
 
     def __init__(self, cache: Cache, running: Any, stale: str, most_held: int) -> None:
         self._cache = cache
@@ -99,6 +102,77 @@ class PlainDecoding:
         self._stale = stale
         self._most_held = most_held
         self._known: dict[str, _Request] = {}
+
+    def schedule(self, scheduler: Any, theirs: Callable[[], Any]) -> Any:
+        """Return the next step, by ``theirs``, vLLM's ``schedule``, unless all is plain."""
+        planned = self._planned(scheduler)
+        if planned is None:
+            return theirs()
+        allocate, nothing = self._cache.manager.allocate_slots, self._cache.manager.empty_kv_cache_blocks
+        blocks = [allocate(request, 1, **_RUNNING_CALL) if needs else nothing for request, needs in planned]
+        running, scheduler.running = scheduler.running, []
+        try:
+            step = theirs()
+        finally:
+            scheduler.running = running
+        names = [request.request_id for request, _ in planned]
+        step.num_scheduled_tokens = dict.fromkeys(names, 1)
+        step.total_num_scheduled_tokens = len(names)
+        cached = step.scheduled_cached_reqs
+        cached.req_ids = names
+        cached.new_block_ids = [None if new is nothing else new.get_block_ids(allow_none=True) for new in blocks]
+        cached.num_computed_tokens = [request.num_computed_tokens for request, _ in planned]
+        cached.num_output_tokens = [
+            len(request._output_token_ids) + request.num_output_placeholders for request, _ in planned
+        ]
+        if step.num_common_prefix_blocks:
+            step.num_common_prefix_blocks = self._cache.manager.get_num_common_prefix_blocks(running[0].request_id)
+        if not scheduler.use_v2_model_runner:
+            scheduler.prev_step_scheduled_req_ids.update(names)
+        if scheduler.defer_block_free:
+            scheduler.sched_step_seq += 1
+        scheduler._update_after_schedule(step)
+        return step
+
+    def _planned(self, scheduler: Any) -> list[tuple[Any, bool]] | None:
+        """Return a step's requests, each with whether the cache has to change, or None if anything is not plain."""
+        running = scheduler.running
+        if (
+            not 0 < len(running) <= scheduler.max_num_scheduled_tokens
+            or scheduler._pause_state.name != "UNPAUSED"
+            or any(getattr(scheduler, queue, None) for queue in _WAITING)
+        ):
+            return None
+        known_of, requests, redirected = self._known, scheduler.requests, self._cache.redirected
+        blocks_of, cached_blocks_of, size = self._cache.blocks, self._cache.cached_blocks, self._cache.block_size
+        before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+        most = self._cache.manager.max_model_len - 2
+        planned: list[tuple[Any, bool]] = []
+        missing_blocks = 0
+        for request in running:
+            name, computed = request.request_id, request.num_computed_tokens
+            placeholders, tokens = request.num_output_placeholders, len(request._all_token_ids)
+            if placeholders > 0 and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+                continue  # its last token is under way
+            if (
+                name not in known_of
+                or requests.get(name) is not request
+                or tokens + placeholders - computed != 1
+                or computed > most
+                or request.is_prefill_chunk
+                or request.spec_token_ids
+                or name in redirected
+                or name not in cached_blocks_of
+                or (before is not None and name not in before)
+            ):
+                return None
+            needed, cached = computed + 1, cached_blocks_of[name]
+            misses_block = needed > len(blocks_of[name]) * size
+            missing_blocks += misses_block
+            planned.append((request, misses_block or (needed // size > cached and tokens // size > cached)))
+        if not planned or missing_blocks > self._cache.manager.block_pool.get_num_free_blocks():
+            return None
+        return planned
 
     def others(self, step: Any, output: Any, held: Mapping[str, list[int]], requests: Mapping[str, Any]) -> Any:
         """Append tokens of plain requests to them and to ``held``; return ``step`` with the other requests.
@@ -213,6 +287,7 @@ def plain_decoding(scheduler: Any, running: Any, release: tuple[int, ...], most_
         release not in COMPARED
         or any(getattr(scheduler, name, None) for name in _MORE_OF_A_STEP)
         or scheduler.num_lookahead_tokens
+        or scheduler.pp_size > 1
         or (metrics is not None and metrics.is_enabled())
     ):
         return None
