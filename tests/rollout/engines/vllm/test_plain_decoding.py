@@ -2,60 +2,39 @@
 
 import copy
 import dataclasses
-import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.rollout.engines.vllm.arguments import set_environment
+from benchmarks.scheduling import output, request, scheduler, scheduler_config
 from tests.conftest import need_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
 
-BLOCK_SIZE, VOCABULARY, LONGEST, END = 16, 50, 192, 1
+VOCABULARY, LONGEST, END = 50, 192, 1
 SHAPE = {
-    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 128, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256, "eos_token_id": END,
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "eos_token_id": END,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     need_module("vllm", "vllm")
-    set_environment()
-    folder: Path = tmp_path_factory.mktemp("policy")
-    (folder / "config.json").write_text(json.dumps(SHAPE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import init_none_hash
-
-        init_none_hash(get_hash_fn_by_name("sha256"))
-        yield AsyncEngineArgs(
-            model=str(folder), skip_tokenizer_init=True, max_model_len=LONGEST, max_num_seqs=24, dtype="float32",
-            enforce_eager=True, enable_prefix_caching=True, async_scheduling=True, block_size=BLOCK_SIZE,
-            max_num_batched_tokens=256,
-        ).create_engine_config()  # fmt: skip
+        folder = tmp_path_factory.mktemp("policy")
+        yield scheduler_config(folder, SHAPE, sequences=24, context=LONGEST, tokens=256)
 
 
 class Side:
     """One scheduler, two of whose steps are under way, and the tokens that it has sent."""
 
-    def __init__(self, scheduler_class: Any, config: Any, blocks: int) -> None:
-        import torch
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.float32)
-        cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-        self.scheduler = scheduler_class(config, cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
+    def __init__(self, kind: Any, config: Any, blocks: int) -> None:
+        self.scheduler = scheduler(kind, config, blocks)
         self.sent: defaultdict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, str] = {}
         self._under_way: list[Any] = []
@@ -75,15 +54,9 @@ class Side:
         return counted
 
     def add(self, name: str, prompt: list[int], sampling: dict[str, Any]) -> None:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-        from vllm.v1.request import Request
-
-        parameters = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
-        parameters.update_from_generation_config({}, END)
-        hasher = get_request_block_hasher(BLOCK_SIZE, get_hash_fn_by_name("sha256"))
-        self.scheduler.add_request(Request(name, list(prompt), parameters, None, arrival_time=0.0, block_hasher=hasher))
+        added = request(name, prompt, **sampling)
+        added.sampling_params.update_from_generation_config({}, END)
+        self.scheduler.add_request(added)
 
     def abort(self, name: str) -> None:
         from vllm.v1.request import RequestStatus
@@ -104,17 +77,11 @@ class Side:
 
     def finish_step(self, lot: random.Random) -> None:
         """Let the worker's answer to the older of two steps arrive."""
-        from vllm.v1.outputs import ModelRunnerOutput
-
         if len(self._under_way) < 2:
             return
         step, draws = self._under_way.pop(0)
-        names = sorted(step.num_scheduled_tokens)
-        tokens = [[lot.randrange(VOCABULARY)] if draws[name] else [] for name in names]
-        output = ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: place for place, name in enumerate(names)}, sampled_token_ids=tokens
-        )
-        for client in self.scheduler.update_from_output(step, output).values():
+        tokens = {name: [lot.randrange(VOCABULARY)] if draws[name] else [] for name in sorted(draws)}
+        for client in self.scheduler.update_from_output(step, output(step, tokens)).values():
             for made in client.outputs:
                 self.sent[made.request_id] += made.new_token_ids
                 if made.finish_reason is not None:
