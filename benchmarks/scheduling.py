@@ -106,7 +106,7 @@ def measure(kind: Any, config: Any, requests: int) -> tuple[float, float]:
         if number >= _WARM_UPS:
             spent.append((scheduled_s - begin_s, time.perf_counter() - drawn_s))
     gc.unfreeze()
-    return statistics.fmean(one for one, _ in spent), statistics.fmean(other for _, other in spent)
+    return statistics.fmean(schedule_s for schedule_s, _ in spent), statistics.fmean(update_s for _, update_s in spent)
 
 
 def compare(folder: Path, requests: int, rounds: int) -> dict[str, Any]:
