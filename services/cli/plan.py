@@ -21,8 +21,9 @@ from services.plan.workload import Workload, snapshots_of, workload_of
 from shared.errors import SettingsError
 from shared.settings import Settings, load, loads
 
-_HOSTS, _DECODING = (0.5, 2.0), (0.1, 10.0)
-"""Seconds of vLLM's scheduler on other hosts, over those on the measured ones, and of decoding steps over the planned ones."""
+_HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
+"""Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
+ones."""
 _HALVINGS = 16
 _WAITS = 0.1
 """Share of a step that a trainer waits if generation bounds the run, whose step then tells how fast it is."""
