@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,20 @@ def scheduler_config(folder: Path, shape: Mapping[str, Any], *, sequences: int, 
     ).create_engine_config()  # fmt: skip
 
 
-def scheduler(kind: Any, config: Any, blocks: int) -> Any:
-    """Return a scheduler of the class ``kind`` for a model of full attention with ``blocks`` of KV cache."""
+def scheduler(kind: Any, config: Any, blocks: int, specs: Sequence[Any] = ()) -> Any:
+    """Return a scheduler of the class ``kind`` for a model with ``blocks`` of KV cache.
+
+    Args:
+        specs: vLLM's, of each kind of layer; default: full attention alone.
+    """
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.float32)
-    cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    full = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs or [full])]
+    cache = KVCacheConfig(blocks, [], groups)
     return kind(config, cache, StructuredOutputManager(config), block_size=BLOCK_SIZE)
 
 

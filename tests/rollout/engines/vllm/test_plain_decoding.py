@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scheduling import output, request, scheduler, scheduler_config
+from benchmarks.scheduling import BLOCK_SIZE, output, request, scheduler, scheduler_config
+from services.rollout.engines.vllm.scheduling.plain_decoding import _MORE_OF_A_STEP, plain_decoding
 from tests.conftest import need_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
@@ -180,3 +181,27 @@ def test_steps_tokens_and_state_are_vllms(vllm_config: Any, blocks: int, newer_r
     assert planned.count(True) > len(planned) / 10
     assert ours.looked_at < theirs.looked_at / 2
     assert ours.allocations < theirs.allocations / 2
+
+
+@pytest.mark.parametrize("name", [*_MORE_OF_A_STEP, "num_lookahead_tokens"])
+def test_a_scheduler_that_looks_at_more_than_tokens_is_vllms_alone(vllm_config: Any, name: str) -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    theirs = scheduler(AsyncScheduler, vllm_config, 100)
+    setattr(theirs, name, 1)
+    assert plain_decoding(theirs, None, (0, 32), 31) is None
+    assert "allocate_slots" not in vars(theirs.kv_cache_manager)
+
+
+def test_other_releases_and_other_attention_are_vllms_alone(vllm_config: Any) -> None:
+    import torch
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    assert plain_decoding(scheduler(AsyncScheduler, vllm_config, 100), None, (0, 30), 31) is None
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    full, window = FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=32)
+    for specs, shortened in (((full,), True), ((window,), False), ((full, window), False)):
+        theirs = scheduler(AsyncScheduler, vllm_config, 100, specs)
+        assert (plain_decoding(theirs, None, (0, 32), 31) is not None) == shortened
+        assert ("allocate_slots" in vars(theirs.kv_cache_manager)) == shortened
