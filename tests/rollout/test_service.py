@@ -577,6 +577,27 @@ class Waves(ScriptedEngine):
         return await super().generate(request)
 
 
+async def test_a_replica_reads_a_part_of_its_room_in_whole_groups(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: dict[str, set[int]] = {}
+    read = Bus.read
+
+    async def noted(self: Bus, stream: Stream, kind: type[Any], consumer: str, count: int, block_s: float) -> Any:
+        counts.setdefault(stream.name, set()).add(count)
+        return await read(self, stream, kind, consumer, count, block_s)
+
+    async def is_read() -> bool:
+        return streams.PROMPTS.name in counts
+
+    monkeypatch.setattr(Bus, "read", noted)
+    await announce(bus, tmp_path, 0)
+    serving = Serving(rollout(bus, ScriptedEngine(receive=weights.receiving()), group_size=6))
+    await until(is_read)
+    await serving.end()
+    assert counts[streams.PROMPTS.name] == {6}
+
+
 async def test_samples_that_end_together_travel_together_and_one_that_fails_is_redone_alone(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

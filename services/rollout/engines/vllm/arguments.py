@@ -97,9 +97,10 @@ def check_version() -> str:
     return installed
 
 
-def release() -> tuple[int, ...]:
+def release() -> tuple[int, int]:
     """Return the installed vLLM's, such as (0, 32)."""
-    return tuple(int(part) for part in _installed().split(".")[:2])
+    major, minor = (int(part) for part in _installed().split(".")[:2])
+    return major, minor
 
 
 def _installed() -> str:

@@ -20,12 +20,10 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-COMPARED = frozenset({(0, 26), (0, 32)})
-"""Releases of vLLM."""
+COMPARED = {(0, 26): "async_tokens_to_discard", (0, 32): "num_stale_output_tokens"}
+"""Releases of vLLM, and what a request of each calls its tokens that were drawn before it was preempted."""
 _RUNNING_CALL = {"num_lookahead_tokens": 0}
 """What vLLM's scheduler tells of running requests beside the number of their tokens, without speculative decoding."""
-_STALE = ("async_tokens_to_discard", "num_stale_output_tokens")
-"""Counts of tokens that were drawn before a request was preempted; a release has one of them."""
 _MORE_OF_A_STEP = (
     "connector", "ec_connector", "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask",
     "is_mm_encoder_only", "is_encoder_decoder", "num_spec_tokens", "dynamic_sd_lookup", "use_pp",
@@ -58,24 +56,27 @@ class Cache(NamedTuple):
             return None
         return cls(manager, group.req_to_blocks, group.num_cached_block, group._partial_hit_reqs, group.block_size)
 
+    def is_ready(self, name: str, place: int, tokens: int) -> bool:
+        """Whether a running request can compute its token at ``place``, from 1, without a change of the cache: there is
+        a block for it, and no full one of its ``tokens`` is to be cached."""
+        cached, size = self.cached_blocks.get(name), self.block_size
+        return (
+            cached is not None
+            and place <= size * len(self.blocks[name])
+            and (place // size <= cached or tokens // size <= cached)
+            and name not in self.redirected
+        )
+
 
 def quick_slots(cache: Cache) -> Callable[..., Any]:
     """Return ``allocate_slots`` of ``cache`` with a quick answer where a token needs no block and completes none."""
     allocate, nothing = cache.manager.allocate_slots, cache.manager.empty_kv_cache_blocks
-    longest, size = cache.manager.max_model_len, cache.block_size
-    blocks, cached_blocks, redirected = cache.blocks.get, cache.cached_blocks.get, cache.redirected
+    longest = cache.manager.max_model_len
 
     def allocate_slots(request: Any, num_new_tokens: int, *more: Any, **named: Any) -> Any:
         if num_new_tokens == 1 and not more and named == _RUNNING_CALL:
-            name, needed = request.request_id, request.num_computed_tokens + 1
-            cached = cached_blocks(name)
-            if (
-                cached is not None
-                and needed <= longest
-                and needed <= size * len(blocks(name, ()))
-                and name not in redirected
-                and (needed // size <= cached or request.num_tokens // size <= cached)
-            ):
+            place = request.num_computed_tokens + 1
+            if place <= longest and cache.is_ready(request.request_id, place, request.num_tokens):
                 return nothing
         return allocate(request, num_new_tokens, *more, **named)
 
@@ -109,7 +110,7 @@ class PlainDecoding:
         if planned is None:
             return theirs()
         allocate, nothing = self._cache.manager.allocate_slots, self._cache.manager.empty_kv_cache_blocks
-        blocks = [allocate(request, 1, **_RUNNING_CALL) if needs else nothing for request, needs in planned]
+        blocks = [allocate(request, 1, **_RUNNING_CALL) if changes else nothing for request, changes in planned]
         running, scheduler.running = scheduler.running, []
         try:
             step = theirs()
@@ -144,11 +145,10 @@ class PlainDecoding:
         ):
             return None
         known_of, requests, redirected = self._known, scheduler.requests, self._cache.redirected
-        blocks_of, cached_blocks_of, size = self._cache.blocks, self._cache.cached_blocks, self._cache.block_size
         before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
         most = self._cache.manager.max_model_len - 2
         planned: list[tuple[Any, bool]] = []
-        missing_blocks = 0
+        most_blocks = 0
         for request in running:
             name, computed = request.request_id, request.num_computed_tokens
             placeholders, tokens = request.num_output_placeholders, len(request._all_token_ids)
@@ -161,16 +161,13 @@ class PlainDecoding:
                 or computed > most
                 or request.is_prefill_chunk
                 or request.spec_token_ids
-                or name in redirected
-                or name not in cached_blocks_of
                 or (before is not None and name not in before)
             ):
                 return None
-            needed, cached = computed + 1, cached_blocks_of[name]
-            misses_block = needed > len(blocks_of[name]) * size
-            missing_blocks += misses_block
-            planned.append((request, misses_block or (needed // size > cached and tokens // size > cached)))
-        if not planned or missing_blocks > self._cache.manager.block_pool.get_num_free_blocks():
+            changes = not self._cache.is_ready(name, computed + 1, tokens)
+            most_blocks += changes + (name in redirected)
+            planned.append((request, changes))
+        if not planned or most_blocks > self._cache.manager.block_pool.get_num_free_blocks():
             return None
         return planned
 
@@ -274,7 +271,7 @@ def has_more_than_tokens(request: Any) -> bool:
     )
 
 
-def plain_decoding(scheduler: Any, running: Any, release: tuple[int, ...], most_held: int) -> PlainDecoding | None:
+def plain_decoding(scheduler: Any, running: Any, release: tuple[int, int], most_held: int) -> PlainDecoding | None:
     """Shorten steps of vLLM's asynchronous ``scheduler`` if that is known to change nothing; else return None.
 
     Args:
@@ -292,8 +289,7 @@ def plain_decoding(scheduler: Any, running: Any, release: tuple[int, ...], most_
     ):
         return None
     cache = Cache.of(scheduler.kv_cache_manager)
-    stale = _STALE[0] if release < (0, 27) else _STALE[1]
     if cache is None:
         return None
     scheduler.kv_cache_manager.allocate_slots = quick_slots(cache)
-    return PlainDecoding(cache, running, stale, most_held)
+    return PlainDecoding(cache, running, COMPARED[release], most_held)
