@@ -5,9 +5,11 @@ One engine runs them alternately. On a GPU: Qwen2-0.5B's shape in bfloat16, rand
 
     python -m benchmarks.decode --rounds 4
     python -m benchmarks.decode --rounds 3 --engines 1 2 3 4 auto    # several engines on one GPU
+    python -m benchmarks.decode --rounds 1 --engines 1 2 --groups 4 16 32 64 --shape 7b
 
 Prints median ``ratio`` (captured / none), ``native_ratio`` (vLLM / none), ``max_abs_difference`` (nats). ``--engines``:
-tokens per second and ``gpu`` by number of engines; ``over_first``, ratio to the first.
+by number of engines and of sequences tokens per second, ``gpu`` and ``step_ms``, milliseconds in which each sequence
+grows by a token, its prompt included; ``over_first``, ratio to the first number of engines with the most sequences.
 """
 
 import argparse
@@ -119,9 +121,13 @@ def random_policy(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) ->
 
     torch.manual_seed(0)
     config = Qwen2Config(**shape, bos_token_id=None, eos_token_id=None)
-    model = Qwen2ForCausalLM(config).to(dtype)
+    with torch.device("cuda" if torch.cuda.device_count() else "cpu"):
+        model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
     model.save_pretrained(folder / "policy")
     written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)
+    if torch.cuda.device_count():
+        del model
+        torch.cuda.empty_cache()
     return file_offer(PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location)), 60.0)
 
 
@@ -181,12 +187,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--engines", nargs="+", choices=(*map(str, range(1, 9)), "auto"), help="engines on one GPU")
+    parser.add_argument("--groups", nargs="+", type=int, help="of 8 samples on a GPU (default 64), 4 on a CPU (8)")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="with --engines; default: 0.5b on a GPU, tiny on a CPU")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.engines:
             from benchmarks.decode_engines import EngineComparison
 
-            measuring = EngineComparison(Path(folder), arguments.engines, arguments.rounds).measure()
+            measuring = EngineComparison(
+                Path(folder), arguments.engines, arguments.rounds, arguments.groups, arguments.shape
+            ).measure()
         else:
             measuring = measure(Path(folder), arguments.rounds)
         print(json.dumps(asyncio.run(measuring)))

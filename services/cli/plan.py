@@ -131,7 +131,7 @@ def layout_of(settings: Settings, *, mps: bool | None = None) -> GpuLayout:
 
 def _check_calibrating(own: Settings, mps: bool | None) -> None:
     """Raise SettingsError if GPUs were lent, so that groups were decoded at two rates, or reward models took turns on them,
-    or trainer and replicas had some GPUs in common and others not, or several, or shared one in time slices.
+    or trainer and replicas had some GPUs in common and others not, or shared one in time slices.
     """
     if own.placement.mode == "lend":
         raise SettingsError(
@@ -144,14 +144,16 @@ def _check_calibrating(own: Settings, mps: bool | None) -> None:
             "in turn, where the seconds of scoring include the wait for it: give another run"
         )
     at_once = bool(own.common_gpus)
-    if at_once and (own.trainer.ranks, own.rollout.replicas, len(own.rollout.gpus)) != (1, 1, 1):
+    one_each = len(own.rollout.gpus) == own.trainer.ranks == own.rollout.replicas
+    if at_once and not (one_each and set(own.rollout.gpus) == set(own.trainer.gpus)):
         raise SettingsError(
-            f"expected a run with one GPU in trainer.gpus and rollout.gpus, or with no GPU in both, with --calibrate, found "
-            f"{list(own.trainer.gpus)} and {list(own.rollout.gpus)}, where replicas generate at rates of their own: give another run"
+            f"expected a run with the same GPUs in trainer.gpus and rollout.gpus, a rank and a replica on each, or with no GPU in both, "
+            f"with --calibrate, found {list(own.trainer.gpus)} and {list(own.rollout.gpus)}, {own.trainer.ranks} ranks and "
+            f"{own.rollout.replicas} replicas, which generate at rates of their own: give another run"
         )
     if at_once and own.rollout.engines_per_gpu == "auto":
         raise SettingsError(
-            "expected a number in rollout.engines_per_gpu of a run with one GPU in trainer.gpus and rollout.gpus with --calibrate, found "
+            "expected a number in rollout.engines_per_gpu of a run with the same GPUs in trainer.gpus and rollout.gpus with --calibrate, found "
             '"auto", whose choice is not recorded: give another run'
         )
     if at_once and mps is False:

@@ -2,8 +2,8 @@
 
 ``separate``: trainer and replicas have GPUs of their own. ``shared``: they take turns on the same GPUs, small models with
 several engines under CUDA MPS. ``lend``: separate, and the trainer's GPUs generate as well while it waits. ``at once``:
-trainer and several engines of a small model on one GPU, under CUDA MPS. Where GPUs are shared in turn, the engines give way
-on the lowest rung that fits:
+a rank and a replica of several engines of a small model on each GPU, under CUDA MPS. Where GPUs are shared in turn, the
+engines give way on the lowest rung that fits:
 
     0 it keeps all its memory · 1 without its cache · 2 without its weights · 3 and the optimizer's state goes to the host
 """
@@ -38,7 +38,7 @@ from services.plan.workload import Workload
 from shared.settings.placement import USABLE_IN_TURNS
 
 Placement = Literal["separate", "shared", "lend", "at once"]
-"""``at once`` is ``placement.mode = "separate"`` with the same GPU in trainer.gpus and rollout.gpus."""
+"""``at once`` is ``placement.mode = "separate"`` with the same GPUs in trainer.gpus and rollout.gpus."""
 PLACEMENTS: tuple[Placement, ...] = ("separate", "shared", "lend", "at once")
 USABLE = 0.95
 """Of a GPU's memory; the rest is fragmentation."""
@@ -227,7 +227,7 @@ class Planner:
 
     def _of(self, placement: Placement) -> Iterator[Candidate | MemoryShortage]:
         if placement == "at once":
-            yield from self._at_once() if self.cluster.gpus == 1 and not self.work.scoring else ()
+            yield from self._at_once() if self.cluster.nodes == 1 and not self.work.scoring else ()
             return
         scoring = scoring_memory(self.work)
         if total(scoring) > self.limit_bytes:
@@ -431,8 +431,8 @@ class Planner:
         return _Turns(rung, table, 0, 0.0)
 
     def _at_once(self) -> Iterator[Candidate | MemoryShortage]:
-        """Yield layouts of one GPU where trainer and engines work at the same time: with the run's optimizer, and with
-        room for all groups, or for as many as fit. One engine is not measured, and its start is disturbed by the trainer."""
+        """Yield layouts where a rank and a replica work on each GPU at the same time: with the run's optimizer, and with
+        room for all groups, or for as many as fit. One engine's start is disturbed by the trainer."""
         for engines in self._engine_counts(1)[1:]:
             for less in (1, 2, 4):
                 outcomes = list(self._beside(engines, less))
@@ -442,7 +442,8 @@ class Planner:
 
     def _beside(self, engines: int, less: int) -> Iterator[Candidate | MemoryShortage]:
         """Yield the trainer's settings that fit beside ``engines``, or why none does."""
-        memory, groups, _ = self._engine(1, 1, engines, self.limit_bytes, less)
+        gpus = self.cluster.gpus
+        memory, groups, _ = self._engine(gpus, 1, engines, self.limit_bytes, less)
         if not groups:
             yield _problem(
                 f"an engine of {engines} beside the trainer", {"generate": memory.components}, self.limit_bytes
@@ -452,16 +453,17 @@ class Planner:
         memory, share = several_engines(self.work, options, memory, self.cluster.gpu.memory_bytes)
         aside = Component("engines", total(memory.components), "lower rollout.max_groups or rollout.engines_per_gpu")
         limit_bytes, fits = self.limit_bytes - aside.nbytes, False
-        for used in dict.fromkeys(next(self._options(1, 2))):
+        for used in dict.fromkeys(next(self._options(gpus, 2))):
             table, kept = trainer_table(self.work, used, limit_bytes)
             if peak(table) <= limit_bytes:
                 fits = True
                 tables: dict[str, Table] = {"both": _with(table, aside), "engines": {"generate": memory.components}}
-                layout = GpuLayout("at once", used, 1, 0, engines, mps=True, borrowed=1)
+                layout = GpuLayout("at once", used, 1, 0, engines, mps=True, borrowed=gpus)
                 yield dataclasses.replace(self._candidate(layout, tables, kept, groups), utilization=share)
         if not fits:
-            own, _ = trainer_table(self.work, self._mine(1), limit_bytes)
-            yield _problem(f"at once: {_words(self._mine(1))}, {engines} engines", _with(own, aside), self.limit_bytes)
+            mine = self._mine(gpus)
+            own, _ = trainer_table(self.work, mine, limit_bytes)
+            yield _problem(f"at once: {_words(mine)}, {engines} engines", _with(own, aside), self.limit_bytes)
 
     def _engine_counts(self, parallel: int) -> tuple[int, ...]:
         small = parallel == 1 and self.work.shape.weights < _SMALL
@@ -539,8 +541,8 @@ def _pace(candidate: Candidate) -> tuple[float, int]:
 
 
 def _varied(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the fastest layouts, among them the fastest of each placement."""
-    best = {candidate.layout.placement: candidate for candidate in reversed(candidates)}
+    """Return the fastest layouts, among them the fastest of each placement and number of engines."""
+    best = {(each.layout.placement, each.layout.engines): each for each in reversed(candidates)}
     chosen = [*candidates[:_SIMULATED]]
     return chosen + [candidate for candidate in best.values() if candidate not in chosen]
 

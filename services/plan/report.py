@@ -16,6 +16,8 @@ from shared.settings import loads
 SHOWN = 3
 _PROBLEMS = 5
 _IDLE, _BUSY = 0.15, 0.7
+_TRIED_AT_ONCE = 2
+"""GPUs on which trainer and replicas ran at once (docs/performance.md)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +28,13 @@ class Plan:
 
     @property
     def best(self) -> Sequence[Candidate]:
-        return self.candidates[:SHOWN]
+        """The fastest; of those that differ in ZeRO's stage or the way of weights alone, the fastest one."""
+        distinct: dict[GpuLayout, Candidate] = {}
+        for candidate in self.candidates:
+            trainer = dataclasses.replace(candidate.layout.trainer, zero_stage=0, snapshots=0, sharded=False)
+            alike = dataclasses.replace(candidate.layout, trainer=trainer, rung=0, moved_bytes=0.0, shadow=True)
+            distinct.setdefault(alike, candidate)
+        return list(distinct.values())[:SHOWN]
 
 
 def accepted(layout: GpuLayout, cluster: Cluster) -> bool:
@@ -67,7 +75,8 @@ def _reservation(layout: GpuLayout, cluster: Cluster) -> str:
     if not accepted(layout, cluster):
         return " (not supported yet)"
     one_each = layout.placement == "shared" and (layout.trainer.ranks, layout.engines) == (1, 1)
-    tried = layout.placement in ("separate", "at once") or one_each
+    together = layout.placement == "at once" and layout.trainer.ranks <= _TRIED_AT_ONCE
+    tried = layout.placement == "separate" or one_each or together
     return "" if tried else " (not verified on GPUs)"
 
 
@@ -144,9 +153,9 @@ def reason(plan: Plan, candidate: Candidate) -> str:
     if outcome.trainer_idle < _IDLE:
         return f"{place}; trainer-bound: more replicas would not help."
     if candidate.layout.placement == "at once":
-        return (
-            f"{place}; the trainer waits {outcome.trainer_idle:.0%}, and generation takes from its GPU while it trains."
-        )
+        whose = "its GPU" if candidate.layout.gpus == 1 else "their GPUs"
+        who = "the trainer waits" if candidate.layout.gpus == 1 else "its ranks wait"
+        return f"{place}; {who} {outcome.trainer_idle:.0%}, and generation takes from {whose} while it trains."
     if candidate.layout.placement == "shared":
         return f"{place}; the GPUs take turns, {outcome.trainer_idle:.0%} of the time without training."
     return f"{place}; rollout-bound: the trainer waits {outcome.trainer_idle:.0%}."

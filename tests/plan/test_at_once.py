@@ -1,4 +1,4 @@
-"""Laws of trainer and engines on one GPU at the same time; figures are those of benchmarks/results."""
+"""Laws of trainer and engines on the same GPUs at the same time; figures are those of benchmarks/results."""
 
 import dataclasses
 import json
@@ -12,11 +12,13 @@ import pytest
 from services.cli.__main__ import main
 from services.cli.plan import corrections, layout_of, make, preferences, settings_of
 from services.plan import certain
+from services.plan.files import chart_values, run_values
 from services.plan.hardware import GIB, parse_cluster
 from services.plan.layouts import Candidate, Planner
 from services.plan.measured import Corrections, measured
 from services.plan.memory import peak, total
 from services.plan.rates import decode_seconds
+from services.plan.report import text as report_of
 from services.plan.workload import Lengths, Workload, workload_of
 from services.rollout.engines.vllm.several.plan import Demand, Memory
 from services.up.display.summary import text
@@ -114,6 +116,55 @@ def test_a_run_with_completions_of_one_length_predicts_that_of_a_long_tail() -> 
     assert rates[tail] == pytest.approx(stored["tail"]["result"]["samples_per_s"]["async"], rel=0.08)
 
 
+TWO_GPUS = {
+    "fourth": json.loads((RESULTS / "2026-11-26-two-gpus-at-once-h100.json").read_text()),
+    "fifth": json.loads((RESULTS / "2026-11-26-two-gpus-tail-h100.json").read_text()),
+}
+"""By the host's number in docs/performance.md."""
+
+
+def on_two_gpus(host: str, run: str) -> tuple[Settings, Workload, list[Mapping[str, Any]]]:
+    """Return settings and work of a run on two H100s at once, and what its lines say."""
+    stored = TWO_GPUS[host]
+    tail = run == "lag-4-two-engines"
+    kind = stored["tail" if tail else "long"]
+    entry = (kind if host == "fourth" else kind["second host"])[run]
+    most = 2048 if tail else 512
+    more = ["--rollout.max_groups=64", f"--sampling.max_new_tokens={most}", "--trainer.micro_batch_tokens=32768"]
+    own = settings_of(None, ["--sampling.group_size=8", *more, *entry["flags"]])
+    lengths = geometric(847, most) if tail else Lengths(most, most, 0.0)
+    work = dataclasses.replace(workload_of(own, "0.5b"), prompt_tokens=64, lengths=lengths)
+    assert not tail or lengths.mean == pytest.approx(entry["tokens_per_sample"], rel=0.02)
+
+    def line(step: Mapping[str, float]) -> Mapping[str, Any]:
+        rest = step["step_s"] - step["phase_wait_s"] - step["phase_forward_backward_s"]
+        return {**step, "samples": 256, "phase_optimizer_s": rest}
+
+    return own, work, [line(step) for step in entry["steps"]]
+
+
+@pytest.mark.parametrize(
+    ("host", "calibrates", "predicted", "within"),
+    [
+        ("fourth", "lag-1-two-engines", "lag-2-two-engines", 0.05),
+        ("fourth", "lag-1-one-engine", "lag-2-two-engines", 0.13),
+        ("fifth", "lag-2-one-engine", "lag-2-two-engines", 0.12),
+        ("fifth", "lag-2-one-engine", "lag-4-two-engines", 0.06),
+        ("fifth", "lag-2-two-engines", "lag-4-two-engines", 0.18),
+    ],
+)
+def test_a_run_on_two_gpus_at_once_predicts_others_of_its_host(
+    host: str, calibrates: str, predicted: str, within: float
+) -> None:
+    """Of another lag, another number of engines, and completions of very different lengths."""
+    gpus = parse_cluster("2xH100")
+    own, work, lines = on_two_gpus(host, calibrates)
+    corrected = corrections(measured(lines, work.max_lag), own, work, gpus, mps=True)
+    other, its_work, its_lines = on_two_gpus(host, predicted)
+    planned = Planner(its_work, gpus, preferences(other), corrected).as_set(layout_of(other, mps=True))
+    assert 256 / planned.step_s == pytest.approx(measured(its_lines, its_work.max_lag).samples_per_s, rel=within)
+
+
 def test_in_turn_the_snapshot_is_away_while_the_trainer_trains_from_rung_2_on() -> None:
     """Full AdamW at 7B fits by it. On an H200 the optimizer's states are away too while the engine generates, as a run
     found too little memory for both."""
@@ -198,10 +249,22 @@ def test_no_step_is_shorter_than_what_keeps_the_gpu_busy(model: str) -> None:
         assert layout.engines > 1
 
 
-def test_it_is_planned_only_where_it_was_measured_and_can_gain() -> None:
+def test_it_is_planned_only_on_one_host_and_where_it_can_gain() -> None:
     assert at_once("0.5b", "1xH200")
-    assert not at_once("0.5b", "2xH200")
+    for candidate in at_once("0.5b", "2xH200", "--rollout.max_groups=64"):
+        layout = candidate.layout
+        assert (layout.trainer.ranks, layout.borrowed, layout.replicas, layout.gpus) == (2, 2, 0, 2)
+    assert not at_once("0.5b", "2x8xH200")
     assert not at_once("7b", "1xH200", "--policy.lora.rank", "16")
+
+
+def test_two_gpus_at_once_are_said_to_be_verified_and_more_not() -> None:
+    plans = {gpus: make(settings_of(None, ["--rollout.max_groups=64"]), f"{gpus}xH200", "0.5b") for gpus in (2, 4)}
+    for gpus, plan in plans.items():
+        assert plan.candidates[0].layout.placement == "at once"
+        assert ("1. at once (not verified on GPUs): " in report_of(plan)) == (gpus > 2)
+        assert f"{gpus} replicas on the same GPUs, " in report_of(plan)
+        assert "generation takes from their GPUs while it trains" in report_of(plan)
 
 
 def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:
@@ -215,6 +278,15 @@ def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:
     (problem, *_) = [each for each in small.problems if each.layout.startswith("at once")]
     assert problem.component.advice == "lower rollout.max_groups or rollout.engines_per_gpu"
     assert problem.needed_bytes > problem.limit_bytes
+
+
+def test_two_gpus_at_once_are_written_with_a_rank_and_a_replica_on_each(tmp_path: Path) -> None:
+    settings = settings_of(None, ["--rollout.max_groups=64"])
+    plan = make(settings, "2xH200", "0.5b")
+    values = run_values(settings, plan.candidates[0], plan.planner.cluster)
+    assert (values["trainer"]["gpus"], values["trainer"]["ranks"]) == ([0, 1], 2)
+    assert (values["rollout"]["gpus"], values["rollout"]["replicas"]) == ([0, 1], 2)
+    assert chart_values(plan.candidates[0], plan.planner.cluster)["pod"]["gpu"]["count"] == 2
 
 
 def test_what_is_written_starts_as_planned_and_is_one_pod_with_one_gpu(tmp_path: Path) -> None:
@@ -252,7 +324,9 @@ def test_what_is_written_starts_as_planned_and_is_one_pod_with_one_gpu(tmp_path:
 def test_a_run_with_some_gpus_in_common_does_not_calibrate() -> None:
     own = settings_of(None, ["--trainer.gpus=[0]", "--rollout.gpus=[0, 1]", "--rollout.replicas=2"])
     lines: list[Mapping[str, Any]] = [{"step_s": 1.0, "phase_wait_s": 0.5}] * 4
-    with pytest.raises(SettingsError, match=r"one GPU in trainer\.gpus and rollout\.gpus, or with no GPU in both"):
+    with pytest.raises(
+        SettingsError, match=r"the same GPUs in trainer\.gpus and rollout\.gpus, a rank and a replica on each"
+    ):
         corrections(measured(lines, 1), own, fixed(own), parse_cluster("1xH200"))
     unknown = settings_of(None, [*MODES["at_once"], "--rollout.replicas=1", "--rollout.engines_per_gpu=auto"])
     with pytest.raises(SettingsError, match=r'found "auto", whose choice is not recorded'):

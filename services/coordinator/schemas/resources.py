@@ -17,9 +17,11 @@ T = TypeVar("T")
 class Page(ResponseModel, Generic[T]):
     """A page of a list."""
 
+    # pydantic would look for the source of each Page[...] in all imported modules
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
     items: list[T]
-    next: str | None
-    """`cursor` of the next page; null: last page."""
+    next: str | None = Field(description="`cursor` of the next page; null: last page.")
 
 
 class PolicyView(ResponseModel):
