@@ -4,12 +4,13 @@ One engine runs them alternately. On a GPU: Qwen2-0.5B's shape in bfloat16, rand
 512 tokens. On a CPU: a tiny shape.
 
     python -m benchmarks.decode --rounds 4
-    python -m benchmarks.decode --rounds 3 --engines 1 2 3 4 auto    # several engines on one GPU
+    python -m benchmarks.decode --rounds 3 --engines 1 2 3 4 auto vllm    # several engines on one GPU
     python -m benchmarks.decode --rounds 1 --engines 1 2 --groups 4 16 32 64 --shape 7b
 
 Prints median ``ratio`` (captured / none), ``native_ratio`` (vLLM / none), ``max_abs_difference`` (nats). ``--engines``:
 by number of engines and of sequences tokens per second, ``gpu`` and ``step_ms``, milliseconds in which each sequence
 grows by a token, its prompt included; ``over_first``, ratio to the first number of engines with the most sequences.
+``vllm`` is one engine with vLLM's own scheduler.
 """
 
 import argparse
@@ -186,7 +187,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--engines", nargs="+", choices=(*map(str, range(1, 9)), "auto"), help="engines on one GPU")
+    parser.add_argument(
+        "--engines", nargs="+", choices=(*map(str, range(1, 9)), "auto", "vllm"), help="engines on one GPU"
+    )
     parser.add_argument("--groups", nargs="+", type=int, help="of 8 samples on a GPU (default 64), 4 on a CPU (8)")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="with --engines; default: 0.5b on a GPU, tiny on a CPU")
     arguments = parser.parse_args()

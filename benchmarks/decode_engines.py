@@ -1,6 +1,6 @@
 """Decode throughput with several vLLM engines on one GPU (``benchmarks.decode --engines``).
 
-Fixed numbers share engines that start once; ``auto`` starts separately and chooses by itself.
+Fixed numbers share engines that start once; ``auto`` and ``vllm`` start separately.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ class EngineComparison:
     """The same work for different numbers of engines and of groups.
 
     Args:
-        counts: numbers of engines, and optionally ``"auto"``, which is measured with the most groups.
+        counts: numbers of engines; ``"auto"``; ``"vllm"``, one engine with vLLM's own scheduler. The latter two are
+            measured with the most groups.
         groups: default: 64 on a GPU, 8 on a CPU.
         shape: default: 0.5b on a GPU, tiny on a CPU.
     """
@@ -43,8 +44,8 @@ class EngineComparison:
         shape: str | None = None,
     ) -> None:
         self._folder, self._rounds = folder, rounds
-        self._fixed = [int(count) for count in counts if count != "auto"]
-        self._auto = "auto" in counts
+        self._fixed = [int(count) for count in counts if count.isdigit()]
+        self._auto, self._theirs = "auto" in counts, "vllm" in counts
         self._on_gpu = torch.cuda.device_count() > 0
         self._samples, self._new_tokens = (8, 512) if self._on_gpu else (4, 64)
         self._groups = sorted(groups or [64 if self._on_gpu else 8])
@@ -59,7 +60,10 @@ class EngineComparison:
         self._offer = await asyncio.to_thread(random_policy, self._folder, SHAPES[self._shape], dtype)
         measured = await self._measure_fixed() if self._fixed else {}
         if self._auto:
-            measured["auto"] = await self._measure_auto()
+            measured["auto"] = await self._measure_alone("auto")
+        if self._theirs:
+            kind = "async_scheduler.AsyncScheduler" if self._on_gpu else "scheduler.Scheduler"
+            measured["vllm"] = await self._measure_alone(1, scheduler_cls=f"vllm.v1.core.sched.{kind}")
         return {
             "over_first": self._over_first(measured["engines"]) if self._fixed else {},
             **measured,
@@ -114,9 +118,9 @@ class EngineComparison:
             "gpu": [gpu for _, gpu in rows],
         }
 
-    async def _measure_auto(self) -> dict[str, Any]:
+    async def _measure_alone(self, engines: int | Literal["auto"], **arguments: Any) -> dict[str, Any]:
         started_s = time.monotonic()
-        opened, choice = await open_engines("auto", self._arguments(1))
+        opened, choice = await open_engines(engines, {**self._arguments(1), **arguments})
         opened.share_secret(b"benchmark")
         start_s = time.monotonic() - started_s
         most = self._groups[-1]
