@@ -1,7 +1,8 @@
 r"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, alternately.
 
-The demo's work or long answers (``pipeline_work``). Rates are samples / seconds between commits, after a third of the
-steps.
+The demo's work or long answers (``pipeline_work``). Rates are samples / seconds between commits of steady steps: after a
+third of them, without the last ``max_lag``, in multiples of ``max_lag + 1`` (``services.plan.measured.steady``); TRL's
+after a third.
 
     python -m benchmarks.pipeline --steps 60 --rounds 3
     python -m benchmarks.pipeline --work long --shape 0.5b --device cuda --steps 15 --rounds 1    # two GPUs
@@ -58,6 +59,8 @@ import tomli_w
 from benchmarks.gpu_meter import gpu_meter
 from benchmarks.pipeline_work import MODEL_TOKENS, ROOT, Work, arithmetic, long, work_folder
 from benchmarks.shapes import SHAPES
+from services.plan.measured import steady
+from shared.settings import SETTINGS_FILE, load
 
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
 _SERVER_S = 240
@@ -95,13 +98,13 @@ def run_penstock(
             if len(_steps(folder / name)) < _LEAST_STEPS:
                 raise SystemExit(f"{late}\n{logs_of(folder / name)}\n{late.states}") from late
             print(f"\n{late.states}", file=sys.stderr, flush=True)
-    rate, phases, (begin_s, end_s) = _measured(_steps(folder / name)[:steps])
+    rate, phases, (begin_s, end_s) = _measured(*_counted(folder / name, steps))
     return rate, phases, meter.figures(begin_s, end_s)
 
 
-def _measured(lines: Sequence[dict[str, Any]]) -> tuple[float, dict[str, float], tuple[float, float]]:
-    """Return samples per second and mean seconds by phase after a third of the steps, and the times between which."""
-    measured = _steady(lines)
+def _measured(lines: Sequence[dict[str, Any]], max_lag: int) -> tuple[float, dict[str, float], tuple[float, float]]:
+    """Return samples per second and mean seconds by phase of the steady steps, and the times between which."""
+    measured = _steady(lines, max_lag)
     seconds = measured[-1]["finished_at_s"] - measured[0]["finished_at_s"]
     phases = {phase: _mean(measured[1:], f"phase_{phase}_s") for phase in PHASES}
     phases["generate (each group, in parallel)"] = _mean(measured[1:], "generate_s_mean")
@@ -111,9 +114,21 @@ def _measured(lines: Sequence[dict[str, Any]]) -> tuple[float, dict[str, float],
     return rate, phases, (measured[0]["finished_at_s"], measured[-1]["finished_at_s"])
 
 
-def _steady(lines: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the last step that does not count, and those that do."""
-    return lines[max(2, len(lines) // 3) - 1 :]
+def _steady(lines: Sequence[dict[str, Any]], max_lag: int) -> Sequence[dict[str, Any]]:
+    """Return the last step that does not count, and those that do, by the plan's rule; the first two never do."""
+    counted = steady(len(lines), max_lag)
+    first = max(2, counted.start)
+    return lines[first - 1 : counted.stop if counted.stop > first else None]
+
+
+def _max_lag(run: Path) -> int:
+    return load(run / SETTINGS_FILE, environment={}).algorithm.max_lag
+
+
+def _counted(run: Path, steps: int) -> tuple[list[dict[str, Any]], int]:
+    """Return a run's lines, and its ``max_lag`` if it made all ``steps``: the last ones of others are like those before."""
+    lines = _steps(run)[:steps]
+    return lines, _max_lag(run) if len(lines) == steps else 0
 
 
 @contextlib.contextmanager
@@ -416,13 +431,13 @@ class _Report:
     def note_partial(self, mode: str, lines: Sequence[dict[str, Any]]) -> None:
         """Keep the rate of a run that was interrupted, if it made enough steps."""
         if len(lines) >= _LEAST_STEPS:
-            rate, self.phases[mode], _ = _measured(lines)
-            self.note_tokens(mode, lines)
+            rate, self.phases[mode], _ = _measured(lines, 0)
+            self.note_tokens(mode, lines, 0)
             self.partial[mode] = {"steps": len(lines), "samples_per_s": round(rate, 1)}
 
-    def note_tokens(self, mode: str, lines: Sequence[dict[str, Any]]) -> None:
+    def note_tokens(self, mode: str, lines: Sequence[dict[str, Any]], max_lag: int) -> None:
         """Keep the mean length of the completions of the steps that count."""
-        self.tokens[mode] = round(_mean(_steady(lines)[1:], "response_tokens_mean"), 1)
+        self.tokens[mode] = round(_mean(_steady(lines, max_lag)[1:], "response_tokens_mean"), 1)
 
     def print(self, kept: Mapping[str, list[float]], about: Mapping[str, object]) -> None:
         """Print a table of the phases, and one JSON object with the rates of this call or of all."""
@@ -475,7 +490,7 @@ def _penstock(
         except KeyboardInterrupt:
             report.note_partial(mode, _steps(folder / mode))
             raise
-        report.note_tokens(mode, _steps(folder / mode)[: arguments.steps])
+        report.note_tokens(mode, *_counted(folder / mode, arguments.steps))
     return rate
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import pipeline, pipeline_work
-from benchmarks.pipeline import NotDone, _Command, _kept, _Report, _Run, end, heed_sigterm
+from benchmarks.pipeline import NotDone, _Command, _counted, _kept, _Report, _Run, _steady, end, heed_sigterm
 from benchmarks.pipeline_work import long
 
 _FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -176,6 +176,30 @@ def test_an_interrupted_call_prints_whole_runs_and_the_rate_of_the_last(capsys: 
     assert printed["partial"] == {"sync": {"steps": 6, "samples_per_s": 3.0}}
     assert printed["tokens_per_sample"] == {"sync": 450.0}  # of steps 3 to 6
     assert printed["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("made", "max_lag", "counted"),
+    [
+        (15, 0, range(6, 16)),
+        (15, 1, range(7, 15)),  # of each turn both steps, and not the last, beside which nothing is admitted
+        (15, 2, range(8, 14)),
+        (15, 4, range(7, 12)),
+        (6, 0, range(3, 7)),
+        (4, 2, range(3, 5)),
+        (3, 1, range(3, 4)),
+    ],
+)
+def test_steady_steps_count(made: int, max_lag: int, counted: range) -> None:
+    before, *rest = _steady([_line(step) for step in range(1, made + 1)], max_lag)
+    assert [line["step"] for line in rest] == list(counted)
+    assert before["step"] == counted[0] - 1
+
+
+def test_a_run_that_ended_early_was_as_steady_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("[algorithm]\nmax_lag = 2\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(_line(step)) + "\n" for step in range(1, 7)))
+    assert [_counted(tmp_path, steps)[1] for steps in (6, 15)] == [2, 0]
 
 
 def test_a_call_interrupted_before_enough_steps_has_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
