@@ -35,7 +35,7 @@ from services.plan.memory import (
 from services.plan.rates import Rates
 from services.plan.simulation import Side, SimulatedFigures, simulate
 from services.plan.workload import Workload
-from shared.settings.placement import USABLE_IN_TURNS
+from shared.settings.placement import USABLE_IN_TURNS, smallest
 
 Placement = Literal["separate", "shared", "lend", "at once"]
 """``at once`` is ``placement.mode = "separate"`` with the same GPUs in trainer.gpus and rollout.gpus."""
@@ -552,10 +552,11 @@ def _after_moving(waiting: Components, lacking_bytes: float) -> tuple[list[Compo
     and one for each moment (services/trainer/model/memory/residency.py)."""
     sizes = {part.name: part.nbytes for part in waiting if part.name in _STATES}
     masters, moment = sizes.get("master weights", 0.0), sizes.get("moments", 0.0) / 2
-    storages = sorted((masters, moment, moment))
-    sums = [0.0, *itertools.accumulate(storages)]
-    moved = next((moved for moved in sums if moved >= lacking_bytes), sums[-1])
-    return [Component("optimizer states that stay", sums[-1] - moved)] if moved < sums[-1] else [], moved
+    storages = (masters, moment, moment)
+    moved = smallest(storages, lacking_bytes)
+    stay_bytes = sum(nbytes for place, nbytes in enumerate(storages) if place not in moved)
+    stay = [Component("optimizer states that stay", stay_bytes)] if stay_bytes else []
+    return stay, sum(storages[place] for place in moved)
 
 
 def _staying(memory: EngineMemory, rung: int, engines: int) -> Component:

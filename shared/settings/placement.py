@@ -1,5 +1,8 @@
 """Which processes share a device: ``[placement]``."""
 
+import bisect
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -33,6 +36,15 @@ class PlacementSettings(Section):
     """What is freed at a switch, with `shared` and `lend`: nothing (0), the replica's KV cache (1), its weights too (2); for
     generation also the trainer's optimizer states (3), and its weights (4). `auto`: the lowest that fits into memory, by
     measured sizes; vLLM on a CPU supports only 0."""
+
+
+def smallest(sizes: Sequence[float], needed_bytes: float) -> list[int]:
+    """Return which storages of these ``sizes`` move at :data:`OPTIMIZER_RUNG`: the smallest, until they have
+    ``needed_bytes``.
+    """
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    totals = list(itertools.accumulate((sizes[place] for place in order), initial=0))
+    return order[: bisect.bisect_left(totals, needed_bytes)]
 
 
 def is_guest(replica: str) -> bool:

@@ -9,16 +9,14 @@ The ladder's rungs for the trainer (docs/placement.md)::
 Works on storages, so it serves every ZeRO stage and torch's own optimizer. Nothing may use a model while it is away.
 """
 
-import bisect
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from shared.process import memory_timeline
-from shared.settings.placement import OPTIMIZER_RUNG, USABLE_IN_TURNS
+from shared.settings.placement import OPTIMIZER_RUNG, USABLE_IN_TURNS, smallest
 from shared.weights.host_copies import HostCopies, storages_of
 
 COMPONENTS = ("weights", "optimizer", "gradients")
@@ -131,10 +129,10 @@ def _enough(
     storages: list[torch.UntypedStorage], needed_bytes: float
 ) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
     """Return the smallest storages, until they have ``needed_bytes``, and the others."""
-    ordered = sorted(storages, key=lambda storage: storage.nbytes())
-    totals = list(itertools.accumulate((storage.nbytes() for storage in ordered), initial=0))
-    count = bisect.bisect_left(totals, needed_bytes)
-    return ordered[:count], ordered[count:]
+    moved = smallest([storage.nbytes() for storage in storages], needed_bytes)
+    return [storages[place] for place in moved], [
+        storage for place, storage in enumerate(storages) if place not in moved
+    ]
 
 
 def _is_short(device: torch.device, before_bytes: float, needed_bytes: float) -> bool:
