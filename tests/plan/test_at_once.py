@@ -165,6 +165,16 @@ def test_a_run_on_two_gpus_at_once_predicts_others_of_its_host(
     assert 256 / planned.step_s == pytest.approx(measured(its_lines, its_work.max_lag).samples_per_s, rel=within)
 
 
+@pytest.mark.parametrize(
+    ("run", "measured_rate", "planned_rate"), [("lag-1-two-engines", 167, 133), ("lag-2-two-engines", 201, 152)]
+)
+def test_without_a_run_two_gpus_are_planned_as_the_page_says(run: str, measured_rate: int, planned_rate: int) -> None:
+    own, work, lines = on_two_gpus("fourth", run)
+    planned = Planner(work, parse_cluster("2xH100"), preferences(own)).as_set(layout_of(own, mps=True))
+    assert round(measured(lines, work.max_lag).samples_per_s) == measured_rate
+    assert round(256 / planned.step_s) == planned_rate
+
+
 def test_in_turn_the_snapshot_is_away_while_the_trainer_trains_from_rung_2_on() -> None:
     """Full AdamW at 7B fits by it. On an H200 the optimizer's states are away too while the engine generates, as a run
     found too little memory for both."""
