@@ -122,11 +122,12 @@ def random_policy(folder: Path, shape: Mapping[str, Any], dtype: torch.dtype) ->
 
     torch.manual_seed(0)
     config = Qwen2Config(**shape, bos_token_id=None, eos_token_id=None)
-    with torch.device("cuda" if torch.cuda.device_count() else "cpu"):
+    device = "cuda" if torch.cuda.device_count() else "cpu"
+    with torch.device(device):
         model = Qwen2ForCausalLM._from_config(config, dtype=dtype)
     model.save_pretrained(folder / "policy")
     written = write_snapshot(folder / "weights", PolicyVersion(0), 0, model.named_parameters(), dtype)
-    if torch.cuda.device_count():
+    if device == "cuda":
         del model
         torch.cuda.empty_cache()
     return file_offer(PolicyRecord(PolicyVersion(0), None, 0, 0.0, written.digest, str(written.location)), 60.0)
@@ -190,9 +191,13 @@ def main() -> None:
     parser.add_argument(
         "--engines", nargs="+", choices=(*map(str, range(1, 9)), "auto", "vllm"), help="engines on one GPU"
     )
-    parser.add_argument("--groups", nargs="+", type=int, help="of 8 samples on a GPU (default 64), 4 on a CPU (8)")
+    parser.add_argument(
+        "--groups", nargs="+", type=int, help="with --engines: of 8 samples on a GPU (default 64), 4 on a CPU (8)"
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), help="with --engines; default: 0.5b on a GPU, tiny on a CPU")
     arguments = parser.parse_args()
+    if (arguments.groups or arguments.shape) and not arguments.engines:
+        parser.error("expected --engines with --groups and --shape, found none: add it")
     with tempfile.TemporaryDirectory() as folder:
         if arguments.engines:
             from benchmarks.decode_engines import EngineComparison

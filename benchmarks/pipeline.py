@@ -121,14 +121,10 @@ def _steady(lines: Sequence[dict[str, Any]], max_lag: int) -> Sequence[dict[str,
     return lines[first - 1 : counted.stop if counted.stop > first else None]
 
 
-def _max_lag(run: Path) -> int:
-    return load(run / SETTINGS_FILE, environment={}).algorithm.max_lag
-
-
 def _counted(run: Path, steps: int) -> tuple[list[dict[str, Any]], int]:
     """Return a run's lines, and its ``max_lag`` if it made all ``steps``: the last ones of others are like those before."""
     lines = _steps(run)[:steps]
-    return lines, _max_lag(run) if len(lines) == steps else 0
+    return lines, load(run / SETTINGS_FILE, environment={}).algorithm.max_lag if len(lines) == steps else 0
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from services.plan.memory import (
 from services.plan.rates import Rates
 from services.plan.simulation import Side, SimulatedFigures, simulate
 from services.plan.workload import Workload
-from shared.settings.placement import USABLE_IN_TURNS, smallest
+from shared.settings.placement import USABLE_IN_TURNS, moved_and_staying
 
 Placement = Literal["separate", "shared", "lend", "at once"]
 """``at once`` is ``placement.mode = "separate"`` with the same GPUs in trainer.gpus and rollout.gpus."""
@@ -553,10 +553,10 @@ def _after_moving(waiting: Components, lacking_bytes: float) -> tuple[list[Compo
     sizes = {part.name: part.nbytes for part in waiting if part.name in _STATES}
     masters, moment = sizes.get("master weights", 0.0), sizes.get("moments", 0.0) / 2
     storages = (masters, moment, moment)
-    moved = smallest(storages, lacking_bytes)
-    stay_bytes = sum(nbytes for place, nbytes in enumerate(storages) if place not in moved)
-    stay = [Component("optimizer states that stay", stay_bytes)] if stay_bytes else []
-    return stay, sum(storages[place] for place in moved)
+    moved_bytes, stay_bytes = (
+        sum(storages[place] for place in places) for places in moved_and_staying(storages, lacking_bytes)
+    )
+    return [Component("optimizer states that stay", stay_bytes)] if stay_bytes else [], moved_bytes
 
 
 def _staying(memory: EngineMemory, rung: int, engines: int) -> Component:

@@ -28,7 +28,7 @@ class Plan:
 
     @property
     def best(self) -> Sequence[Candidate]:
-        """The fastest; of those that differ in ZeRO's stage or the way of weights alone, the fastest one."""
+        """The fastest; of those that differ in ZeRO's stage or the way of weights, and what follows from these, one."""
         distinct: dict[GpuLayout, Candidate] = {}
         for candidate in self.candidates:
             trainer = dataclasses.replace(candidate.layout.trainer, zero_stage=0, snapshots=0, sharded=False)

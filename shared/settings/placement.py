@@ -38,13 +38,14 @@ class PlacementSettings(Section):
     measured sizes; vLLM on a CPU supports only 0."""
 
 
-def smallest(sizes: Sequence[float], needed_bytes: float) -> list[int]:
-    """Return which storages of these ``sizes`` move at :data:`OPTIMIZER_RUNG`: the smallest, until they have
-    ``needed_bytes``.
+def moved_and_staying(sizes: Sequence[float], needed_bytes: float) -> tuple[list[int], list[int]]:
+    """Return the places in ``sizes`` of storages that move at :data:`OPTIMIZER_RUNG`, and of the others: the smallest move,
+    until they have ``needed_bytes``.
     """
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     totals = list(itertools.accumulate((sizes[place] for place in order), initial=0))
-    return order[: bisect.bisect_left(totals, needed_bytes)]
+    count = bisect.bisect_left(totals, needed_bytes)
+    return order[:count], order[count:]
 
 
 def is_guest(replica: str) -> bool:

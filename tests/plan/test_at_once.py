@@ -148,6 +148,7 @@ def on_two_gpus(host: str, run: str) -> tuple[Settings, Workload, list[Mapping[s
     [
         ("fourth", "lag-1-two-engines", "lag-2-two-engines", 0.05),
         ("fourth", "lag-1-one-engine", "lag-2-two-engines", 0.13),
+        ("fourth", "lag-2-two-engines", "lag-1-one-engine", 0.24),
         ("fifth", "lag-2-one-engine", "lag-2-two-engines", 0.12),
         ("fifth", "lag-2-one-engine", "lag-4-two-engines", 0.06),
         ("fifth", "lag-2-two-engines", "lag-4-two-engines", 0.18),

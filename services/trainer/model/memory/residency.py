@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.process import memory_timeline
-from shared.settings.placement import OPTIMIZER_RUNG, USABLE_IN_TURNS, smallest
+from shared.settings.placement import OPTIMIZER_RUNG, USABLE_IN_TURNS, moved_and_staying
 from shared.weights.host_copies import HostCopies, storages_of
 
 COMPONENTS = ("weights", "optimizer", "gradients")
@@ -129,10 +129,8 @@ def _enough(
     storages: list[torch.UntypedStorage], needed_bytes: float
 ) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
     """Return the smallest storages, until they have ``needed_bytes``, and the others."""
-    moved = smallest([storage.nbytes() for storage in storages], needed_bytes)
-    return [storages[place] for place in moved], [
-        storage for place, storage in enumerate(storages) if place not in moved
-    ]
+    moved, staying = moved_and_staying([storage.nbytes() for storage in storages], needed_bytes)
+    return [storages[place] for place in moved], [storages[place] for place in staying]
 
 
 def _is_short(device: torch.device, before_bytes: float, needed_bytes: float) -> bool:
