@@ -300,11 +300,9 @@ async def test_a_run_whose_evaluation_fails_still_trains(bus: Bus, tmp_path: Pat
 
 async def test_a_server_that_comes_back_empty_gets_its_run_back(bus: Bus, tmp_path: Path) -> None:
     run = settings(tmp_path)
-    async with running(make(bus, run)) as parts:
+    async with running(make(bus, run)):
         await reaches(bus, RunState.CREATED)
         await raw(bus).delete(bus.keys.named("run"))
-        bus.reconnects += 1
-        parts.lifecycle.wake()
 
         async def there() -> bool:
             return bool(await raw(bus).hexists(bus.keys.named("run"), "state"))

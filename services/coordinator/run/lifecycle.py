@@ -92,7 +92,6 @@ class Lifecycle:
         self._folder = folder
         self._poll_s = poll_s
         self._wake = asyncio.Event()
-        self._reconnects = bus.reconnects
         self.gate_open = False
         self.closed = False
         """The run has ended and its records are complete."""
@@ -101,7 +100,6 @@ class Lifecycle:
         self._wake.set()
 
     async def run(self) -> None:
-        await self._ledger.create()
         await self._ledger.note("doing", "")  # from the previous leader
         while True:
             if not await self.advance():
@@ -111,11 +109,11 @@ class Lifecycle:
                 self._wake.clear()
 
     async def advance(self) -> bool:
-        if self._bus.reconnects != self._reconnects:  # the server may have lost its data
-            self._reconnects = self._bus.reconnects
+        status = await self._ledger.status()
+        if not status.created_at_s:  # the run is new, or the server has lost its data
             await self._ledger.create()
             await self._bus.make_groups()
-        status = await self._ledger.status()
+            return True
         if status.state is RunState.FINISHED and status.step < self._settings.run.steps:
             return await self._extend(status.step)
         if status.state in ENDED:

@@ -49,9 +49,13 @@ class Branch:
         self.revision = max((record.settings_revision for record in records), default=0)
 
     async def was_left(self) -> bool:
-        """Whether a rollback, not another trainer, ended our epoch."""
+        """Whether a rollback, or the bus's loss of its data, ended our epoch, and not another trainer."""
         epoch, rollback_epoch = await self._ledger.epochs()
         return epoch != self._epoch and epoch == rollback_epoch
+
+    async def is_ours(self) -> bool:
+        """Whether our epoch lasts: no rollback or other trainer ended it, and the bus has its data."""
+        return (await self._ledger.epochs())[0] == self._epoch
 
     def next_version(self) -> PolicyVersion:
         return PolicyVersion(0 if self.newest is None else self.newest + 1)

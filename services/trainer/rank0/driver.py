@@ -128,6 +128,8 @@ class Driver:
     async def _open(self, commands: Sequence[Command]) -> None:
         loaded = self._opening.loaded
         self._step, self._differs = 0 if loaded is None else loaded.state.step, False
+        if self._opening.restored and self._filling is not None:
+            await self._forget_experience(self._filling)
         for command in commands:
             loads = command.kind is CommandKind.LOAD
             self._context.status.start.begin("loading the checkpoint" if loads else "replaying the journal")
@@ -139,6 +141,13 @@ class Driver:
                     log.warning("replay differs", extra={"detail": result.difference})
                     await tell(self._bus, "trainer", "replay differs", result.difference, step=self._step)
         self._is_open = True
+
+    async def _forget_experience(self, filling: asyncio.Task[None]) -> None:
+        """Have what the bus lost not trained again: its entries could not be committed."""
+        filling.cancel()
+        await asyncio.wait([filling])
+        self._intake.forget()
+        self._filling = None
 
     def _leave(self) -> None:
         self._is_open = self._is_ready = self._is_new = False
@@ -461,6 +470,8 @@ class Driver:
             return
         assert self._branch.newest is not None
         state = await self._retention.describe(self._step, self._branch.newest, self._live)
+        if not await self._branch.is_ours():  # `state` may be of another branch, or of an empty bus
+            return
         saved = await self._ask(Command(CommandKind.CHECKPOINT, state=state), results.Saved)
         if saved.checkpoint is None:
             await self._retention.note_failed(self._step, saved.refusal)

@@ -107,6 +107,7 @@ class Intake:
         finally:
             if self._filter is not None:
                 self._filter.close()
+                self._filter = None
 
     async def _fill(self) -> None:
         suspects = await self._ledger.noted_batch()
@@ -117,6 +118,12 @@ class Intake:
             free_slots = self._settings.slots - len(self._held)
             for delivery in await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, free_slots), _PROMPT_READ_S):
                 await self._hold(delivery)
+
+    def forget(self) -> None:
+        """Let go of what is held, as the bus lost it; :meth:`fill` may begin again."""
+        self._held.clear()
+        self._suspects.clear()
+        self._retaken.clear()
 
     async def next_suspect(self) -> Taken | None:
         """Return a group to try alone, its attempt counted, or None."""

@@ -36,6 +36,8 @@ class Opening:
         self.loaded: Checkpoint | None = None
         self.stranded = False
         """Whether a rollback's checkpoint cannot be loaded, or the run has ended."""
+        self.restored = False
+        """Whether the bus was empty when the run was opened last: it is new, or the bus has lost its data."""
 
     async def find(self) -> list[Command]:
         """Take the epoch and return the commands; may include fetching a checkpoint."""
@@ -51,7 +53,7 @@ class Opening:
             await self._branch.take_epoch()  # the rollback ended the epoch taken above
         await self._branch.follow(resume.status)
         replay = [await self._replayed(entries) for entries in resume.journal]
-        self.loaded = resume.checkpoint
+        self.loaded, self.restored = resume.checkpoint, resume.restored
         self.stranded = resume.stranded or not (
             resume.checkpoint is None or await may_load(context.bus, resume.checkpoint)
         )

@@ -54,6 +54,8 @@ class ResumePoint:
     """Whether the run was rolled back, which ended the trainer's epoch."""
     stranded: bool = False
     """Whether a rollback's checkpoint is damaged, or the run has ended."""
+    restored: bool = False
+    """Whether the bus had lost its data: what was on it before is gone."""
 
 
 async def find_resume(
@@ -82,7 +84,7 @@ async def find_resume(
     status = await _unpause(ledger, status)
     await _report_damage(bus, ledger, choice, "nothing is lost" if known else _lost(choice))
     await _tell_replay(bus, checkpoint, journal)
-    return ResumePoint(checkpoint, journal, status, choice.stored)
+    return ResumePoint(checkpoint, journal, status, choice.stored, restored=not known)
 
 
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.model.policy import Policy
 from services.trainer.rank0.branch import Branch
 from services.trainer.rank0.driver import Driver
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import Mailbox
 from services.trainer.rank0.mailbox.results import Freed, ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
+from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
 from shared.bus.stores.policy.ledger import RunState
@@ -384,6 +386,56 @@ async def test_a_rollback_makes_every_rank_load_the_checkpoint_that_the_ledger_w
         await until(lambda: script.kinds.count(CommandKind.LOAD) == 2)
         await until(lambda: script.kinds[-1] is CommandKind.IDLE)
     assert (await again.ledger.status()).trainer_epoch == epoch + 1
+
+
+async def emptied(bus: Bus) -> None:
+    """As a server that comes back without its data, and the coordinator that sees it."""
+    await raw(bus).delete(*await raw(bus).keys(bus.keys.named("*")))
+    await bus.make_groups()
+
+
+async def test_what_an_emptied_bus_had_delivered_is_forgotten_and_the_same_trainer_goes_on(
+    bus: Bus, tmp_path: Path
+) -> None:
+    driven, trained = await created(bus, tmp_path, checkpoint_every_steps=1)
+    await raw(bus).hset(bus.keys.named("run"), "cursor", 3 * GROUPS)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
+        await driven.feed(batch(0))
+        await until(lambda: [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1])
+        await driven.feed(batch(1)[:-1])  # held: one is missing for a step
+        await until(lambda: len(driven.driver._intake._held) == GROUPS - 1)
+        await emptied(bus)
+        await has(driven, "run restored")
+        await driven.feed(batch(2))
+        await is_at(driven, 2)
+        assert not both.done()
+    assert await bus.counts() == {"trained": 2 * GROUPS, "dropped:bus_lost": 2 * GROUPS}
+
+
+async def test_no_checkpoint_is_written_with_what_an_emptied_bus_says(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, trained = await created(bus, tmp_path, checkpoint_every_steps=1)
+    await raw(bus).hset(bus.keys.named("run"), "cursor", 3 * GROUPS)
+    describe, described = Retention.describe, []
+
+    async def after_the_loss(retention: Retention, step: int, *rest: Any) -> CheckpointState:
+        if step == 2 and (2, 0) not in described:
+            await emptied(bus)
+        state = await describe(retention, step, *rest)
+        described.append((state.step, state.counts.get("trained", 0)))
+        return state
+
+    monkeypatch.setattr(Retention, "describe", after_the_loss)
+    async with driven.running(lambda: driven.train(trained.engine)):
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        await driven.feed(batch(1))
+        await has(driven, "run restored")
+        assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
+        await driven.feed(batch(2))
+        await is_at(driven, 2)
+    assert [checkpoint.state.counts["trained"] for checkpoint in local_store.find(driven.root)] == [GROUPS, 2 * GROUPS]
 
 
 async def test_a_driver_that_fails_ends_the_training_with_its_error(bus: Bus, tmp_path: Path) -> None:
