@@ -124,11 +124,9 @@ class Server:
         no answer for ``wait_s``.
         """
         started_s, failures = time.monotonic(), 0
-        cancels = _cancels()
         while True:
             try:
                 result = await _answered(command)
-                _raise_swallowed(cancels)
             except (*_UNAVAILABLE, BusUnavailable) as error:
                 waited_s = time.monotonic() - started_s
                 if self._wait_s is not None and waited_s > self._wait_s:
@@ -136,7 +134,6 @@ class Server:
                         f"the Redis or Valkey server did not answer within {self._wait_s:.0f} s: {error}"
                     ) from error
                 self._note_lost(error)
-                _raise_swallowed(cancels)
                 failures += 1
                 await asyncio.sleep(_BACKOFF.jittered_s(failures))
             else:
@@ -170,23 +167,22 @@ class Server:
 
 
 async def _answered(command: Callable[[], Awaitable[R]]) -> R:
+    """Return the answer or raise the error; a cancellation meanwhile is raised whichever of them came.
+
+    Before Python 3.12, redis-py's ``asyncio.wait_for`` may swallow one just as the command is sent.
+    """
+    cancels = _cancels()
     try:
         return await command()
     except ResponseError as error:
         if "MISCONF" not in str(error):
             raise
         raise BusUnavailable(f"the server cannot write its data to disk, so it takes no writes: {error}") from error
+    finally:
+        if _cancels() > cancels:
+            raise asyncio.CancelledError
 
 
 def _cancels() -> int:
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
-
-
-def _raise_swallowed(cancels: int) -> None:
-    """Raise the cancellation that redis-py swallowed since there were ``cancels``.
-
-    Before Python 3.12, its ``asyncio.wait_for`` may swallow one just as the command is sent.
-    """
-    if _cancels() > cancels:
-        raise asyncio.CancelledError

@@ -5,6 +5,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+import pytest
+
 from services.coordinator.admission.admission import Admission, Terms, terms_of
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
@@ -271,14 +273,17 @@ async def test_a_record_that_cannot_be_read_is_buried_and_the_next_one_promoted(
     assert await bus.length(streams.PUBLISHED.dead) == 1
 
 
-async def test_a_loop_over_the_bus_stops_whenever_it_is_cancelled(bus: Bus) -> None:
+@pytest.mark.parametrize("is_emptied", [False, True])
+async def test_a_loop_over_the_bus_stops_whenever_it_is_cancelled(bus: Bus, is_emptied: bool) -> None:
     async def look_for_ever() -> None:
         while True:
-            await bus.length(streams.PROMPTS)
+            if is_emptied:
+                await bus.write(streams.PUBLISHED, "DEL")  # its group is missing: an error is the answer
+            await bus.read(streams.PUBLISHED, PolicyRecord, "coordinator", 1, 0.001)
 
     for pause in range(300):  # at any moment: Python 3.11's wait_for would swallow some
         loop = asyncio.create_task(look_for_ever())
-        for _ in range(1 + pause % 40):
+        for _ in range(1 + pause % 60):
             await asyncio.sleep(0)
         loop.cancel()
         done, _ = await asyncio.wait([loop], timeout=PATIENCE_S)
