@@ -128,3 +128,22 @@ async def test_a_leader_whose_bus_came_back_empty_leads_under_the_term_that_it_g
         await until(lambda: leader.terms == [7])
         await raw(bus).delete(bus.keys.named("run"), bus.keys.named("lease"))
         await until(lambda: leader.terms == [7, 1])
+
+
+async def test_loops_that_do_not_end_when_they_are_cancelled_end_the_coordinator_and_not_its_run(bus: Bus) -> None:
+    may_end = asyncio.Event()
+
+    async def lead(term: int) -> None:
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+
+    lease = Lease(bus, "a", TTL_S, close_s=0.1)
+    running = asyncio.create_task(lease.run(lead))
+    await until(lambda: lease.leading)
+    await raw(bus).hset(bus.keys.named("lease"), mapping={"replica": "b", "process": "b"})
+    try:
+        with pytest.raises(RuntimeError, match="the loops of term 1 have not ended within 0.1 s"):
+            await running
+    finally:
+        may_end.set()

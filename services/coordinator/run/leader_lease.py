@@ -22,14 +22,16 @@ log = logging.getLogger(__name__)
 LEADING = Gauge("penstock_coordinator_leading", "1 while this coordinator leads the run, else 0.")
 
 TTL_S = 3.0
+_CLOSE_S = 30.0
 
 
 class Lease:
-    def __init__(self, bus: Bus, replica: str, ttl_s: float = TTL_S) -> None:
+    def __init__(self, bus: Bus, replica: str, ttl_s: float = TTL_S, close_s: float = _CLOSE_S) -> None:
         self._bus = bus
         self._replica = replica
         self._process = uuid.uuid4().hex[:8]
         self._ttl_s = ttl_s
+        self._close_s = close_s
         self._until_s = 0.0
         self.term = 0
         """Fencing token; 0 while another leads."""
@@ -41,7 +43,11 @@ class Lease:
         return self.term > 0 and time.monotonic() < self._until_s
 
     async def run(self, lead: Callable[[int], Awaitable[None]]) -> None:
-        """Run ``lead(term)`` under the lease until it returns; it is cancelled if the lease is lost."""
+        """Run ``lead(term)`` under the lease until it returns; it is cancelled if the lease is lost.
+
+        Raises:
+            RuntimeError: it does not end although it was cancelled; the process must be restarted.
+        """
         try:
             while True:
                 await self._claim()
@@ -66,6 +72,10 @@ class Lease:
             if not (ended := leading.done()):
                 leading.cancel()
             self._set(0)
+            if not (await asyncio.wait([leading], timeout=self._close_s))[0]:
+                raise RuntimeError(
+                    f"the loops of term {term} have not ended within {self._close_s:g} s of their cancellation"
+                )
             with contextlib.suppress(asyncio.CancelledError):
                 await leading
         if not ended:
