@@ -143,7 +143,7 @@ async def test_loops_that_do_not_end_when_they_are_cancelled_end_the_coordinator
     await until(lambda: lease.leading)
     await raw(bus).hset(bus.keys.named("lease"), mapping={"replica": "b", "process": "b"})
     try:
-        with pytest.raises(RuntimeError, match="the loops of term 1 have not ended within 0.1 s"):
+        with pytest.raises(RuntimeError, match="the loops of term 1 have not ended"):
             await running
     finally:
         may_end.set()
