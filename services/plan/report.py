@@ -153,9 +153,12 @@ def reason(plan: Plan, candidate: Candidate) -> str:
     if outcome.trainer_idle < _IDLE:
         return f"{place}; trainer-bound: more replicas would not help."
     if candidate.layout.placement == "at once":
-        whose = "its GPU" if candidate.layout.gpus == 1 else "their GPUs"
-        who = "the trainer waits" if candidate.layout.gpus == 1 else "its ranks wait"
-        return f"{place}; {who} {outcome.trainer_idle:.0%}, and generation takes from {whose} while it trains."
+        who, rest = (
+            ("the trainer waits", "its GPU while it trains")
+            if candidate.layout.gpus == 1
+            else ("the ranks wait", "their GPUs while they train")
+        )
+        return f"{place}; {who} {outcome.trainer_idle:.0%}, and generation takes from {rest}."
     if candidate.layout.placement == "shared":
         return f"{place}; the GPUs take turns, {outcome.trainer_idle:.0%} of the time without training."
     return f"{place}; rollout-bound: the trainer waits {outcome.trainer_idle:.0%}."

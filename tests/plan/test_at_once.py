@@ -275,7 +275,7 @@ def test_two_gpus_at_once_are_said_to_be_verified_and_more_not() -> None:
         assert plan.candidates[0].layout.placement == "at once"
         assert ("1. at once (not verified on GPUs): " in report_of(plan)) == (gpus > 2)
         assert f"{gpus} replicas on the same GPUs, " in report_of(plan)
-        assert "generation takes from their GPUs while it trains" in report_of(plan)
+        assert "generation takes from their GPUs while they train" in report_of(plan)
 
 
 def test_the_memory_of_both_is_the_sum(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from shared.errors import SettingsError
 from shared.settings import Settings, loads
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 ONE_GPU = json.loads((RESULTS / "2026-11-23-one-gpu-h200.json").read_text())
 CLUSTER = parse_cluster("1xH200")
 
@@ -58,6 +60,14 @@ def test_completions_that_nearly_all_reach_the_limit_are_not_taken_for_short_one
 
 def work(*flags: str) -> Workload:
     return dataclasses.replace(workload_of(settings_of(None, flags), "0.5b"), lengths=Lengths(512, 512, 0.0))
+
+
+def test_the_docs_say_how_long_a_decoding_step_of_a_small_model_is_planned_without_a_calibration() -> None:
+    said = re.search(r"with (\d+) and (\d+) sequences took .+?, and ([\d.]+) and ([\d.]+) are planned", DOCS, re.S)
+    assert said is not None
+    sequences, planned_ms = map(int, said.groups()[:2]), said.groups()[2:]
+    of_h100 = [decode_seconds(work(), parse_cluster("1xH100"), 1, 1, count) for count in sequences]
+    assert tuple(f"{1e3 * seconds:.1f}" for seconds in of_h100) == planned_ms
 
 
 @given(st.sampled_from([64, 256, 1024]), st.floats(0.5, 2.0))
