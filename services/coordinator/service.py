@@ -13,7 +13,8 @@ API.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
 from services.coordinator.admission import dataset
@@ -56,6 +57,7 @@ from shared.bus.stores.policy import held_out as held_out_store
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.run.registry import keep_registered, registered_settings
 from shared.errors import SettingsError
 from shared.files.durable import LEAST_BYTES, free_bytes
 from shared.process.service import Context, serve
@@ -140,20 +142,28 @@ async def start(settings: Settings, replica: str) -> None:
         async with serve(settings, "coordinator", replica) as context:
             context.status.start.begin("offering the data")
             await context.live.refresh()
-            scorers = [scorer.name for scorer in settings.reward.scorers]
             if kept := await context.live.kept():
                 detail = f"{'; '.join(kept)}: revision {context.live.revision} overrides the run's settings"
                 await tell(context.bus, SOURCE, "live settings kept", detail)
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
-            if settings.is_supervised:
-                await _offer_held_out(context.bus, settings, data)
-            else:
-                await offer(context.bus, dataset.rows_to_try(data.train.problems, scorers))
-            parts = assemble(context.bus, context.live, data, folder, context.status, access, replica)
+            offering = functools.partial(_offer, context.bus, settings, data, await registered_settings(context.bus))
+            await offering()
+            parts = assemble(context.bus, context.live, data, folder, context.status, access, replica, offering)
             await _coordinate(context, parts, server, folder)
     finally:
         server.close()
+
+
+async def _offer(bus: Bus, settings: Settings, data: Data, registered: str | None) -> None:
+    """Offer what other services wait for, at the start and whenever the bus has lost its data."""
+    if registered is not None:
+        await keep_registered(bus, registered)
+    if settings.is_supervised:
+        await _offer_held_out(bus, settings, data)
+    else:
+        scorers = [scorer.name for scorer in settings.reward.scorers]
+        await offer(bus, dataset.rows_to_try(data.train.problems, scorers))
 
 
 async def _offer_held_out(bus: Bus, settings: Settings, data: Data) -> None:
@@ -196,7 +206,14 @@ async def _announce(lease: Lease, server: ApiServer, path: Path, run_id: str) ->
 
 
 def assemble(
-    bus: Bus, live: Live, data: Data, folder: Path, status: Status, access: Access | None = None, replica: str = ""
+    bus: Bus,
+    live: Live,
+    data: Data,
+    folder: Path,
+    status: Status,
+    access: Access | None = None,
+    replica: str = "",
+    offering: Callable[[], Awaitable[None]] | None = None,
 ) -> Coordinator:
     ledger, settings = Ledger(bus), live.settings
     recorder = Recorder(bus, folder, settings.coordinator.sample_every_steps)
@@ -243,7 +260,9 @@ def assemble(
     gate = RegressionGate(bus, ledger, settings.evaluation, rollbacks, look)
     generated = data.held_out and not settings.is_supervised
     evaluator = make_evaluator(bus, ledger, data.held_out, settings, gate.judge) if generated else None
-    lifecycle = Lifecycle(bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder)
+    lifecycle = Lifecycle(
+        bus, ledger, settings, evaluator, gate, recorder, lambda: admission.wake(), folder, offer=offering
+    )
     steering = Steering(bus, ledger, rollbacks, groups_per_step, look)
     exporting = Exporting(bus, ledger, settings)
     operations = Operations(

@@ -165,7 +165,7 @@ class Follower:
                 log.warning("unreadable record passed over", extra={"entry": entry, "reason": str(error)})
             else:
                 offset.pending.append(offset.segments.of_step(report))
-        if len(rows) < _BATCH and await evaluated(self._bus) > len(offset.evaluated):
+        if len(rows) < _BATCH and await evaluated(self._bus) - set(offset.evaluated):
             for version, raw in sorted((await results(self._bus)).items(), key=lambda item: int(item[0])):
                 if int(version) not in offset.evaluated:
                     offset.pending.append(offset.segments.of_evaluation(results_of(raw)))

@@ -186,6 +186,12 @@ class Bus(Commands):
             await self.make_groups()
             return []
 
+    async def pending(self, stream: Stream, consumer: str, count: int) -> frozenset[EntryId]:
+        """Return up to ``count`` entries that ``consumer`` was delivered and that have not left the stream."""
+        words = ("XPENDING", self.keys.of(stream), stream.group or "", "-", "+", count, consumer)
+        asked = self.call(lambda: self._client.execute_command(*words, parse_detail=True))
+        return frozenset(EntryId(text(row["message_id"])) for row in await self._unless_empty(asked))
+
     async def reclaim(
         self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
     ) -> list[Delivery[M]]:

@@ -270,13 +270,25 @@ def main(
         settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
         log.set_up(settings.telemetry.log_level, replica)
         with asyncio.Runner(loop_factory=loop) as runner:
-            code = runner.run(_awaited(run(settings, replica)))
-            return settings.internal.stopped_exit_status if code is None else code
-    except (SettingsError, BusUnavailable) as error:
+            try:
+                code = runner.run(_awaited(run(settings, replica)))
+                return settings.internal.stopped_exit_status if code is None else code
+            except Exception as error:  # noqa: BLE001 (reported before the runner waits for what does not end)
+                return _report(service, error)
+            finally:
+                signal.alarm(math.ceil(_LEAVE_S))  # the runner waits for cancelled tasks and for threads
+    except Exception as error:  # noqa: BLE001 (the outermost edge: the caller leaves, and no library adds its last words to the traceback)
+        return _report(service, error)
+    finally:
+        signal.alarm(0)
+
+
+def _report(service: str, error: Exception) -> int:
+    """Print what ended a service; return its exit code."""
+    if isinstance(error, (SettingsError, BusUnavailable)):
         return refuse(service, error)
-    except Exception:  # noqa: BLE001 (the outermost edge: the caller leaves, and no library adds its last words to the traceback)
-        print(escaped(redacted(traceback.format_exc())), file=sys.stderr)  # noqa: T201
-        return 1
+    print(escaped(redacted("".join(traceback.format_exception(error)))), file=sys.stderr)  # noqa: T201
+    return 1
 
 
 def leave(code: int) -> NoReturn:

@@ -70,12 +70,16 @@ class ApiServer:
         )
         server = _Quiet(config)
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
+        answering = asyncio.ensure_future(server.answers.wait())
         try:
-            await server.answers.wait()
+            await asyncio.wait([serving, answering], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()  # raises why it does not serve
             self.announce(announce, run_id)
             self.answers.set()
             await asyncio.shield(serving)
         finally:
+            answering.cancel()
             server.should_exit = True
             await serving
 

@@ -7,6 +7,7 @@ returns the same operation.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -74,11 +75,15 @@ class Operations:
                 for operation in await self._store.all():
                     if operation.state is OperationState.RUNNING and operation.id not in self._working:
                         self._working.add(operation.id)
-                        tasks.create_task(self._work(operation))
+                        working = tasks.create_task(self._work(operation))
+                        working.add_done_callback(functools.partial(self._forget, operation.id))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_S):
                         await self._wake.wait()
                 self._wake.clear()
+
+    def _forget(self, number: int, _: object) -> None:
+        self._working.discard(number)
 
     async def give_up(self, detail: str) -> None:
         for operation in await self._store.all():
@@ -107,8 +112,6 @@ class Operations:
             raise
         else:
             await self._end(now, outcome)
-        finally:
-            self._working.discard(operation.id)
 
     async def _end(self, now: Operation, outcome: OperationOutcome) -> None:
         ended = dataclasses.replace(

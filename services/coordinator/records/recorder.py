@@ -123,8 +123,7 @@ class Recorder:
             self._after[stream] = entries[-1][0]
 
     async def _record_evaluations(self) -> None:
-        count = await evaluated(self._bus)
-        if count == 0 or count <= len(self._evaluated):
+        if not await evaluated(self._bus) - self._evaluated:
             return
         new = [evaluation for evaluation in await evaluations(self._bus) if evaluation.version not in self._evaluated]
         self._evaluations.append([dataclasses.asdict(evaluation) for evaluation in new])

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from services.coordinator.evaluation.evaluator import Due, Evaluator, take_all
@@ -81,6 +81,7 @@ class Lifecycle:
         opened: Callable[[], None],
         folder: Path,
         poll_s: float = 0.1,
+        offer: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._bus = bus
         self._ledger = ledger
@@ -91,6 +92,8 @@ class Lifecycle:
         self._opened = opened
         self._folder = folder
         self._poll_s = poll_s
+        self._offer = offer
+        self._seen: RunStatus | None = None
         self._wake = asyncio.Event()
         self.gate_open = False
         self.closed = False
@@ -110,11 +113,11 @@ class Lifecycle:
 
     async def advance(self) -> bool:
         status = await self._ledger.status()
-        if not status.created_at_s:  # the run is new, or the server has lost its data
-            await self._ledger.create()
-            await self._bus.make_groups()
+        if not status.created_at_s:
+            await self._create()
             return True
-        if status.state is RunState.FINISHED and status.step < self._settings.run.steps:
+        self._seen = status
+        if status.state is RunState.FINISHED and status.step < self._settings.run.steps and status.head is not None:
             return await self._extend(status.step)
         if status.state in ENDED:
             return await self._end(status.state)
@@ -129,6 +132,13 @@ class Lifecycle:
         if status.state is RunState.RUNNING and status.step >= self._settings.run.steps:
             return status.head == status.newest_version and await self._end(RunState.FINISHED)
         return False
+
+    async def _create(self) -> None:
+        """Create a new run, or one that the server has lost, as it was: paused, stopped, with what it had been offered."""
+        await self._bus.make_groups()
+        if self._offer is not None:
+            await self._offer()
+        await self._ledger.create(self._seen)
 
     def _open(self) -> None:
         if not self.gate_open:

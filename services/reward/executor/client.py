@@ -11,6 +11,7 @@ from shared.errors import PeerError, TemporaryError
 from shared.files.secret_file import read_secret
 from shared.peers import frames
 from shared.peers.handshake import introduce
+from shared.peers.keep_alive import keep_alive
 from shared.settings.rewards.reward import ExecutorSettings
 
 CONNECT_WITHIN_S = 5.0
@@ -119,6 +120,7 @@ class ExecutorClient:
         else:
             host, _, port = self.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            keep_alive(writer.get_extra_info("socket"))
         try:
             if self._secret:
                 await introduce(reader, writer, self._secret)

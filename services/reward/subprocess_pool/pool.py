@@ -62,11 +62,12 @@ class _Place:
         self._command = command
         self._environment = (*FOR_PYTHON, *environment)
         self._process: asyncio.subprocess.Process | None = None
+        self._is_killed = False  # its exit code comes later, and it may have answered the question before
         self._questions = 0
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and not self._is_killed and self._process.returncode is None
 
     @property
     def worn(self) -> bool:
@@ -124,11 +125,13 @@ class _Place:
 
     def kill(self) -> None:
         if self._process is not None:
+            self._is_killed = True
             kill_group(self._process.pid)
 
     async def empty(self) -> None:
         self.kill()
         process, self._process = self._process, None
+        self._is_killed = False
         if process is not None:
             await reap(process)
 

@@ -4,6 +4,7 @@ The ledger accepts versions of one epoch only. A trainer takes the next epoch at
 epoch that another trainer ended is final.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 _NOTE = "newest_version"
+_COMMITTED = "committed_version"
 
 
 class Branch:
@@ -53,9 +55,17 @@ class Branch:
         epoch, rollback_epoch = await self._ledger.epochs()
         return epoch != self._epoch and epoch == rollback_epoch
 
-    async def is_ours(self) -> bool:
-        """Whether our epoch lasts: no rollback or other trainer ended it, and the bus has its data."""
-        return (await self._ledger.epochs())[0] == self._epoch
+    def is_ours(self, status: RunStatus, step: int) -> bool:
+        """Whether ``status`` is of our epoch and as we left it after ``step`` steps."""
+        return (status.trainer_epoch, status.step, status.newest_version) == (self._epoch, step, self.newest)
+
+    def check(self, status: RunStatus, step: int) -> None:
+        """Raise Fenced if the bus has lost what we committed last."""
+        if status.trainer_epoch == self._epoch and not self.is_ours(status, step):
+            raise Fenced(
+                f"expected the bus at step {step} with version {self.newest}, found step {status.step} and version "
+                f"{status.newest_version}: it has older data"
+            )
 
     def next_version(self) -> PolicyVersion:
         return PolicyVersion(0 if self.newest is None else self.newest + 1)
@@ -137,9 +147,24 @@ def note_version(folder: Path, version: PolicyVersion) -> None:
             return
 
 
+def note_committed(folder: Path, version: PolicyVersion) -> None:
+    """Record that a version was committed, by which a successor knows that the bus lost it."""
+    with contextlib.suppress(OSError):  # a full disk: the number before stays
+        write_whole(folder / _COMMITTED, str(int(version)))
+
+
+def committed_version(folder: Path) -> PolicyVersion:
+    """Return the last version recorded as committed, or 0."""
+    return _read(folder / _COMMITTED)
+
+
 def noted_version(folder: Path) -> PolicyVersion:
     """Return the largest recorded number, or 0."""
+    return _read(folder / _NOTE)
+
+
+def _read(note: Path) -> PolicyVersion:
     try:
-        return PolicyVersion(int((folder / _NOTE).read_text(encoding="utf-8")))
+        return PolicyVersion(int(note.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return PolicyVersion(0)

@@ -26,7 +26,7 @@ from services.trainer import metrics as measures
 from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
-from services.trainer.rank0.branch import Branch
+from services.trainer.rank0.branch import Branch, note_committed
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.lending import Lending, missing_samples
 from services.trainer.rank0.mailbox import results
@@ -40,7 +40,7 @@ from shared.bus.stores.experience.signals import SignalChange
 from shared.bus.stores.policy import held_out
 from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState
 from shared.bus.streams import JOURNAL, TRAINING_STREAMS
-from shared.errors import WeightsError
+from shared.errors import Fenced, WeightsError
 from shared.process.device import DeviceLease
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
@@ -129,6 +129,8 @@ class Driver:
         loaded = self._opening.loaded
         self._step, self._differs = 0 if loaded is None else loaded.state.step, False
         if self._opening.restored and self._filling is not None:
+            if not any(command.kind is CommandKind.LOAD for command in commands):
+                raise Fenced("the bus lost its data before the first checkpoint: the trainer starts again")
             await self._forget_experience(self._filling)
         for command in commands:
             loads = command.kind is CommandKind.LOAD
@@ -251,7 +253,10 @@ class Driver:
 
     async def _end_with_the_run(self) -> None:
         """Once the run is over, store what is not yet stored; then leave, if asked to."""
-        if (await self._ledger.status()).is_over(self._settings.run.steps):
+        status = await self._ledger.status()
+        if not self._opening.stranded:
+            self._branch.check(status, self._step)
+        if status.is_over(self._settings.run.steps):
             await self._checkpoint_new()
             stored = self._retention.is_stored
             self._context.status.values["stored"] = float(stored)
@@ -463,6 +468,7 @@ class Driver:
         from shared.weights.format.snapshot import keep_newest
 
         self._context.status.version = record.version
+        await asyncio.to_thread(note_committed, self._settings.run_folder, record.version)
         await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
 
     async def _checkpoint_new(self) -> None:
@@ -470,8 +476,8 @@ class Driver:
             return
         assert self._branch.newest is not None
         state = await self._retention.describe(self._step, self._branch.newest, self._live)
-        if not await self._branch.is_ours():  # `state` may be of another branch, or of an empty bus
-            return
+        if not self._branch.is_ours(await self._ledger.status(), self._step):
+            return  # `state` is of another branch, or of a bus that has lost data
         saved = await self._ask(Command(CommandKind.CHECKPOINT, state=state), results.Saved)
         if saved.checkpoint is None:
             await self._retention.note_failed(self._step, saved.refusal)

@@ -38,7 +38,7 @@ from services.trainer.algorithm.group_filter import Filter
 from services.trainer.batch.staleness import Granularity, find_contexts, is_fenced
 from services.trainer.metrics import LEFT
 from shared.bus.assembly import part_of_group
-from shared.bus.bus import Bus, Delivery
+from shared.bus.bus import Bus, Delivery, EntryId
 from shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose, RolloutGroup
 from shared.bus.stores.experience.signals import SignalChange, signal
 from shared.bus.stores.policy.ledger import Ledger, Standing
@@ -58,6 +58,8 @@ DYNAMIC_SAMPLING_ROUNDS = 10
 """Batches without signal for one step after which such groups are used."""
 _PROMPT_READ_S = 0.2
 _LOOK_S = 0.2
+_LOST_LOOK_S = 1.0
+_MOST_PENDING = 1 << 20
 _ALONE_FROM = 2
 _MOST_DRAWN = 16 * MOST_KEPT
 """Most tokens that could be drawn at a position, ties included: of a forward pass, every position takes as much memory."""
@@ -82,6 +84,8 @@ class Intake:
         self._live = live
         self._steps_of_versions = steps_of_versions
         self._held: dict[GroupId, Taken] = {}
+        self._entries: set[EntryId] = set()
+        """Of all groups here, those that are leaving included."""
         self._arrived = asyncio.Event()
         self.left: Counter[str] = Counter()
         self.vocabulary: int | None = None
@@ -114,15 +118,30 @@ class Intake:
         async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
             await self._hold(await self._bus.note_crash(delivery) if delivery.entry_id in suspects else delivery)
         self._retaken.set()
+        looked_s = time.monotonic()
         while True:
             free_slots = self._settings.slots - len(self._held)
-            for delivery in await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, free_slots), _PROMPT_READ_S):
+            deliveries = await self._bus.read(EXPERIENCE, Experience, CONSUMER, max(1, free_slots), _PROMPT_READ_S)
+            for delivery in deliveries:
+                await self._hold(delivery)
+            if not deliveries and time.monotonic() - looked_s >= _LOST_LOOK_S:
+                await self._take_lost()
+                looked_s = time.monotonic()
+
+    async def _take_lost(self) -> None:
+        """Take again what the bus has delivered and a broken connection has lost."""
+        before = set(self._entries)
+        pending = await self._bus.pending(EXPERIENCE, CONSUMER, _MOST_PENDING)
+        if pending - before - self._entries:
+            async for delivery in self._bus.own(EXPERIENCE, Experience, CONSUMER):
                 await self._hold(delivery)
 
     def forget(self) -> None:
         """Let go of what is held, as the bus lost it; :meth:`fill` may begin again."""
         self._held.clear()
+        self._entries.clear()
         self._suspects.clear()
+        self._without_signal.clear()
         self._retaken.clear()
 
     async def next_suspect(self) -> Taken | None:
@@ -154,6 +173,9 @@ class Intake:
         self._arrived.set()
 
     async def _hold(self, delivery: Delivery[Experience]) -> None:
+        if delivery.entry_id in self._entries:
+            return  # the bus has lost that it delivered this entry
+        self._entries.add(delivery.entry_id)
         if delivery.attempts > self._settings.internal.max_attempts:
             cause = await self._bus.cause(delivery) or "it left no message"
             await self._bury(
@@ -330,6 +352,7 @@ class Intake:
         """Forget a committed batch."""
         for taken in batch:
             del self._held[taken.experience.group_id]
+            self._entries.discard(taken.delivery.entry_id)
         self._useless = self._filtered = 0
 
     def take_signals(self, batch: list[Taken]) -> SignalChange | None:
@@ -388,11 +411,13 @@ class Intake:
         kept = [part_of_group(group, place) if whole and not tokens else b"" for place, tokens in enumerate(stale)]
         self._count("requeued")
         await self._bus.requeue(taken.delivery, prompt, kept)
+        self._entries.discard(taken.delivery.entry_id)
 
     async def _drop(self, delivery: Delivery[Experience], reason: str, detail: str) -> None:
         self._count(reason)
         log.info("group dropped", extra={"group": delivery.group_id, "reason": reason, "detail": detail})
         await self._bus.drop(delivery, reason, detail)
+        self._entries.discard(delivery.entry_id)
 
     def _count(self, reason: str) -> None:
         self.left[reason] += 1
@@ -402,6 +427,7 @@ class Intake:
         self._count("buried")
         log.error("group buried", extra={"group": delivery.group_id, "reason": reason})
         await self._bus.bury(delivery, reason)
+        self._entries.discard(delivery.entry_id)
 
 
 def _is_shown(experience: Experience) -> bool:

@@ -7,6 +7,8 @@
     bus is empty          newest intact checkpoint ──▶ the ledger is restored from it; groups in flight count as lost
     neither               the initial policy
 
+Numbers of versions that the bus lost are not used again: a replica that has one would not pull another of that number.
+
 Checkpoints of revoked versions are deleted; damaged ones are renamed to ``damaged-step-…``. If no checkpoint is intact,
 the start is refused without changes. A rollback is abandoned if its checkpoint is damaged or killed the trainer
 ``MOST_LOADS`` times.
@@ -23,7 +25,7 @@ from services.trainer.checkpoint.candidates import Candidates, Damage, Journal, 
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
 from services.trainer.checkpoint.signatures import open_signer
-from services.trainer.rank0.branch import noted_version
+from services.trainer.rank0.branch import committed_version, noted_version
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
@@ -70,6 +72,8 @@ async def find_resume(
             local_store.delete(on_disk)
     local_store.clear_unfinished(root)
     status = await ledger.status()
+    if status.newest_version is not None and committed_version(settings.run_folder) > status.newest_version:
+        status = await _skip_lost_versions(bus, ledger, status, settings.run_folder)
     signer = open_signer(settings)
     choice = await Candidates(bus, ledger, store, root, status if known else None, revoked, signer).choose()
     checkpoint, journal = choice.checkpoint, choice.journal
@@ -77,7 +81,7 @@ async def find_resume(
         raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
     if journal is None:
         return await _go_back(bus, ledger, settings, choice)
-    if checkpoint is not None and not known:
+    if not known and (checkpoint is not None or noted_version(settings.run_folder)):
         await _restore(bus, ledger, live, checkpoint, settings.run_folder)
         status = await ledger.status()
         journal = await journal_after(ledger, checkpoint, status) or ()
@@ -233,9 +237,14 @@ async def _no_journal(ledger: Ledger, checkpoint: Checkpoint | None, status: Run
     )
 
 
-async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint, folder: Path) -> None:
-    state = checkpoint.state
+async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint | None, folder: Path) -> None:
     noted = noted_version(folder)
+    if checkpoint is None:
+        await ledger.restore(0, 0, 0, noted, {}, (0.0, 0.0))
+        detail = "the bus was empty, before the first checkpoint; continuing from the initial policy"
+        await tell(bus, "trainer", "run restored", detail, step=0, cursor=0, position=0)
+        return
+    state = checkpoint.state
     newest_version = noted if noted >= state.version else PolicyVersion(state.version + _UNKNOWN_VERSIONS)
     position = state.cursor if state.position is None else state.position
     gpu_time = (state.gpu_s, state.gpu_until_s)
@@ -243,6 +252,19 @@ async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint,
     await live.restore(state.settings_revision, state.live_values)
     detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
+
+
+async def _skip_lost_versions(bus: Bus, ledger: Ledger, status: RunStatus, folder: Path) -> RunStatus:
+    """Number the next version after those that the bus lost: replicas may have them, and would not pull it."""
+    assert status.tip is not None
+    lost = committed_version(folder)
+    await ledger.skip_versions(max(lost, noted_version(folder)), status.tip)
+    detail = (
+        f"the bus has data of version {status.newest_version}, older than version {lost}; later steps are trained again"
+    )
+    log.warning("bus has older data", extra={"detail": detail})
+    await tell(bus, "trainer", "bus has older data", detail, step=status.step, version=int(lost))
+    return await ledger.status()
 
 
 async def _tell_replay(bus: Bus, checkpoint: Checkpoint | None, journal: Journal) -> None:

@@ -31,8 +31,8 @@ class Pipeline(Protocol):
 
 
 class Client(Protocol):
-    def execute_command(self, *words: str | bytes | int | float) -> Awaitable[Any]:
-        """Run one command; redis-py decodes the answer."""
+    def execute_command(self, *words: str | bytes | int | float, parse_detail: bool = ...) -> Awaitable[Any]:
+        """Run one command; redis-py decodes the answer. ``parse_detail``: that of XPENDING is of entries."""
 
     def pipeline(self, transaction: bool) -> Pipeline:
         """Return an empty pipeline."""

@@ -11,7 +11,7 @@
 
 Within a host: a Unix socket in a private folder. Across hosts: TCP, authenticated by HMAC-SHA256 of a challenge and the
 rank (``rollout.secret_file``), not encrypted. Workers end with their replica; a worker's death is reported at once, a
-vanished host's after ``_SILENT_S``.
+vanished host's after ``shared.peers.keep_alive.SILENT_S``.
 """
 
 import asyncio
@@ -40,6 +40,7 @@ from shared.files import temporary
 from shared.peers import frames
 from shared.peers.frames import Frame
 from shared.peers.handshake import Newcomers
+from shared.peers.keep_alive import keep_alive
 from shared.process.memory_timeline import Held
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,6 @@ _STRANGER_BYTES, _STRANGERS = 4096, 64
 """Limits of unauthenticated connections: bytes, and number; one more drops the oldest."""
 _MAX_RANKS, _MAX_PIDS = 1 << 16, 16
 _GREETING_S = 10.0
-_SILENT_S = 15
 _CHILD = re.compile(r"(?:(\d+)_)?(g\d+)(?:-.*)?")
 
 
@@ -140,20 +140,8 @@ def _connect(address: str) -> socket.socket:
         return connection
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), _GREETING_S)
-    _keep_alive(connection)
+    keep_alive(connection)
     return connection
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, _SILENT_S // 3),
-        (socket.TCP_KEEPINTVL, _SILENT_S // 3),
-        (socket.TCP_KEEPCNT, 2),
-        (socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Reports:
@@ -261,7 +249,7 @@ class Reports:
             log.warning("refused a worker that does not know the secret in rollout.secret_file", extra={"rank": rank})
             return None
         if self._host:
-            _keep_alive(writer.get_extra_info("socket"))
+            keep_alive(writer.get_extra_info("socket"))
         self.pids.update(pids - {os.getpid()})
         if self._folder is not None:
             temporary.note_shared_memory(self._folder, self.pids)

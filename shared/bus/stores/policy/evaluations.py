@@ -138,8 +138,9 @@ async def results(bus: Bus) -> dict[bytes, bytes]:
     return await bus.hgetall(EVALUATIONS)
 
 
-async def evaluated(bus: Bus) -> int:
-    return int(await bus.ask("HLEN", EVALUATIONS))
+async def evaluated(bus: Bus) -> frozenset[PolicyVersion]:
+    """Return the versions that have results."""
+    return frozenset(PolicyVersion(int(version)) for version in await bus.ask("HKEYS", EVALUATIONS))
 
 
 async def note_decision(bus: Bus, version: PolicyVersion, action: str) -> None:

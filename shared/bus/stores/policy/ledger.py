@@ -152,10 +152,25 @@ class Ledger(Policies):
 
     # ---------------------------------------------------------------- run
 
-    async def create(self) -> None:
-        """Create the run in state ``created``, unless it exists."""
-        await self._bus.write(RUN, "HSETNX", "created_at_s", time.time())
-        await self._bus.write(RUN, "HSETNX", "state", RunState.CREATED.value)
+    async def create(self, lost: RunStatus | None = None) -> None:
+        """Create the run in state ``created``, unless it exists; one that the bus ``lost``, in its state."""
+        now_s = time.time()
+        fields: dict[str, Argument] = {"state": RunState.CREATED.value}
+        if lost is not None:
+            fields = {
+                "state": lost.state.value,
+                "reason": lost.reason,
+                "changed_at_s": now_s,
+                "paused_s": lost.paused_s,
+            }
+            if lost.first_admission_s is not None:
+                fields["first_admission_s"] = lost.first_admission_s
+            if lost.closed:
+                fields["closed_at_s"] = now_s
+        for name, value in fields.items():
+            await self._bus.write(RUN, "HSETNX", name, value)
+        # last, as its absence says that the run must be created
+        await self._bus.write(RUN, "HSETNX", "created_at_s", now_s if lost is None else lost.created_at_s)
 
     async def status(self) -> RunStatus:
         return read_status(await self._bus.hgetall(RUN))
@@ -279,6 +294,11 @@ class Ledger(Policies):
         ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
         words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
         return bool(await self._bus.script("restore", run_pairs=len(fields), fields=words))
+
+    async def skip_versions(self, newest: PolicyVersion, tip: PolicyVersion) -> None:
+        """Have the next version follow ``newest``, a number that the bus lost, and descend from ``tip`` all the same."""
+        await self._bus.write(RUN, "HSETNX", "tip", int(tip))
+        await self._bus.write(RUN, "HSET", "newest_version", int(newest))
 
     async def commit(
         self,

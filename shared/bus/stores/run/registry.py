@@ -16,6 +16,11 @@ async def registered_settings(bus: Bus) -> str | None:
     return None if text is None else text.decode()
 
 
+async def keep_registered(bus: Bus, text: str) -> None:
+    """Register a run's settings again, if the bus lost them."""
+    await bus.write(SETTINGS, "SET", text, "NX")
+
+
 class Registry:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
