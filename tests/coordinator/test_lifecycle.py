@@ -309,3 +309,31 @@ async def test_a_server_that_comes_back_empty_gets_its_run_back(bus: Bus, tmp_pa
 
         await until(there)
     assert asyncio.current_task() is not None
+
+
+async def test_a_paused_run_whose_server_comes_back_empty_is_paused_and_offered_what_it_had(
+    bus: Bus, tmp_path: Path
+) -> None:
+    parts, offers = make(bus, settings(tmp_path)), []
+
+    async def offer() -> None:
+        offers.append(await bus.counts())
+
+    parts.lifecycle._offer = offer
+    async with running(parts):
+        await Trainer(bus).start()
+        await reaches(bus, RunState.RUNNING)
+        await Ledger(bus).transition(RunState.PAUSED, "the reward is wrong", [RunState.RUNNING])
+        await until(lambda: parts.lifecycle._seen is not None and parts.lifecycle._seen.state is RunState.PAUSED)
+        before, offers_before = await Ledger(bus).status(), len(offers)
+        await raw(bus).delete(*await raw(bus).keys(bus.keys.named("*")))
+        await reaches(bus, RunState.PAUSED)
+        await Trainer(bus).start()
+        await until(lambda: parts.lifecycle._seen is not None and parts.lifecycle._seen.head is not None)
+        status = await Ledger(bus).status()
+    assert (status.state, status.reason, status.created_at_s) == (
+        RunState.PAUSED,
+        "the reward is wrong",
+        before.created_at_s,
+    )
+    assert len(offers) == offers_before + 1

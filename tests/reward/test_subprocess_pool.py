@@ -199,3 +199,17 @@ async def test_a_matcher_that_computes_for_ever_dies_with_its_service() -> None:
     parent.wait(PATIENCE_S)
     parent.stdout.close()
     await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_an_answer_that_came_with_a_cancellation_is_nobody_elses(pool: Processes, tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    first = asyncio.create_task(pool.ask({"do": "hang", "seen": str(seen)}, LONG_S))
+    await until(lambda: seen.exists() and seen.read_text())
+    second = asyncio.create_task(pool.ask({"do": "answer", "seen": str(tmp_path / "other")}, LONG_S))
+    await asyncio.sleep(0)
+    process = pool._places[0]._process
+    assert process is not None
+    assert process.stdout is not None
+    process.stdout.feed_data(b'{"of": "the first"}\n')  # its answer, at the moment of
+    first.cancel()
+    assert (await second)["pid"] not in (process.pid, int(seen.read_text()))

@@ -1,7 +1,10 @@
 """A service started by hand finds what it needs."""
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,6 +13,7 @@ import pytest
 from shared.errors import SettingsError
 from shared.process.service import own_host, parse
 from shared.settings import Settings
+from tests.conftest import PATIENCE_S
 
 
 def _config(folder: Path, url: str) -> list[str]:
@@ -65,3 +69,27 @@ def test_an_address_that_cannot_be_derived_is_refused_with_the_setting(monkeypat
         SettingsError, match=r"no route to the bus at nowhere\.invalid:6379, .*: change bus\.url, or set run\.host to"
     ):
         own_host(Settings.model_validate({"bus": {"url": "redis://nowhere.invalid"}}))
+
+
+@pytest.mark.parametrize("remains", ["asyncio.to_thread(threading.Event().wait)", "asyncio.create_task(stubborn())"])
+def test_a_service_that_fails_ends_whatever_goes_on_in_it(tmp_path: Path, remains: str) -> None:
+    program = f"""
+import asyncio, sys, threading
+from shared.process import service
+async def stubborn():
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
+async def run(settings, replica):
+    asyncio.ensure_future({remains})
+    await asyncio.sleep(0.1)
+    raise RuntimeError("it failed")
+service._LEAVE_S = 1.0
+sys.exit(service.main("rollout", run, sys.argv[1:]))
+"""
+    words = [sys.executable, "-c", program, *_config(tmp_path, "redis://127.0.0.1:1")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert "RuntimeError: it failed" in done.stderr
+    assert done.returncode in (1, -signal.SIGALRM)

@@ -213,3 +213,17 @@ def test_the_place_of_a_stream_is_given_back_once() -> None:
     leave()
     streams.enter("c")
     assert streams.open == {"b": 1, "c": 1}
+
+
+async def test_an_api_that_cannot_serve_says_why(bus: Bus, tmp_path: Path) -> None:
+    await Ledger(bus).create()
+    parts = make(bus, settings(tmp_path, coordinator={"autostart": False}))
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        server = ApiServer("127.0.0.1", other.getsockname()[1])  # both may bind the port, and one may listen
+        other.listen()
+        with pytest.raises(OSError, match="Address already in use"):
+            async with asyncio.timeout(PATIENCE_S):
+                await server.run(make_app(parts.api), tmp_path / "coordinator.json", "test")
+    server.close()

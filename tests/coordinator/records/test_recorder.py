@@ -1,16 +1,19 @@
 """Laws of the records: no line twice, none torn, despite kills."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.records.jsonl import Lines
 from services.coordinator.records.recorder import Recorder
 from services.coordinator.records.summary import digest, one_line_a_step, training_seconds
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, PolicyVersion, RolloutGroup
+from shared.bus.stores.policy.evaluations import EVALUATIONS
 from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
 from shared.process.telemetry import tell
 from tests.support import builders
@@ -177,3 +180,23 @@ async def test_experience_of_the_journal_stays_where_it_is(bus: Bus, tmp_path: P
     await Recorder(bus, tmp_path, 1).catch_up()
     ((_, kept),) = await bus.newest(streams.JOURNAL, Experience, 10)
     assert kept.group.prompt.group_id == 0
+
+
+def evaluation(version: int) -> Evaluation:
+    return Evaluation(
+        PolicyVersion(version), version, "heldout", 10, 1, 10, 5, 0.5, 0.4, 0.6, {}, initial=False, final=False,
+        started_at_s=0.0, seconds=1.0, note="",
+    )  # fmt: skip
+
+
+async def test_evaluations_after_the_bus_was_lost_are_recorded_however_many_there_were(
+    bus: Bus, tmp_path: Path
+) -> None:
+    recorder = Recorder(bus, tmp_path, 100)
+    for versions in ((1, 2, 3), (7,)):
+        await raw(bus).delete(bus.keys.of(EVALUATIONS))
+        for version in versions:
+            results = [dataclasses.asdict(evaluation(version))]
+            await raw(bus).hset(bus.keys.of(EVALUATIONS), str(version), json.dumps(results))
+        await recorder.catch_up()
+    assert [line["version"] for line in lines(tmp_path, "evaluations.jsonl")] == [1, 2, 3, 7]

@@ -15,7 +15,7 @@ import torch
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.model.policy import Policy
-from services.trainer.rank0.branch import Branch
+from services.trainer.rank0.branch import Branch, committed_version
 from services.trainer.rank0.driver import Driver
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import Mailbox
@@ -410,6 +410,59 @@ async def test_what_an_emptied_bus_had_delivered_is_forgotten_and_the_same_train
         await is_at(driven, 2)
         assert not both.done()
     assert await bus.counts() == {"trained": 2 * GROUPS, "dropped:bus_lost": 2 * GROUPS}
+
+
+async def test_without_a_checkpoint_a_trainer_whose_bus_was_emptied_ends_and_its_successor_uses_no_number_again(
+    bus: Bus, tmp_path: Path
+) -> None:
+    driven, trained = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        await emptied(bus)
+        of_driver, _ = await both
+    assert isinstance(of_driver, Fenced)
+    assert "the bus lost its data before the first checkpoint" in str(of_driver)
+    again = Driven(bus, driven.of)
+    async with again.running(lambda: again.train(Rank(driven.of).engine)):
+        await until(again.ledger.policies)
+        (record,) = await again.ledger.policies()
+        assert (record.version, record.step) == (2, 0)
+
+
+async def as_before(bus: Bus, saved: dict[bytes, bytes]) -> None:
+    """As a server that comes back with older data."""
+    await raw(bus).delete(*await raw(bus).keys(bus.keys.named("*")))
+    for name, value in saved.items():
+        await raw(bus).restore(name, 0, value, replace=True)
+
+
+async def test_a_trainer_that_is_ahead_of_its_bus_writes_no_checkpoint_and_its_successor_no_number_again(
+    bus: Bus, tmp_path: Path
+) -> None:
+    driven, trained = await created(bus, tmp_path)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        names = await raw(bus).keys(bus.keys.named("*"))
+        saved = {name: await raw(bus).dump(name) for name in names}
+        await driven.feed(batch(1))
+        await is_at(driven, 2)
+        await until(lambda: committed_version(driven.of.run_folder) == 2)
+        await as_before(bus, saved)
+        of_driver, _ = await both
+    assert isinstance(of_driver, Fenced)
+    assert "found step 1 and version 1: it has older data" in str(of_driver)
+    assert local_store.find(driven.root) == []
+    again = Driven(bus, driven.of)
+    async with again.running(lambda: again.train(Rank(driven.of).engine)):
+        await has(again, "bus has older data")
+
+        async def newest() -> list[tuple[int, int | None, int]]:
+            return [(r.version, r.parent, r.step) for r in await again.ledger.policies() if r.version > 1]
+
+        await until(newest)
+        assert await newest() == [(3, 1, 1)]
 
 
 async def test_no_checkpoint_is_written_with_what_an_emptied_bus_says(

@@ -102,6 +102,44 @@ async def test_what_a_trainer_that_died_had_taken_is_taken_again_however_much_it
         await until(lambda: len(intake._held) == groups)
 
 
+async def test_what_a_broken_connection_lost_is_taken_again_once(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Bus.read
+    lost: list[Delivery[Any]] = []
+
+    async def losing(bus: Bus, *words: Any) -> list[Delivery[Any]]:
+        deliveries: list[Delivery[Any]] = await read(bus, *words)
+        if len(lost) < 1 and any(delivery.group_id == "1" for delivery in deliveries):
+            lost.extend(deliveries)
+            return []
+        return deliveries
+
+    monkeypatch.setattr(Bus, "read", losing)
+    monkeypatch.setattr(intake_module, "_LOST_LOOK_S", 0.0)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        await put(bus, 0)
+        await until(lambda: len(intake._held) == 1)
+        await put(bus, 1)
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+    assert batch is not None
+    assert [taken.delivery.attempts for taken in batch] == [1, 1]
+    assert len(lost) == 1
+    assert await bus.counts() == {}, "what is held is no duplicate of itself"
+
+
+async def test_an_entry_that_the_bus_delivers_again_is_no_duplicate_of_itself(bus: Bus) -> None:
+    await put(bus, 0)
+    intake = Intake(bus, Live(bus, settings()), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 1)
+        key = bus.keys.of(EXPERIENCE)
+        await raw(bus).xgroup_setid(key, EXPERIENCE.group, "0")  # as a server that lost the delivery
+        await put(bus, 1)
+        await until(lambda: len(intake._held) == 2)
+        assert await bus.counts() == {}
+        assert await bus.length(EXPERIENCE) == 2
+
+
 async def test_without_enough_groups_there_is_no_batch(bus: Bus) -> None:
     await put(bus, 0)
     intake = Intake(bus, Live(bus, settings()), {V(0): 0})
