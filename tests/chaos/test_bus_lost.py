@@ -54,6 +54,27 @@ async def test_a_server_that_comes_back_empty_costs_what_was_in_flight_and_no_mo
         assert min(record.version for record in await Ledger(bus).policies()) > max(before), "no number is used again"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_server_that_is_emptied_at_any_moment_restarts_no_process(tmp_path: Path) -> None:
+    async with harmed(tmp_path) as (run, server, _, bus):
+        await run.more_steps(bus, 6)  # a checkpoint is there
+        pids = {row["name"]: row["pid"] for row in run.table()["processes"]}
+        for pause_s in (0.0, 0.3, 1.0, 0.1, 0.5):
+            await asyncio.sleep(pause_s)
+            server.kill()
+            server.empty()
+            server.start()
+            await until(lambda: answers(server.port), timeout_s=PATIENCE_S)
+            await run.until(lambda: _restored(bus))
+            await run.more_steps(bus, 3)
+        assert {row["name"]: row["pid"] for row in run.table()["processes"]} == pids
+        await run.stop()
+        status, counts = await Ledger(bus).account()
+        assert sum(count for name, count in counts.items() if name != "requeued") == status.cursor
+        assert counts["trained"] == status.step * 8
+
+
 async def _freeze(server: TcpServer) -> None:
     server.send(signal.SIGSTOP)
     await asyncio.sleep(FROZEN_S)

@@ -24,13 +24,14 @@ from shared.bus.messages import Event, Experience, PolicyVersion, Prompt
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.cordon import Cordon, Word, tell_replica
 from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.replicas.live_settings import CHANGEABLE, Live
+from shared.bus.stores.replicas.live_settings import CHANGEABLE, LIVE, Live
 from shared.bus.worker import Patience, Worker
 from shared.process.telemetry import Presence, Status
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, generating, make, replicas, running, settings
+from tests.support.raw_redis import raw
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,6 +170,25 @@ async def test_a_revision_that_overrides_the_file_of_a_resume_is_named_with_both
     resumed = Live(bus, Settings.model_validate({"trainer": {"learning_rate": 2e-5}, "algorithm": {"max_lag": 2}}))
     await resumed.refresh()
     assert await resumed.kept() == ["trainer.learning_rate is 3e-05, not 2e-05"]
+
+
+async def test_settings_that_the_bus_lost_are_put_back_by_whoever_knows_them(bus: Bus) -> None:
+    first, second = Live(bus, Settings()), Live(bus, Settings())
+    assert await first.change(0, {"trainer.learning_rate": 1e-4}, "slower") is not None
+    assert await first.change(1, {"trainer.learning_rate": 2e-4}, "faster") is not None
+    await second.refresh()
+    await raw(bus).delete(bus.keys.of(LIVE))
+    await Live(bus, Settings()).restore(1, {"trainer.learning_rate": 1e-4})  # of a checkpoint from before the change
+    await second.refresh()
+    assert (second.revision, second.settings.trainer.learning_rate) == (2, 2e-4)
+    third = Live(bus, Settings())
+    await third.refresh()
+    assert third.settings.trainer.learning_rate == 2e-4
+    revision = await third.read(2)
+    assert revision is not None
+    assert revision.reason == "faster"
+    await third.restore(1, {"trainer.learning_rate": 1e-4})
+    assert await third.newest() == 2
 
 
 async def test_two_changes_of_one_revision_are_one_change(bus: Bus) -> None:

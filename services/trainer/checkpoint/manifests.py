@@ -56,6 +56,10 @@ class CheckpointState:
     gpu_s: float = 0.0
     """GPU-seconds until ``gpu_until_s`` (Unix time)."""
     gpu_until_s: float = 0.0
+    pins: list[PolicyVersion] = dataclasses.field(default_factory=list)
+    """Versions whose checkpoints are kept."""
+    released: list[PolicyVersion] = dataclasses.field(default_factory=list)
+    """Versions that people may use."""
 
 
 _STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)

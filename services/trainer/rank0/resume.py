@@ -31,7 +31,7 @@ from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
 from shared.bus.stores.policy.rollback import begin_rollback, count_load, current_rollback, steer_rollback
 from shared.bus.stores.replicas.live_settings import Live
-from shared.errors import SettingsError
+from shared.errors import SettingsError, StoreError
 from shared.process.telemetry import tell
 from shared.settings import Settings
 
@@ -83,6 +83,7 @@ async def find_resume(
         return await _go_back(bus, ledger, settings, choice)
     if not known and (checkpoint is not None or noted_version(settings.run_folder)):
         await _restore(bus, ledger, live, checkpoint, settings.run_folder)
+        await _restore_checkpoints(ledger, checkpoint, root, store)
         status = await ledger.status()
         journal = await journal_after(ledger, checkpoint, status) or ()
     status = await _unpause(ledger, status)
@@ -252,6 +253,27 @@ async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint 
     await live.restore(state.settings_revision, state.live_values)
     detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
+
+
+async def _restore_checkpoints(
+    ledger: Ledger, checkpoint: Checkpoint | None, root: Path, store: CheckpointStore | None
+) -> None:
+    """Have the ledger know the checkpoints that are there, so that pinned ones are kept."""
+    if checkpoint is None:
+        return
+    for on_disk in local_store.find(root):
+        await ledger.set_checkpoint(on_disk.state.version, str(on_disk.folder))
+    try:
+        stored = await asyncio.to_thread(store.whole) if store is not None else []
+    except StoreError as error:
+        log.warning("stored checkpoints are not known", extra={"error": str(error)})
+        stored = []
+    for copy in stored:
+        await ledger.set_checkpoint(copy.state.version, copy.uri)
+    for version in checkpoint.state.pins:
+        await ledger.pin(version, pinned=True)
+    for version in checkpoint.state.released:
+        await ledger.release(version, released=True)
 
 
 async def _skip_lost_versions(bus: Bus, ledger: Ledger, status: RunStatus, folder: Path) -> RunStatus:

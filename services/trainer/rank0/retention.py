@@ -80,6 +80,8 @@ class Retention:
             functions={name: sources[-1].sha256 for name, sources in (await read_functions(self._bus)).items()},
             gpu_s=status.gpu_s,
             gpu_until_s=status.gpu_until_s,
+            pins=sorted(await self._ledger.pins()),
+            released=sorted(await self._ledger.released()),
         )
 
     async def note(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -38,6 +39,7 @@ from services.reward.executor.verdict import Ended, ProgramReport, outcome_of, r
 from services.up import plan
 from shared.errors import PeerError, SettingsError, TemporaryError
 from shared.peers import frames
+from shared.peers.keep_alive import SILENT_S
 from shared.settings import ExecutorSettings, Settings
 from tests.conftest import PATIENCE_S, need, until
 from tests.support.children import children
@@ -490,3 +492,12 @@ def _owned(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             count += path.stat().st_uid == user and not path.name.startswith(_OF_OTHERS)
     return count
+
+
+async def test_a_connection_to_an_executor_whose_host_vanishes_breaks() -> None:
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
+        _, writer = await ExecutorClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")._open()
+        connection = writer.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SILENT_S
+        writer.close()

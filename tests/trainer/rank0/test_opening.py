@@ -67,6 +67,19 @@ async def test_a_run_whose_bus_was_lost_keeps_its_gpu_hours_and_counts_on_from_t
     assert (described.gpu_s, described.gpu_until_s) == (7200.0, 1_000_000.5)
 
 
+async def test_pins_and_releases_of_a_run_whose_bus_was_lost_are_kept(bus: Bus, tmp_path: Path) -> None:
+    opened, v1 = Opened(bus, tmp_path), PolicyVersion(1)
+    for step, pins in ((1, []), (2, [v1])):
+        state = CheckpointState(step, PolicyVersion(step), 8, "", 1, 1, pins=pins, released=pins)
+        local_store.beside(opened.root, step).mkdir(parents=True)
+        local_store.make_whole(opened.root, state)
+    await opened.opening.find()
+    assert (await opened.ledger.pins(), await opened.ledger.released()) == (frozenset({v1}), frozenset({v1}))
+    assert not await opened.ledger.forget_checkpoint(str(opened.root / "step-000001"))
+    described = await Retention(opened.of, bus).describe(2, PolicyVersion(2), Live(bus, opened.of))
+    assert (described.pins, described.released) == ([v1], [v1])
+
+
 async def test_damage_that_leaves_nothing_to_continue_from_pauses_the_run_and_is_raised(
     bus: Bus, tmp_path: Path
 ) -> None:

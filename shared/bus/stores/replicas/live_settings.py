@@ -7,7 +7,8 @@
                                                                ▼
                                        settings(revision) = the run's file + the values of that revision
 
-Revision 0 is the run's file; others hold all values that differ. Settings outside ``CHANGEABLE`` never change.
+Revision 0 is the run's file; others hold all values that differ. Settings outside ``CHANGEABLE`` never change. A process
+that knows a newer revision than the bus puts it back: the bus has lost its data.
 """
 
 import dataclasses
@@ -77,6 +78,7 @@ class Live:
         self._listeners: list[Callable[[Settings], None]] = []
         self.settings = settings
         self.revision = 0
+        self._applied: Revision | None = None
 
     def listen(self, listener: Callable[[Settings], None]) -> None:
         """Call ``listener`` after each change."""
@@ -89,12 +91,16 @@ class Live:
             number = await self.newest()
             if number == self.revision:
                 return self.settings
-            settings = await self.at(number)
+            if number < self.revision and self._applied is not None:
+                await self._put_back(self._applied)
+                return self.settings
+            applied = await self.read(number)
+            settings = self._file if applied is None else override(self._file, applied.values)
             check_growth(self._file, settings)
         except (SettingsError, *_UNREADABLE) as error:
             log.error("settings cannot be applied", extra={"revision": number, "reason": str(error)[:500]})
             return self.settings
-        self.settings, self.revision = settings, number
+        self.settings, self.revision, self._applied = settings, number, applied
         log.info("settings changed", extra={"revision": number})
         for listener in self._listeners:
             listener(settings)
@@ -149,11 +155,15 @@ class Live:
         return await self.read(expected + 1)
 
     async def restore(self, number: int, values: Mapping[str, Json]) -> None:
-        """Restore a checkpoint's revision to an empty bus."""
-        if number:
-            revision = Revision(number, {}, dict(values), "restored from a checkpoint", time.time())
-            text = json.dumps(dataclasses.asdict(revision))
-            await self._bus.write(LIVE, "HSET", "revision", number, str(number), text)
+        """Restore a checkpoint's revision to an empty bus, unless another process has put back a newer one."""
+        if number > await self.newest():
+            await self._put_back(Revision(number, {}, dict(values), "restored from a checkpoint", time.time()))
+
+    async def _put_back(self, revision: Revision) -> None:
+        number = revision.revision
+        text = json.dumps(dataclasses.asdict(revision))
+        fields = ("revision", number, str(number), text, f"step:{number}", revision.step)
+        await self._bus.write(LIVE, "HSET", *fields)
 
     def values(self) -> dict[str, Json]:
         """Return the current changeable values."""
