@@ -184,7 +184,7 @@ async def _coordinate(context: Context, parts: Coordinator, server: ApiServer, f
         context.status.start.end()
         monitoring = outer.create_task(parts.monitor.run())
         measuring = outer.create_task(measure(context.bus, folder))
-        leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop)))
+        leading = outer.create_task(parts.lease.run(lambda term: parts.lead(term, context.stop), context.stop))
         announcing = outer.create_task(_announce(parts.lease, server, announce, context.settings.run.id))
         await context.stop.wait()
         announcing.cancel()

@@ -158,7 +158,10 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     await secret.refresh()
     presence = Presence(bus, service, replica, settings.internal.heartbeat_s, status, hear)
     beating = asyncio.Event()
-    beats = asyncio.create_task(presence.run(beating))
+    beats, body = asyncio.create_task(presence.run(beating)), asyncio.current_task()
+    assert body is not None
+    # a service without heartbeats counts as gone, and hears of no change
+    beats.add_done_callback(lambda beats: body.cancel() if _error_of(beats) is not None else None)
     try:
         async with event_loop.watched():
             yield Context(settings, service, replica, bus, status, stop, live, cordon, secret)
@@ -168,10 +171,16 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     finally:
         beating.set()
         beats.cancel()
-        await asyncio.gather(beats, return_exceptions=True)
+        await asyncio.wait([beats])
         endpoints.close()
         await bus.close()
         signal.alarm(0)
+        if (error := _error_of(beats)) is not None:
+            raise error
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    return None if task.cancelled() else task.exception()
 
 
 async def _claim(bus: Bus, settings: Settings) -> None:

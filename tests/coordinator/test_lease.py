@@ -147,3 +147,17 @@ async def test_loops_that_do_not_end_when_they_are_cancelled_end_the_coordinator
             await running
     finally:
         may_end.set()
+
+
+async def test_a_coordinator_that_is_told_to_stop_does_not_follow_the_one_that_took_its_lease(bus: Bus) -> None:
+    lease, stop = Lease(bus, "a", TTL_S), asyncio.Event()
+
+    async def lead(term: int) -> None:
+        await asyncio.Event().wait()
+
+    running = asyncio.create_task(lease.run(lead, stop))
+    await until(lambda: lease.leading)
+    stop.set()
+    await raw(bus).hset(bus.keys.named("lease"), mapping={"replica": "b", "process": "b"})
+    async with asyncio.timeout(PATIENCE_S):
+        await running

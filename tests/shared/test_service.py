@@ -1,5 +1,6 @@
 """A service started by hand finds what it needs."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -10,10 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared.bus.bus import Bus
 from shared.errors import SettingsError
-from shared.process.service import own_host, parse
+from shared.process import telemetry
+from shared.process.service import own_host, parse, serve
 from shared.settings import Settings
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, Server
 
 
 def _config(folder: Path, url: str) -> list[str]:
@@ -93,3 +96,16 @@ sys.exit(service.main("rollout", run, sys.argv[1:]))
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "RuntimeError: it failed" in done.stderr
     assert done.returncode in (1, -signal.SIGALRM)
+
+
+async def test_a_service_whose_heartbeats_fail_ends_with_their_error(
+    own_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(bus: Bus, *_: object) -> None:
+        raise RuntimeError("a bug in a heartbeat")
+
+    monkeypatch.setattr(telemetry, "beat_once", fail)
+    settings = Settings.model_validate({"run": {"id": "beats", "folder": tmp_path}, "bus": {"url": own_server.url}})
+    with pytest.raises(RuntimeError, match="a bug in a heartbeat"):
+        async with asyncio.timeout(PATIENCE_S), serve(settings, "rollout", "rollout-0"):
+            await asyncio.Event().wait()

@@ -42,8 +42,9 @@ class Lease:
         """Whether this coordinator leads, by its own clock."""
         return self.term > 0 and time.monotonic() < self._until_s
 
-    async def run(self, lead: Callable[[int], Awaitable[None]]) -> None:
-        """Run ``lead(term)`` under the lease until it returns; it is cancelled if the lease is lost.
+    async def run(self, lead: Callable[[int], Awaitable[None]], stop: asyncio.Event | None = None) -> None:
+        """Run ``lead(term)`` under the lease until it returns; it is cancelled if the lease is lost. Once ``stop`` is set,
+        it is not run again.
 
         Raises:
             RuntimeError: it does not end although it was cancelled; the process must be restarted.
@@ -51,7 +52,7 @@ class Lease:
         try:
             while True:
                 await self._claim()
-                if self.leading and await self._lead(lead):
+                if self.leading and (await self._lead(lead) or (stop is not None and stop.is_set())):
                     return
                 await asyncio.sleep(self._ttl_s / 3)
         finally:

@@ -35,6 +35,8 @@ _LENGTH_BYTES = 8
 _LONGEST_ERROR = 500
 _ENDING_S = 10.0
 """A process that closed its output must end within this."""
+_START_S, _ANSWER_S = 300.0, 60.0
+"""Limits of a first answer, with the start of the process, and of any other."""
 
 
 class FilterError(Exception):
@@ -82,21 +84,40 @@ class Filter:
             self._end()
 
     def _asked(self, question: bytes) -> dict[str, Any]:
+        limit_s = _START_S if self._process is None else _ANSWER_S
         process = self._process = self._process or _started()
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        limit = threading.Timer(limit_s, stop)
+        limit.daemon = True
+        limit.start()
+        try:
+            return self._answer_of(process, question)
+        except FilterError:
+            if late.is_set():
+                return {"error": f"it did not answer within {limit_s:g} s"}
+            raise
+        finally:
+            limit.cancel()
+
+    def _answer_of(self, process: subprocess.Popen[bytes], question: bytes) -> dict[str, Any]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdin.write(len(question).to_bytes(_LENGTH_BYTES, "little") + question)
             process.stdin.flush()
             answer: dict[str, Any] = json.loads(process.stdout.readline())
-        except (BrokenPipeError, ValueError):  # a line that is empty or torn
+        except (BrokenPipeError, ValueError) as error:  # a line that is empty or torn
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_ENDING_S)
             self._end()
             code = process.returncode
-            return {
-                "error": f"it ended its process by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-            }
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise FilterError(f"it ended its process by {how}") from error
         return answer
 
     def _end(self) -> None:

@@ -158,7 +158,7 @@ class Driver:
         can_train = not self._opening.stranded and self._step < self._settings.run.steps
         if can_train and self._filling is None:
             self._filling = self._task(self._intake.fill())  # not before the epoch is taken
-        if can_train and (suspect := await self._intake.next_suspect()) is not None:
+        if can_train and (suspect := await self._or_stop(self._intake.next_suspect())) is not None:
             if await self._take_device():
                 await self._try(suspect)
         elif not self._is_ready and not self._opening.stranded:

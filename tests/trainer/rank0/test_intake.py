@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.trainer.algorithm import group_filter
 from services.trainer.rank0 import intake as intake_module
 from services.trainer.rank0.intake import CONSUMER, Intake, Taken
 from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
@@ -52,6 +54,13 @@ def deadly(**group: Any) -> bool:
         os._exit(7)
     if group["rewards"][1] > 0:
         sys.exit("enough")
+    return True
+
+
+def endless(**group: Any) -> bool:
+    """Never answer for a wrong first sample."""
+    while group["rewards"][0] == 0.0:
+        time.sleep(1.0)
     return True
 
 
@@ -423,6 +432,20 @@ async def test_a_filter_that_ends_its_process_costs_its_group_and_the_trainer_co
     )
     for (reason, _), ending in zip(await _reasons(bus), endings, strict=True):
         assert f"{failed}{ending}{correct}" in reason
+
+
+async def test_a_filter_that_does_not_answer_costs_its_group_and_the_trainer_continues(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_filter, "_ANSWER_S", 0.3)
+    for group_id, rewards in enumerate([(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)]):
+        experience = builders.experience(group_id, rewards)
+        await bus.append(EXPERIENCE, {"id": str(group_id), "data": wire.encode(experience)})
+    intake = Intake(bus, Live(bus, filtered("endless")), {V(0): 0})
+    async with filling(intake):
+        assert ids(await intake.next_batch(0, wait_s=PATIENCE_S)) == [0, 2]
+    ((reason, _),) = await _reasons(bus)
+    assert f"{HERE}:endless failed for train.jsonl:2 (it did not answer within 0.3 s)" in reason
 
 
 async def test_demonstrations_are_not_filtered(bus: Bus) -> None:
