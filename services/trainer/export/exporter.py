@@ -46,6 +46,7 @@ class Exporter:
         self._settings = settings
         self._me = uuid.uuid4().hex
         self._lost: set[int] = set()
+        """Taken by others, or gone with the bus's data: then the number is that of a new order, which nobody took."""
         self.reading = ""
         """Checkpoint being read, a folder (spared by cleanup) or URI."""
 
@@ -53,7 +54,7 @@ class Exporter:
         """Make exports in the order of their numbers, forever."""
         while True:
             for order in await self._exports.orders():
-                if order.answer is None and order.number not in self._lost:
+                if order.answer is None and not (order.number in self._lost and order.taker):
                     await self._serve(order)
             await asyncio.sleep(_LOOK_S)
 
