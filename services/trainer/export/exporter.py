@@ -46,7 +46,7 @@ class Exporter:
         self._settings = settings
         self._me = uuid.uuid4().hex
         self._lost: set[int] = set()
-        """Taken by others, or gone with the bus's data: then the number is that of a new order, which nobody took."""
+        """Taken by others, or gone with the bus's data: then a new order may have the number, and no taker yet."""
         self.reading = ""
         """Checkpoint being read, a folder (spared by cleanup) or URI."""
 
