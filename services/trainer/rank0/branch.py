@@ -60,8 +60,8 @@ class Branch:
         return (status.trainer_epoch, status.step, status.newest_version) == (self._epoch, step, self.newest)
 
     def check(self, status: RunStatus, step: int) -> None:
-        """Raise Fenced if the bus has lost what we committed last."""
-        if status.trainer_epoch == self._epoch and not self.is_ours(status, step):
+        """Raise Fenced if the bus has lost what we committed last: epochs only grow."""
+        if 0 < status.trainer_epoch <= self._epoch and not self.is_ours(status, step):
             raise Fenced(
                 f"expected the bus at step {step} with version {self.newest}, found step {status.step} and version "
                 f"{status.newest_version}: it has older data"
