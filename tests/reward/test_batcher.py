@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from services.reward.models import batcher as batcher_module
 from services.reward.models.batcher import Batcher, NoRoom, cut
 from services.reward.normalisation import Normaliser
 from shared.bus.bus import Bus
@@ -191,3 +192,20 @@ async def test_equal_values_are_only_shifted(bus: Bus) -> None:
     assert await normaliser.normalised(prompt(3, Purpose.EVALUATE), [4.0]) == [4.0]
     assert await normaliser.normalised(prompt(0), [4.0]) == [0.0]
     assert await normaliser.normalised(prompt(1), [4.0, 4.0]) == [0.0, 0.0]
+
+
+async def test_a_call_of_the_model_that_hangs_does_not_keep_the_batcher_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batcher_module, "_CLOSE_S", 0.1)
+    notes = Notes()
+    notes.gate.clear()
+    batcher = Batcher(notes, ModelsSettings(), "notes", 0.0)
+    batcher.start()
+    asking = asyncio.create_task(batcher.run([Item(1)]))
+    await until(lambda: batcher._turns.watch._calls)
+    async with asyncio.timeout(PATIENCE_S / 2):
+        await batcher.close()
+    assert notes.passes == []
+    notes.gate.set()
+    asking.cancel()

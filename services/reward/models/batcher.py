@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 WAIT_S = 0.01
 """Samples of a group arrive together, and a forward pass takes longer than this."""
+_CLOSE_S = 30.0
+"""For a call of the model that is under way; the process's end does not wait for one that hangs."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 TOKENS = Counter("penstock_reward_model_tokens_total", "Tokens that a model read, padding left out.", ["scorer"])
 PADDING = Counter("penstock_reward_model_padding_tokens_total", "Padding that a model read.", ["scorer"])
@@ -130,7 +132,7 @@ class Batcher(Generic[Item, Result]):
             self._working.cancel()
             await asyncio.wait([self._working])
         self._away = True  # a turn that ends now has nothing to free
-        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.wait([asyncio.create_task(asyncio.to_thread(self._thread.shutdown))], timeout=_CLOSE_S)
 
     async def run(self, items: Sequence[Item]) -> list[Result]:
         """Raises NoRoom: an item does not fit even alone; StateLost: a forward pass failed, so the device may be gone."""
