@@ -90,8 +90,12 @@ class Receiver:
             raise
 
     def abort(self) -> None:
-        """End a receive with WeightsError, from another thread."""
+        """End a receive with WeightsError, from another thread; one that has not begun ends as it begins."""
         self._aborted.set()
+
+    def begin(self) -> None:
+        """Forget an earlier abort; before the receive is given to its thread."""
+        self._aborted.clear()
 
     def unmap(self) -> None:
         """Close the mapped memory of sources; a dead one's stays allocated until then."""
@@ -188,7 +192,7 @@ class Receiver:
     # ---------------------------------------------------------------- keeping
 
     def _prepare(self, offer: Offer) -> None:
-        self._aborted.clear()
+        self._check_aborted()
         if not self._quiet:
             raise WeightsError("the GPU hangs in an earlier transfer: restart this replica")
         if offer.transport != "file" and not offer.header.checksums:

@@ -182,3 +182,17 @@ def test_groups_of_weights_leave_the_trainers_own_group_alone(start: Start) -> N
 def test_the_control_side_of_a_pull_needs_no_torch() -> None:
     code = "import shared.weights.receiver.puller, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0
+
+
+def test_an_abort_that_comes_before_its_receive_begins_ends_it(tmp_path: Path) -> None:
+    written = write_snapshot(tmp_path, PolicyVersion(3), 3, policy(11), None)
+    record = PolicyRecord(PolicyVersion(3), None, 3, 0.0, written.digest, str(written.location))
+    offer, receiver = file_offer(record, DEADLINE_S), Receiver(1, 1, CPU)
+    shadow = FlatSnapshot(offer.layout, CPU)
+    receiver.begin()
+    receiver.abort()  # its thread has not got to it yet
+    with pytest.raises(WeightsError, match="was aborted"):
+        receiver.receive(offer, shadow)
+    receiver.begin()
+    receiver.receive(offer, shadow)
+    assert shadow.whole

@@ -161,6 +161,7 @@ class TransformersEngine:
         return False
 
     async def stage(self, offer: Offer) -> None:
+        self._shadow.begin()
         receiving = self._loop.run_in_executor(self._receiving, self._shadow.receive, offer)
         try:
             await asyncio.shield(receiving)

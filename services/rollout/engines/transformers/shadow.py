@@ -78,6 +78,10 @@ class Shadow:
         self._receiver.unmap()
         self._snapshot, self._pairs = None, []
 
+    def begin(self) -> None:
+        """Before :meth:`receive` is given to its thread."""
+        self._receiver.begin()
+
     def abort(self) -> None:
         self._receiver.abort()
 

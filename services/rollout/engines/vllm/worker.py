@@ -140,6 +140,7 @@ class PolicyWorker:
         if self._thread is not None and self._thread.is_alive():
             raise WeightsError("the previous staging is still in progress")
         self._staged = None
+        self._receiver.begin()
         self._thread = threading.Thread(target=self._receive, args=(offer, staging), name="staging", daemon=True)
         self._thread.start()
 
@@ -216,6 +217,7 @@ class PolicyWorker:
 
     def _buckets(self, offer: Offer) -> Iterator[tuple[int, torch.Tensor]]:
         buffer = torch.empty(max(offer.layout.bucket_bytes), dtype=torch.uint8, device=self._device)
+        self._receiver.begin()
         return self._receiver.receive_each(offer, buffer)
 
     def differences(self, offer: Offer | None) -> int | None:
