@@ -197,6 +197,18 @@ async def test_a_process_that_is_killed_ends_its_export_as_failed(http: httpx.As
 
 
 @pytest.mark.usefixtures("unfinished")
+async def test_an_export_whose_order_the_bus_loses_is_begun_again(http: httpx.AsyncClient, run: Run, bus: Bus) -> None:
+    async with trainer(bus, run):
+        await http.post("/v1/policies/1/export")
+        await until(processes)
+        (first,) = processes()
+        await raw(bus).delete(bus.keys.named("exports"))
+        await until(lambda: {process.pid for process in processes()} - {first.pid})
+        assert (await operation(http))["state"] == "running"
+    await until(lambda: not processes())
+
+
+@pytest.mark.usefixtures("unfinished")
 async def test_a_rollback_that_revokes_its_version_cancels_an_export(
     http: httpx.AsyncClient, run: Run, bus: Bus
 ) -> None:
