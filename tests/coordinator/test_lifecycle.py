@@ -17,7 +17,7 @@ from shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
-from tests.support.raw_redis import raw
+from tests.support.raw_redis import empty, raw
 
 
 async def state(bus: Bus) -> RunState:
@@ -326,7 +326,7 @@ async def test_a_paused_run_whose_server_comes_back_empty_is_paused_and_offered_
         await Ledger(bus).transition(RunState.PAUSED, "the reward is wrong", [RunState.RUNNING])
         await until(lambda: parts.lifecycle._seen is not None and parts.lifecycle._seen.state is RunState.PAUSED)
         before, offers_before = await Ledger(bus).status(), len(offers)
-        await raw(bus).delete(*await raw(bus).keys(bus.keys.named("*")))
+        await empty(bus)
         await reaches(bus, RunState.PAUSED)
         await Trainer(bus).start()
         await until(lambda: parts.lifecycle._seen is not None and parts.lifecycle._seen.head is not None)

@@ -10,5 +10,10 @@ def raw(bus: Bus) -> Any:
     return bus._client
 
 
+async def empty(bus: Bus) -> None:
+    """Delete all that the server has of the run, as one that comes back without its data."""
+    await raw(bus).delete(*await raw(bus).keys(bus.keys.named("*")))
+
+
 def script_text(name: str) -> str:
     return SCRIPTS[name].text

@@ -35,7 +35,7 @@ from shared.weights.receiver.receiver import Receiver
 from shared.weights.transport.place import DeviceLocation, boot_id
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders, forge, weights
-from tests.support.raw_redis import raw
+from tests.support.raw_redis import empty, raw
 from tests.support.tolerance import ADAM_MOVEMENT, FORWARD, moved_apart
 
 ROOT = Path(__file__).parents[2]
@@ -425,8 +425,7 @@ async def test_an_empty_bus_is_restored_from_the_checkpoint_and_no_version_is_re
             await feed(bus, 2 * GROUPS, GROUPS)
             await run.reaches(ledger, 3, process)
             os.kill(process.pid, signal.SIGKILL)
-        for key in await raw(bus).keys(bus.keys.named("*")):
-            await raw(bus).delete(key)
+        await empty(bus)
         await bus.make_groups()
         async with run.trainer() as process:
             await run.reaches(ledger, 2, process)

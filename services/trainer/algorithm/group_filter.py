@@ -97,9 +97,9 @@ class Filter:
         limit.start()
         try:
             return self._answer_of(process, question)
-        except FilterError:
+        except FilterError as error:
             if late.is_set():
-                return {"error": f"it did not answer within {limit_s:g} s"}
+                raise FilterError(f"it did not answer within {limit_s:g} s") from error
             raise
         finally:
             limit.cancel()

@@ -23,6 +23,7 @@ from pathlib import Path
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.candidates import Candidates, Damage, Journal, ResumeCandidate, journal_after
 from services.trainer.checkpoint.local_store import Checkpoint
+from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
 from services.trainer.checkpoint.signatures import open_signer
 from services.trainer.rank0.branch import committed_version, noted_version
@@ -82,8 +83,7 @@ async def find_resume(
     if journal is None:
         return await _go_back(bus, ledger, settings, choice)
     if not known and (checkpoint is not None or noted_version(settings.run_folder)):
-        await _restore(bus, ledger, live, checkpoint, settings.run_folder)
-        await _restore_checkpoints(ledger, checkpoint, root, store)
+        await _restore(bus, ledger, live, checkpoint, settings.run_folder, store)
         status = await ledger.status()
         journal = await journal_after(ledger, checkpoint, status) or ()
     status = await _unpause(ledger, status)
@@ -238,7 +238,10 @@ async def _no_journal(ledger: Ledger, checkpoint: Checkpoint | None, status: Run
     )
 
 
-async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint | None, folder: Path) -> None:
+async def _restore(
+    bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint | None, folder: Path, store: CheckpointStore | None
+) -> None:
+    """Restore the ledger; its step last, by which a successor knows that nothing is missing."""
     noted = noted_version(folder)
     if checkpoint is None:
         await ledger.restore(0, 0, 0, noted, {}, (0.0, 0.0))
@@ -249,18 +252,17 @@ async def _restore(bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint 
     newest_version = noted if noted >= state.version else PolicyVersion(state.version + _UNKNOWN_VERSIONS)
     position = state.cursor if state.position is None else state.position
     gpu_time = (state.gpu_s, state.gpu_until_s)
-    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts, gpu_time)
     await live.restore(state.settings_revision, state.live_values)
+    await _restore_checkpoints(ledger, state, folder / "checkpoints", store)
+    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts, gpu_time)
     detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 
 
 async def _restore_checkpoints(
-    ledger: Ledger, checkpoint: Checkpoint | None, root: Path, store: CheckpointStore | None
+    ledger: Ledger, state: CheckpointState, root: Path, store: CheckpointStore | None
 ) -> None:
     """Have the ledger know the checkpoints that are there, so that pinned ones are kept."""
-    if checkpoint is None:
-        return
     for on_disk in local_store.find(root):
         await ledger.set_checkpoint(on_disk.state.version, str(on_disk.folder))
     try:
@@ -270,9 +272,9 @@ async def _restore_checkpoints(
         stored = []
     for copy in stored:
         await ledger.set_checkpoint(copy.state.version, copy.uri)
-    for version in checkpoint.state.pins:
+    for version in state.pins:
         await ledger.pin(version, pinned=True)
-    for version in checkpoint.state.released:
+    for version in state.released:
         await ledger.release(version, released=True)
 
 

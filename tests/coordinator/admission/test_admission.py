@@ -277,9 +277,10 @@ async def test_a_record_that_cannot_be_read_is_buried_and_the_next_one_promoted(
 async def test_a_loop_over_the_bus_stops_whenever_it_is_cancelled(bus: Bus, is_emptied: bool) -> None:
     async def look_for_ever() -> None:
         while True:
+            await bus.length(streams.PROMPTS)
             if is_emptied:
                 await bus.write(streams.PUBLISHED, "DEL")  # its group is missing: an error is the answer
-            await bus.read(streams.PUBLISHED, PolicyRecord, "coordinator", 1, 0.001)
+                await bus.read(streams.PUBLISHED, PolicyRecord, "coordinator", 1, 0.001)
 
     for pause in range(300):  # at any moment: Python 3.11's wait_for would swallow some
         loop = asyncio.create_task(look_for_ever())

@@ -1,9 +1,11 @@
 """Rank 0's driver: steps, checkpoints and failures."""
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ from shared.errors import Fenced, SettingsError
 from shared.settings import Settings
 from tests.conftest import until
 from tests.support.driven import Driven, settings_of
-from tests.support.raw_redis import raw
+from tests.support.raw_redis import empty, raw
 from tests.trainer.algorithm import test_update
 from tests.trainer.algorithm.test_update import GROUPS, Rank
 from tests.trainer.checkpoint.test_store import written
@@ -69,6 +71,16 @@ async def is_at(driven: Driven, step: int) -> None:
     await until(reached)
 
 
+@contextlib.asynccontextmanager
+async def after_a_step(bus: Bus, folder: Path) -> AsyncIterator[tuple[Driven, "asyncio.Future[Any]"]]:
+    """Yield a driver that has made its first step, and how it and its training end."""
+    driven, trained = await created(bus, folder)
+    async with driven.running(lambda: driven.train(trained.engine)) as both:
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        yield driven, both
+
+
 async def has(driven: Driven, event: str) -> None:
     async def told() -> bool:
         return event in await driven.events()
@@ -96,10 +108,7 @@ async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed(
 
 
 async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(bus: Bus, tmp_path: Path) -> None:
-    driven, trained = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(trained.engine)):
-        await driven.feed(batch(0))
-        await is_at(driven, 1)
+    async with after_a_step(bus, tmp_path) as (driven, _):
         await driven.feed(poison(batch(1)))
         await has(driven, "batch skipped")
         await driven.feed(batch(2))
@@ -222,10 +231,7 @@ async def test_a_checkpoint_that_storage_refuses_leaves_the_one_before_and_the_r
 async def test_on_a_full_bus_what_no_checkpoint_has_is_saved_once_and_the_journal_is_let_go(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, trained = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(trained.engine)):
-        await driven.feed(batch(0))
-        await is_at(driven, 1)
+    async with after_a_step(bus, tmp_path) as (driven, _):
         assert not driven.root.exists()
         await driven.ledger.set_bus_full("the bus is full")
 
@@ -243,10 +249,7 @@ async def test_on_a_full_bus_what_no_checkpoint_has_is_saved_once_and_the_journa
 async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpoint_has(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, trained = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(trained.engine)) as both:
-        await driven.feed(batch(0))
-        await is_at(driven, 1)
+    async with after_a_step(bus, tmp_path) as (driven, both):
         driven.stop.set()
         assert list(await both) == [None, None]
     assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
@@ -302,10 +305,7 @@ class Scripted:
 async def test_weights_of_a_replay_that_could_not_follow_its_plan_are_published_again_and_told(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, trained = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(trained.engine)) as both:
-        await driven.feed(batch(0))
-        await is_at(driven, 1)
+    async with after_a_step(bus, tmp_path) as (driven, both):
         driven.mailbox.send(RuntimeError("the training thread dies after its commit"))
         await both
     assert local_store.find(driven.root) == []
@@ -390,7 +390,7 @@ async def test_a_rollback_makes_every_rank_load_the_checkpoint_that_the_ledger_w
 
 async def emptied(bus: Bus) -> None:
     """As a server that comes back without its data, and the coordinator that sees it."""
-    await raw(bus).delete(*await raw(bus).keys(bus.keys.named("*")))
+    await empty(bus)
     await bus.make_groups()
 
 
@@ -415,10 +415,7 @@ async def test_what_an_emptied_bus_had_delivered_is_forgotten_and_the_same_train
 async def test_without_a_checkpoint_a_trainer_whose_bus_was_emptied_ends_and_its_successor_uses_no_number_again(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, trained = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(trained.engine)) as both:
-        await driven.feed(batch(0))
-        await is_at(driven, 1)
+    async with after_a_step(bus, tmp_path) as (driven, both):
         await emptied(bus)
         of_driver, _ = await both
     assert isinstance(of_driver, Fenced)
@@ -432,7 +429,7 @@ async def test_without_a_checkpoint_a_trainer_whose_bus_was_emptied_ends_and_its
 
 async def as_before(bus: Bus, saved: dict[bytes, bytes]) -> None:
     """As a server that comes back with older data."""
-    await raw(bus).delete(*await raw(bus).keys(bus.keys.named("*")))
+    await empty(bus)
     for name, value in saved.items():
         await raw(bus).restore(name, 0, value, replace=True)
 
@@ -440,10 +437,7 @@ async def as_before(bus: Bus, saved: dict[bytes, bytes]) -> None:
 async def test_a_trainer_that_is_ahead_of_its_bus_writes_no_checkpoint_and_its_successor_no_number_again(
     bus: Bus, tmp_path: Path
 ) -> None:
-    driven, trained = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(trained.engine)) as both:
-        await driven.feed(batch(0))
-        await is_at(driven, 1)
+    async with after_a_step(bus, tmp_path) as (driven, both):
         names = await raw(bus).keys(bus.keys.named("*"))
         saved = {name: await raw(bus).dump(name) for name in names}
         await driven.feed(batch(1))
@@ -492,10 +486,7 @@ async def test_no_checkpoint_is_written_with_what_an_emptied_bus_says(
 
 
 async def test_a_driver_that_fails_ends_the_training_with_its_error(bus: Bus, tmp_path: Path) -> None:
-    driven, trained = await created(bus, tmp_path)
-    async with driven.running(lambda: driven.train(trained.engine)) as both:
-        await driven.feed(batch(0))
-        await is_at(driven, 1)
+    async with after_a_step(bus, tmp_path) as (driven, both):
         await driven.ledger.take_epoch()  # another trainer starts
         await driven.feed(batch(1))
         of_driver, of_training = await both

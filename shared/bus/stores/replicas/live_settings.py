@@ -95,7 +95,7 @@ class Live:
                 await self._put_back(self._applied)
                 return self.settings
             applied = await self.read(number)
-            settings = self._file if applied is None else override(self._file, applied.values)
+            settings = self._with(applied)
             check_growth(self._file, settings)
         except (SettingsError, *_UNREADABLE) as error:
             log.error("settings cannot be applied", extra={"revision": number, "reason": str(error)[:500]})
@@ -117,7 +117,9 @@ class Live:
         """Return a revision's settings; the run's file if unknown."""
         if number == self.revision:
             return self.settings
-        revision = await self.read(number)
+        return self._with(await self.read(number))
+
+    def _with(self, revision: Revision | None) -> Settings:
         return self._file if revision is None else override(self._file, revision.values)
 
     async def read(self, number: int) -> Revision | None:
