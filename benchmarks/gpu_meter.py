@@ -1,12 +1,21 @@
-"""GPU utilization during a benchmark, by NVML; empty without NVML."""
+"""GPUs of a benchmark: those in CUDA_VISIBLE_DEVICES, and how busy they are, by NVML; empty without NVML."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shared.process.gpus import VISIBLE, visible_names
+
 _INTERVAL_S = 0.05
+
+
+def only(*places: int) -> dict[str, str]:
+    """Return the environment in which a process sees these alone of the GPUs that this process sees."""
+    names = visible_names(os.environ)
+    return {VISIBLE: ",".join(str(place) if names is None else names[place] for place in places)}
 
 
 class GpuMeter:
@@ -29,7 +38,9 @@ class GpuMeter:
         nvml = _nvml()
         if nvml is None:
             return
-        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+        names = visible_names(os.environ)
+        numbers = range(nvml.nvmlDeviceGetCount()) if names is None else map(int, names)
+        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
         while not self._stopped.wait(_INTERVAL_S):
             shares = tuple(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles)
             self.samples.append((time.time(), shares))

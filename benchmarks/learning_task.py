@@ -55,6 +55,7 @@ from typing import Any
 import tomli_w
 import torch
 
+from benchmarks.gpu_meter import only
 from benchmarks.pipeline import end, heed_sigterm, logs_of, vllm_server
 from benchmarks.startup import ready_of
 from examples.arithmetic.make import (
@@ -398,7 +399,7 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [arguments.python, "-m", "benchmarks.learning_task", *sys.argv[1:], "--inside", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    environment |= {"OMP_NUM_THREADS": "1"} if arguments.device == "cpu" else {"CUDA_VISIBLE_DEVICES": "0"}
+    environment |= {"OMP_NUM_THREADS": "1"} if arguments.device == "cpu" else only(0)
     started_s = time.time()
 
     def rows() -> list[dict[str, Any]]:

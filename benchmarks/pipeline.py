@@ -56,7 +56,7 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.gpu_meter import gpu_meter
+from benchmarks.gpu_meter import gpu_meter, only
 from benchmarks.pipeline_work import MODEL_TOKENS, ROOT, Work, arithmetic, long, work_folder
 from benchmarks.shapes import SHAPES
 from services.plan.measured import steady
@@ -137,7 +137,7 @@ def _kept(run: Path, folder: Path | None) -> Iterator[None]:
 
     def copy_again() -> None:
         while not ended.wait(_KEEP_EVERY_S):
-            _copy(run, to)
+            copy_run(run, to)
 
     thread = threading.Thread(target=copy_again, name="keep", daemon=True)
     thread.start()
@@ -146,7 +146,7 @@ def _kept(run: Path, folder: Path | None) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        _copy(run, to)
+        copy_run(run, to)
 
 
 def _free_name(folder: Path, name: str) -> Path:
@@ -155,7 +155,8 @@ def _free_name(folder: Path, name: str) -> Path:
     return next(path for path in map(folder.joinpath, names) if not path.exists())
 
 
-def _copy(run: Path, folder: Path) -> None:
+def copy_run(run: Path, folder: Path) -> None:
+    """Copy the text files of a run into ``folder``."""
     for file in (*run.glob("*.json*"), *run.glob("*.toml"), *run.glob("logs/*.log")):
         to = folder / file.relative_to(run)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -247,13 +248,13 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float, *, colocate: b
     """
     command = [sys.executable, "-m", "benchmarks.trl_grpo", *work.arguments(steps)]
     with contextlib.ExitStack() as around:
-        environment = {}
+        environment: dict[str, str] = {}
         if colocate:
             command += ["--vllm-share", str(_ONE_GPU_SHARE), "--vllm-tokens", str(MODEL_TOKENS)]
-            environment["CUDA_VISIBLE_DEVICES"] = "0"
+            environment |= only(0)
         elif work.served:
             command += ["--vllm-url", around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS))]
-            environment["CUDA_VISIBLE_DEVICES"] = "0"
+            environment |= only(0)
         output = _run(command, folder, limit_s, environment)
     figures = json.loads(output.strip().splitlines()[-1])
     return float(figures["samples_per_s"]), float(figures["tokens_per_sample"])
@@ -273,7 +274,7 @@ def vllm_server(folder: Path, model: str, context_tokens: int) -> Iterator[str]:
         "vllm.entrypoints.openai.api_server",
         *(w for pair in options.items() for w in pair),
     ]
-    environment = environment_with({"CUDA_VISIBLE_DEVICES": "1", "VLLM_SERVER_DEV_MODE": "1"})
+    environment = environment_with({**only(1), "VLLM_SERVER_DEV_MODE": "1"})
     log = folder / "vllm-server.log"
     server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT)
     try:

@@ -27,6 +27,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from benchmarks.gpu_meter import only
 from benchmarks.shapes import SHAPES
 from services.plan.hardware import GIB
 from services.plan.memory import Table, TrainerOptions, peak, total, trainer_table
@@ -305,7 +306,7 @@ def run_one(name: str, of: Configuration, gpus: Sequence[int], arguments: argpar
     """Measure one configuration in a process group of its own."""
     command = [sys.executable, "-m", "benchmarks.plan_memory", "--child", json.dumps(dataclasses.asdict(of))]
     command += ["--toy"] if arguments.toy else []
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+    environment = {**os.environ, **only(*gpus)}
     started_s = time.monotonic()
     process = subprocess.Popen(
         command, cwd=_ROOT, env=environment, text=True, start_new_session=True,

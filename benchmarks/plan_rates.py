@@ -37,7 +37,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -56,50 +56,72 @@ from shared.settings import SETTINGS_FILE, Settings, loads
 
 BAR, LEAST = 0.15, 8
 """Deviation, and predicted configurations."""
-_SHARES = {1: 0.25, 3: 0.4}
+_PLACEMENT = {"turns": "shared", "lend": "lend"}
+_SHARES = {1: 0.25, 2: 0.35, 3: 0.4}
 """Of the GPU's memory for vLLM, by the number of engines, so that the trainer fits beside on 80 GB."""
+_OWN_SHARE = 0.5
+"""Where replicas have GPUs of their own, and guests."""
 _QUANTILES = 997
 _MPS = "nvidia-cuda-mps-control"
 _NO_MPS = f"expected the daemon of CUDA MPS, found none: install {_MPS}"
-_SOME_MPS = f"expected no daemon of CUDA MPS, found one: end it (echo quit | {_MPS})"
 _PACKAGES = ("torch", "vllm", "deepspeed", "transformers")
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """A run on one GPU."""
+    """A run; on one GPU, if nothing else is said."""
 
     shape: str = "0.5b"
+    mode: Literal["turns", "at once", "separate", "lend"] = "turns"
+    ranks: int = 1
+    """Of the trainer, each on a GPU."""
+    replicas: int = 0
+    """With GPUs of their own."""
+    tensor_parallel: int = 1
+    """GPUs of a replica in turn."""
     max_lag: int = 1
     groups: int = 32
     group_size: int = 8
     tokens: int = 512
     mean_tokens: int = 0
     """Of lengths of a geometric distribution, before they are cut; 0: all completions have ``tokens``."""
-    at_once: bool = False
-    """Instead of in turn."""
     engines: int = 1
     mps: bool = False
     steps: int = 9
     micro_batch_tokens: int = 32_768
+    more: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Other settings."""
 
     def flags(self, *, toy: bool) -> list[str]:
         """Return the flags of ``penstock up``."""
-        values: dict[str, float] = {
+        own = self.mode in ("separate", "lend")
+        replicas = self.replicas if own else self.ranks // self.tensor_parallel
+        values: dict[str, object] = {
             "algorithm.groups_per_step": self.groups,
             "sampling.group_size": self.group_size,
             "sampling.max_new_tokens": self.tokens,
-            "rollout.max_groups": 2 * self.groups,
+            "rollout.max_groups": math.ceil(2 * self.groups / replicas),
+            "rollout.replicas": replicas,
+            "trainer.ranks": self.ranks,
             "trainer.micro_batch_tokens": self.micro_batch_tokens,
         }
-        values |= (
-            {}
-            if toy
-            else {"rollout.vllm.gpu_memory_utilization": _SHARES[self.engines], "rollout.engines_per_gpu": self.engines}
-        )
-        gpus = ["--trainer.gpus=[0]", "--rollout.gpus=[0]"] if self.at_once or not toy else []
-        placed = [] if self.at_once else ["--placement.mode=shared"]
-        return [*(f"--{name}={value}" for name, value in values.items()), *placed, *gpus]
+        if not toy:
+            values["rollout.engines_per_gpu"] = self.engines
+            values["rollout.vllm.tensor_parallel_size"] = self.tensor_parallel
+        if not toy:
+            values["rollout.vllm.gpu_memory_utilization"] = _OWN_SHARE if own else _SHARES[self.engines]
+        if not toy or self.mode == "at once":
+            values["trainer.gpus"] = list(range(self.ranks))
+            values["rollout.gpus"] = [self.ranks * own + number for number in range(replicas * self.tensor_parallel)]
+        if self.mode in _PLACEMENT:
+            values["placement.mode"] = _PLACEMENT[self.mode]
+        values |= {} if toy else self.more
+        return [f"--{name}={value}" for name, value in values.items()]
+
+    @property
+    def gpus(self) -> int:
+        """Return how many GPUs it needs."""
+        return self.ranks + self.replicas
 
     @property
     def lengths(self) -> Lengths:
@@ -126,11 +148,11 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "turns-more-groups": Configuration(groups=64, steps=7),
     "turns-small-groups": Configuration(group_size=4),
     "turns-tail": Configuration(mean_tokens=800, tokens=2048, steps=7),
-    "at-once-1": Configuration(at_once=True, mps=True, steps=12, micro_batch_tokens=16_384),
-    "at-once-3": Configuration(at_once=True, engines=3, mps=True, steps=12, micro_batch_tokens=16_384),
+    "at-once-1": Configuration(mode="at once", mps=True, steps=12, micro_batch_tokens=16_384),
+    "at-once-3": Configuration(mode="at once", engines=3, mps=True, steps=12, micro_batch_tokens=16_384),
     "turns-1.5b": Configuration(shape="1.5b", micro_batch_tokens=16_384, steps=7),
     "turns-3-engines": Configuration(engines=3, mps=True, steps=11),
-    "at-once-3-slices": Configuration(at_once=True, engines=3, steps=12, micro_batch_tokens=16_384),
+    "at-once-3-slices": Configuration(mode="at once", engines=3, steps=12, micro_batch_tokens=16_384),
 }
 """The last two: the settings may not accept several engines in turn, and trainer and engines in time slices are measured
 but not predicted."""
@@ -154,15 +176,15 @@ class Runs:
         about = {"name": name, "device": device, "host": Results(None).host, "shape": of.shape}
         try:
             with _mps(on=of.mps and not self._toy) as mps:
-                if not self._toy and mps != of.mps and of.engines > 1:
-                    raise SystemExit(_NO_MPS if of.mps else _SOME_MPS)
+                if of.mps and not (self._toy or mps) and of.engines > 1:
+                    raise SystemExit(_NO_MPS)
                 made = self._run(name, of)
         except SystemExit as error:
             return {**about, "error": str(error)[-4000:]}
         return {
             **about,
             **made,
-            "gpus": _words(device, self._gpu[1]),
+            "gpus": _words(device, self._gpu[1], of.gpus),
             "memory_bytes": self._gpu[1],
             "mps": mps,
             "prompt_tokens": PROMPT_TOKENS,
@@ -216,33 +238,48 @@ def _gpu() -> tuple[str, float]:
     return name.strip(), float(mebibytes) * 2**20
 
 
-def _words(device: str, memory_bytes: float) -> str:
-    """Return the device as --gpus of ``penstock plan`` has it."""
+def _words(device: str, memory_bytes: float, count: int) -> str:
+    """Return ``count`` of the device as --gpus of ``penstock plan`` has them."""
     known = next((name for name in GPUS if name in device.replace("-", " ").split()), "")
-    return f"1x{known or f'{memory_bytes / 2**30:.1f}GiB'}"
+    return f"{count}x{known or f'{memory_bytes / 2**30:.1f}GiB'}"
 
 
 @contextlib.contextmanager
 def _mps(*, on: bool) -> Iterator[bool]:
-    """Yield whether CUDA MPS answers; with ``on`` its daemon is started, unless one answers or the host has none."""
-    if not on or mps_answers() or shutil.which(_MPS) is None:
+    """Yield whether CUDA MPS answers.
+
+    With ``on`` its daemon is started, unless one answers or the host has none; else processes do not find a daemon.
+    """
+    if on and (mps_answers() or shutil.which(_MPS) is None):
         yield mps_answers()
         return
-    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder, contextlib.ExitStack() as around:
         paths = {f"CUDA_MPS_{name}_DIRECTORY": f"{folder}/{name.lower()}" for name in ("PIPE", "LOG")}
         for path in paths.values():
             Path(path).mkdir(mode=0o700)
-        before = {name: os.environ.get(name) for name in paths}
-        os.environ |= paths
-        try:
+        around.enter_context(_variables(paths))
+        if on:
             subprocess.run([_MPS, "-d"], timeout=20, check=True, stdout=subprocess.DEVNULL)
-            yield mps_answers()
-        finally:
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                subprocess.run([_MPS], input=b"quit\n", capture_output=True, timeout=30, check=False)
-            for name, value in before.items():
-                os.environ.pop(name)
-                os.environ |= {name: value} if value is not None else {}
+            around.callback(_end_mps)
+        yield mps_answers()
+
+
+def _end_mps() -> None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        subprocess.run([_MPS], input=b"quit\n", capture_output=True, timeout=30, check=False)
+
+
+@contextlib.contextmanager
+def _variables(more: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables meanwhile."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ |= more
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ |= {name: value} if value is not None else {}
 
 
 # ---------------------------------------------------------------- predictions
@@ -273,7 +310,7 @@ def _compared(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict
     }
     try:
         calibrating = _calibrating(row, rows)
-        predicted = predict(row, _corrections(calibrating))
+        predicted = predict(row, corrections_of(calibrating))
     except SettingsError as error:
         return {**about, "refused": str(error)}
     deviation = predicted / figures.samples_per_s - 1
@@ -296,39 +333,49 @@ def _calibrating(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> M
 
 def predict(row: Mapping[str, Any], corrected: Corrections) -> float:
     """Return samples/s of a run by its settings and ``corrected`` rates. Raises SettingsError: they are not predicted."""
-    settings = _settings(row)
-    layout = layout_of(settings, mps=row["mps"])
+    layout = layout_of(settings_of(row), mps=row["mps"])
     if layout.placement == "at once" and not row["mps"] and row["device"] != "cpu":
         raise SettingsError(
             "trainer and engines that share a GPU at once in time slices are not predicted: start CUDA MPS"
         )
-    planner = Planner(_workload(row), parse_cluster(row["gpus"]), preferences(settings), corrected)
-    outcome = planner.as_set(layout).outcome
+    outcome = planner_of(row, corrected).as_set(layout).outcome
     assert outcome is not None
     return outcome.samples_per_s
 
 
-def _corrections(row: Mapping[str, Any]) -> Corrections:
-    return corrections(_figures(row), _settings(row), _workload(row), parse_cluster(row["gpus"]), mps=row["mps"])
+def planner_of(row: Mapping[str, Any], corrected: Corrections) -> Planner:
+    """Return the plan of a run's work on its GPUs, with its settings and ``corrected`` rates."""
+    return Planner(_workload(row), parse_cluster(row["gpus"]), preferences(settings_of(row)), corrected)
+
+
+def samples_per_s(row: Mapping[str, Any]) -> float:
+    """Return the rate of a run's steady steps."""
+    return _figures(row).samples_per_s
+
+
+def corrections_of(row: Mapping[str, Any]) -> Corrections:
+    """Return the rates that a run calibrates."""
+    return corrections(_figures(row), settings_of(row), _workload(row), parse_cluster(row["gpus"]), mps=row["mps"])
 
 
 def _calibration(row: Mapping[str, Any]) -> dict[str, Any]:
-    rounded = {name: round(value, 3) for name, value in dataclasses.asdict(_corrections(row)).items()}
+    rounded = {name: round(value, 3) for name, value in dataclasses.asdict(corrections_of(row)).items()}
     return {"host": row["host"], "samples_per_s": round(_figures(row).samples_per_s, 2), "corrections": rounded}
 
 
 def _figures(row: Mapping[str, Any]) -> Measured:
-    return measured(row["steps"], _settings(row).algorithm.max_lag)
+    return measured(row["steps"], settings_of(row).algorithm.max_lag)
 
 
-def _settings(row: Mapping[str, Any]) -> Settings:
+def settings_of(row: Mapping[str, Any]) -> Settings:
+    """Return those of a run."""
     return loads(tomli_w.dumps(row["settings"]), row["name"], environment={})
 
 
 def _workload(row: Mapping[str, Any]) -> Workload:
     lengths = Lengths(**{**row["lengths"], "sample": tuple(row["lengths"]["sample"])})
     shape = from_config(SHAPES[row["shape"]], row["shape"])
-    work = workload_of(_settings(row), "0.5b")  # whose policy may be elsewhere
+    work = workload_of(settings_of(row), "0.5b")  # whose policy may be elsewhere
     return dataclasses.replace(work, shape=shape, prompt_tokens=row["prompt_tokens"], lengths=lengths)
 
 

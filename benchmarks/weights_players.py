@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.gpu_meter import only
+
 SECRET = b"the secret of a benchmark"
 
 Answers: TypeAlias = dict[str, Callable[..., Any]]
@@ -37,9 +39,7 @@ class Options:
 def environment(on_gpu: bool, numbers: list[int]) -> dict[str, str]:
     """Return an environment limited to the GPUs ``numbers``."""
     if on_gpu:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        names = visible.split(",") if visible else [str(number) for number in range(64)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
+        return only(*numbers)
     return {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 
 

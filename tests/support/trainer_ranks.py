@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from services.trainer.algorithm.reference import AdapterOff, Reference
 from services.trainer.algorithm.update import Learner
+from services.trainer.batch.packing import micro_batch
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.loop import Trainer
@@ -34,6 +35,7 @@ from services.trainer.rank_group import start_ranks
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.settings import Settings
 from tests.support import teaching, tiny, tiny_hybrids, tolerance
+from tests.support.packed import rows
 from tests.trainer.algorithm import test_update
 
 LORA = {"rank": 4}
@@ -53,6 +55,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "dpo": {"preset": "dpo"},
     "top-k": {"advantage": "none", "distillation": 1.0, "distillation_top_k": 3},
+}
+AHEAD = {
+    # gather one weight ahead, like a large model's
+    "deepspeed": {
+        "zero_optimization": {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 1,
+        }
+    },
 }
 HYBRID: dict[str, Any] = {
     "model": "short convolution",
@@ -135,6 +147,17 @@ def with_trials(of: Settings) -> dict[str, Any]:
     return {"measured": [*measured, rank.learn(2)], "weights": rank.weights()}
 
 
+def evaluated(of: Settings, *, evaluates: bool) -> dict[str, Any]:
+    """Two steps, a forward pass alone, the weights, and a third step and its weights."""
+    rank = Rank(of)
+    rank.learn(1)
+    rank.learn(2)
+    if evaluates:  # weights are gathered ahead, for a backward pass that does not come
+        rank.engine.evaluate(micro_batch(rows(0)))
+    weights = rank.weights()
+    return {"weights": weights, "measured": [rank.learn(3)], "after": rank.weights()}
+
+
 def resumed(of: Settings, folder: Path) -> dict[str, Any]:
     """A third step, by the original engine and by one resumed from its checkpoint."""
     before, after = Rank(of), Rank(of)
@@ -208,6 +231,8 @@ def _found(folder: Path) -> dict[str, Any]:
     actual |= {f"tried-{stage}": with_trials(settings(stage, 2)) for stage in (1, 3)}
     actual["chunks"] = two_steps(settings(3, 2, trainer=CHUNKED), LONGER)
     actual["top-k chunks"] = two_steps(settings(3, 2, trainer=CHUNKED, algorithm=ALGORITHMS["top-k"]), LONGER)
+    for evaluates in (False, True):
+        actual[f"evaluated {evaluates}"] = evaluated(settings(3, 2, trainer=AHEAD), evaluates=evaluates)
     for name, tables in ALGORITHMS.items():
         for stage in (1, 3):
             actual[f"{name}-{stage}"] = two_steps(settings(stage, 2, algorithm=tables))

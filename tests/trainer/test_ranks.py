@@ -72,6 +72,13 @@ def test_ranks_with_parts_of_the_weights_may_need_different_numbers_of_chunks_of
     assert_same(two["top-k chunks"], on_one_rank(trainer_ranks.LONGER, algorithm=top_k))
 
 
+def test_a_forward_pass_alone_changes_neither_published_weights_nor_the_next_step(two: dict[str, Any]) -> None:
+    plain, actual = two["evaluated False"], two["evaluated True"]
+    for name in ("weights", "after"):
+        assert all(torch.equal(actual[name][key], tensor) for key, tensor in plain[name].items())
+    assert actual["measured"][0]["grad_norm"] == plain["measured"][0]["grad_norm"]
+
+
 @pytest.mark.parametrize("algorithm", list(trainer_ranks.ALGORITHMS))
 def test_two_ranks_learn_what_one_rank_learns(two: dict[str, Any], algorithm: str) -> None:
     expected = on_one_rank(algorithm=trainer_ranks.ALGORITHMS[algorithm])

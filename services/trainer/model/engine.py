@@ -225,9 +225,12 @@ class TrainingEngine:
         self._engine.eval()
         try:
             with torch.no_grad():
-                return self._engine(batch)
+                out = self._engine(batch)
         finally:
             self._engine.train()
+        if self._sharded:  # DeepSpeed has gathered weights ahead, for a backward pass that does not come
+            self._engine.optimizer.empty_partition_cache()
+        return out
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Return the model's whole tensors under Hugging Face names, tied ones once, adapters merged in.
