@@ -58,9 +58,8 @@ _FLAGS: Mapping[str, object] = {
 }
 """All that ``tests.chaos.run`` changes is here as it is by default."""
 _GPU: Mapping[str, object] = {
-    "trainer.micro_batch_tokens": 8192,
+    "trainer.micro_batch_tokens": 16_384,
     "trainer.optimizer": "adamw_8bit",
-    "trainer.gradient_checkpointing": "true",
     "weights.snapshots": "sharded",
 }
 """So that a rank fits into 80 GB, and a checkpoint is of 46 GB."""
@@ -200,7 +199,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="7b")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=1200.0)
     parser.add_argument(
         "--folder", type=Path, help="of model and run; it needs about 160 GB at 7B. Default: a temporary one"

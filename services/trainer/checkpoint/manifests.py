@@ -19,6 +19,8 @@ MOST_BYTES = 16 << 20
 _NAME = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*){0,3}", re.ASCII)
 _MOST = 10**12
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+PART_BYTES = 64 << 20
+"""Of a file, digested beside its other parts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class CheckpointFile:
     """Relative to the checkpoint's folder."""
     nbytes: int
     sha256: str
+    """Of the SHA-256 digests of its parts, one after the other."""
+    part_bytes: int = 0
+    """:data:`PART_BYTES`, or 0 in old checkpoints, where ``sha256`` is that of the whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +123,8 @@ def _check(file: CheckpointFile) -> None:
         raise ValueError(f"its table of files gives {file.name} {file.nbytes!r} bytes")
     if not isinstance(file.sha256, str) or not _SHA256.fullmatch(file.sha256):
         raise ValueError(f"its table of files gives {file.name} no SHA-256")
+    if file.part_bytes not in (0, PART_BYTES) or isinstance(file.part_bytes, bool):
+        raise ValueError(f"its table of files gives {file.name} parts of {file.part_bytes!r} bytes")
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

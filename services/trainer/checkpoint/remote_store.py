@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.trainer.checkpoint import local_store, manifests, pickles
-from services.trainer.checkpoint.local_store import Checkpoint, digest
+from services.trainer.checkpoint.local_store import Checkpoint, digest, is_intact
 from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
 from services.trainer.checkpoint.s3 import Object, ObjectStore
 from services.trainer.checkpoint.signatures import UNSIGNED, Signer, open_signer
@@ -123,7 +123,8 @@ class CheckpointStore:
 
     def put(self, checkpoint: Checkpoint) -> tuple[StoredCheckpoint, int]:
         """Return the checkpoint and the bytes sent (0 if present). Resumes interrupted uploads."""
-        files = tuple(_file(checkpoint.folder, path) for path in _files(checkpoint.folder))
+        parts = {file.name: file.part_bytes for file in checkpoint.files}
+        files = tuple(_file(checkpoint.folder, path, parts) for path in _files(checkpoint.folder))
         if other := set(checkpoint.files) - set(files):
             names = ", ".join(sorted(file.name for file in other))
             raise StoreError(f"{names} in {checkpoint.folder} has changed since it was written: it is damaged")
@@ -203,9 +204,11 @@ class CheckpointStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self._objects.download(f"{_FOLDER}{stored.name}/{file.name}", path, file.nbytes):
             raise WeightsError(f"expected {file.name} of {file.nbytes} bytes in {stored.uri}: it is missing or larger")
-        if (sha256 := digest(path).sha256) != file.sha256:
+        if not is_intact(path, file):
             path.unlink()
-            raise WeightsError(f"expected SHA-256 {file.sha256} of {file.name} in {stored.uri}, found {sha256}")
+            raise WeightsError(
+                f"expected {file.name} in {stored.uri} with SHA-256 {file.sha256}, found another content"
+            )
 
     def delete(self, stored: StoredCheckpoint) -> None:
         self._objects.delete(f"{_FOLDER}{stored.name}/{_MANIFEST}")
@@ -243,8 +246,10 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def _file(folder: Path, path: Path) -> CheckpointFile:
-    return dataclasses.replace(digest(path), name=path.relative_to(folder).as_posix())
+def _file(folder: Path, path: Path, parts: Mapping[str, int]) -> CheckpointFile:
+    """Return the file's digest, of the whole where ``parts`` says so."""
+    name = path.relative_to(folder).as_posix()
+    return dataclasses.replace(digest(path, parts.get(name, manifests.PART_BYTES)), name=name)
 
 
 def _check_size(file: CheckpointFile, stored: StoredCheckpoint, listed: Mapping[str, Object]) -> None:
@@ -255,7 +260,7 @@ def _check_size(file: CheckpointFile, stored: StoredCheckpoint, listed: Mapping[
 
 
 def _is_there(path: Path, file: CheckpointFile) -> bool:
-    return path.is_file() and path.stat().st_size == file.nbytes and digest(path).sha256 == file.sha256
+    return path.is_file() and path.stat().st_size == file.nbytes and is_intact(path, file)
 
 
 def _existing(folder: Path) -> Path:

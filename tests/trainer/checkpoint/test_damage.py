@@ -2,6 +2,7 @@
 has a real trainer.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.manifests import CheckpointState
+from services.trainer.checkpoint.manifests import CheckpointState, digest_of
 from services.trainer.checkpoint.remote_store import CheckpointStore
 from services.trainer.checkpoint.s3 import ObjectStore
 from services.trainer.rank0.resume import ResumePoint, find_resume
@@ -102,6 +103,46 @@ def test_a_checkpoint_without_digests_can_still_be_used(tmp_path: Path) -> None:
     marker.write_text(json.dumps({name: value for name, value in raw.items() if name not in ("files", "sha256")}))
     assert local_store.damage(made.folder) == ""
     assert local_store.find(tmp_path) == [Checkpoint(made.folder, made.state)]
+
+
+def test_a_digest_is_of_the_digests_of_parts_and_the_last_may_be_shorter(tmp_path: Path) -> None:
+    path, content = tmp_path / "a.pt", bytes(range(250))
+    path.write_bytes(content)
+    parts = b"".join(hashlib.sha256(content[place : place + 100]).digest() for place in (0, 100, 200))
+    assert local_store.digest(path, 100).sha256 == hashlib.sha256(parts).hexdigest()
+    assert local_store.digest(path, 0).sha256 == hashlib.sha256(content).hexdigest()
+    made = local_store.digest(path, 100)
+    for place in range(250):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert not local_store.is_intact(path, made)
+    path.write_bytes(b"")
+    assert local_store.digest(path).sha256 == hashlib.sha256(b"").hexdigest()
+
+
+def test_a_checkpoint_whose_digests_are_of_whole_files_is_verified_and_stored(tmp_path: Path, storage: Storage) -> None:
+    written(tmp_path / "here", 4)
+    made = with_whole_digests(tmp_path / "here" / "step-000004")
+    assert local_store.damage(made.folder) == ""
+    store = CheckpointStore(ObjectStore(storage.settings(), "r"))
+    fetched = store.fetch(store.put(made)[0], tmp_path / "there")
+    assert set(fetched.files) == set(made.files)
+    flip(made.folder / MODEL)
+    assert local_store.damage(made.folder) == f"the content of {MODEL} has changed"
+
+
+def with_whole_digests(folder: Path) -> Checkpoint:
+    """Write a checkpoint's marker as earlier versions did."""
+    raw = json.loads((folder / "state.json").read_text())
+    files = [local_store.digest(folder / file["name"], 0) for file in raw["files"]]
+    table = [
+        {"name": file["name"], "nbytes": of.nbytes, "sha256": of.sha256}
+        for file, of in zip(raw["files"], files, strict=True)
+    ]
+    content = {**{name: value for name, value in raw.items() if name != "sha256"}, "files": table}
+    (folder / "state.json").write_text(json.dumps({**content, "sha256": digest_of(content)}))
+    made = local_store.read(folder)
+    assert made is not None
+    return made
 
 
 def test_what_a_killed_trainer_left_half_written_is_no_part_of_the_next_checkpoint(tmp_path: Path) -> None:

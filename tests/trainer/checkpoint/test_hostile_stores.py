@@ -86,6 +86,7 @@ def test_a_name_in_a_stored_manifest_that_is_no_file_of_the_folder_is_refused_an
         ([entry("a.pt", True)], "its table of files gives a.pt True bytes"),
         ([entry("a.pt", "5")], "its table of files gives a.pt '5' bytes"),
         ([entry("a.pt", 5, "../x")], "its table of files gives a.pt no SHA-256"),
+        ([{**entry("a.pt"), "part_bytes": 1}], "its table of files gives a.pt parts of 1 bytes"),
         ([{**entry("a.pt"), "mode": 7}], "its table of files is malformed"),
         (["a.pt"], "its table of files is not a list of entries"),
         ("a.pt", "its table of files is not a list of entries"),

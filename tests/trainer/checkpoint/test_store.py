@@ -106,7 +106,10 @@ def test_a_file_that_is_not_what_was_written_is_found_when_it_is_fetched(
     store = store_of(storage)
     stored, _ = store.put(written(tmp_path / "here", 1))
     storage.damage("r/", ending)
-    with pytest.raises(WeightsError, match=rf"expected SHA-256 [0-9a-f]{{64}} of .*{ending} in s3://runs/team/r/"):
+    with pytest.raises(
+        WeightsError,
+        match=rf"expected .*{ending} in s3://runs/team/r/.* with SHA-256 [0-9a-f]{{64}}, found another content",
+    ):
         store.fetch(stored, tmp_path / "there")
     assert local_store.find(tmp_path / "there") == []
 
