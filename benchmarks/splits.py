@@ -5,7 +5,7 @@ r"""Real runs of many layouts of the same GPUs beside the one that the plan reco
     python -m benchmarks.splits --work four-7b --only turns,lend-2-2 --out /tmp/7b.jsonl    # some, in several calls
     python -m benchmarks.splits --work four --compare /tmp/four.jsonl       # needs no GPU
 
-A layout is a run of ``penstock up`` (``benchmarks.plan_rates``) with the same groups, lengths and lag. The plan is told
+A layout is a run of ``penstock up`` (``benchmarks.plan_rates``) with the same groups, lengths and lag. The plan knows
 the rates of the layout in ``calibrating`` alone; ``recommended`` is the fastest of the layouts that it would then choose
 from among those measured, ``best`` the fastest measured one, and ``ratio`` the rate of the best over the recommended
 one's; the bar is 1.05. Failed runs, such as one without memory that the plan says fits, are in ``failed``. With

@@ -102,15 +102,17 @@ def trainer_table(work: Workload, options: TrainerOptions, limit_bytes: float) -
     base = total(lasting) + total(moving)
     kept, keeps_logits = _kept(work, options, USED * limit_bytes - base)
     passes = [*moving, *activations(work, options, kept, keeps_logits=keeps_logits)]
+    held = _held(work.trained, work, options)
     table: dict[Phase, Components] = {
-        "wait": lasting,
+        "wait": [*lasting, *held],
         "forward and backward": [*lasting, *max(passes, _reduced(work.trained, work, options), key=total)],
         "optimizer": [*lasting, *_step(work.trained, work, options)],
     }
     if work.critic is not None:
         of_critic = _gradients(work.critic.weights, work, options)
         passes = [*of_critic, *activations(work, options, kept)[:1]]
-        table["critic"] = [*lasting, *max(passes, _step(work.critic.weights, work, options), key=total)]
+        busy = max(passes, _step(work.critic.weights, work, options), key=total)
+        table["critic"] = [*lasting, *held, *_without(busy, _held(work.critic.weights, work, options))]
     return table, kept
 
 
@@ -127,7 +129,8 @@ def _lasting(work: Workload, options: TrainerOptions) -> list[Component]:
     parts = [Component("weights", weights, 'set trainer.zero_stage = 3, or trainer.offload = "all" with it')]
     parts += _optimizer(work.trained, work, options)
     if work.critic is not None:
-        parts.append(Component("critic", _critic_bytes(work.critic, work, options), _STATES))
+        held = total(_held(work.critic.weights, work, options))
+        parts.append(Component("critic", _critic_bytes(work.critic, work, options) + held, _STATES))
     if work.reference:
         parts.append(
             Component("reference", frozen, 'set algorithm.reference = "reward", or policy.lora.rank, or zero_stage = 3')
@@ -174,6 +177,20 @@ def _gradients(trained: int, work: Workload, options: TrainerOptions) -> list[Co
     elif options.zero_stage == 2 and options.offload == "none":
         buffers += nbytes / options.ranks  # of this pass, added to those of the passes before
     return [*parts, Component("reduction", buffers, "set zero_optimization in trainer.deepspeed")]
+
+
+def _held(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:
+    """Return what stage 3 keeps between steps: a rank's gradients and the bucket in which they are reduced."""
+    if options.zero_stage < 3 or options.offload != "none":
+        return []
+    gradients, reduction = _gradients(trained, work, options)
+    return [gradients, dataclasses.replace(reduction, nbytes=_BUCKET * work.weight_bytes)]
+
+
+def _without(parts: Components, counted: Components) -> list[Component]:
+    """Return ``parts`` without the bytes that are counted elsewhere."""
+    sizes = {part.name: part.nbytes for part in counted}
+    return [dataclasses.replace(part, nbytes=max(0.0, part.nbytes - sizes.get(part.name, 0.0))) for part in parts]
 
 
 def _reduced(trained: int, work: Workload, options: TrainerOptions) -> list[Component]:

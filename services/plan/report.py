@@ -18,6 +18,8 @@ _PROBLEMS = 5
 _IDLE, _BUSY = 0.15, 0.7
 _TRIED_AT_ONCE = 2
 """GPUs on which trainer and replicas ran at once (docs/performance.md)."""
+_TRIED_SHARES = 2
+"""Ranks from which replicas with GPUs of their own pulled shares of a version (docs/weights.md)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,8 +126,9 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
 
 
 def _weights(candidate: Candidate) -> str:
-    trainer = candidate.layout.trainer
-    pulled = "pulled from all ranks (not verified on GPUs)" if trainer.sharded else "pulled"
+    layout, trainer = candidate.layout, candidate.layout.trainer
+    tried = layout.placement == "separate" and trainer.ranks <= _TRIED_SHARES
+    pulled = f"pulled from all ranks{'' if tried else ' (not verified on GPUs)'}" if trainer.sharded else "pulled"
     way = pulled if trainer.snapshots else "by file"
     seconds, step_s = candidate.rates.transfer_s, candidate.step_s
     return f"weights, {way}: live after {seconds:,.1f} s, {seconds / step_s:.0%} of a step"

@@ -119,8 +119,12 @@ def _cached(model: str) -> Config:
     if Path(model).is_dir() or "/" not in model:
         return read_config(model)
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    file = try_to_load_from_cache(model, "config.json")
+    try:
+        file = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # a folder that is not there
+        return {}
     return read_config(str(Path(file).parent)) if isinstance(file, str) else {}
 
 

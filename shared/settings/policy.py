@@ -50,7 +50,7 @@ class WeightsSettings(Section):
     while generation continues. `file`: safetensors on storage that trainer and replicas share."""
     snapshots: Literal["whole", "sharded"] = Field(default="whole")
     """Where the two copies are that replicas pull from. `whole`: on the GPU of the trainer's rank 0. `sharded`: each
-    rank has a share, which a policy needs that fits on no GPU; not verified on GPUs yet."""
+    rank has a share, which a policy needs that fits on no GPU; verified on GPUs with two ranks and devices of their own."""
     deadline_s: PositiveFloat = Field(default=30.0)
     """Longest wait of a pull for an answer, a peer or a bucket, in seconds; then the next source is tried."""
     kv: Literal["keep", "recompute"] = Field(default="keep")

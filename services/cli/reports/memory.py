@@ -20,7 +20,7 @@ from shared.settings import Settings, load_run
 from shared.text.terminal import escaped_line
 
 _FOLDED = dict.fromkeys(("logits", "reduction"), "activations")
-"""The plan's components that are measured as another."""
+"""Components that are compared as one."""
 _UNCOMPARED = ("context", "other")
 """What torch does not allocate, and what has no name."""
 
@@ -82,14 +82,21 @@ def _engine(settings: Settings, work: Workload, capacity_bytes: float) -> Sequen
         rollout.vllm.gpu_memory_utilization,
         rollout.max_groups * settings.sampling.group_size,
     )
-    return engine_memory(work, options, capacity_bytes, capacity_bytes).components
+    *fixed, shadow, cache = engine_memory(work, options, capacity_bytes, capacity_bytes).components
+    # vLLM fills what it may use, whether it needs it or not
+    filled = max(cache.nbytes, options.utilization * capacity_bytes - sum(part.nbytes for part in fixed))
+    return [*fixed, shadow, dataclasses.replace(cache, nbytes=filled)]
 
 
 def _folded(parts: Iterable[Component]) -> dict[str, float]:
+    return _summed((part.name, part.nbytes) for part in parts)
+
+
+def _summed(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     sums: dict[str, float] = {}
-    for part in parts:
-        name = _FOLDED.get(part.name, part.name)
-        sums[name] = sums.get(name, 0.0) + part.nbytes
+    for part, nbytes in parts:
+        name = _FOLDED.get(part, part)
+        sums[name] = sums.get(name, 0.0) + nbytes
     return sums
 
 
@@ -139,9 +146,10 @@ def _compared(own: Sequence[PhaseMemory], settings: Settings) -> Table:
         expected = predicted(settings, phase)
         if not expected:
             continue
-        known = phase.components if phase.device.endswith(" cpu") else [*expected, *phase.components]
+        actual = _summed(phase.components.items())
+        known = actual if phase.device.endswith(" cpu") else [*expected, *actual]
         names = [name for name in dict.fromkeys(known) if name not in _UNCOMPARED]
-        both = [(expected.get(name, 0.0), phase.components.get(name, 0.0)) for name in names]
+        both = [(expected.get(name, 0.0), actual.get(name, 0.0)) for name in names]
         table.add_row(Text(escaped_line(phase.phase), "bold"), *_difference(*map(sum, zip(*both, strict=True))))
         for name, pair in zip(names, both, strict=True):
             if max(pair) > 0:
