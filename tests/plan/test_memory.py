@@ -77,6 +77,30 @@ def test_the_plan_is_near_every_stored_measurement(stored: str, configurations: 
     assert {name: off for name, off in map(deviation, measured) if abs(off) > bar} == {}
 
 
+def test_the_plan_is_near_every_phase_of_the_whole_run() -> None:
+    measured = json.loads((RESULTS / "2026-11-26-whole-run-h200.json").read_text())["memory"]
+    options = TrainerOptions(2, 3, optimizer="adamw_8bit", sharded=True)
+    table, _ = trainer_table(workload("7b"), options, 139.8 * GIB)
+    for replica in ("trainer-0", "trainer-0.1"):
+        for phase, parts in table.items():
+            actual_bytes = measured[replica][phase]["measured"] * GIB
+            assert total([part for part in parts if part.name != "context"]) == pytest.approx(actual_bytes, rel=0.07)
+
+
+def test_a_rank_with_a_share_of_the_weights_keeps_gradients_and_their_bucket_between_steps() -> None:
+    def kept(stage: int, **more: Any) -> dict[str, float]:
+        table, _ = trainer_table(workload("7b"), TrainerOptions(2, stage, **more), 140 * GIB)
+        return {part.name: part.nbytes for part in table["wait"] if part.name in ("gradients", "reduction")}
+
+    assert kept(3) == {"gradients": shape_of("7b").weights, "reduction": 1e9}
+    assert kept(2) == kept(3, offload="optimizer") == {}
+
+
+def test_a_models_folder_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"no config\.json of a model at '/nowhere/model': set policy.model"):
+        shape_of("/nowhere/model")
+
+
 def test_the_plan_knows_the_groups_of_the_optimizer() -> None:
     assert (memory._LARGE, memory._GROUP) == (optimizer._LARGE, optimizer.GROUP_WEIGHTS)
     table, _ = trainer_table(workload("7b"), TrainerOptions(1, 1, snapshots=0), 140 * GIB)

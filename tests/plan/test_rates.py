@@ -262,8 +262,6 @@ def test_every_configuration_has_settings_and_a_prediction() -> None:
     assert len(CONFIGURATIONS) - 1 >= plan_rates.LEAST
     rates = {}
     for name, of in CONFIGURATIONS.items():
-        if name == "turns-3-engines":  # accepted once replicas with several engines take turns
-            continue
         made = row(name, "shared", *of.flags(toy=False), mps=True, shape=of.shape)
         rates[name] = plan_rates.predict(made, Corrections())
     assert rates["turns-short"] > rates[CALIBRATING] > max(rates["turns-long"], rates["turns-tail"])
@@ -282,16 +280,16 @@ def test_the_daemon_of_mps_is_started_and_ended_for_the_runs_that_use_it(
 ) -> None:
     program = tmp_path / "nvidia-cuda-mps-control"
     program.write_text(
-        f'#!/bin/bash\nif [ "$1" = -d ]; then touch {tmp_path}/on; exit 0; fi\nread -r word\necho $word >> {tmp_path}/words\n'
-        f'[ -e {tmp_path}/on ] || exit 1\nif [ "$word" = quit ]; then rm {tmp_path}/on; fi\n'
+        '#!/bin/bash\non=${CUDA_MPS_PIPE_DIRECTORY:-/nowhere}/on\nif [ "$1" = -d ]; then touch $on; exit 0; fi\nread -r word\n'
+        f'echo $word >> {tmp_path}/words\n[ -e $on ] || exit 1\nif [ "$word" = quit ]; then rm $on; fi\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    with plan_rates._mps(on=False) as answers:
-        assert not answers
+    with plan_rates._mps(on=True), plan_rates._mps(on=False) as answers:
+        assert not answers, "a daemon that answers is not found by the processes of a run without"
     with plan_rates._mps(on=True) as answers:
         assert answers
         assert Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
-    assert not (tmp_path / "on").exists()
+    assert (tmp_path / "words").read_text().split().count("quit") == 2, "each daemon is ended"
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ

@@ -9,6 +9,7 @@ from services.cli.reports import memory
 from services.coordinator.records.memory import memory_line
 from shared.bus.messages import MemoryReport, MemorySample
 from shared.errors import PenstockError
+from shared.settings import Settings
 
 GIB = float(1 << 30)
 
@@ -53,6 +54,8 @@ def test_the_plan_predicts_what_a_run_of_its_settings_holds(run: Path, capsys: p
     for name in ("weights", "master weights", "moments"):
         assert trainer["predicted"][name] == trainer["components"][name]
     assert rollout["predicted"]["shadow"] == rollout["components"]["shadow"]
+    planned, share = rollout["predicted"], Settings().rollout.vllm.gpu_memory_utilization
+    assert sum(planned.values()) - planned["shadow"] == pytest.approx(share * 140 * GIB), "vLLM fills it"
     memory.show(run, plan=True, as_json=False)
     assert ["weights", "0.141", "0.141", "+0%"] in [row.split() for row in capsys.readouterr().out.splitlines()]
 
