@@ -1,4 +1,7 @@
-"""Client of an executor: one connection, many concurrent programs; lost connections are retried with backoff."""
+"""Client of an executor: one connection, many concurrent programs; lost connections are retried with backoff.
+
+An executor that stops, so that no beat of it arrives, counts as lost. Those of earlier versions have none.
+"""
 
 import asyncio
 import contextlib
@@ -15,6 +18,8 @@ from shared.peers.keep_alive import keep_alive
 from shared.settings.rewards.reward import ExecutorSettings
 
 CONNECT_WITHIN_S = 5.0
+SILENT_S = 60.0
+"""Without a frame, after which an executor that beats is lost."""
 _IN_FLIGHT = 64
 """Programs at a time; others wait here."""
 _BACKOFF = Backoff(0.2, longest_s=5.0)
@@ -40,6 +45,8 @@ class ExecutorClient:
         self._connecting = asyncio.Lock()
         self._failures = 0
         self._not_before_s = 0.0
+        self._beats = False
+        """Whether the first frame of the newest connection was one."""
 
     async def run(self, job: Job) -> Execution:
         async with self._places:
@@ -88,11 +95,16 @@ class ExecutorClient:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         reason: Exception = _CLOSED
         try:
-            while True:
-                frame = await frames.receive_async(reader)
+            for number in itertools.count():
+                async with asyncio.timeout(SILENT_S if self._beats else None):
+                    frame = await frames.receive_async(reader)
+                if not number:
+                    self._beats = "beat" in frame
                 answer = self._waiting.get(frame.get("id", -1))
                 if answer is not None and not answer.done():
                     answer.set_result(read_execution(frame))
+        except TimeoutError:
+            reason = PeerError(f"nothing was received for {SILENT_S:g} s")
         except (OSError, PeerError) as error:
             reason = error
         finally:

@@ -6,6 +6,7 @@
       {verb: run, id, code, profile, stdin, calls, limits}       ──▶
                                                                ◀──  {id, outcome, stdout, values, detail, …}    in any order
       {verb: cancel, id}                                         ──▶                                            no answer
+                                                               ◀──  {beat: true}    first, then every BEAT_S seconds
 
 It carries no expected output: the client compares. Arguments and values are JSON text inside MessagePack, because JSON
 integers are unbounded. A call's value is plain JSON: sequences and iterators become lists, subclasses their base, keys
@@ -24,6 +25,8 @@ from shared.errors import PeerError
 from shared.peers.frames import Frame
 
 MIB = 1 << 20
+BEAT_S = 5.0
+"""Seconds between two signs of life of an executor, however long its queue is."""
 MAX_OUTPUT_BYTES = 10 * MIB
 """Output and values, tripled by UTF-8, fit into one frame."""
 

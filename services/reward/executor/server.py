@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from services.reward.executor import protocol
 from services.reward.executor.executor import Executor
 from services.reward.executor.protocol import Job, execution_frame, read_job
 from shared.errors import PeerError, SettingsError
@@ -122,11 +123,12 @@ class _Connection:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
+                beating = tasks.create_task(self._beat())
                 try:
                     while True:
                         await self._hear(await frames.receive_async(self._reader), tasks)
                 finally:
-                    for task in self._running.values():
+                    for task in (beating, *self._running.values()):
                         task.cancel()
         except* (PeerError, OSError) as errors:
             log.debug("a client left", extra={"reason": str(errors.exceptions[0])})
@@ -143,6 +145,12 @@ class _Connection:
         await self._room.acquire()
         task = self._running[number] = tasks.create_task(self._answer(number, job))
         task.add_done_callback(lambda _: self._forget(number))
+
+    async def _beat(self) -> None:
+        while True:
+            self._writer.write(frames.pack({"beat": True}))
+            await self._writer.drain()
+            await asyncio.sleep(protocol.BEAT_S)
 
     def _forget(self, number: int) -> None:
         self._running.pop(number, None)

@@ -17,7 +17,8 @@ from typing import cast
 import psutil
 import pytest
 
-from services.reward.executor import escapes, probe
+from services.reward.executor import client as executor_client
+from services.reward.executor import escapes, probe, protocol
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.executor import Executor
 from services.reward.executor.inside import syscalls
@@ -49,6 +50,7 @@ LANDLOCK = ("--reward.executor.isolation", "landlock", "--internal.executor_prof
 _OF_OTHERS = ("penstock-", "psm_", "sem.", "torch_")
 """Prefixes of other processes' shared memory: Penstock's weights, queues of vLLM and multiprocessing, torch's tensors.
 """
+ENDED = Execution(Outcome.FINISHED, "1\n", (), "", 0, 0.01, 0.01, 1 << 20, "landlock")
 JOBS = int(os.environ.get("PENSTOCK_EXECUTOR_JOBS", "3000"))
 
 
@@ -62,9 +64,9 @@ def process() -> Iterator[Running]:
 
 @pytest.fixture
 async def client(process: Running) -> AsyncIterator[ExecutorClient]:
-    executor_client = ExecutorClient(process.address)
-    yield executor_client
-    await executor_client.close()
+    made = ExecutorClient(process.address)
+    yield made
+    await made.close()
 
 
 # ---------------------------------------------------------------- what is said of programs
@@ -321,6 +323,7 @@ async def test_an_asker_that_is_cancelled_has_its_program_killed(process: Runnin
 async def test_a_peer_that_speaks_something_else_is_shown_the_door(process: Running, client: ExecutorClient) -> None:
     reader, writer = await asyncio.open_unix_connection(process.address.removeprefix("unix:"))
     writer.write(frames.pack({"verb": "run", "id": 1, "code": 5}))
+    assert await frames.receive_async(reader) == {"beat": True}
     assert await reader.read() == b""
     writer.close()
     assert (await client.run(Job("print(1)"))).stdout == "1\n"
@@ -492,6 +495,74 @@ def _owned(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             count += path.stat().st_uid == user and not path.name.startswith(_OF_OTHERS)
     return count
+
+
+async def test_an_executor_that_stops_is_lost_and_one_that_beats_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_client, "SILENT_S", 0.2)
+    connections: list[asyncio.StreamWriter] = []
+    beats = asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        writer.write(frames.pack({"beat": True}))
+        number = (await frames.receive_async(reader))["id"]
+        for _ in range(10):  # longer than SILENT_S
+            await asyncio.sleep(0.05)
+            writer.write(frames.pack({"beat": True}))
+        await beats.wait()
+        writer.write(frames.pack(execution_frame(number, ENDED)))
+
+    async with await asyncio.start_unix_server(accept, tmp_path / "socket"):
+        client = ExecutorClient(f"unix:{tmp_path}/socket")
+        with pytest.raises(TemporaryError, match=r"code executor at .*: nothing was received for 0\.2 s"):
+            await client.run(Job("print(1)"))
+        beats.set()
+        assert await client.run(Job("print(1)")) == ENDED, "over another connection"
+        assert len(connections) == 2
+        await client.close()
+        for writer in connections:
+            writer.close()
+
+
+async def test_an_executor_of_an_earlier_version_has_no_beat_and_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_client, "SILENT_S", 0.05)
+    connections: list[asyncio.StreamWriter] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        for _ in range(2):
+            number = (await frames.receive_async(reader))["id"]
+            await asyncio.sleep(0.2)
+            writer.write(frames.pack(execution_frame(number, ENDED)))
+
+    async with await asyncio.start_unix_server(accept, tmp_path / "socket"):
+        client = ExecutorClient(f"unix:{tmp_path}/socket")
+        assert [await client.run(Job("print(1)")) for _ in range(2)] == [ENDED, ENDED]
+        await client.close()
+        for writer in connections:
+            writer.close()
+
+
+async def test_an_executor_beats_while_its_client_may_send_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "BEAT_S", 0.02)
+
+    class Busy:
+        async def run(self, _: Job) -> Execution:
+            await asyncio.Event().wait()
+            return ENDED
+
+    async with serve(Busy(), f"unix:{tmp_path}/socket", 1):  # type: ignore[arg-type]
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "socket")
+        for number in range(3):  # more than wait
+            writer.write(frames.pack(job_frame(number, Job("print(1)"))))
+        assert [await frames.receive_async(reader) for _ in range(20)] == [{"beat": True}] * 20
+        writer.close()
 
 
 async def test_a_connection_to_an_executor_whose_host_vanishes_breaks() -> None:
