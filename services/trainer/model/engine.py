@@ -310,6 +310,15 @@ class TrainingEngine:
             ) from error
         if loaded is None:
             raise RuntimeError(f"no DeepSpeed checkpoint in {folder}")
+        _unmap(self._engine.optimizer)
+
+
+def _unmap(optimizer: Any) -> None:
+    """Copy states that still are maps of a checkpoint's file, whose space is free only without them."""
+    for states in getattr(optimizer, "optimizer", optimizer).state.values():
+        for name, value in states.items():
+            if torch.is_tensor(value) and value.device.type == "cpu":
+                states[name] = value.clone()
 
 
 def saved_tensors(folder: Path, zero_stage: int) -> dict[str, Tensor]:

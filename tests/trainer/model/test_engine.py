@@ -1,9 +1,11 @@
 """Memory savings change no result, and packing loses nothing."""
 
 import ast
+import gc
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -156,6 +158,24 @@ def test_a_file_for_which_the_disk_has_no_room_is_not_begun(
     monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + nbytes)
     assert stepper.engine.save(tmp_path / "second") == ""
     Stepper(settings(zero_stage)).engine.load(tmp_path / "second")
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 3}, {"zero_stage": 3, "offload": "all"}]
+)
+def test_a_loaded_checkpoint_can_be_deleted_and_its_space_is_free(tmp_path: Path, trainer: dict[str, Any]) -> None:
+    of = settings(**trainer)
+    first, second = Stepper(of), Stepper(of)
+    first.step(1)
+    first.engine.save(tmp_path)
+    second.engine.load(tmp_path)
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    shutil.rmtree(tmp_path)
+    first.step(2)
+    second.step(2)
+    others = second.weights()
+    assert all(torch.equal(tensor, others[name]) for name, tensor in first.weights().items())
 
 
 @pytest.fixture
