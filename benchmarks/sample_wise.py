@@ -1,4 +1,4 @@
-"""The sample as the unit of work against the group: four scripted replicas, log-normal lengths, failures.
+"""The sample as the unit of work against the group: scripted replicas (four), log-normal lengths, failures.
 
 Bus, admission, promotion, rollout replicas, workers and the trainer's intake are Penstock's own; decoding is a sleep of
 ``token_s`` per token, scoring and training are short. Both ways get the same prompts, lengths and failures:
@@ -64,7 +64,7 @@ from shared.settings import Settings, WeightsSettings
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller
 
-REPLICAS, GROUP_SIZE, MEAN_TOKENS = 4, 8, 100
+GROUP_SIZE, MEAN_TOKENS = 8, 100
 PATIENCE = Patience(claim_after_s=30.0, retry_s=0.01, drain_s=0.0)
 
 
@@ -234,7 +234,7 @@ async def serving(
     scoring = Scoring([PlaceScorer(work)], Expression("place", ["place"]), Status(), redo=Backoff(0.01, 0.01))
     last = functools.partial(scoring, last=True)
     reward = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, scoring, 32, PATIENCE, last=last)
-    replicas = [replica(bus, work, number, arguments, whole=whole) for number in range(REPLICAS)]
+    replicas = [replica(bus, work, number, arguments, whole=whole) for number in range(arguments.replicas)]
     leading = [admission.run(), Promotion(bus, ledger, 4, lambda version: admission.wake()).run()]
     leaders = [asyncio.create_task(loop) for loop in leading]
     workers = [asyncio.create_task(each.run(stop, 1.0)) for each in replicas]
@@ -292,7 +292,7 @@ def figures(
 
 def _busy(arguments: argparse.Namespace, work: Work, seconds: float) -> float:
     """Return the share of the replicas' room that decoded, as if all tokens were decoded since the first step's end."""
-    room = REPLICAS * arguments.max_groups * GROUP_SIZE
+    room = arguments.replicas * arguments.max_groups * GROUP_SIZE
     return float(work.generated * work.token_s / (room * seconds))
 
 
@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--groups-per-step", type=int, default=16)
     parser.add_argument("--max-lag", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--max-groups", type=int, default=2, help="groups whose samples one replica has room for")
     parser.add_argument("--sigma", type=float, default=0.7, help="of the lengths' logarithms; 0: equal lengths")
     parser.add_argument("--on-stale", default="wait")
