@@ -52,6 +52,7 @@ from services.plan.shapes import from_config
 from services.plan.workload import Lengths, Workload, workload_of
 from shared.errors import SettingsError
 from shared.preflight.node import mps_answers
+from shared.process.gpus import VISIBLE
 from shared.settings import SETTINGS_FILE, Settings, loads
 
 BAR, LEAST = 0.15, 8
@@ -167,7 +168,7 @@ class Runs:
     def __init__(self, folder: Path, *, toy: bool, limit_s: float, cold_s: float) -> None:
         self._folder, self._toy, self._limit_s, self._cold_s = folder, toy, limit_s, cold_s
         self._works: dict[tuple[str, bool], Work] = {}
-        self._started: set[tuple[str, bool, int]] = set()
+        self._started: set[tuple[object, ...]] = set()
         self._gpu = ("cpu", 16 * 2.0**30) if toy else _gpu()
 
     def row(self, name: str, of: Configuration) -> dict[str, Any]:
@@ -196,9 +197,11 @@ class Runs:
         }
 
     def _run(self, name: str, of: Configuration) -> dict[str, Any]:
-        work, started = self._work(of), (of.shape, bool(of.mean_tokens), of.engines)
-        cold_s = 0.0 if started in self._started else self._cold_s
-        self._started.add(started)
+        # vLLM compiles again for engines whose memory can be freed, and for other numbers of ranks
+        work, kinds = self._work(of), [of.mode in _PLACEMENT, *([False] if of.mode == "lend" else [])]
+        started = {(of.shape, bool(of.mean_tokens), of.engines, of.tensor_parallel, sleeps) for sleeps in kinds}
+        cold_s = self._cold_s * len(started - self._started)
+        self._started |= started
         with tempfile.TemporaryDirectory(prefix="penstock-bench-plan-") as made:
             folder = Path(made)
             flags = of.flags(toy=self._toy)
@@ -259,7 +262,9 @@ def _mps(*, on: bool) -> Iterator[bool]:
             Path(path).mkdir(mode=0o700)
         around.enter_context(_variables(paths))
         if on:
-            subprocess.run([_MPS, "-d"], timeout=20, check=True, stdout=subprocess.DEVNULL)
+            # it would number the GPUs that it sees anew, and its clients would not find theirs
+            every = {name: value for name, value in os.environ.items() if name != VISIBLE}
+            subprocess.run([_MPS, "-d"], env=every, timeout=20, check=True, stdout=subprocess.DEVNULL)
             around.callback(_end_mps)
         yield mps_answers()
 

@@ -371,7 +371,7 @@ def plan(
     if html is not None:
         picture.write(made, html)
     if write is not None:
-        for path in files.write(settings, made.candidates, made.planner.cluster, write):
+        for path in files.write(settings, made.candidates, made.planner, write):
             console.warn(f"written: {path}")
     if not made.candidates:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import Any
 import tomli_w
 
 from services.plan.hardware import Cluster
-from services.plan.layouts import Candidate
+from services.plan.layouts import Candidate, Planner
 from services.plan.report import accepted
 from shared.errors import SettingsError
 from shared.files.durable import write_whole
@@ -17,12 +17,13 @@ from shared.settings import Settings, loads
 _OF_TRAINER = ("zero_stage", "optimizer", "offload")
 
 
-def write(settings: Settings, candidates: Sequence[Candidate], cluster: Cluster, folder: Path) -> tuple[Path, Path]:
+def write(settings: Settings, candidates: Sequence[Candidate], planner: Planner, folder: Path) -> tuple[Path, Path]:
     """Write ``run.toml`` and ``values.json`` for the fastest layout that this version supports. Raises SettingsError:
     no layout is accepted, or the folder cannot be written.
     """
     refused: SettingsError | None = None
-    for candidate in (each for each in candidates if accepted(each.layout, cluster)):
+    cluster = planner.cluster
+    for candidate in (each for each in candidates if accepted(each.layout, cluster, planner.work)):
         run = tomli_w.dumps(run_values(settings, candidate, cluster))
         try:
             loads(run, "run.toml")
@@ -31,7 +32,7 @@ def write(settings: Settings, candidates: Sequence[Candidate], cluster: Cluster,
             refused = refused or error
     else:
         raise refused or SettingsError(
-            "expected a layout that fits and that the settings accept, found none: change --gpus"
+            "expected a layout that fits and that this version supports, found none: change --gpus"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

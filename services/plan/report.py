@@ -10,6 +10,7 @@ import tomli_w
 from services.plan.hardware import GIB, Cluster
 from services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
 from services.plan.memory import Table, peak, total
+from services.plan.workload import Workload
 from shared.errors import SettingsError
 from shared.settings import loads
 
@@ -39,10 +40,12 @@ class Plan:
         return list(distinct.values())[:SHOWN]
 
 
-def accepted(layout: GpuLayout, cluster: Cluster) -> bool:
+def accepted(layout: GpuLayout, cluster: Cluster, work: Workload) -> bool:
     """Whether the settings accept a layout with vLLM, whose rates the plan assumes; devices are shared in turn on one
-    host.
+    host. Each rank of a trainer loads the whole policy before it keeps a part.
     """
+    if work.policy_bytes > cluster.gpu.memory_bytes:
+        return False
     if layout.placement in ("separate", "at once"):
         return True
     return cluster.nodes == 1 and _in_turn(
@@ -72,9 +75,9 @@ def _in_turn(placement: str, engines: int, tensor_parallel: int, ranks: int, rep
     return True
 
 
-def _reservation(layout: GpuLayout, cluster: Cluster) -> str:
+def _reservation(layout: GpuLayout, cluster: Cluster, work: Workload) -> str:
     """Return what the plan's line says of a layout that cannot be run, or was not (docs/placement.md)."""
-    if not accepted(layout, cluster):
+    if not accepted(layout, cluster, work):
         return " (not supported yet)"
     one_each = layout.placement == "shared" and (layout.trainer.ranks, layout.engines) == (1, 1)
     together = layout.placement == "at once" and layout.trainer.ranks <= _TRIED_AT_ONCE
@@ -115,7 +118,7 @@ def _candidate(plan: Plan, number: int, candidate: Candidate) -> list[str]:
     hours = planner.work.steps * outcome.step_s * layout.gpus / 3600
     lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in outcome.lags.items())
     lines = [
-        f"{number}. {layout.placement}{_reservation(layout, planner.cluster)}: {layout.words}",
+        f"{number}. {layout.placement}{_reservation(layout, planner.cluster, planner.work)}: {layout.words}",
         f"   {outcome.step_s:,.1f} s a step, {outcome.samples_per_s:,.1f} samples/s, {hours:,.0f} GPU-hours for "
         f"{planner.work.steps} steps; idle: trainer {outcome.trainer_idle:.0%}, replicas {outcome.rollout_idle:.0%}; lag {lags}",
         f"   {_weights(candidate)}",
@@ -198,7 +201,7 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     return {
         **dataclasses.asdict(candidate.layout),
         "words": candidate.layout.words,
-        "accepted": accepted(candidate.layout, plan.planner.cluster),
+        "accepted": accepted(candidate.layout, plan.planner.cluster, plan.planner.work),
         "gpus": candidate.layout.gpus,
         "gpu_hours": plan.planner.work.steps * candidate.step_s * candidate.layout.gpus / 3600,
         "reason": reason(plan, candidate),

@@ -33,17 +33,18 @@ def train(
         mailbox.send(Began("opening the device"))
         device = _begin(settings)
         loading = _Loading(settings, device, mailbox)
-        try:
-            engine = loading.policy()
-            reference, critic = loading.reference(engine), loading.critic()
-            context = settings.rollout.vllm.max_model_len or own_context(engine.model.config.to_dict())
-            mailbox.send(ModelLoaded(engine.vocabulary, context))
-            return Trainer(engine, settings, mailbox, artifacts, critic, reference, stop_requested).run()
-        finally:
-            dist.destroy_process_group()
+        engine = loading.policy()
+        reference, critic = loading.reference(engine), loading.critic()
+        context = settings.rollout.vllm.max_model_len or own_context(engine.model.config.to_dict())
+        mailbox.send(ModelLoaded(engine.vocabulary, context))
+        over = Trainer(engine, settings, mailbox, artifacts, critic, reference, stop_requested).run()
     except BaseException as error:
         mailbox.send(error)
+        if dist.is_initialized() and dist.get_world_size() == 1:  # NCCL would wait for others; the launcher ends them
+            dist.destroy_process_group()
         raise
+    dist.destroy_process_group()
+    return over
 
 
 def _begin(settings: Settings) -> str:

@@ -120,13 +120,18 @@ class HostCopies:
         if failure is not None:
             raise failure
 
-    def follow(self) -> None:
-        """Make the current stream wait for copies in progress, which are then forgotten unless they are kept."""
+    def follow(self, *, everywhere: bool = False) -> None:
+        """Make the current stream wait for copies in progress, which are then forgotten unless they are kept.
+
+        ``everywhere``: this thread waits, too, for streams that do not follow the current one, such as DeepSpeed's at stage 3.
+        """
         if self.is_away:
             return
         self._join()
         if self._copied:
             self._arrived.follow()
+            if everywhere:
+                self._arrived.wait()
             self._copied = self._copied if self._frozen else []
 
     def _host_chunks(self, storage: torch.UntypedStorage, needed_bytes: int) -> list[torch.Tensor]:

@@ -123,6 +123,17 @@ def test_up_refuses_what_cannot_fit_with_component_and_setting(tmp_path: Path) -
     certain.check_gpus(named(settings, (0,), (1,)), [H200, H200])
 
 
+def test_up_refuses_a_policy_that_no_rank_can_load_whole(tmp_path: Path) -> None:
+    parts = {"trainer.ranks": 8, "trainer.zero_stage": 3, "trainer.offload": "all", "weights.transport": "file"}
+    settings = named(settings_with(tmp_path, **SEVEN), range(8), (8, 9), **parts)
+    shared = named(settings, range(8), (8, 9), **{"rollout.vllm.tensor_parallel_size": 2})
+    with pytest.raises(
+        SettingsError, match=r"the whole policy, which each rank of the trainer loads .* use GPUs with more"
+    ):
+        certain.check_gpus(shared, [12 * 2**30] * 10)
+    certain.check_gpus(shared, [16 * 2**30] * 10)
+
+
 def named(settings: Settings, trainer: Sequence[int], rollout: Sequence[int], **more: object) -> Settings:
     """Return ``settings`` with these GPUs of trainer and one replica."""
     return loads(
@@ -343,7 +354,7 @@ def test_the_settings_accept_what_the_plan_says_they_do(placement: Placement) ->
     plan = make(settings, "4xH200", "7b")
     rates = plan.planner.rates(layout, 28, 16)
     candidate = dataclasses.replace(plan.candidates[0], layout=layout, rates=rates)
-    assert report.accepted(layout, plan.planner.cluster)
+    assert report.accepted(layout, plan.planner.cluster, plan.planner.work)
     written = loads(tomli_w.dumps(run_values(settings, candidate, plan.planner.cluster)), "run.toml")
     assert (written.placement.mode, written.rollout.replicas) == (placement, 2)
     assert not set(written.trainer.gpus) & set(written.rollout.gpus)
@@ -386,14 +397,24 @@ def test_each_engine_without_a_shadow_takes_its_own_copy_and_the_time_for_it() -
     assert all_s - start_s == pytest.approx(12 * (single_s - start_s))
 
 
+def test_a_policy_larger_than_a_gpu_is_not_supported_yet_as_each_rank_loads_it_whole() -> None:
+    large, fits = (make(settings_of(None, []), gpus, "70b") for gpus in ("8x8xH100", "4x8xH200"))
+    separate = [next(each for each in plan.candidates if each.layout.placement == "separate") for plan in (large, fits)]
+    said = [
+        report.text(dataclasses.replace(plan, candidates=[each]))
+        for plan, each in zip((large, fits), separate, strict=True)
+    ]
+    assert ["separate (not supported yet)" in text for text in said] == [True, False]
+
+
 def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
     trainer = preferences(loads("", "test")).trainer
-    one_host, two_hosts = (make(settings_of(None, []), gpus, "0.5b").planner.cluster for gpus in ("8xH200", "2x8xH200"))
+    one_host, two_hosts = (make(settings_of(None, []), gpus, "0.5b").planner for gpus in ("8xH200", "2x8xH200"))
     placements: tuple[Placement, ...] = ("shared", "lend")
     for placement in placements:
         own = int(placement == "lend")
         for ranks, parallel, fits in ((1, 1, True), (1, 2, False), (4, 2, True), (4, 1, True), (3, 2, False)):
             trained = dataclasses.replace(trainer, ranks=ranks)
             layout = GpuLayout(placement, trained, parallel, own, borrowed=ranks // parallel)
-            assert report.accepted(layout, one_host) == fits, (placement, ranks, parallel)
-            assert not report.accepted(layout, two_hosts)
+            assert report.accepted(layout, one_host.cluster, one_host.work) == fits, (placement, ranks, parallel)
+            assert not report.accepted(layout, two_hosts.cluster, two_hosts.work)

@@ -183,7 +183,7 @@ def test_engines_in_turn_are_written_and_planned_as_accepted_if_the_settings_acc
         accepted = loads(tomli_w.dumps(written), "run.toml").rollout.engines_per_gpu == engines
     except SettingsError:
         accepted = False
-    assert accepted == report.accepted(candidate.layout, CLUSTER)
+    assert accepted == report.accepted(candidate.layout, CLUSTER, plan.planner.work)
     assert ("not supported yet" in report.text(dataclasses.replace(plan, candidates=[candidate]))) != accepted
 
 

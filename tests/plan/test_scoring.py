@@ -75,7 +75,7 @@ def test_what_has_no_gpu_left_is_said_and_what_the_settings_refuse_is_not_writte
     two = scored(model, "reward.replicas = 2")
     assert not planned(two, "1xH200").candidates, "two services take no turns"
     plan = planned(scored(model, 'weights.update = "drain"'), "4xH200")
-    run, _ = write(scored(model, 'weights.update = "drain"'), plan.candidates, plan.planner.cluster, tmp_path / "out")
+    run, _ = write(scored(model, 'weights.update = "drain"'), plan.candidates, plan.planner, tmp_path / "out")
     assert loads(run.read_text(), "run.toml").placement.mode == "separate"
 
 

@@ -83,7 +83,8 @@ class TrainingEngine:
     def __init__(self, policy: nn.Module, settings: Settings, device: str) -> None:
         deepspeed = _import_deepspeed(device)
         self.ranks = dist.get_world_size()
-        self.device = torch.device(device)
+        # with its number: other threads' current device is the first
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.policy = place(policy, settings, device)
         self.policy.train()  # the modules concerned depend on checkpointing (``stochastic_layers``)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
@@ -294,6 +295,7 @@ class TrainingEngine:
     def load(self, folder: Path) -> None:
         """Read what :meth:`save` wrote; collective. SettingsError if a file holds code."""
         self.residency.follow()
+        self._forget_states()
         strict = not self._frozen
         try:
             loaded, _ = pickles.loading(
@@ -312,10 +314,22 @@ class TrainingEngine:
             raise RuntimeError(f"no DeepSpeed checkpoint in {folder}")
         _unmap(self._engine.optimizer)
 
+    def _forget_states(self) -> None:
+        """Free the optimizer's states, beside which the loaded ones would need as much memory again."""
+        for parameter in self.policy.parameters():
+            mapping = getattr(parameter, "_hp_mapping", None)  # has views of them
+            (getattr(mapping, "optim_fragment", None) or {}).clear()
+        _states(self._engine.optimizer).clear()
+
+
+def _states(optimizer: Any) -> Any:
+    """Return the states of the optimizer inside DeepSpeed's, if there is one."""
+    return getattr(optimizer, "optimizer", optimizer).state
+
 
 def _unmap(optimizer: Any) -> None:
     """Copy states that still are maps of a checkpoint's file, whose space is free only without them."""
-    for states in getattr(optimizer, "optimizer", optimizer).state.values():
+    for states in _states(optimizer).values():
         for name, value in states.items():
             if torch.is_tensor(value) and value.device.type == "cpu":
                 states[name] = value.clone()

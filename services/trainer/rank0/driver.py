@@ -190,7 +190,7 @@ class Driver:
         if ready is not None or not (self._lending is None or is_load or await self._may_lend(can_train=can_train)):
             return
         started_s = time.monotonic()
-        await self._free_memory()
+        await self._free_memory(self._device.rung if is_load else 0)
         await self._device.release()
         if self._lending is not None:
             self._lending.note_lent(now_s := time.monotonic(), now_s - started_s, is_load=is_load)
@@ -223,9 +223,11 @@ class Driver:
         freed = self._settings.frees_snapshots and self._rung >= REPLICA_RUNG
         return self._context.status.values.get("memory_snapshot", 0.0) if freed else 0.0
 
-    async def _free_memory(self) -> None:
-        needed = self._device.offload_bytes if self._settings.placement.rung == "auto" else None
-        freed = await self._ask(Command(CommandKind.FREE, rung=self._rung, offload_bytes=needed), results.Freed)
+    async def _free_memory(self, least: int) -> None:
+        """Free memory at this turn's rung; with ``auto`` at ``least`` at the lowest, which a model needs to load."""
+        chooses = self._settings.placement.rung == "auto"
+        needed, rung = (self._device.offload_bytes, max(self._rung, least)) if chooses else (None, self._rung)
+        freed = await self._ask(Command(CommandKind.FREE, rung=rung, offload_bytes=needed), results.Freed)
         self._moved_bytes += freed.moved_bytes
         self._context.status.values.update({f"memory_{name}": nbytes for name, nbytes in freed.memory.items()})
 

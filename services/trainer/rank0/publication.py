@@ -112,7 +112,7 @@ class Publication:
     def _offer(self, engine: TrainingEngine, version: PolicyVersion, step: int) -> Whereabouts:
         rank, ranks = (dist.get_rank(), engine.ranks) if self._is_sharded(engine) else (0, 1)
         source = self._source or self._open(f"rank-{rank}" if ranks > 1 else "")
-        snapshot = self._spare or FlatSnapshot(self._layout(engine, ranks), _indexed(engine.device), (rank, ranks))
+        snapshot = self._spare or FlatSnapshot(self._layout(engine, ranks), engine.device, (rank, ranks))
 
         def join(own: tuple[str, ...]) -> tuple[str, ...]:
             return own if ranks == 1 else self._join(engine, source.address, own)
@@ -172,8 +172,3 @@ class Publication:
         if source is not None:
             source.withdraw(_LEAVE_S)
             source.close()
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return the device for other threads too, whose current one is the first."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, plan
+from services.trainer.checkpoint import pickles
 from services.trainer.model import optimizer
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import kernels
@@ -158,6 +160,29 @@ def test_a_file_for_which_the_disk_has_no_room_is_not_begun(
     monkeypatch.setattr(durable, "free_bytes", lambda _: durable.LEAST_BYTES + nbytes)
     assert stepper.engine.save(tmp_path / "second") == ""
     Stepper(settings(zero_stage)).engine.load(tmp_path / "second")
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_optimizers_states_are_gone_before_others_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero_stage: int
+) -> None:
+    stepper = Stepper(settings(zero_stage))
+    stepper.step(1)
+    stepper.engine.save(tmp_path)
+    base = getattr(stepper.engine.optimizer, "optimizer", stepper.engine.optimizer)
+    moments = [weakref.ref(states["exp_avg"]) for states in base.state.values()]
+    assert moments
+    load, are_gone = pickles.loading, list[bool]()
+
+    def loading(folder: Path, read: Any) -> Any:
+        gc.collect()
+        are_gone.extend(moment() is None for moment in moments)
+        return load(folder, read)
+
+    monkeypatch.setattr(pickles, "loading", loading)
+    stepper.engine.load(tmp_path)
+    assert are_gone == [True] * len(moments)
+    assert stepper.step(2)["grad_norm"] > 0.0
 
 
 @pytest.mark.parametrize(

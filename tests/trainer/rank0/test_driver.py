@@ -88,8 +88,12 @@ async def has(driven: Driven, event: str) -> None:
     await until(told)
 
 
-@pytest.mark.parametrize(("rung", "needed"), [("auto", 7), (3, None)])
-async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed(rung: Any, needed: int | None) -> None:
+@pytest.mark.parametrize(
+    ("rung", "least", "freed", "needed"), [("auto", 0, 3, 7), (3, 0, 3, None), ("auto", 4, 4, 7), (3, 4, 3, None)]
+)
+async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed_and_more_for_a_model_that_loads(
+    rung: Any, least: int, freed: int, needed: int | None
+) -> None:
     sent: list[Command] = []
 
     async def ask(command: Command, _kind: type[Freed]) -> Freed:
@@ -101,8 +105,10 @@ async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed(
         _device=SimpleNamespace(offload_bytes=7), _settings=SimpleNamespace(placement=placement), _rung=3, _ask=ask,
         _context=SimpleNamespace(status=status), _moved_bytes=0.0,
     )  # fmt: skip
-    await Driver._free_memory(driver)  # type: ignore[arg-type]
-    assert [(command.kind, command.rung, command.offload_bytes) for command in sent] == [(CommandKind.FREE, 3, needed)]
+    await Driver._free_memory(driver, least)  # type: ignore[arg-type]
+    assert [(command.kind, command.rung, command.offload_bytes) for command in sent] == [
+        (CommandKind.FREE, freed, needed)
+    ]
     assert status.values == {"memory_optimizer": 9.0}
     assert driver._moved_bytes == 8.0
 

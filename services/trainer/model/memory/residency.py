@@ -100,7 +100,7 @@ class Residency:
         for copies in self._copies.values():
             copies.reload()
         for name in ("weights", "gradients"):
-            self._copies[name].follow()
+            self._copies[name].follow(everywhere=True)
 
     def follow(self) -> None:
         """Let the update wait for the optimizer's states."""
