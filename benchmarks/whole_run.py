@@ -53,7 +53,7 @@ _FLAGS: Mapping[str, object] = {
     "evaluation.temperature": 1.0,
     "internal.claim_after_s": 30,
     "internal.heartbeat_s": 1.0,
-    "bus.drain_s": 30,
+    "bus.drain_s": 20,
     "run.steps": 100_000,
 }
 """All that ``tests.chaos.run`` changes is here as it is by default."""

@@ -33,6 +33,7 @@ from services.trainer.rank0.mailbox.results import Saved
 from services.trainer.rank0.publication import Publication
 from services.trainer.rank_group import start_ranks
 from shared.bus.messages import Experience, PolicyVersion, StepPlan
+from shared.files import durable
 from shared.settings import Settings
 from tests.support import teaching, tiny, tiny_hybrids, tolerance
 from tests.support.packed import rows
@@ -188,6 +189,24 @@ def _plain(plan: StepPlan | None) -> dict[str, Any]:
     return dataclasses.asdict(plan)
 
 
+def crowded(of: Settings, folder: Path) -> dict[str, Any]:
+    """Errors of checkpoints where a rank's part has room and those of both have not, and where they have."""
+    rank = Rank(of)
+    rank.learn(1)
+    assert rank.engine.save(folder / "first") == ""
+    dist.barrier()
+    files = sorted((folder / "first").rglob("*optim_states.pt"))
+    largest = max(file.stat().st_size for file in files)
+    errors = []
+    for free_bytes in (1.5 * largest, 3 * largest):
+        with mock.patch.object(durable, "free_bytes", lambda _, free=free_bytes: durable.LEAST_BYTES + int(free)):
+            errors.append(rank.engine.save(folder / "second"))
+        dist.barrier()
+        errors.append(str(len(list((folder / "second").rglob("*.pt")))))
+        dist.barrier()
+    return {"errors": errors, "files": len(list((folder / "first").rglob("*.pt")))}
+
+
 def full_folder(of: Settings) -> dict[str, Any]:
     """Three steps with checkpoints; rank 1 cannot write its part of the second."""
     writes = dist.get_rank() == 0
@@ -249,6 +268,8 @@ def _found(folder: Path) -> dict[str, Any]:
         actual[name] = two_steps(settings(3, 2, trainer=one_by_one, algorithm=algorithm), LONGER)
     actual["split"] = without_memory(settings(2, 2), 11)
     actual["left out"] = without_memory(settings(2, 2), 7)
+    for stage in (2, 3):
+        actual[f"crowded-{stage}"] = crowded(settings(stage, 2), folder / f"crowded-{stage}")
     actual["full"] = full_folder(settings(3, 2, folder))
     actual["compiler"] = [name for name in sys.modules if name == "torch._inductor.compile_fx"]
     return actual

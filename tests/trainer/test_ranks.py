@@ -1,6 +1,7 @@
 """Two ranks (``tests/support/trainer_ranks.py``) learn what one learns, agree on failures, and resume."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -107,6 +108,15 @@ def test_ranks_that_run_sequences_one_by_one_make_the_packed_steps_of_one(
     two: dict[str, Any], name: str, algorithm: dict[str, Any]
 ) -> None:
     assert_same(two[name], on_one_rank(trainer_ranks.LONGER, algorithm=algorithm))
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_checkpoint_for_which_a_disk_has_room_for_one_rank_alone_is_not_begun(
+    two: dict[str, Any], zero_stage: int
+) -> None:
+    refusal, written, none, whole = two[f"crowded-{zero_stage}"]["errors"]
+    assert re.search(r"/second needs [\d,]+ bytes of all ranks, and [\d,]+ are free$", refusal)
+    assert (written, none, whole) == ("0", "", str(two[f"crowded-{zero_stage}"]["files"]))
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -276,9 +277,23 @@ class TrainingEngine:
     def save(self, folder: Path) -> str:
         """Write model and optimizer state; return this rank's storage error, or "". Collective."""
         self.residency.follow()
-        self._writer.begin()
+        self._writer.begin(self._lack_of_room(folder))
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._frozen)
         return self._writer.error
+
+    def _lack_of_room(self, folder: Path) -> str:
+        """Return why the ranks that write to this rank's disk, at the same time, cannot, or ""; collective."""
+        if self.ranks == 1:
+            return ""
+        there = next(path for path in folder.absolute().parents if path.exists())
+        disk, free_bytes = f"{socket.gethostname()} {there.stat().st_dev}", durable.free_bytes(there)
+        own_bytes = self.residency.memory()["optimizer"]
+        if not dist.get_rank() and not self._sharded:  # at stage 3 the optimizer has the weights
+            own_bytes += sum(part.nbytes for part in self.policy.parameters() if part.requires_grad)
+        needed = sum(nbytes for of, nbytes in self.gathered((disk, own_bytes)) if of == disk)
+        if needed <= free_bytes - durable.LEAST_BYTES:
+            return ""
+        return f"{folder} needs {round(needed):,} bytes of all ranks, and {free_bytes:,} are free"
 
     def written(self) -> dict[Path, CheckpointFile]:
         """Return the digests of all ranks' files written by :meth:`save`; collective."""
@@ -373,9 +388,9 @@ class _Writer:
         checkpoint_engine.save = self.save
         self.begin()
 
-    def begin(self) -> None:
-        """Forget the checkpoint before."""
-        self.error = ""
+    def begin(self, error: str = "") -> None:
+        """Forget the checkpoint before; with an ``error`` this one is not written."""
+        self.error = error
         self.files: dict[Path, CheckpointFile] = {}
 
     def save(self, state_dict: Any, path: str) -> None:

@@ -92,6 +92,19 @@ def test_what_follows_waits_for_the_thread_that_fills_the_memory(monkeypatch: py
     assert flat.tolist() == list(range(12))
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_streams_that_do_not_follow_the_current_one_may_use_what_returned_everywhere(
+    monkeypatch: pytest.MonkeyPatch, everywhere: bool
+) -> None:
+    copies = HostCopies(CPU, "the weights", "lower placement.rung")
+    copies.offload(storages_of([torch.ones(3)], CPU).values())
+    copies.reload()
+    waited: list[Point] = []
+    monkeypatch.setattr(Point, "wait", lambda point: waited.append(point))
+    copies.follow(everywhere=everywhere)
+    assert waited.count(copies._arrived) == everywhere
+
+
 def test_an_error_of_that_thread_is_raised_where_the_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.ones(3)
     copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
