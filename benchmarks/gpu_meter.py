@@ -39,8 +39,9 @@ class GpuMeter:
         if nvml is None:
             return
         names = visible_names(os.environ)
-        numbers = range(nvml.nvmlDeviceGetCount()) if names is None else map(int, names)
-        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
+        handles = [
+            _handle(nvml, name) for name in (map(str, range(nvml.nvmlDeviceGetCount())) if names is None else names)
+        ]
         while not self._stopped.wait(_INTERVAL_S):
             shares = tuple(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles)
             self.samples.append((time.time(), shares))
@@ -48,6 +49,13 @@ class GpuMeter:
     def stop(self) -> None:
         """End :meth:`run`."""
         self._stopped.set()
+
+
+def _handle(nvml: Any, name: str) -> Any:
+    """Return the GPU of a number or UUID."""
+    if name.startswith(("GPU-", "MIG-")):
+        return nvml.nvmlDeviceGetHandleByUUID(name)
+    return nvml.nvmlDeviceGetHandleByIndex(int(name))
 
 
 def _nvml() -> Any:

@@ -95,7 +95,7 @@ def run_penstock(
             _run(command, folder, limit_s, watched=watched)
         except NotDone as late:
             print(f"({late.limit_s:.0f} s are over)  ", end="", flush=True)
-            if len(_steps(folder / name)) < _LEAST_STEPS:
+            if len(steps_of(folder / name)) < _LEAST_STEPS:
                 raise SystemExit(f"{late}\n{logs_of(folder / name)}\n{late.states}") from late
             print(f"\n{late.states}", file=sys.stderr, flush=True)
     rate, phases, (begin_s, end_s) = _measured(*_counted(folder / name, steps))
@@ -123,7 +123,7 @@ def _steady(lines: Sequence[dict[str, Any]], max_lag: int) -> Sequence[dict[str,
 
 def _counted(run: Path, steps: int) -> tuple[list[dict[str, Any]], int]:
     """Return a run's lines, and its ``max_lag`` if it made all ``steps``: the last ones of others are like those before."""
-    lines = _steps(run)[:steps]
+    lines = steps_of(run)[:steps]
     return lines, load(run / SETTINGS_FILE, environment={}).algorithm.max_lag if len(lines) == steps else 0
 
 
@@ -195,7 +195,7 @@ class _Run(_Command):
         self._run, self._steps = run, steps
 
     def done(self) -> bool:
-        return len(_steps(self._run)) >= self._steps
+        return len(steps_of(self._run)) >= self._steps
 
     def wrong(self) -> str:
         """Return why a guard paused the run, or ""."""
@@ -225,7 +225,8 @@ def logs_of(run: Path) -> str:
     return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
 
-def _steps(run: Path) -> list[dict[str, Any]]:
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a run's metrics."""
     file = run / "metrics.jsonl"
     whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
     return [json.loads(line) for line in whole.splitlines()]
@@ -485,7 +486,7 @@ def _penstock(
                 folder, work, arguments.steps, _LAGS[mode], told, arguments.limit_s, mode
             )
         except KeyboardInterrupt:
-            report.note_partial(mode, _steps(folder / mode))
+            report.note_partial(mode, steps_of(folder / mode))
             raise
         report.note_tokens(mode, *_counted(folder / mode, arguments.steps))
     return rate

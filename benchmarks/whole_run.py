@@ -29,7 +29,7 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.pipeline import Results, copy_run
+from benchmarks.pipeline import Results, copy_run, steps_of
 from benchmarks.pipeline_work import Work, long
 from benchmarks.shapes import SHAPES
 from shared.bus.bus import Bus
@@ -66,13 +66,6 @@ _GPU: Mapping[str, object] = {
 KILLS: Mapping[str, int] = {"trainer-0": 8, "rollout-1": 13, "coordinator-0": 16}
 
 
-def steps(run: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a run's metrics."""
-    file = run / "metrics.jsonl"
-    whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
-    return [json.loads(line) for line in whole.splitlines()]
-
-
 async def _until(run: Run, condition: Callable[[], bool], until_s: float) -> None:
     while not condition():
         run.check()
@@ -85,15 +78,15 @@ async def _kill(run: Run, name: str, until_s: float) -> dict[str, Any]:
     """Kill a process once a commit is there; return the seconds to its next start and to the commit after it."""
     pid = run.pid(name)
     assert pid is not None, name
-    before = steps(run.folder)[-1]["finished_at_s"]
+    before = steps_of(run.folder)[-1]["finished_at_s"]
     os.kill(pid, signal.SIGKILL)
     killed_s, at_s = time.time(), time.monotonic()
     await _until(run, lambda: run.pid(name) not in (None, pid), until_s)
     started_s = time.time()
-    await _until(run, lambda: steps(run.folder)[-1]["finished_at_s"] > max(before, killed_s), until_s)
+    await _until(run, lambda: steps_of(run.folder)[-1]["finished_at_s"] > max(before, killed_s), until_s)
     return {
         "name": name,
-        "at_step": len(steps(run.folder)),
+        "at_step": len(steps_of(run.folder)),
         "killed_at_s": killed_s,
         "started_s": round(started_s - killed_s, 1),
         "next_commit_s": round(time.monotonic() - at_s, 1),
@@ -109,17 +102,21 @@ async def _whole(
         copying = asyncio.create_task(_copy(run.folder, arguments.out))
         try:
             for name, step in sorted(kills.items(), key=lambda kill: kill[1]):
-                await _until(run, lambda step=step: len(steps(run.folder)) >= step, until_s)  # type: ignore[misc]
+                await _until(run, lambda step=step: len(steps_of(run.folder)) >= step, until_s)  # type: ignore[misc]
                 done.append(await _kill(run, name, until_s))
                 print(json.dumps(done[-1]), file=sys.stderr, flush=True)
-            await _until(run, lambda: len(steps(run.folder)) >= arguments.steps, until_s)
+            await _until(run, lambda: len(steps_of(run.folder)) >= arguments.steps, until_s)
             await run.stop()
         finally:
             copying.cancel()
             if arguments.out is not None:
                 copy_run(run.folder, arguments.out)
     async with left_behind(run) as bus:
-        return {**(await _audited(bus)), **figures(steps(run.folder), done, began_s), "evaluations": _evaluations(run)}
+        return {
+            **(await _audited(bus)),
+            **figures(steps_of(run.folder), done, began_s),
+            "evaluations": _evaluations(run),
+        }
 
 
 async def _audited(bus: Bus) -> dict[str, Any]:

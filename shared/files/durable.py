@@ -91,6 +91,11 @@ def no_room(path: Path, error: OSError) -> str:
     )
 
 
+def existing(folder: Path) -> Path:
+    """Return ``folder``, or the nearest of its parents that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
 def free_bytes(folder: Path) -> int:
     """Return the user's free space; 0 for a missing folder."""
     try:

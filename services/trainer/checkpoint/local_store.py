@@ -5,7 +5,7 @@
     <run folder>/checkpoints/step-000020/
         engine/         DeepSpeed: model and optimizer, one file a rank; with adapters, theirs only
         critic/         the same of the critic, if any
-        state.json      step, version, cursor, last journal entry, ranks, ZeRO stage; size and SHA-256 of every file
+        state.json      step, version, cursor, last journal entry, ranks, ZeRO stage; size and digest of every file
                         (written last)
 
 A folder without ``state.json`` is no checkpoint. :func:`damage` verifies digests, signature and pickles before loading.

@@ -180,7 +180,7 @@ class CheckpointStore:
         for file in stored.files:
             _check_size(file, stored, listed)
         missing = [file for file in stored.files if not _is_there(beside / file.name, file)]
-        free_bytes = durable.free_bytes(_existing(beside)) - durable.LEAST_BYTES
+        free_bytes = durable.free_bytes(durable.existing(beside)) - durable.LEAST_BYTES
         if (nbytes := sum(file.nbytes for file in missing)) > max(0, free_bytes):
             raise StoreError(
                 f"expected {nbytes:,} bytes of free space in {beside.parent} for {stored.uri}, found {free_bytes:,}: "
@@ -261,10 +261,6 @@ def _check_size(file: CheckpointFile, stored: StoredCheckpoint, listed: Mapping[
 
 def _is_there(path: Path, file: CheckpointFile) -> bool:
     return path.is_file() and path.stat().st_size == file.nbytes and is_intact(path, file)
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def _remove(path: Path) -> None:

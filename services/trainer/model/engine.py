@@ -48,7 +48,7 @@ _GATHER_BYTES = 256 << 20
 
 def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
     """Return the context for building a model, in parts at ZeRO stage 3."""
-    place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
+    place = _numbered(device)
     if zero_stage < 3:
         return place
     context: contextlib.AbstractContextManager[object] = _import_deepspeed(device).zero.Init(
@@ -56,6 +56,11 @@ def built_in_parts(zero_stage: int, device: str, dtype: torch.dtype) -> contextl
         mem_efficient_linear=False,
     )
     return context
+
+
+def _numbered(device: str) -> torch.device:
+    """Return the device with its number, for threads too, whose current one is the first."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def pick_device(setting: str) -> str:
@@ -84,8 +89,7 @@ class TrainingEngine:
     def __init__(self, policy: nn.Module, settings: Settings, device: str) -> None:
         deepspeed = _import_deepspeed(device)
         self.ranks = dist.get_world_size()
-        # with its number: other threads' current device is the first
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        self.device = _numbered(device)
         self.policy = place(policy, settings, device)
         self.policy.train()  # the modules concerned depend on checkpointing (``stochastic_layers``)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
@@ -285,7 +289,7 @@ class TrainingEngine:
         """Return why the ranks that write to this rank's disk, at the same time, cannot, or ""; collective."""
         if self.ranks == 1:
             return ""
-        there = next(path for path in folder.absolute().parents if path.exists())
+        there = durable.existing(folder)
         disk, free_bytes = f"{socket.gethostname()} {there.stat().st_dev}", durable.free_bytes(there)
         own_bytes = self.residency.memory()["optimizer"]
         if not dist.get_rank() and not self._sharded:  # at stage 3 the optimizer has the weights
