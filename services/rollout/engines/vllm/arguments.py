@@ -33,7 +33,9 @@ NOT_SERVED = {
 }
 
 
-_LARGEST_GRAPH = 512
+_LARGEST_GRAPH = 2048
+_SMALL_GRAPH = 512
+"""vLLM's own limit, and up to which batches of more tokens than sequences have graphs."""
 _GRAPHS = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"})
 _OVERRIDABLE = frozenset({"max_num_seqs", "enforce_eager", "enable_prefix_caching"})
 
@@ -167,16 +169,20 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
 
 
 def capture_sizes(sequences: int) -> list[int]:
-    """Return the batches for which CUDA graphs are captured: vLLM's range, with at most a quarter of padding.
+    """Return the batches for which CUDA graphs are captured: all that decoding has, with at most a quarter of padding.
 
-    vLLM's own are 51 sizes for 256 sequences or more, each of which takes time at every start.
+    Beyond the largest, vLLM launches kernel by kernel: 33 ms a step with 1,024 sequences of a 0.5B policy on an H200,
+    where 512 take 7. vLLM's own sizes end at 512; up to there they are 51, each of which takes time at every start.
 
     >>> capture_sizes(22)
     [1, 2, 4, 8, 16, 22, 24, 32, 40]
+    >>> capture_sizes(1000)[-6:]
+    [448, 512, 640, 768, 896, 1000]
     """
-    most = min(2 * sequences, _LARGEST_GRAPH)
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, _LARGEST_GRAPH + 1, 64)]
-    return sorted({size for size in (*steps, sequences) if size <= most})
+    most = min(2 * sequences, _SMALL_GRAPH) if sequences <= _SMALL_GRAPH else sequences
+    small = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, _SMALL_GRAPH, 64)]
+    large = [*range(_SMALL_GRAPH, 1024, 128), *range(1024, _LARGEST_GRAPH + 1, 256)]
+    return sorted({size for size in (*small, *large, min(sequences, _LARGEST_GRAPH)) if size <= most})
 
 
 @contextlib.contextmanager

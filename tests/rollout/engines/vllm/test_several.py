@@ -164,8 +164,11 @@ def test_graphs_are_captured_for_batches_with_at_most_a_quarter_of_padding() -> 
     assert capture_sizes(1) == [1, 2]
     sizes = capture_sizes(1000)
     assert sizes[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48]
-    assert (sizes[-1], len(sizes)) == (512, 23)
-    assert all(after <= 1.25 * (before + 1) for before, after in itertools.pairwise(sizes[6:]))
+    assert (sizes[-1], len(sizes)) == (1000, 27)
+    assert (capture_sizes(256)[-1], len(capture_sizes(256))) == (512, 23)
+    assert (capture_sizes(10_000)[-1], len(capture_sizes(10_000))) == (2048, 31)
+    for sequences in (1000, 2048):
+        assert all(after <= 1.25 * (before + 1) for before, after in itertools.pairwise(capture_sizes(sequences)[6:]))
 
 
 def test_without_the_control_program_engines_share_a_gpu_in_time_slices(
