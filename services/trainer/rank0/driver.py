@@ -65,7 +65,8 @@ class Driver:
         self._moved_bytes = 0.0
         """To the host since the last step."""
         self._settings = context.settings
-        self._lending = Lending(self._device.switch_s) if self._settings.placement.mode == "lend" else None
+        lends, has_guests = self._settings.placement.mode == "lend", self._device.switch_s is not None
+        self._lending = Lending(has_guests=has_guests) if lends else None
         self._mailbox = mailbox
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
@@ -193,11 +194,11 @@ class Driver:
         await self._free_memory(self._device.rung if is_load else 0)
         await self._device.release()
         if self._lending is not None:
-            self._lending.note_lent(now_s := time.monotonic(), now_s - started_s, is_load=is_load)
+            self._lending.note_lent(now_s := time.monotonic(), now_s - started_s, None if is_load else self._rung)
 
     async def _may_lend(self, *, can_train: bool) -> bool:
         assert self._lending is not None
-        return can_train and self._lending.is_worthwhile(await self._missing(), time.monotonic())
+        return can_train and self._lending.is_worthwhile(await self._missing(), time.monotonic(), self._rung)
 
     async def _missing(self) -> int:
         """Return the samples that the next batch lacks."""
@@ -371,7 +372,7 @@ class Driver:
             metrics["switch_moved_bytes"], self._moved_bytes = self._moved_bytes, 0.0
         if self._lending is not None:
             self._lending.note_step(made.seconds.get("reload", 0.0))
-            metrics |= self._lending.take_figures()
+            metrics |= self._lending.take_figures(self._rung)
         shown = {name: metrics[name] for name in _SHOWN if name in metrics}
         record = self._branch.record(self._step + 1, made.published, shown)
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}

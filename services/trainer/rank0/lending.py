@@ -6,16 +6,20 @@
                  ▲                                                               │ not completed after all
                  └───────────────────────────────────────────────────────────────┘ the next one ends with the batch
 
-Figures are of this run, smoothed. It decides; the driver switches.
+Figures are of this run. It decides; the driver switches.
 """
 
 import dataclasses
+import statistics
+from collections import defaultdict, deque
 
 _WEIGHT = 0.3
 """Of the newest figure."""
 _LOOKS_S = 0.1
 """Until a release, a grant and its answer are noticed."""
 _MARGIN = 1.25
+_LENDS = 5
+"""The newest, whose median is what a switch costs: the first one at a rung allocates pinned memory."""
 
 
 def lends(missing: int, waited_s: float, rate: float | None, cost_s: float | None) -> bool:
@@ -66,21 +70,40 @@ class Smoothed:
         self.value = value if self.value is None else (1 - _WEIGHT) * self.value + _WEIGHT * value
 
 
-class Lending:
-    """One trainer's waits; times are monotonic seconds. ``switch_s``: the guests' part of the cost, as last measured."""
+class _Costs:
+    """Seconds of the parts of lends at one rung."""
 
-    def __init__(self, switch_s: float | None = None) -> None:
-        self._samples, self._seconds, self._free, self._switch, self._reload, self._back = (
-            Smoothed() for _ in range(6)
-        )
-        if switch_s is not None:
-            self._switch.add(switch_s)
+    def __init__(self) -> None:
+        self.free, self.switch, self.reload = (deque[float](maxlen=_LENDS) for _ in range(3))
+
+    @property
+    def total_s(self) -> float:
+        """Return their sum, 0 for what was not measured."""
+        return sum(statistics.median_low(part) for part in (self.free, self.switch, self.reload) if part)
+
+
+class Lending:
+    """One trainer's waits; times are monotonic seconds.
+
+    Switches cost what they did at the same rung, without those for a guest that loads its model. At a rung that was not
+    measured they cost nothing, so that a wait is lent once and measures them.
+
+    Args:
+        has_guests: whether a guest has switched before, as the trainer restarts.
+    """
+
+    def __init__(self, *, has_guests: bool = False) -> None:
+        self._samples, self._seconds, self._back = (Smoothed() for _ in range(3))
+        self._costs: defaultdict[int, _Costs] = defaultdict(_Costs)
+        self._has_guests = has_guests
         self._wait: tuple[float, int] | None = None
         self._is_first = True
         """Whether replicas may still load their models."""
         self._alone_since_s = 0.0
         self._lent_at_s: float | None = None
-        self._is_load = self._was_early = False
+        self._rung: int | None = None
+        """Of the newest lend; None: for a guest to load its model."""
+        self._was_early = False
         self._figures: dict[str, float] = {}
 
     @property
@@ -89,18 +112,15 @@ class Lending:
             return None
         return self._samples.value / self._seconds.value
 
-    @property
-    def cost_s(self) -> float | None:
-        """Seconds of the switches there and back, without margin; None before a guest has made them."""
-        if self._switch.value is None:
-            return None
-        return (self._free.value or 0.0) + self._switch.value + (self._reload.value or 0.0) + _LOOKS_S
+    def cost_s(self, rung: int) -> float | None:
+        """Return seconds of the switches there and back, without margin; None before a guest has switched."""
+        return self._costs[rung].total_s + _LOOKS_S if self._has_guests else None
 
-    def is_worthwhile(self, missing: int, now_s: float) -> bool:
-        """Whether to lend now; begins a wait."""
+    def is_worthwhile(self, missing: int, now_s: float, rung: int) -> bool:
+        """Whether to lend now, at ``rung``; begins a wait."""
         if self._wait is None:
             self._wait, self._alone_since_s, self._was_early = (now_s, missing), now_s, False
-        return lends(missing, now_s - self._alone_since_s, self.rate, self.cost_s)
+        return lends(missing, now_s - self._alone_since_s, self.rate, self.cost_s(rung))
 
     def is_due(self, missing: int) -> bool:
         """Whether to take the devices back before the batch is complete: once a wait, as a guest may have the rest."""
@@ -109,19 +129,21 @@ class Lending:
         self._was_early = True
         return True
 
-    def note_lent(self, now_s: float, free_s: float, *, is_load: bool) -> None:
-        """``is_load``: for a guest to load its model."""
-        self._free.add(free_s)
-        self._lent_at_s, self._is_load = now_s, is_load
+    def note_lent(self, now_s: float, free_s: float, rung: int | None) -> None:
+        """``rung``: at which memory was freed; None: for a guest to load its model."""
+        if rung is not None:
+            self._costs[rung].free.append(free_s)
+        self._lent_at_s, self._rung = now_s, rung
 
     def note_returned(self, now_s: float, asked_s: float, switch_s: float | None, generated: tuple[int, int]) -> None:
         """``asked_s``: when they were asked for; ``switch_s``: the guests' part of the cost, if a switch was made."""
-        if switch_s is not None:
-            self._switch.add(switch_s)
+        self._has_guests = self._has_guests or switch_s is not None
         if self._lent_at_s is None:
             return  # at the trainer's start
-        if not self._is_load:
+        if self._rung is not None:
             self._back.add(now_s - asked_s)
+            if switch_s is not None:
+                self._costs[self._rung].switch.append(switch_s)
         figures = {"lends": 1.0, "lent_s": now_s - self._lent_at_s}
         figures |= {"lent_samples": float(generated[0]), "lent_tokens": float(generated[1])}
         self._figures = {name: self._figures.get(name, 0.0) + value for name, value in figures.items()}
@@ -129,8 +151,8 @@ class Lending:
 
     def note_step(self, reload_s: float) -> None:
         """Note a step's seconds of moving memory back, if it was lent before."""
-        if self._figures:
-            self._reload.add(reload_s)
+        if self._figures and self._rung is not None:
+            self._costs[self._rung].reload.append(reload_s)
 
     def note_complete(self, now_s: float) -> None:
         """End the wait: the batch is complete."""
@@ -141,9 +163,9 @@ class Lending:
                 self._seconds.add(max(now_s - started_s, 1e-3))
             self._wait, self._is_first = None, False
 
-    def take_figures(self) -> dict[str, float]:
-        """Return the figures of the step that was just made."""
+    def take_figures(self, rung: int) -> dict[str, float]:
+        """Return the figures of the step that was just made; ``rung``: of the next lend."""
         figures, self._figures = self._figures, {}
-        if self.cost_s is not None:
-            figures["lend_cost_s"] = self.cost_s
+        if (cost_s := self.cost_s(rung)) is not None:
+            figures["lend_cost_s"] = cost_s
         return figures

@@ -51,7 +51,7 @@ def test_the_next_batch_lacks_what_earlier_groups_lack(
 
 def waited(lending: Lending, start_s: float, missing: int, seconds: float) -> None:
     """Let one wait pass without a lend."""
-    lending.is_worthwhile(missing, start_s)
+    lending.is_worthwhile(missing, start_s, 0)
     lending.note_complete(start_s + seconds)
 
 
@@ -61,56 +61,71 @@ def test_nothing_is_lent_before_waits_and_switches_are_measured() -> None:
     assert str(lending.rate) == "None", "in the first wait, replicas load their models"
     waited(lending, 2000.0, 100, 10.0)
     assert lending.rate == 10.0
-    assert lending.cost_s is None
-    assert not lending.is_worthwhile(10_000, 3000.0)
+    assert lending.cost_s(0) is None
+    assert not lending.is_worthwhile(10_000, 3000.0, 0)
 
 
-def test_the_cost_is_that_of_both_switches_and_newer_figures_count_more() -> None:
+def lent(lending: Lending, start_s: float, parts_s: tuple[float, float, float], rung: int | None = 0) -> None:
+    """Lend for 10 s; ``parts_s``: of freeing, of the guests' switches, and of moving memory back."""
+    free_s, switch_s, reload_s = parts_s
+    lending.note_lent(start_s, free_s, rung)
+    lending.note_returned(start_s + 10, start_s + 9, switch_s, (3, 12))
+    lending.note_step(reload_s)
+
+
+def test_the_cost_is_that_of_both_switches_at_the_rung_of_the_next_lend() -> None:
     lending = Lending()
-    lending.note_lent(10.0, 0.2, is_load=True)
-    lending.note_returned(50.0, 15.0, 0.5, (0, 0))
-    lending.note_step(0.1)
-    assert lending.cost_s == pytest.approx(0.2 + 0.5 + 0.1 + 0.1)
-    expected = {
-        "lends": 1.0,
-        "lent_s": 40.0,
-        "lent_samples": 0.0,
-        "lent_tokens": 0.0,
-        "lend_cost_s": pytest.approx(0.9),
-    }
-    assert lending.take_figures() == expected
-    lending.note_lent(60.0, 0.2, is_load=False)
-    lending.note_returned(70.0, 69.0, 1.5, (3, 12))
-    assert lending.cost_s == pytest.approx(0.2 + (0.7 * 0.5 + 0.3 * 1.5) + 0.1 + 0.1)
-    assert lending.take_figures()["lent_tokens"] == 12.0
-    assert set(lending.take_figures()) == {"lend_cost_s"}
+    lent(lending, 10.0, (30.0, 60.0, 5.0), rung=None)
+    assert lending.cost_s(0) == lending.cost_s(4) == 0.1, "a model that loads says nothing of switches"
+    assert lending.take_figures(4) == {
+        "lends": 1.0, "lent_s": 10.0, "lent_samples": 3.0, "lent_tokens": 12.0, "lend_cost_s": 0.1
+    }  # fmt: skip
+    lent(lending, 60.0, (0.2, 0.5, 0.1), rung=4)
+    assert lending.cost_s(4) == pytest.approx(0.2 + 0.5 + 0.1 + 0.1)
+    assert lending.cost_s(0) == 0.1
+    assert lending.take_figures(4)["lend_cost_s"] == pytest.approx(0.9)
+    assert set(lending.take_figures(0)) == {"lend_cost_s"}
 
 
-def test_a_trainer_that_restarts_knows_the_last_switch_and_lends_a_wait_that_does_not_end() -> None:
-    lending = Lending(switch_s=0.7)
-    assert not lending.is_worthwhile(5, 100.0)
-    assert not lending.is_worthwhile(5, 100.9)
-    assert lending.is_worthwhile(5, 101.1)
+def test_one_slow_switch_does_not_keep_the_devices_from_being_lent() -> None:
+    lending = Lending(has_guests=True)
+    lent(lending, 0.0, (31.0, 1.2, 0.0))
+    lending.take_figures(0)
+    assert lending.cost_s(0) == pytest.approx(32.3)
+    lent(lending, 100.0, (0.1, 0.1, 0.0))
+    assert lending.cost_s(0) == pytest.approx(0.3)
+    for lend in range(5):
+        lent(lending, 200.0 + lend, (1.0, 2.0, 3.0))
+    assert lending.cost_s(0) == pytest.approx(6.1), "the newest five count"
+
+
+def test_a_trainer_that_restarts_lends_once_to_measure_and_then_waits_that_outlast_it() -> None:
+    lending = Lending(has_guests=True)
+    assert not lending.is_worthwhile(5, 100.0, 4)
+    assert lending.is_worthwhile(5, 100.2, 4)
+    lent(lending, 100.2, (0.2, 0.6, 0.0), rung=4)
+    assert not lending.is_worthwhile(5, 110.9, 4)
+    assert lending.is_worthwhile(5, 111.4, 4)
 
 
 def test_devices_are_taken_back_early_once_a_wait() -> None:
-    lending = Lending(switch_s=1.0)
+    lending = Lending(has_guests=True)
     for wait in range(2):
         waited(lending, 100.0 * wait, 100, 10.0)
-    assert lending.is_worthwhile(100, 1000.0)
-    lending.note_lent(1000.0, 0.0, is_load=False)
+    assert lending.is_worthwhile(100, 1000.0, 0)
+    lending.note_lent(1000.0, 0.0, 0)
     assert not lending.is_due(0), "how long the way back takes is not measured"
     lending.note_returned(1010.0, 1009.0, 1.0, (0, 0))
     lending.note_complete(1010.0)
     for wait in (1, 2):
-        assert lending.is_worthwhile(100, 2000.0 * wait)
-        lending.note_lent(2000.0 * wait, 0.0, is_load=False)
+        assert lending.is_worthwhile(100, 2000.0 * wait, 0)
+        lending.note_lent(2000.0 * wait, 0.0, 0)
         assert not lending.is_due(11)
         assert lending.is_due(10)
         lending.note_returned(2000.0 * wait + 1, 2000.0 * wait, 1.0, (0, 0))
-        assert not lending.is_worthwhile(10, 2000.0 * wait + 2)
-        assert lending.is_worthwhile(10, 2000.0 * wait + 3), "a guest may have what the batch lacks"
-        lending.note_lent(2000.0 * wait + 3, 0.0, is_load=False)
+        assert not lending.is_worthwhile(10, 2000.0 * wait + 2, 0)
+        assert lending.is_worthwhile(10, 2000.0 * wait + 3, 0), "a guest may have what the batch lacks"
+        lending.note_lent(2000.0 * wait + 3, 0.0, 0)
         assert not lending.is_due(10)
         lending.note_returned(2000.0 * wait + 10, 2000.0 * wait + 9, 1.0, (0, 0))
         lending.note_complete(2000.0 * wait + 10)
