@@ -257,8 +257,20 @@ def run_trl(folder: Path, work: Work, steps: int, limit_s: float, *, colocate: b
             command += ["--vllm-url", around.enter_context(vllm_server(folder, work.model, MODEL_TOKENS))]
             environment |= only(0)
         output = _run(command, folder, limit_s, environment)
-    figures = json.loads(output.strip().splitlines()[-1])
+    figures = _printed(output)
     return float(figures["samples_per_s"]), float(figures["tokens_per_sample"])
+
+
+def _printed(output: str) -> dict[str, Any]:
+    """Return the last JSON object of an output, which warnings of libraries may follow as a process ends.
+
+    >>> _printed('{"a": 1}' + chr(10) + "[rank0]: a warning")
+    {'a': 1}
+    """
+    lines = [line for line in output.splitlines() if line.startswith('{"')]
+    if not lines:
+        raise SystemExit(f"expected a JSON object at the end of the output, found {output[-4000:]}")
+    return dict(json.loads(lines[-1]))
 
 
 @contextlib.contextmanager

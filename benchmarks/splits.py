@@ -2,6 +2,7 @@ r"""Real runs of many layouts of the same GPUs beside the one that the plan reco
 
     python -m benchmarks.splits --work four --out /tmp/four.jsonl           # four GPUs, 0.5B, about 15 minutes
     python -m benchmarks.splits --work two-tail --out /tmp/two.jsonl        # two GPUs, completions of very different lengths
+    python -m benchmarks.splits --work two-7b --out /tmp/7b.jsonl           # two GPUs of 141 GB, 7B
     python -m benchmarks.splits --work four-7b --only turns,lend-2-2 --out /tmp/7b.jsonl    # some, in several calls
     python -m benchmarks.splits --work four --compare /tmp/four.jsonl       # needs no GPU
 
@@ -25,7 +26,7 @@ from benchmarks import plan_rates
 from benchmarks.pipeline import heed_sigterm
 from benchmarks.plan_rates import Configuration, Runs, rows_of
 from services.cli.plan import layout_of
-from services.plan.layouts import Candidate
+from services.plan.layouts import Candidate, GpuLayout
 from shared.errors import SettingsError
 
 BAR = 1.05
@@ -40,6 +41,7 @@ _LARGE_IN_TURN = {
     **_LARGE,
     "more": {**_LARGE["more"], "weights.snapshots": "whole", "rollout.vllm.gpu_memory_utilization": 0.5},
 }
+_ALONE = {**_LARGE, "more": {**_LARGE["more"], "trainer.zero_stage": 1, "weights.snapshots": "whole"}}
 WORKS: Mapping[str, Mapping[str, Configuration]] = {
     "four": {
         "separate-2-2": Configuration(mode="separate", ranks=2, replicas=2, engines=2, mps=True, **_FOUR),
@@ -62,6 +64,11 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
             mode="at once", ranks=2, engines=2, mps=True, micro_batch_tokens=16_384, **_TAIL
         ),
         "separate-1-1-2-engines": Configuration(mode="separate", replicas=1, engines=2, mps=True, **_TAIL),
+    },
+    "two-7b": {
+        "separate-1-1": Configuration(mode="separate", replicas=1, **_ALONE),
+        "lend-1-1": Configuration(mode="lend", replicas=1, **_ALONE),
+        "turns": Configuration(ranks=2, **_LARGE_IN_TURN),
     },
     "four-7b": {
         "separate-2-2": Configuration(mode="separate", ranks=2, replicas=2, **_LARGE),
@@ -89,8 +96,9 @@ def compared(rows: Sequence[Mapping[str, Any]], calibrating: str) -> dict[str, A
         choices = _choices(done[calibrating])
     except SettingsError as error:
         return {**figures, "refused": str(error)}
-    names = {_key(candidate): candidate for candidate in reversed(choices)}
-    told = {name: names[key] for name, row in done.items() if (key := _key_of(row)) in names}
+    layouts = {name: layout_of(plan_rates.settings_of(row), mps=row["mps"]) for name, row in done.items()}
+    fastest = {_key(candidate.layout): candidate for candidate in reversed(choices)}
+    told = {name: fastest[_key(layout)] for name, layout in layouts.items() if _key(layout) in fastest}
     recommended = min(told, key=lambda name: told[name].step_s, default=None)
     figures["plan"] = [
         {"layout": f"{each.layout.placement}: {each.layout.words}", "samples_per_s": round(_rate(each), 1)}
@@ -125,20 +133,8 @@ def _rate(candidate: Candidate) -> float:
     return candidate.outcome.samples_per_s
 
 
-def _key(candidate: Candidate) -> tuple[object, ...]:
-    layout = candidate.layout
+def _key(layout: GpuLayout) -> tuple[object, ...]:
     return layout.placement, layout.trainer.ranks, layout.all_replicas, layout.tensor_parallel, layout.engines
-
-
-def _key_of(row: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return the key of the layout of a run; with ``lend`` each rank, or several, has a guest."""
-    settings = plan_rates.settings_of(row)
-    layout = layout_of(settings, mps=row["mps"])
-    if settings.placement.mode != "lend":
-        placement, replicas = layout.placement, layout.all_replicas
-    else:
-        placement, replicas = "lend", layout.replicas + layout.trainer.ranks // layout.tensor_parallel
-    return placement, layout.trainer.ranks, replicas, layout.tensor_parallel, layout.engines
 
 
 def main() -> None:

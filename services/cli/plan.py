@@ -125,6 +125,9 @@ def layout_of(settings: Settings, *, mps: bool | None = None) -> GpuLayout:
         return GpuLayout("at once", trainer, parallel, 0, engines, mps=True, borrowed=replicas)
     if settings.shared_devices:
         together = engines > 1 and mps is not False
+        guests = trainer.ranks // parallel
+        if settings.placement.mode == "lend":
+            return GpuLayout("lend", trainer, parallel, replicas, engines, together, borrowed=guests)
         return GpuLayout("shared", trainer, parallel, 0, engines, together, borrowed=replicas, shadow=False)
     return GpuLayout("separate", trainer, parallel, replicas, engines, mps=engines > 1 and mps is True)
 

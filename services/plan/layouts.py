@@ -204,8 +204,8 @@ class Planner:
         """Return a layout whose replicas decode as many groups as the run's settings say, whether it fits or not; where GPUs
         are shared in turn on ``rung``, if it is known."""
         beside_bytes = 0.0
-        if layout.placement == "shared":
-            turns = self._turns(layout.trainer, layout.tensor_parallel, layout.engines)
+        if layout.placement in ("shared", "lend"):
+            turns = self._turns(layout.trainer, layout.tensor_parallel, layout.engines, layout.replicas)
             known = turns.rung if rung is None else min(rung, len(_SWITCH_S) - 1)
             layout = dataclasses.replace(
                 layout, rung=known, moved_bytes=turns.moved_bytes if known == turns.rung else 0.0

@@ -17,8 +17,8 @@ from shared.settings import loads
 SHOWN = 3
 _PROBLEMS = 5
 _IDLE, _BUSY = 0.15, 0.7
-_TRIED_AT_ONCE = 2
-"""GPUs on which trainer and replicas ran at once (docs/performance.md)."""
+_TRIED_RANKS = {"at once": 4, "shared": 4, "lend": 2}
+"""Ranks of trainers that shared their GPUs with a replica on each, by placement (docs/plan.md)."""
 _TRIED_SHARES = 2
 """Ranks from which replicas with GPUs of their own pulled shares of a version (docs/weights.md)."""
 
@@ -79,9 +79,9 @@ def _reservation(layout: GpuLayout, cluster: Cluster, work: Workload) -> str:
     """Return what the plan's line says of a layout that cannot be run, or was not (docs/placement.md)."""
     if not accepted(layout, cluster, work):
         return " (not supported yet)"
-    one_each = layout.placement == "shared" and (layout.trainer.ranks, layout.engines) == (1, 1)
-    together = layout.placement == "at once" and layout.trainer.ranks <= _TRIED_AT_ONCE
-    tried = layout.placement == "separate" or one_each or together
+    ranks = _TRIED_RANKS.get(layout.placement)
+    one_each = layout.tensor_parallel == 1 and (layout.engines == 1 or layout.placement == "at once")
+    tried = ranks is None or (one_each and layout.trainer.ranks <= ranks)
     return "" if tried else " (not verified on GPUs)"
 
 

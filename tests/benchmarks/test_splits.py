@@ -56,6 +56,7 @@ def test_the_best_of_the_measured_layouts_is_compared_with_the_one_that_the_plan
     recommended = alike["recommended"]
     assert (alike["ratio"], alike["bar_met"]) == (1.0, True)
     assert alike["planned"][recommended] == max(alike["planned"].values())
+    assert {name for name in names if name.startswith("lend")} <= set(alike["planned"])
     other = next(name for name in names if name not in (recommended, names[0]))
     rows[names.index(other)] = row(other, WORKS[work][other], 130.0)
     better = compared(rows, names[0])
