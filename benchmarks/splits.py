@@ -9,7 +9,8 @@ r"""Real runs of many layouts of the same GPUs beside the one that the plan reco
 A layout is a run of ``penstock up`` (``benchmarks.plan_rates``) with the same groups, lengths and lag. The plan knows
 the rates of the layout in ``calibrating`` alone; ``recommended`` is the fastest of the layouts that it would then choose
 from among those measured, ``best`` the fastest measured one, and ``ratio`` the rate of the best over the recommended
-one's; the bar is 1.05. Failed runs, such as one without memory that the plan says fits, are in ``failed``. With
+one's; the bar is 1.05. ``planned`` are rates with the settings that the plan would choose, and ``deviation`` is the
+prediction for a run's own settings over its measured rate, minus 1; the bar is 0.15. Failed runs, such as one without memory that the plan says fits, are in ``failed``. With
 ``lend``, ``lend_over_separate`` compares it with the same GPUs separate. Prints one JSON object.
 """
 
@@ -104,6 +105,12 @@ def compared(rows: Sequence[Mapping[str, Any]], calibrating: str) -> dict[str, A
         {"layout": f"{each.layout.placement}: {each.layout.words}", "samples_per_s": round(_rate(each), 1)}
         for each in choices[:5]
     ]
+    corrected = plan_rates.corrections_of(done[calibrating])
+    figures["deviation"] = {
+        name: round(plan_rates.predict(row, corrected) / rates[name] - 1, 3)
+        for name, row in done.items()
+        if name != calibrating
+    }
     figures["planned"] = {name: round(_rate(candidate), 1) for name, candidate in told.items()}
     if recommended is None:
         return figures

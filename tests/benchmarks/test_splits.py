@@ -2,13 +2,14 @@
 
 import dataclasses
 import doctest
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import splits, whole_run
 from benchmarks.pipeline_work import PROMPT_TOKENS
-from benchmarks.plan_rates import Configuration
+from benchmarks.plan_rates import BAR, Configuration, rows_of
 from benchmarks.splits import WORKS, compared
 from services.plan.workload import Lengths
 from shared.settings import loads
@@ -75,3 +76,16 @@ def test_a_failed_layout_is_reported_and_without_the_calibrating_one_nothing_is_
 
 def test_the_tail_has_the_lengths_of_its_model() -> None:
     assert all(of.lengths.most == 2048 and isinstance(of.lengths, Lengths) for of in WORKS["two-tail"].values())
+
+
+STORED = Path(splits.__file__).parent / "results"
+
+
+@pytest.mark.parametrize("work", ["four", "two-tail", "two-7b"])
+def test_the_runs_that_were_measured_are_predicted_within_the_bar(work: str) -> None:
+    """From the rates of one of them; except two engines in turn (docs/plan.md)."""
+    rows = rows_of(STORED / f"2026-11-27-layouts-{work}-h200.json")
+    deviations = compared(rows, next(iter(WORKS[work])))["deviation"]
+    assert set(deviations) == {row["name"] for row in rows} - {next(iter(WORKS[work]))}
+    deviations.pop("turns-2-engines", None)
+    assert all(abs(deviation) <= BAR for deviation in deviations.values()), deviations
