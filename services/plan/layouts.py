@@ -432,8 +432,8 @@ class Planner:
 
     def _at_once(self) -> Iterator[Candidate | MemoryShortage]:
         """Yield layouts where a rank and a replica work on each GPU at the same time: with the run's optimizer, and with
-        room for all groups, or for as many as fit. One engine's start is disturbed by the trainer."""
-        for engines in self._engine_counts(1)[1:]:
+        room for all groups, or for as many as fit. A large model's generation fills the GPU by itself."""
+        for engines in self._engine_counts(1) if self.work.shape.weights < _SMALL else ():
             for less in (1, 2, 4):
                 outcomes = list(self._beside(engines, less))
                 if isinstance(outcomes[0], Candidate):

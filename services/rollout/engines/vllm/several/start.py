@@ -27,17 +27,26 @@ _WARM_UP_S = 2.0
 
 
 async def open_engines(
-    count: int | Literal["auto"], arguments: dict[str, Any], hosts: Hosts | None = None, **serving: Any
+    count: int | Literal["auto"],
+    arguments: dict[str, Any],
+    hosts: Hosts | None = None,
+    *,
+    beside_trainer: bool = False,
+    **serving: Any,
 ) -> tuple[VllmEngine | EngineSet, EngineCount]:
     """Return ``count`` engines on one GPU as one, and the reason for their number; may raise SettingsError.
 
-    ``arguments`` are for one engine with the whole GPU; sequences and memory are split.
+    Args:
+        arguments: for one engine with the whole GPU; sequences and memory are split.
+        beside_trainer: the trainer uses the GPU, too, whose memory vLLM cannot measure then: it is computed, as that of
+            several engines.
     """
     limit = await asyncio.to_thread(_upper_limit, count, arguments, hosts, serving)
-    if limit.engines == 1:
+    alone = not beside_trainer or hosts is not None or arguments["tensor_parallel_size"] > 1
+    if limit.engines == 1 and alone:
         return await open_vllm(arguments, hosts, **serving), limit
-    starter = await asyncio.to_thread(_Starter, arguments, serving)
-    if count != "auto":
+    starter = await asyncio.to_thread(_Starter, arguments, serving, measures=alone)
+    if count != "auto" or limit.engines == 1:
         return await starter.open(limit.engines), EngineCount(limit.engines, f"{limit.reason}{starter.sharing}")
     return await starter.open_by_load(limit)
 
@@ -66,20 +75,23 @@ def _demand(arguments: dict[str, Any], serving: dict[str, Any]) -> Demand:
 
 
 class _Starter:
-    """Starts engines that share ``arguments``' resources. Reads free GPU memory; create in a thread."""
+    """Starts engines that share ``arguments``' resources. Reads free GPU memory; create in a thread.
 
-    def __init__(self, arguments: dict[str, Any], serving: dict[str, Any]) -> None:
-        self._arguments, self._serving = arguments, serving
+    ``measures``: whether vLLM may measure the memory of a single engine.
+    """
+
+    def __init__(self, arguments: dict[str, Any], serving: dict[str, Any], *, measures: bool) -> None:
+        self._arguments, self._serving, self._measures = arguments, serving, measures
         self._gpu = NvmlGpu() if torch.cuda.is_available() else None
         self._demand = _demand(arguments, serving) if self._gpu else None
         self.sharing = f"; they share the GPU by {sharing()}" if self._gpu else ""
 
-    async def open(self, engines: int) -> EngineSet:
+    async def open(self, engines: int) -> VllmEngine | EngineSet:
         async with self._started() as opened:
             statistics = SharedStatistics(engines)
             shares = [self._share(number, engines, self._sequences(engines)) for number in range(engines)]
             opened += await self._start(shares, 0, statistics)
-            return self._set(opened)
+            return opened[0] if engines == 1 else self._set(opened)
 
     async def open_by_load(self, limit: EngineCount) -> tuple[VllmEngine | EngineSet, EngineCount]:
         """Return as many engines as suit the load under the first, which gets a ``limit``-th of the memory."""
@@ -91,7 +103,8 @@ class _Starter:
             choice = await self._choose(opened[0], limit)
             if choice.engines == 1:
                 await opened.pop().close()
-                return await open_vllm(self._arguments, **self._serving), choice
+                whole = open_vllm(self._arguments, **self._serving) if self._measures else self.open(1)
+                return await whole, choice
             statistics.grow(choice.engines)
             sequences = self._sequences(choice.engines)
             others = [self._share(number, choice.engines, sequences) for number in range(1, choice.engines)]
