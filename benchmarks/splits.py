@@ -55,6 +55,7 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
         "separate-3-1": Configuration(mode="separate", ranks=3, replicas=1, engines=2, mps=True, **_FOUR),
         "turns-2-engines": Configuration(ranks=4, engines=2, mps=True, **_FOUR),
         "lend-2-2": Configuration(mode="lend", ranks=2, replicas=2, **_FOUR),
+        "separate-2-2-1-engine": Configuration(mode="separate", ranks=2, replicas=2, **_FOUR),
         "lend-3-1": Configuration(mode="lend", ranks=3, replicas=1, **_FOUR),
     },
     "two-tail": {
@@ -81,15 +82,16 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
 """The first of each calibrates."""
 
 
-def compared(rows: Sequence[Mapping[str, Any]], calibrating: str) -> dict[str, Any]:
-    """Return what was measured, and what the plan recommends with the rates of ``calibrating``."""
+def compared(rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, Configuration]) -> dict[str, Any]:
+    """Return what was measured, and what the plan recommends with the rates of the first of ``layouts``."""
+    calibrating = next(iter(layouts))
     done = {row["name"]: row for row in rows if "error" not in row}
     rates = {name: plan_rates.samples_per_s(row) for name, row in done.items()}
     figures: dict[str, Any] = {
         "calibrating": calibrating,
         "samples_per_s": {name: round(rate, 1) for name, rate in rates.items()},
         "failed": {row["name"]: row["error"][-600:] for row in rows if row["name"] not in done},
-        **_lent(rates),
+        **_lent(rates, layouts),
     }
     if calibrating not in done:
         return figures
@@ -97,9 +99,9 @@ def compared(rows: Sequence[Mapping[str, Any]], calibrating: str) -> dict[str, A
         choices = _choices(done[calibrating])
     except SettingsError as error:
         return {**figures, "refused": str(error)}
-    layouts = {name: layout_of(plan_rates.settings_of(row), mps=row["mps"]) for name, row in done.items()}
+    keys = {name: _key(layout_of(plan_rates.settings_of(row), mps=row["mps"])) for name, row in done.items()}
     fastest = {_key(candidate.layout): candidate for candidate in reversed(choices)}
-    told = {name: fastest[_key(layout)] for name, layout in layouts.items() if _key(layout) in fastest}
+    told = {name: fastest[key] for name, key in keys.items() if key in fastest}
     recommended = min(told, key=lambda name: told[name].step_s, default=None)
     figures["plan"] = [
         {"layout": f"{each.layout.placement}: {each.layout.words}", "samples_per_s": round(_rate(each), 1)}
@@ -119,14 +121,12 @@ def compared(rows: Sequence[Mapping[str, Any]], calibrating: str) -> dict[str, A
     return {**figures, "recommended": recommended, "best": best, "ratio": round(ratio, 3), "bar_met": ratio <= BAR}
 
 
-def _lent(rates: Mapping[str, float]) -> dict[str, Any]:
-    """Return the rates with ``lend`` over those of the same GPUs without.
-
-    >>> _lent({"separate-2-2": 10.0, "lend-2-2": 12.0, "turns": 11.0})
-    {'lend_over_separate': {'lend-2-2': 1.2}}
-    """
-    pairs = {name: name.replace("lend", "separate") for name in rates if name.startswith("lend")}
-    return {"lend_over_separate": {a: round(rates[a] / rates[b], 3) for a, b in pairs.items() if b in rates}}
+def _lent(rates: Mapping[str, float], layouts: Mapping[str, Configuration]) -> dict[str, Any]:
+    """Return the rates with ``lend`` over those of the same GPUs and engines without."""
+    lent = {name: dataclasses.replace(of, mode="separate") for name, of in layouts.items() if of.mode == "lend"}
+    pairs = [(name, other) for name, alone in lent.items() for other, of in layouts.items() if of == alone]
+    both = [(name, other) for name, other in pairs if name in rates and other in rates]
+    return {"lend_over_separate": {name: round(rates[name] / rates[other], 3) for name, other in both}}
 
 
 def _choices(row: Mapping[str, Any]) -> list[Candidate]:
@@ -157,9 +157,8 @@ def main() -> None:
     arguments = parser.parse_args()
     heed_sigterm()
     layouts = WORKS[arguments.work]
-    calibrating = next(iter(layouts))
     if arguments.compare:
-        print(json.dumps(compared(rows_of(arguments.compare), calibrating)))
+        print(json.dumps(compared(rows_of(arguments.compare), layouts)))
         return
     names = arguments.only.split(",") if arguments.only else list(layouts)
     if unknown := set(names) - set(layouts):
@@ -173,7 +172,7 @@ def main() -> None:
         if arguments.out is not None:
             with arguments.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-    print(json.dumps({"work": arguments.work, **compared(rows, calibrating)}))
+    print(json.dumps({"work": arguments.work, **compared(rows, layouts)}))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from shared.peers.tcp_store import connect_store, serve_store
 from shared.settings import Settings, TrainerSettings
 
 _MEET = timedelta(minutes=30)
+_WRITES = timedelta(hours=6)
 
 
 def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0.0.1") -> tuple[int, int]:
@@ -59,6 +60,15 @@ def host_group() -> dist.ProcessGroup:
 def _host_group(_world: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
+
+
+def meet_after_writing() -> None:
+    """Wait for all ranks, of which some may write to slow storage for hours; collective.
+
+    NCCL would end the ranks after 10 minutes in which one of them waits for another.
+    """
+    if dist.get_world_size() > 1:
+        dist.monitored_barrier(host_group(), timeout=_WRITES)
 
 
 def _check_fabric(settings: Settings | None) -> None:

@@ -31,9 +31,8 @@ def row(name: str, of: Configuration, samples_per_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("module", [splits, whole_run])
-def test_the_examples_in_its_docstrings_hold(module: Any) -> None:
-    results = doctest.testmod(module)
+def test_the_examples_in_its_docstrings_hold() -> None:
+    results = doctest.testmod(whole_run)
     assert results.attempted >= 1
     assert results.failed == 0
 
@@ -53,14 +52,14 @@ def test_layouts_of_a_work_use_the_same_gpus_for_the_same_samples(work: str) -> 
 def test_the_best_of_the_measured_layouts_is_compared_with_the_one_that_the_plan_recommends(work: str) -> None:
     names = list(WORKS[work])
     rows = [row(name, of, 100.0) for name, of in WORKS[work].items()]
-    alike = compared(rows, names[0])
+    alike = compared(rows, WORKS[work])
     recommended = alike["recommended"]
     assert (alike["ratio"], alike["bar_met"]) == (1.0, True)
     assert alike["planned"][recommended] == max(alike["planned"].values())
     assert {name for name in names if name.startswith("lend")} <= set(alike["planned"])
     other = next(name for name in names if name not in (recommended, names[0]))
     rows[names.index(other)] = row(other, WORKS[work][other], 130.0)
-    better = compared(rows, names[0])
+    better = compared(rows, WORKS[work])
     assert (better["recommended"], better["best"], better["bar_met"]) == (recommended, other, False)
     assert better["ratio"] == pytest.approx(1.3, abs=0.01)
 
@@ -68,10 +67,17 @@ def test_the_best_of_the_measured_layouts_is_compared_with_the_one_that_the_plan
 def test_a_failed_layout_is_reported_and_without_the_calibrating_one_nothing_is_recommended() -> None:
     first, second, *_ = WORKS["four"]
     failed = {"name": first, "error": "CUDA out of memory"}
-    result = compared([failed, row(second, WORKS["four"][second], 80.0)], first)
+    result = compared([failed, row(second, WORKS["four"][second], 80.0)], WORKS["four"])
     assert result["failed"] == {first: "CUDA out of memory"}
     assert result["samples_per_s"] == {second: pytest.approx(80.0, abs=0.1)}
     assert "recommended" not in result
+
+
+def test_lending_is_compared_with_as_many_engines_without_it() -> None:
+    rates = {"separate-2-2": 200.0, "separate-2-2-1-engine": 100.0, "lend-2-2": 120.0}
+    rows = [row(name, WORKS["four"][name], rate) for name, rate in rates.items()]
+    assert compared(rows, WORKS["four"])["lend_over_separate"] == {"lend-2-2": 1.2}
+    assert compared(rows[::2], WORKS["four"])["lend_over_separate"] == {}
 
 
 def test_the_tail_has_the_lengths_of_its_model() -> None:
@@ -85,7 +91,7 @@ STORED = Path(splits.__file__).parent / "results"
 def test_the_runs_that_were_measured_are_predicted_within_the_bar(work: str) -> None:
     """From the rates of one of them; except two engines in turn (docs/plan.md)."""
     rows = rows_of(STORED / f"2026-11-27-layouts-{work}-h200.json")
-    deviations = compared(rows, next(iter(WORKS[work])))["deviation"]
+    deviations = compared(rows, WORKS[work])["deviation"]
     assert set(deviations) == {row["name"] for row in rows} - {next(iter(WORKS[work]))}
     deviations.pop("turns-2-engines", None)
     assert all(abs(deviation) <= BAR for deviation in deviations.values()), deviations

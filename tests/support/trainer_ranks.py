@@ -6,7 +6,9 @@ import dataclasses
 import errno
 import json
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -207,6 +209,41 @@ def crowded(of: Settings, folder: Path) -> dict[str, Any]:
     return {"errors": errors, "files": len(list((folder / "first").rglob("*.pt")))}
 
 
+def on_slow_disk(of: Settings, folder: Path) -> dict[str, Any]:
+    """Whether rank 1's file, the last one, is there whenever rank 0 enters a collective of DeepSpeed's, but the first."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    there, write, barrier = list[bool](), torch.save, dist.barrier
+    gather = DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue
+
+    def has_written(of_rank: int) -> bool:
+        return bool(list((folder / "engine").glob(f"*pp_rank_{of_rank}_*optim_states.pt")))
+
+    def late(states: Any, path: Any, **named: Any) -> None:
+        if dist.get_rank() == 1 and "optim_states" in str(path):
+            while not has_written(0):
+                time.sleep(0.01)
+            time.sleep(1.0)
+        write(states, path, **named)
+
+    def watched(of: Callable[..., None]) -> Callable[..., None]:
+        def collective(*given: Any) -> None:
+            there.append(has_written(1))
+            of(*given)
+
+        return collective
+
+    with mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "checkpoint_event_epilogue", watched(gather)):
+        rank = Rank(of)
+        rank.learn(1)
+        with (
+            mock.patch.object(torch, "save", late),
+            mock.patch("deepspeed.runtime.engine.dist.barrier", watched(barrier)),
+        ):
+            error = rank.engine.save(folder)
+    return {"error": error, "there": there[1:]}
+
+
 def full_folder(of: Settings) -> dict[str, Any]:
     """Three steps with checkpoints; rank 1 cannot write its part of the second."""
     writes = dist.get_rank() == 0
@@ -269,6 +306,7 @@ def _found(folder: Path) -> dict[str, Any]:
     actual["split"] = without_memory(settings(2, 2), 11)
     actual["left out"] = without_memory(settings(2, 2), 7)
     for stage in (2, 3):
+        actual[f"slow disk-{stage}"] = on_slow_disk(settings(stage, 2), folder / f"slow-{stage}")
         actual[f"crowded-{stage}"] = crowded(settings(stage, 2), folder / f"crowded-{stage}")
     actual["full"] = full_folder(settings(3, 2, folder))
     actual["compiler"] = [name for name in sys.modules if name == "torch._inductor.compile_fx"]

@@ -120,6 +120,12 @@ def test_a_checkpoint_for_which_a_disk_has_room_for_one_rank_alone_is_not_begun(
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
+def test_no_rank_waits_in_a_collective_of_the_device_for_one_that_writes(two: dict[str, Any], zero_stage: int) -> None:
+    """NCCL would end it after 10 minutes."""
+    assert two[f"slow disk-{zero_stage}"] == {"error": "", "there": [True] * (zero_stage - 1)}
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
 def test_ranks_with_adapters_come_back_from_their_checkpoint_to_the_bit(two: dict[str, Any], zero_stage: int) -> None:
     (measured, weights), (again, others) = two[f"lora-{zero_stage}-resumed"].values()
     timeless = [name for name in measured if name not in ("model_tflops_per_s", "mfu")]

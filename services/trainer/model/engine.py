@@ -29,7 +29,7 @@ from services.trainer.model.memory.residency import Residency
 from services.trainer.model.memory.storages import Storages, tensors_in
 from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw, check_sizes
-from services.trainer.rank_group import host_group
+from services.trainer.rank_group import host_group, meet_after_writing
 from shared.errors import SettingsError, WeightsError
 from shared.files import durable
 from shared.model.flops import ModelSizes
@@ -110,6 +110,8 @@ class TrainingEngine:
         self._plain_optimizer = settings.trainer.zero_stage == 0 and settings.policy.dtype == "float32"
         self._frozen = not all(parameter.requires_grad for parameter in self.policy.parameters())
         self._writer = _Writer(engine.checkpoint_engine)
+        if self._sharded:
+            _meet_before_gathering(engine.optimizer)
         automatic = settings.trainer.gradient_checkpointing == "auto"
         most = settings.trainer.micro_batch_tokens
         self.residency = Residency(self.policy, self.device, engine.optimizer)
@@ -384,13 +386,17 @@ class _Writer:
     """Records storage errors: raising between DeepSpeed's barriers would hang other ranks.
 
     It does not begin a file for which the disk has no room, which would take it from the run's other processes, and
-    computes each file's digest while it is in the page cache.
+    computes each file's digest while it is in the page cache. Ranks meet once all have written.
     """
 
     def __init__(self, checkpoint_engine: Any) -> None:
-        self._write = checkpoint_engine.save
-        checkpoint_engine.save = self.save
+        self._write, self._commit = checkpoint_engine.save, checkpoint_engine.commit
+        checkpoint_engine.save, checkpoint_engine.commit = self.save, self.commit
         self.begin()
+
+    def commit(self, info: Any) -> bool:
+        meet_after_writing()
+        return bool(self._commit(info))
 
     def begin(self, error: str = "") -> None:
         """Forget the checkpoint before; with an ``error`` this one is not written."""
@@ -436,6 +442,17 @@ def _gather_with_parents(policy: nn.Module) -> None:
             if isinstance(inner, nn.Conv1d) or name in _READ_FROM_OUTSIDE:
                 for parameter in inner.parameters():
                     deepspeed.zero.register_external_parameter(layer, parameter)
+
+
+def _meet_before_gathering(optimizer: Any) -> None:
+    """Let ranks meet once all have written a checkpoint, after which DeepSpeed gathers small weights again."""
+    gather = optimizer.checkpoint_event_epilogue
+
+    def meet_and_gather() -> None:
+        meet_after_writing()
+        gather()
+
+    optimizer.checkpoint_event_epilogue = meet_and_gather
 
 
 def _check_the_norm_alone(optimizer: Any) -> None:
