@@ -35,7 +35,11 @@ NOT_SERVED = {
 
 _LARGEST_GRAPH = 2048
 _SMALL_GRAPH = 512
-"""vLLM's own limit, and up to which batches of more tokens than sequences have graphs."""
+"""vLLM's own limit."""
+_STEP_TOKENS = 2048
+"""vLLM's default for the tokens of a step, which must be at least its sequences."""
+_JOINS = 128
+"""Sequences from which on steps in which a prompt joins decoding ones have graphs, too."""
 _GRAPHS = frozenset({"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config"})
 _OVERRIDABLE = frozenset({"max_num_seqs", "enforce_eager", "enable_prefix_caching"})
 
@@ -162,6 +166,8 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
         raise SettingsError(f"expected arguments of vLLM in rollout.vllm.arguments, found {unknown[0]}: leave it out")
     if "cudagraph_capture_sizes" in known and not arguments.keys() & _GRAPHS:
         arguments = {"cudagraph_capture_sizes": capture_sizes(arguments["max_num_seqs"]), **arguments}
+    if (least := 2 * arguments["max_num_seqs"]) > _STEP_TOKENS:
+        arguments = {"max_num_batched_tokens": least, **arguments}
     if "enable_batch_sharded_sampling" in known:  # else each rank sees only its own requests' logits
         arguments = {"enable_batch_sharded_sampling": False, **arguments}
     with serving(arguments["model"]):
@@ -169,20 +175,21 @@ def engine_args(arguments: dict[str, Any], own: str = "") -> Any:
 
 
 def capture_sizes(sequences: int) -> list[int]:
-    """Return the batches for which CUDA graphs are captured: all that decoding has, with at most a quarter of padding.
+    """Return the tokens of a step for which CUDA graphs are captured, with at most a quarter of padding.
 
     Beyond the largest, vLLM launches kernel by kernel: 33 ms a step with 1,024 sequences of a 0.5B policy on an H200,
-    where 512 take 7. vLLM's own sizes end at 512; up to there they are 51, each of which takes time at every start.
+    where 512 take 7. Steps that decode all sequences and prefill a prompt have more tokens than sequences. vLLM's own
+    sizes end at 512; up to there they are 51, each of which takes time at every start.
 
     >>> capture_sizes(22)
     [1, 2, 4, 8, 16, 22, 24, 32, 40]
-    >>> capture_sizes(1000)[-6:]
-    [448, 512, 640, 768, 896, 1000]
+    >>> capture_sizes(500)[-10:]
+    [500, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
     """
-    most = min(2 * sequences, _SMALL_GRAPH) if sequences <= _SMALL_GRAPH else sequences
+    most = 2 * sequences if sequences < _JOINS else _LARGEST_GRAPH
     small = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, _SMALL_GRAPH, 64)]
     large = [*range(_SMALL_GRAPH, 1024, 128), *range(1024, _LARGEST_GRAPH + 1, 256)]
-    return sorted({size for size in (*small, *large, min(sequences, _LARGEST_GRAPH)) if size <= most})
+    return sorted({size for size in (*small, *large, sequences) if size <= most})
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class VllmEngine:
         self.torn = False
         """Whether requests are held because a swap failed midway."""
         self._held_until_s = -math.inf
-        self._is_paused = False
+        self._is_paused = self._is_cleared = False
         self._rung = 0
         """Down to which the device is freed."""
         self.memory: dict[str, float] = {}
@@ -233,14 +233,16 @@ class VllmEngine:
     async def _pause(self, *, clear_cache: bool) -> None:
         """Freeze requests between two steps; without their cache, they are prefilled again."""
         await self._gate.shut()
-        if not self._is_paused:
+        if not self._is_paused or (
+            clear_cache and not self._is_cleared
+        ):  # a torn stream leaves it paused with its cache
             await self._control("pausing", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
-            self._is_paused = True
+            self._is_paused, self._is_cleared = True, clear_cache
 
     async def _continue(self) -> None:
         if self._is_paused:
             await self._control("resuming", self._llm.resume_generation())
-            self._is_paused = False
+            self._is_paused = self._is_cleared = False
         await self._gate.open()
 
     # ---------------------------------------------------------------- a shared device

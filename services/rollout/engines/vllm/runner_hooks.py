@@ -20,6 +20,14 @@ _ROUTER_SHAPES = "_LL_BF16_WARMUP_MODEL_SHAPES"
 """(hidden size, experts) of models that vLLM compiles router kernels for."""
 
 
+def draw_alike(runner: Any) -> None:
+    """Let each tensor parallel rank draw the tokens of rank 0, where FlashInfer's sampler would return logits before
+    top-k and top-p.
+    """
+    if hasattr(runner, "req_states"):
+        runner.sampler.use_flashinfer = False
+
+
 class RunnerTap:
     """Feed ``record`` from ``runner``; hand finished requests to ``deliver``. Without ``logits``, only count tokens."""
 
@@ -35,7 +43,6 @@ class RunnerTap:
         if not logits:
             return
         if hasattr(runner, "req_states"):
-            runner.sampler.use_flashinfer = False  # it returns logits before top-k and top-p
             runner.sample = self._around_batch(runner.sample)
             runner.sampler.sample = self._around_new_sampler(runner.sampler.sample)
         else:

@@ -183,7 +183,7 @@ class TokenRecord:
         counts_m, ids = possible_mV.sum(1), possible_mV.nonzero()[:, 1].to(torch.int32)
         parts = np.split(ids.cpu().numpy(), np.cumsum(counts_m.cpu().numpy())[:-1])
         for (_, position, supports), part in zip(announced, parts, strict=True):
-            supports[position] = part
+            supports[position] = part.copy()  # not a view, which would keep those of all requests
 
     def swap(self, version: int) -> None:
         """Record that later tokens are of ``version``."""

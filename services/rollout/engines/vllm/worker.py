@@ -30,7 +30,7 @@ from services.rollout.engines.vllm import start_report
 from services.rollout.engines.vllm.ladder import Ladder
 from services.rollout.engines.vllm.multihost.hosts import secret_of
 from services.rollout.engines.vllm.multihost.stores import bind_stores
-from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, warm_up_own_routers
+from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
 from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
 from services.rollout.engines.vllm.token_record import Finished, TokenRecord
 from services.rollout.engines.vllm.windows import check_windows
@@ -100,6 +100,8 @@ class PolicyWorker:
             self._source = WeightSource(peers[0], peers[1], lambda: self._secret, deadline_s=peers[2])
         self.refusal = can_listen(worker.model_runner) if capture else "as internal.logprobs says"
         self.record: TokenRecord | None = None
+        if not self.refusal:
+            draw_alike(worker.model_runner)
         if self._rank == 0:  # tensor-parallel ranks draw the same tokens
             self.record = TokenRecord(self._device, logprobs=not self.refusal)
             self.tap = RunnerTap(worker.model_runner, self.record, self._deliver, logits=not self.refusal)

@@ -494,6 +494,34 @@ async def test_streamed_weights_that_break_in_the_middle_hold_requests_until_a_w
     engine._version = PolicyVersion(2)
 
 
+async def test_requests_lose_the_cache_that_a_torn_stream_left_them_when_their_device_is_freed(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is discarded: they would continue on what is there then."""
+    streaming, cleared = variant(engine, bucketed=True, stop=()), list[bool]()
+    pause = streaming._llm.pause_generation
+
+    async def pausing(*, mode: Any, clear_cache: bool) -> None:
+        cleared.append(clear_cache)
+        await pause(mode=mode, clear_cache=clear_cache)
+
+    async def freeing(*_: Any) -> list[dict[str, int]]:
+        return [{}]
+
+    monkeypatch.setattr(streaming._llm, "pause_generation", pausing)
+    monkeypatch.setattr(streaming, "_call", freeing)
+    running = asyncio.ensure_future(streaming.generate(request(new_tokens=150)))
+    await tokens_flow(engine)
+    await streaming._pause(clear_cache=False)
+    for _ in range(2):
+        await streaming.suspend(1)
+    assert cleared == [False, True]
+    await streaming.resume()
+    for sample in (await running).samples:
+        assert len(sample.token_ids) == 150
+    assert await engine.generate(request())
+
+
 async def test_weights_that_do_not_come_whole_change_nothing(engine: VllmEngine, tmp_path: Path) -> None:
     harmed = offer(tmp_path, 3, MODELS[3])
     bucket = tmp_path / "v000003" / "bucket-00000.safetensors"

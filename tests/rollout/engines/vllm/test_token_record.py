@@ -16,7 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.vllm.runner_hooks import _ROUTER_SHAPES, RunnerTap, can_listen, warm_up_own_routers
+from services.rollout.engines.vllm.runner_hooks import (
+    _ROUTER_SHAPES,
+    RunnerTap,
+    can_listen,
+    draw_alike,
+    warm_up_own_routers,
+)
 from services.rollout.engines.vllm.token_record import Finished, TokenRecord, token_logprobs
 from services.rollout.engines.vllm.worker_channel import Reporter, Reports, prove
 from shared.errors import PeerError
@@ -220,6 +226,8 @@ def new(name: str, prompt: int, prefill: int | None = None) -> Any:
 class NewSampler:
     """As ``vllm.v1.worker.gpu.sample.sampler.Sampler``: returns the processed logits."""
 
+    use_flashinfer = True
+
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> torch.Tensor:
         tokens, _ = self.sample(logits, input_batch.idx_mapping)
         return tokens
@@ -266,6 +274,13 @@ def run_new(runner: NewRunner, names: list[str], computed: list[int], scheduled:
         num_scheduled_tokens=np.array(scheduled, dtype=np.int32),
     )
     runner.sample(LOGITS[: len(names)].clone(), batch, None)
+
+
+def test_every_tensor_parallel_rank_draws_as_the_first_one() -> None:
+    newer = NewRunner()
+    draw_alike(newer)
+    assert newer.sampler.use_flashinfer is False
+    draw_alike(OldRunner())
 
 
 def test_the_newer_runner_is_heard_after_temperature() -> None:
