@@ -94,6 +94,9 @@ def check_host(settings: Settings, gpus: int, memory_bytes: float) -> None:
         return
     moved = {"master weights", "moments", *(["weights"] if weights else [])}
     parts = [part for part in _trainer(settings, workload_of(settings), offload="none") if part.name in moved]
+    if trainer.offload != "none":  # DeepSpeed's: float32 gradients, and a buffer in the weights' type
+        buffers = sum(1.5 * part.nbytes for part in parts if part.name == "master weights")
+        parts.append(Component("gradients", buffers))
     needed_bytes = trainer.ranks * total(parts)
     if needed_bytes <= memory_bytes:
         return

@@ -132,8 +132,8 @@ def _lasting(work: Workload, options: TrainerOptions) -> list[Component]:
         held = total(_held(work.critic.weights, work, options))
         parts.append(Component("critic", _critic_bytes(work.critic, work, options) + held, _STATES))
     if work.reference:
-        parts.append(
-            Component("reference", frozen, 'set algorithm.reference = "reward", or policy.lora.rank, or zero_stage = 3')
+        parts.append(  # whole on each GPU, whatever DeepSpeed divides or offloads
+            Component("reference", float(work.policy_bytes), 'set algorithm.reference = "reward", or policy.lora.rank')
         )
     if options.snapshots and not work.lora_rank:
         parts.append(Component("snapshots", options.snapshots * _snapshot(work, options), _SNAPSHOTS))
@@ -337,7 +337,8 @@ def engine_memory(work: Workload, options: EngineOptions, room_bytes: float, tot
         Component("graphs and logits", options.engines * _GRAPHS + logits, "lower rollout.max_groups"),
         Component("context", options.engines * (CONTEXT + (_NCCL if options.tensor_parallel > 1 else 0.0))),
     ]
-    shadow = Component("shadow", weights if options.shadow and not work.lora_rank else 0.0, _SHADOW)
+    whole = float(options.engines * work.policy_bytes)  # on each GPU, however many ranks a replica has
+    shadow = Component("shadow", whole if options.shadow and not work.lora_rank else 0.0, _SHADOW)
     free = min(options.utilization * total_bytes, room_bytes - shadow.nbytes) - total(fixed)
     per_token = kv_bytes(work, options.tensor_parallel)
     needed = per_token * options.sequences * work.longest
@@ -361,7 +362,7 @@ def several_engines(
     return dataclasses.replace(memory, components=[*memory.components, aside]), share
 
 
-_SHADOW = 'set weights.shadow = "bucketed", or raise rollout.vllm.tensor_parallel_size'
+_SHADOW = 'set weights.shadow = "bucketed"'
 
 
 def kv_bytes(work: Workload, tensor_parallel: int) -> float:

@@ -1,5 +1,6 @@
 """Laws of sizes and memory; literal figures are of Qwen2.5's shapes and of benchmarks/results."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,14 @@ def test_clusters_are_read(words: str, nodes: int, per_node: int) -> None:
 def test_clusters_that_cannot_be_read_are_refused(words: str) -> None:
     with pytest.raises(SettingsError, match="change --gpus"):
         parse_cluster(words)
+
+
+@pytest.mark.parametrize("options", [TrainerOptions(8, 3), TrainerOptions(8, 3, offload="all")])
+def test_the_reference_and_a_replicas_second_copy_are_whole_on_each_gpu(options: TrainerOptions) -> None:
+    """Whatever DeepSpeed divides or offloads, and however many ranks the replica has."""
+    work = dataclasses.replace(workload("7b"), reference=True)
+    table, _ = trainer_table(work, options, 140 * GIB)
+    assert {part.name: part.nbytes for part in table["wait"]}["reference"] == work.policy_bytes
+    replica = engine_memory(work, EngineOptions(4, sequences=64), 130 * GIB, 140 * GIB)
+    parts = {part.name: part.nbytes for part in replica.components}
+    assert parts["shadow"] == 4 * parts["weights"] == work.policy_bytes

@@ -222,7 +222,7 @@ def test_up_refuses_what_would_move_more_to_the_host_than_its_memory(tmp_path: P
         sentence = rf"with placement\.rung = {rung}, .* found 64\.0 GiB, and they need {needed}: lower it"
         with pytest.raises(SettingsError, match=sentence):
             checked(shared(placement__rung=rung))
-    with pytest.raises(SettingsError, match=r'with trainer\.offload = "optimizer", .* need 85\.1: change it'):
+    with pytest.raises(SettingsError, match=r'with trainer\.offload = "optimizer", .* need 127\.7: change it'):
         checked({"trainer.offload": "optimizer"})
     checked(shared(placement__rung=3, trainer__optimizer="adamw_8bit"))
     checked(shared(placement__rung=2))
