@@ -41,7 +41,8 @@ def launch(command: Sequence[str], trainer: TrainerSettings, drain_s: float) -> 
 
 
 def environment(trainer: TrainerSettings, local: int, store: Path) -> dict[str, str]:
-    threads = {} if trainer.ranks == 1 else {"OMP_NUM_THREADS": "1"}
+    cores = len(os.sched_getaffinity(0)) if trainer.offload != "none" else 0  # for the optimizer's update
+    threads = {} if trainer.ranks == 1 else {"OMP_NUM_THREADS": str(max(1, cores // trainer.ranks))}
     return {
         **threads,
         **os.environ,

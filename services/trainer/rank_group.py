@@ -25,7 +25,9 @@ from shared.peers.tcp_store import connect_store, serve_store
 from shared.settings import Settings, TrainerSettings
 
 _MEET = timedelta(minutes=30)
-_WRITES = timedelta(hours=6)
+"""Until ranks have started, and for which ranks of several hosts may be silent: a host may have vanished."""
+_LONG = timedelta(hours=6)
+"""For storage, and for what rank 0 waits for, such as the bus, where the launcher sees ranks that end."""
 
 
 def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0.0.1") -> tuple[int, int]:
@@ -45,6 +47,7 @@ def start_ranks(device: str, settings: Settings | None = None, own: str = "127.0
         _check_fabric(settings)
     if ranks > 1:
         host_group()
+        _group(dist.group.WORLD, _LONG)
     return rank, ranks
 
 
@@ -53,22 +56,28 @@ def host_group() -> dist.ProcessGroup:
 
     A rank that waits in a collective of NCCL keeps a kernel running, which takes time from others on its GPU.
     """
-    return _host_group(dist.group.WORLD)
+    return _group(dist.group.WORLD, _MEET if spans_hosts() else _LONG)
+
+
+def spans_hosts() -> bool:
+    """Whether the ranks are on several hosts, by the launcher's environment."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
 
 
 @functools.cache
-def _host_group(_world: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+def _group(_world: dist.ProcessGroup | None, patience: timedelta) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)
     return group
 
 
-def meet_after_writing() -> None:
-    """Wait for all ranks, of which some may write to slow storage for hours; collective.
+def meet_at_storage() -> None:
+    """Wait for all ranks, of which some may read from or write to slow storage for hours; collective.
 
     NCCL would end the ranks after 10 minutes in which one of them waits for another.
     """
     if dist.get_world_size() > 1:
-        dist.monitored_barrier(host_group(), timeout=_WRITES)
+        dist.barrier(_group(dist.group.WORLD, _LONG))
 
 
 def _check_fabric(settings: Settings | None) -> None:
@@ -88,7 +97,9 @@ def _store(trainer: TrainerSettings, rank: int, ranks: int, own: str) -> Store:
                 f"expected ranks that the trainer itself started, found RANK and WORLD_SIZE = {ranks} of another launcher (torchrun, a "
                 "PyTorchJob): unset RANK and set trainer.ranks, on several hosts trainer.nodes, trainer.node and trainer.rendezvous too"
             )
-        return FileStore(os.environ[RANKS_STORE], ranks)
+        store = FileStore(os.environ[RANKS_STORE], ranks)
+        store.set_timeout(_LONG)  # rank 0 may wait for a shared device first
+        return store
     host, _, port = trainer.rendezvous.rpartition(":")
     host = host.strip("[]")
     if rank == 0:

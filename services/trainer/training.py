@@ -15,7 +15,7 @@ from services.trainer.model.policy import Policy, load_model, load_reference, lo
 from services.trainer.rank0.artifacts import Artifacts
 from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
 from services.trainer.rank0.mailbox.results import Began, ModelLoaded, SelfTested
-from services.trainer.rank_group import start_ranks
+from services.trainer.rank_group import meet_at_storage, start_ranks
 from services.trainer.self_test import self_test
 from shared.model.context import check_context, own_context, read_config
 from shared.process.service import own_host
@@ -75,6 +75,7 @@ class _Loading:
         with warm_up.beside(config, trainer.kernels, self._device):
             model = load_model(settings.policy, self._dtype, context)
             self._mailbox.send(Began("compiling kernels"))
+        meet_at_storage()
         kernels.install(model, trainer.kernels, self._device)
         alone = settings.publishes_adapters
         model = adapter.add(model, settings.policy, trainer.zero_stage, published_alone=alone)
@@ -117,6 +118,7 @@ class _Loading:
             return None
         self._mailbox.send(Began("loading the critic"))
         trunk, width = load_trunk(settings.policy, settings.algorithm.critic.model, self._dtype, self._context)
+        meet_at_storage()
         kernels.install(trunk, trainer.kernels, self._device)
         return self._engine(
             "critic",

@@ -118,6 +118,9 @@ def test_ranks_are_told_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         ["2", "0", "6", "2", "/store", "1"],
         ["3", "1", "6", "2", "/store", "1"],
     ]
+    away = of.model_copy(update={"offload": "optimizer"})
+    cores = len(os.sched_getaffinity(0))
+    assert launcher.environment(away, 0, Path("/store"))["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert launcher.environment(of, 0, Path("/store"))["OMP_NUM_THREADS"] == "8"
 

@@ -29,7 +29,7 @@ from services.trainer.model.memory.residency import Residency
 from services.trainer.model.memory.storages import Storages, tensors_in
 from services.trainer.model.named_tensors import Published, published, unique
 from services.trainer.model.optimizer import adamw, check_sizes
-from services.trainer.rank_group import host_group, meet_after_writing
+from services.trainer.rank_group import host_group, meet_at_storage
 from shared.errors import SettingsError, WeightsError
 from shared.files import durable
 from shared.model.flops import ModelSizes
@@ -395,7 +395,7 @@ class _Writer:
         self.begin()
 
     def commit(self, info: Any) -> bool:
-        meet_after_writing()
+        meet_at_storage()
         return bool(self._commit(info))
 
     def begin(self, error: str = "") -> None:
@@ -449,7 +449,7 @@ def _meet_before_gathering(optimizer: Any) -> None:
     gather = optimizer.checkpoint_event_epilogue
 
     def meet_and_gather() -> None:
-        meet_after_writing()
+        meet_at_storage()
         gather()
 
     optimizer.checkpoint_event_epilogue = meet_and_gather

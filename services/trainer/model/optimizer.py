@@ -31,7 +31,7 @@ def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str)
     if trainer.optimizer == "adamw_8bit":
         made: torch.optim.Optimizer = _import_bitsandbytes().optim.AdamW8bit(groups, **options)
         return made
-    return torch.optim.AdamW(groups, **options, fused=device == "cuda" and trainer.offload == "none")
+    return torch.optim.AdamW(groups, **options, fused=device == "cuda")
 
 
 def check_sizes(optimizer: Any, trainer: TrainerSettings) -> None:

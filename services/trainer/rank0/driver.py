@@ -86,6 +86,8 @@ class Driver:
         """After :meth:`run`: whether the run has finished or was stopped for good."""
         self._skipped = 0  # consecutive batches
         self._committed_s, self._commit_s = time.perf_counter(), 0.0
+        self._checkpoint_s = 0.0
+        """Of the last one."""
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
     async def run(self) -> None:
@@ -115,7 +117,7 @@ class Driver:
                 await self._or_stop(asyncio.wait([finding], timeout=TURN_S))
                 await self._ask(Command(CommandKind.WAIT), Result)
         self._context.status.state = "stopping"
-        await self._checkpoint_new()
+        await self._checkpoint_at_stop()
         self.finished = (await self._ledger.status()).state in ENDED
         self._mailbox.command(Command(CommandKind.FINISH if self.finished else CommandKind.STOP))
         for task in filter(None, (finding, exporting, self._filling)):
@@ -481,13 +483,28 @@ class Driver:
         state = await self._retention.describe(self._step, self._branch.newest, self._live)
         if not self._branch.is_ours(await self._ledger.status(), self._step):
             return  # `state` is of another branch, or of a bus that has lost data
+        started_s = time.monotonic()
         saved = await self._ask(Command(CommandKind.CHECKPOINT, state=state), results.Saved)
+        self._checkpoint_s = time.monotonic() - started_s
         if saved.checkpoint is None:
             await self._retention.note_failed(self._step, saved.refusal)
             return
         self._is_new = False
         root, keep_last = self._settings.run_folder / "checkpoints", self._settings.trainer.keep_last
         await self._retention.note(saved.checkpoint, await asyncio.to_thread(local_store.superfluous, root, keep_last))
+
+    async def _checkpoint_at_stop(self) -> None:
+        """Store what is new, unless that takes longer than the process has: then a resume replays the journal."""
+        left_s = seconds_left()
+        if not (self._is_new and left_s and self._checkpoint_s > left_s - _CLOSE_S):
+            await self._checkpoint_new()
+            return
+        detail = (
+            f"step {self._step} is in no checkpoint and will be replayed: writing the last one took {self._checkpoint_s:.0f} s, and "
+            f"{max(0.0, left_s - _CLOSE_S):.0f} s were left; raise bus.drain_s (the chart's bus.drainSeconds)"
+        )
+        log.warning("stopped without a checkpoint", extra={"detail": detail})
+        await tell(self._bus, "trainer", "stopped without a checkpoint", detail, step=self._step)
 
     async def _export(self) -> None:
         written = await self._ask(Command(CommandKind.EXPORT), results.PolicyWritten)

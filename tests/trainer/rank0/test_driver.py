@@ -261,6 +261,19 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
     assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
 
 
+@pytest.mark.parametrize(("last_s", "saved"), [(21.0, []), (19.0, [1])])
+async def test_a_checkpoint_that_a_stop_has_no_time_for_is_not_begun_and_the_journal_is_replayed(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_s: float, saved: list[int]
+) -> None:
+    async with after_a_step(bus, tmp_path) as (driven, both):
+        monkeypatch.setattr("services.trainer.rank0.driver.seconds_left", lambda: 30.0)
+        driven.driver._checkpoint_s = last_s
+        driven.stop.set()
+        assert list(await both) == [None, None]
+    assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == saved
+    assert ("stopped without a checkpoint" in await driven.events()) == (not saved)
+
+
 async def test_weights_of_a_step_that_a_rollback_refused_are_not_saved_by_a_stop(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
