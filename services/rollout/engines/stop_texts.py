@@ -17,9 +17,15 @@ class StopTexts:
         self._window = _TOKENS_PER_CHARACTER * max(map(len, texts)) + _MORE
 
     def end(self, token_ids: Int32Array, searched: int = 0) -> int:
-        """Return the length after which ``token_ids`` end, or 0; the first ``searched`` tokens complete no text."""
-        for length in range(searched + 1, len(token_ids) + 1):
-            (text,) = self._decode([token_ids[max(0, length - self._window) : length]])
-            if any(stop in text for stop in self._texts):
-                return length
-        return 0
+        """Return the length after which ``token_ids`` end, or 0; the first ``searched`` tokens complete no text.
+
+        All further tokens are decoded together, and one by one if they have a text.
+        """
+        if not self._has_one(token_ids, searched + 1 - self._window, len(token_ids)):
+            return 0
+        lengths = range(searched + 1, len(token_ids) + 1)
+        return next((length for length in lengths if self._has_one(token_ids, length - self._window, length)), 0)
+
+    def _has_one(self, token_ids: Int32Array, start: int, end: int) -> bool:
+        (text,) = self._decode([token_ids[max(0, start) : end]])
+        return any(stop in text for stop in self._texts)

@@ -22,6 +22,8 @@ from shared.errors import PermanentError
 ROW_S = 60.0
 """Rows arrive within milliseconds; later, the worker is lost."""
 _GREEDY = 1e-5
+_SEARCHED = 8
+"""New tokens in which a stop text is searched together: after it up to 7 more are generated."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -60,13 +62,14 @@ class Requests:
         self._reports.expect(name)
         try:
             parameters, salt = self.parameters(request, count), f"v{version}"
-            finished = await self.run(name, request.prompt_token_ids, salt, parameters, request.stop)
+            finished, end = await self._until(name, request.prompt_token_ids, salt, parameters, request.stop)
             rows = await self.rows(name, count)
         finally:
             self._reports.forget(name)
         outputs = sorted(finished.outputs, key=lambda output: int(output.index))
         drawn = tuple(
-            _sample(output, row, request, self._stop, self._native) for output, row in zip(outputs, rows, strict=True)
+            _sample(output, row, request, self._stop, end, self._native)
+            for output, row in zip(outputs, rows, strict=True)
         )
         return drawn * (request.sampling.samples // count)
 
@@ -112,10 +115,14 @@ class Requests:
             output_kind=RequestOutputKind.FINAL_ONLY if request.stop is None else RequestOutputKind.CUMULATIVE,
         )
 
-    async def run(
+    async def run(self, name: str, token_ids: Int32Array, salt: str, parameters: Any) -> Any:
+        """Return vLLM's output with all samples; raises PermanentError or EngineDied."""
+        return (await self._until(name, token_ids, salt, parameters))[0]
+
+    async def _until(
         self, name: str, token_ids: Int32Array, salt: str, parameters: Any, stop: StopTexts | None = None
-    ) -> Any:
-        """Return vLLM's output with all samples, or the one sample up to ``stop``; raises PermanentError or EngineDied."""
+    ) -> tuple[Any, int]:
+        """Return vLLM's output, and the length at which ``stop`` ends its only sample, or 0."""
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -127,9 +134,9 @@ class Requests:
             outputs = self._llm.generate(prompt, parameters, name, lora_request=self.adapter)
             async with contextlib.aclosing(outputs):  # which takes the request back
                 async for last in outputs:
-                    if stop is not None:
-                        ids = np.array(last.outputs[0].token_ids, dtype=np.int32)
-                        ended, searched = stop.end(ids, searched), len(ids)
+                    drawn = last.outputs[0].token_ids if stop is not None else ()
+                    if stop is not None and (len(drawn) >= searched + _SEARCHED or last.finished):
+                        ended, searched = stop.end(np.array(drawn, dtype=np.int32), searched), len(drawn)
                     if ended:
                         break
         except refusals as error:
@@ -138,7 +145,7 @@ class Requests:
             raise EngineDied(f"vLLM failed: {error}") from error
         if last is None or not (last.finished or ended):
             raise EngineDied("vLLM ended a request that is not finished: a bug")
-        return last
+        return last, ended
 
     async def rows(self, name: str, count: int) -> list[TokenRow]:
         """Wait for a finished request's rows, which come with the next step."""
@@ -155,11 +162,10 @@ class Requests:
 
 
 def _sample(
-    output: Any, row: TokenRow, request: GenerationRequest, stop: tuple[int, ...], native: bool
+    output: Any, row: TokenRow, request: GenerationRequest, stop: tuple[int, ...], end: int, native: bool
 ) -> GeneratedSample:
-    token_ids, sampling = np.array(output.token_ids, dtype=np.int32), request.sampling
-    end = 0 if request.stop is None else request.stop.end(token_ids)
-    token_ids = token_ids[: end or None]
+    """``end``: the length at which a text stops it, or 0."""
+    token_ids, sampling = np.array(output.token_ids, dtype=np.int32)[: end or None], request.sampling
     length, finish = len(token_ids), "stop" if end else output.finish_reason
     logprobs = np.array(output.logprobs.logprobs, dtype=np.float32) if native else row.logprobs
     spans = [span for span in row.versions if span[0] < length]

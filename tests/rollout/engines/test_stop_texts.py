@@ -1,0 +1,49 @@
+"""Laws of texts that end a completion: the first token that completes one ends it, however tokens arrive."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rollout.engines.stop_texts import StopTexts
+from shared.bus.messages import Int32Array
+
+WORDS = ("a", "b", "ab", " ", "é", "\n")
+
+
+def decoded(completions: Sequence[Int32Array]) -> list[str]:
+    return ["".join(WORDS[token] for token in ids) for ids in completions]
+
+
+@given(
+    st.lists(st.integers(0, len(WORDS) - 1), max_size=80),
+    st.lists(st.text("ab é\n", min_size=1, max_size=3), min_size=1, max_size=2),
+    st.integers(1, 12),
+)
+def test_a_completion_ends_at_the_token_that_completes_a_text(
+    tokens: list[int], texts: list[str], together: int
+) -> None:
+    ids = np.array(tokens, dtype=np.int32)
+    prefixes = [decoded([ids[:length]])[0] for length in range(1, len(ids) + 1)]
+    expected = next((n for n, text in enumerate(prefixes, 1) if any(stop in text for stop in texts)), 0)
+    stop, searched, end = StopTexts(decoded, texts), 0, 0
+    for arrived in [*range(together, len(ids), together), len(ids)]:
+        end, searched = stop.end(ids[:arrived], searched), arrived
+        if end:
+            break
+    assert end == expected
+
+
+def test_tokens_that_arrive_together_are_decoded_once() -> None:
+    calls = list[int]()
+
+    def counted(completions: Sequence[Int32Array]) -> list[str]:
+        calls.append(len(completions[0]))
+        return decoded(completions)
+
+    stop, ids = StopTexts(counted, ["\n"]), np.zeros(2000, dtype=np.int32)
+    for arrived in range(8, 2001, 8):
+        assert stop.end(ids[:arrived], arrived - 8) == 0
+    assert len(calls) == 250
+    assert max(calls) < 8 + 4 + 8 + 1
