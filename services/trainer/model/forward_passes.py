@@ -47,7 +47,7 @@ class ForwardPasses:
         self._repeated = {misfit.attempt: misfit.ranks for misfit in repeated}
         self._attempts = 0
         self.misfits: list[Misfit] = []
-        self.left_out = 0
+        self.left_out = self._most_added = 0
 
     def results(
         self, inputs: list[LossInputs], rows: Mapping[int, PackedRow], work: Callable[[LossInputs], T]
@@ -61,6 +61,7 @@ class ForwardPasses:
                 waiting.extendleft(reversed(self._cut(micro_batch, rows, fits=fits)))
                 continue
             done.append(micro_batch)
+            self._most_added = max(self._most_added, len(done))
             yield result, not waiting
         inputs[:] = done
 
@@ -85,7 +86,11 @@ class ForwardPasses:
         """Return the step's figures; collective."""
         left_out = torch.tensor([self.left_out], dtype=torch.int64, device=self._engine.device)
         dist.all_reduce(left_out)
-        return {"micro_batch_splits": float(len(self.misfits)), "dropped_out_of_memory": float(left_out)}
+        return {
+            "micro_batches": float(self._most_added),
+            "micro_batch_splits": float(len(self.misfits)),
+            "dropped_out_of_memory": float(left_out),
+        }
 
     def _attempt(self, work: Callable[[], T]) -> tuple[T | None, bool]:
         """Return the result of ``work``, None if any rank is short of memory; and whether this rank fits."""

@@ -26,6 +26,7 @@ from services.trainer import metrics as measures
 from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
+from services.trainer.model.optimizer import rounding
 from services.trainer.rank0.branch import Branch, note_committed
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.lending import Lending, missing_samples
@@ -79,8 +80,8 @@ class Driver:
         self._step = 0
         self._is_open = self._is_ready = False
         """Whether the ranks have the ledger's step, and have published it."""
-        self._is_new = self._differs = False
-        """Whether the step is in no checkpoint, and whether a replay differed."""
+        self._is_new = self._differs = self._has_warned = False
+        """Whether the step is in no checkpoint, whether a replay differed, and whether rounded gradients were reported."""
         self._filling: asyncio.Task[None] | None = None
         self.finished = False
         """After :meth:`run`: whether the run has finished or was stopped for good."""
@@ -369,6 +370,7 @@ class Driver:
         started_s = time.perf_counter()
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= signal_fraction(metrics, len(batch))
+        await self._warn_of_rounding(metrics.get("micro_batches", 0.0))
         metrics |= self._timing(made, figures, started_s - self._committed_s) | self._device.take_switches()
         if self._device.is_shared:
             metrics["switch_moved_bytes"], self._moved_bytes = self._moved_bytes, 0.0
@@ -492,6 +494,12 @@ class Driver:
         self._is_new = False
         root, keep_last = self._settings.run_folder / "checkpoints", self._settings.trainer.keep_last
         await self._retention.note(saved.checkpoint, await asyncio.to_thread(local_store.superfluous, root, keep_last))
+
+    async def _warn_of_rounding(self, micro_batches: float) -> None:
+        if not self._has_warned and (detail := rounding(micro_batches, self._settings)):
+            self._has_warned = True
+            log.warning("gradients are rounded", extra={"detail": detail})
+            await tell(self._bus, "trainer", "gradients are rounded", detail, micro_batches=int(micro_batches))
 
     async def _checkpoint_at_stop(self) -> None:
         """Store what is new, unless that takes longer than the process has: then a resume replays the journal."""
