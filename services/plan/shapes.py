@@ -133,7 +133,7 @@ def _shape(fields: Config, name: str) -> Shape:
     kv_heads = fields.get("num_key_value_heads") or heads
     head = fields.get("head_dim") or hidden // heads
     matrices, kv, width = _attention(fields, hidden, heads, kv_heads, head)
-    every, used, inner = _mlp(fields, hidden)
+    every, used, inner, copied = _mlp(fields, hidden)
     attention = sum(rows * columns for rows, columns in matrices)
     return Shape(
         name=name,
@@ -148,7 +148,7 @@ def _shape(fields: Config, name: str) -> Shape:
         inner=inner,
         attention_width=layers * width,
         kv_per_token=layers * kv,
-        saved_per_token=4 * hidden + 2 * width + 2 * kv_heads * head + 3 * inner,
+        saved_per_token=4 * hidden + 2 * width + 2 * kv_heads * head + 3 * inner + copied,
         linear_sides=sum(rows + columns for rows, columns in matrices) + 3 * (hidden + inner),
     )
 
@@ -168,17 +168,19 @@ def _attention(
     return first + rest, latent + rope, heads * (rope + nope + value) // 2
 
 
-def _mlp(fields: Config, hidden: int) -> tuple[int, int, int]:
-    """Return a layer's weights, those that a token uses, and its inner width."""
+def _mlp(fields: Config, hidden: int) -> tuple[int, int, int, int]:
+    """Return a layer's weights, those that a token uses, its inner width, and what transformers keeps more of a token with
+    experts: input and output for each chosen one, and the activation by itself."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((fields[key] for key in counts if fields.get(key)), 0)
     dense = fields.get("intermediate_size") or 4 * hidden
     if not experts:
         matrices = 2 if fields.get("model_type") in _NOT_GATED else 3
-        return matrices * hidden * dense, matrices * hidden * dense, dense
+        return matrices * hidden * dense, matrices * hidden * dense, dense, 0
     chosen = fields["num_experts_per_tok"]
     each = fields.get("moe_intermediate_size") or dense
     shared = fields.get("shared_expert_intermediate_size") or (fields.get("n_shared_experts") or 0) * each
     router = hidden * experts
     inner = chosen * each + shared
-    return 3 * hidden * (experts * each + shared) + router, 3 * hidden * inner + router, inner
+    weights = 3 * hidden * (experts * each + shared) + router
+    return weights, 3 * hidden * inner + router, inner, chosen * (2 * hidden + each)

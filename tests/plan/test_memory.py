@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.plan_memory import recompared
 from services.plan import memory
@@ -181,3 +183,32 @@ def test_the_reference_and_a_replicas_second_copy_are_whole_on_each_gpu(options:
     replica = engine_memory(work, EngineOptions(4, sequences=64), 130 * GIB, 140 * GIB)
     parts = {part.name: part.nbytes for part in replica.components}
     assert parts["shadow"] == 4 * parts["weights"] == work.policy_bytes
+
+
+def test_what_a_token_keeps_for_each_chosen_expert_is_what_transformers_saves() -> None:
+    def config(chosen: int) -> dict[str, Any]:
+        return {
+            "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "num_experts": 8, "num_experts_per_tok": chosen, "vocab_size": 50,
+        }  # fmt: skip
+
+    def saved(chosen: int) -> float:
+        fields, seen, tokens = config(chosen), dict[int, int](), 40
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="sdpa").model
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept = tensor.untyped_storage()
+            if tensor.is_floating_point() and kept.data_ptr() not in weights:
+                seen[kept.data_ptr()] = kept.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model(input_ids=torch.arange(tokens)[None]).last_hidden_state
+        assert hidden.requires_grad
+        return sum(seen.values()) / 4 / tokens
+
+    measured = (saved(4) - saved(2)) / 2
+    planned = [from_config(config(chosen), "").saved_per_token for chosen in (2, 4)]
+    assert (planned[1] - planned[0]) / 2 == pytest.approx(measured, rel=0.03)
