@@ -353,7 +353,7 @@ def several_engines(
     (rollout.vllm.gpu_memory_utilization) with which they start and have this key-value cache."""
     cache = max(memory.components[-1].nbytes, options.engines * LEAST_CACHE)
     logits = options.sequences * work.shape.vocabulary * 4.0 * LOGIT_COPIES
-    needed = options.engines * (WEIGHT_COPIES * work.policy_bytes + ASIDE + logits) + cache
+    needed = options.engines * (WEIGHT_COPIES * work.policy_bytes + ASIDE) + logits + cache
     share = math.ceil(100 * needed / total_bytes) / 100
     taken = share * total_bytes + options.shadow * _SHADOW_COPIES * options.engines * work.policy_bytes
     aside = Component(

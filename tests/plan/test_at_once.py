@@ -325,7 +325,7 @@ def test_what_is_written_starts_as_planned_and_is_one_pod_with_one_gpu(tmp_path:
     beside = candidate.memory["both"]["forward and backward"]
     free = gpu_bytes - total([part for part in beside if part.name != "engines"])  # at the trainer's peak
     sequences = written.rollout.max_groups * written.sampling.group_size
-    demand = Demand(493_961_216, 2 * 493_961_216, sequences * 151_936 * 4)
+    demand = Demand(493_961_216, 2 * 493_961_216, sequences * 151_936 * 4 // engines)
     share = Memory(int(gpu_bytes), int(free)).arguments(engines, written.rollout.vllm.gpu_memory_utilization, demand)
     (cache,) = [part.nbytes for part in candidate.memory["engines"]["generate"] if part.name == "key-value cache"]
     assert engines * share["kv_cache_memory_bytes"] >= 0.999 * cache

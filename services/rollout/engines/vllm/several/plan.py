@@ -30,7 +30,7 @@ class EngineCount:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """Bytes of an engine's weights and of a step's float32 logits."""
+    """Bytes of an engine's weights and of its steps' float32 logits."""
 
     policy_parameters: int
     policy_bytes: int

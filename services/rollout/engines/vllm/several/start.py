@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 from collections.abc import AsyncIterator
 from typing import Any, Literal
@@ -135,7 +136,9 @@ class _Starter:
         own = {"max_num_seqs": sequences, "seed": (whole["seed"] + number) % (1 << 31)}
         if self._gpu is None or self._demand is None:
             return {**whole, **own}
-        memory = self._gpu.memory.arguments(engines, whole["gpu_memory_utilization"], self._demand)
+        logits_bytes = self._demand.logits_bytes * sequences // int(whole["max_num_seqs"])
+        demand = dataclasses.replace(self._demand, logits_bytes=logits_bytes)
+        memory = self._gpu.memory.arguments(engines, whole["gpu_memory_utilization"], demand)
         return {**whole, **own, **memory}
 
     async def _start(self, shares: list[dict[str, Any]], first: int, statistics: SharedStatistics) -> list[VllmEngine]:
