@@ -76,7 +76,7 @@ def meet_at_storage() -> None:
 
     NCCL would end the ranks after 10 minutes in which one of them waits for another.
     """
-    if dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier(_group(dist.group.WORLD, _LONG))
 
 

@@ -100,7 +100,7 @@ class _Loading:
             return AdapterOff(policy)
         self._mailbox.send(Began("loading the reference"))
         trained: Policy = policy.policy  # type: ignore[assignment]
-        return load_reference(
+        reference = load_reference(
             settings.policy,
             self._dtype,
             self._device,
@@ -111,6 +111,8 @@ class _Loading:
             context_tokens=self._context,
             packing=trained.trunk.packing,
         )
+        meet_at_storage()
+        return reference
 
     def critic(self) -> TrainingEngine | None:
         settings, trainer = self._settings, self._settings.trainer

@@ -28,6 +28,7 @@ from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import spans
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
+from services.trainer.rank0 import branch
 from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import NoMailbox
@@ -244,6 +245,30 @@ def on_slow_disk(of: Settings, folder: Path) -> dict[str, Any]:
     return {"error": error, "there": there[1:]}
 
 
+def on_full_disk(of: Settings) -> list[bool]:
+    """Whether rank 0 has noted the version when rank 1 begins to gather it; rank 0's disk has room a second late."""
+    publication = Publication(of, "127.0.0.1", lambda: b"")
+    artifacts = (Artifacts if dist.get_rank() else Rank0Artifacts)(of, publication)
+    seen, note, take_part = list[bool](), branch.note_version, Publication.take_part
+    version = PolicyVersion(branch.noted_version(of.run_folder) + 1)
+    dist.barrier()
+
+    def late(*given: Any) -> None:
+        time.sleep(1.0)
+        note(*given)
+
+    def watched(*given: Any) -> None:
+        seen.append(branch.noted_version(of.run_folder) == version)
+        take_part(*given)
+
+    noting = mock.patch("services.trainer.rank0.artifacts.note_version", late)
+    with noting, mock.patch.object(Publication, "take_part", watched):
+        artifacts.publish(Rank(of).engine, version, 1)
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, seen)
+    return [noted for of_rank in every for noted in of_rank]
+
+
 def full_folder(of: Settings) -> dict[str, Any]:
     """Three steps with checkpoints; rank 1 cannot write its part of the second."""
     writes = dist.get_rank() == 0
@@ -292,6 +317,7 @@ def _found(folder: Path) -> dict[str, Any]:
     for name, tables in ALGORITHMS.items():
         for stage in (1, 3):
             actual[f"{name}-{stage}"] = two_steps(settings(stage, 2, algorithm=tables))
+    actual["full disk"] = on_full_disk(settings(3, 2))
     for stage in (2, 3):
         with_kl = settings(stage, 2, lora=LORA, algorithm={"kl": KL})
         actual[f"lora-{stage}"] = two_steps(with_kl)

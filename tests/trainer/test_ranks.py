@@ -125,6 +125,10 @@ def test_no_rank_waits_in_a_collective_of_the_device_for_one_that_writes(two: di
     assert two[f"slow disk-{zero_stage}"] == {"error": "", "there": [True] * (zero_stage - 1)}
 
 
+def test_no_rank_gathers_weights_while_the_first_waits_for_room_on_its_disk(two: dict[str, Any]) -> None:
+    assert two["full disk"] == [True]
+
+
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_ranks_with_adapters_come_back_from_their_checkpoint_to_the_bit(two: dict[str, Any], zero_stage: int) -> None:
     (measured, weights), (again, others) = two[f"lora-{zero_stage}-resumed"].values()

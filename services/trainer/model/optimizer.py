@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from shared.errors import SettingsError
-from shared.settings import Settings, TrainerSettings
+from shared.settings import TrainerSettings
 
 _LARGE, GROUP_WEIGHTS = 2**31 - 2**20, 2**30
 """Weights of a model that has several groups, and of each group at most (a larger tensor is a group of its own)."""
 _COUNTED = 2**31 - 1
-MOST_ADDED = 64
-"""Micro-batches whose gradients bfloat16 adds to within a percent or so."""
 
 
 def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
@@ -34,22 +32,6 @@ def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str)
         made: torch.optim.Optimizer = _import_bitsandbytes().optim.AdamW8bit(groups, **options)
         return made
     return torch.optim.AdamW(groups, **options, fused=device == "cuda")
-
-
-def rounding(micro_batches: float, settings: Settings) -> str:
-    """Return what to change where DeepSpeed adds the gradients of too many micro-batches in bfloat16, or ""; a part of
-    them is lost.
-
-    A sum keeps eight bits: gradients that are alike no longer count from the 256th on.
-    """
-    kind = settings.trainer.deepspeed.get("data_types", {}).get("grad_accum_dtype")
-    if settings.policy.dtype != "bfloat16" or kind == "fp32" or micro_batches <= MOST_ADDED:
-        return ""
-    return (
-        f"the gradients of {micro_batches:.0f} micro-batches of a rank are added in bfloat16, in which a part of them is lost: raise "
-        "trainer.micro_batch_tokens or trainer.ranks, or add them in float32 (2 bytes more per weight and rank) with "
-        'trainer.zero_stage = 2 or 3 and trainer.deepspeed = {data_types = {grad_accum_dtype = "fp32"}}'
-    )
 
 
 def check_sizes(optimizer: Any, trainer: TrainerSettings) -> None:

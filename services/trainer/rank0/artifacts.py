@@ -16,6 +16,7 @@ from services.trainer.model.policy import export, export_adapter
 from services.trainer.rank0.branch import note_version
 from services.trainer.rank0.mailbox.results import PolicyWritten, Saved, Whereabouts
 from services.trainer.rank0.publication import Publication
+from services.trainer.rank_group import meet_at_storage
 from shared.bus.messages import PolicyVersion
 from shared.settings import Settings
 
@@ -35,6 +36,7 @@ class Artifacts:
     def publish(self, engine: TrainingEngine, version: PolicyVersion | None, step: int) -> Whereabouts | None:
         """Publish the weights of ``step`` as ``version``."""
         assert version is not None
+        meet_at_storage()
         self._publication.take_part(engine, version, step)
         return None
 
@@ -72,6 +74,7 @@ class Rank0Artifacts(Artifacts):
         """Record the version's number before its commit, then publish the weights."""
         assert version is not None
         note_version(self._settings.run_folder, version)
+        meet_at_storage()  # rank 0 may have waited for room on its disk
         return self._publication.publish(engine, version, step)
 
     def complete(

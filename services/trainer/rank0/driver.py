@@ -26,7 +26,6 @@ from services.trainer import metrics as measures
 from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
-from services.trainer.model.optimizer import rounding
 from services.trainer.rank0.branch import Branch, note_committed
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.lending import Lending, missing_samples
@@ -36,6 +35,7 @@ from services.trainer.rank0.mailbox.queues import Mailbox
 from services.trainer.rank0.mailbox.results import Notice, R, Result, StepMade, StepSkipped
 from services.trainer.rank0.opening import Opening
 from services.trainer.rank0.retention import Retention
+from services.trainer.rank0.rounding import rounding
 from shared.bus.messages import PolicyRecord, StepReport
 from shared.bus.stores.experience.signals import SignalChange
 from shared.bus.stores.policy import held_out
