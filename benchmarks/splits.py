@@ -7,11 +7,12 @@ r"""Real runs of many layouts of the same GPUs beside the one that the plan reco
     python -m benchmarks.splits --work four --compare /tmp/four.jsonl       # needs no GPU
 
 A layout is a run of ``penstock up`` (``benchmarks.plan_rates``) with the same groups, lengths and lag. The plan knows
-the rates of the layout in ``calibrating`` alone; ``recommended`` is the fastest of the layouts that it would then choose
-from among those measured, ``best`` the fastest measured one, and ``ratio`` the rate of the best over the recommended
-one's; the bar is 1.05. ``planned`` are rates with the settings that the plan would choose, and ``deviation`` is the
-prediction for a run's own settings over its measured rate, minus 1; the bar is 0.15. Failed runs, such as one without memory that the plan says fits, are in ``failed``. With
-``lend``, ``lend_over_separate`` compares it with the same GPUs separate. Prints one JSON object.
+the rates of the layout in ``calibrating`` alone; ``recommended`` is the fastest of the layouts that it would then
+choose from among those measured, ``best`` the fastest measured one, and ``ratio`` the rate of the best over the
+recommended one's; the bar is 1.05. ``planned`` are rates with the settings that the plan would choose, and
+``deviation`` is the prediction for a run's own settings over its measured rate, minus 1; the bar is 0.15. Failed runs,
+such as one without memory that the plan says fits, are in ``failed``. With ``lend``, ``lend_over_separate`` compares it
+with the same GPUs separate. Prints one JSON object.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from benchmarks.pipeline import heed_sigterm
 from benchmarks.plan_rates import Configuration, Runs, rows_of
 from services.cli.plan import layout_of
 from services.plan.layouts import Candidate, GpuLayout
+from services.plan.measured import Corrections
 from shared.errors import SettingsError
 
 BAR = 1.05
@@ -96,7 +98,8 @@ def compared(rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, Configurat
     if calibrating not in done:
         return figures
     try:
-        choices = _choices(done[calibrating])
+        corrected = plan_rates.corrections_of(done[calibrating])
+        choices = _choices(done[calibrating], corrected)
     except SettingsError as error:
         return {**figures, "refused": str(error)}
     keys = {name: _key(layout_of(plan_rates.settings_of(row), mps=row["mps"])) for name, row in done.items()}
@@ -107,7 +110,6 @@ def compared(rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, Configurat
         {"layout": f"{each.layout.placement}: {each.layout.words}", "samples_per_s": round(_rate(each), 1)}
         for each in choices[:5]
     ]
-    corrected = plan_rates.corrections_of(done[calibrating])
     figures["deviation"] = {
         name: round(plan_rates.predict(row, corrected) / rates[name] - 1, 3)
         for name, row in done.items()
@@ -129,10 +131,9 @@ def _lent(rates: Mapping[str, float], layouts: Mapping[str, Configuration]) -> d
     return {"lend_over_separate": {name: round(rates[name] / rates[other], 3) for name, other in both}}
 
 
-def _choices(row: Mapping[str, Any]) -> list[Candidate]:
-    """Return all layouts of the plan that knows the rates of ``row``, fastest first."""
-    planner = plan_rates.planner_of(row, plan_rates.corrections_of(row))
-    return dataclasses.replace(planner, exhaustive=True).compare()[0]
+def _choices(row: Mapping[str, Any], corrected: Corrections) -> list[Candidate]:
+    """Return all layouts of the plan for the work of ``row``, fastest first."""
+    return dataclasses.replace(plan_rates.planner_of(row, corrected), exhaustive=True).compare()[0]
 
 
 def _rate(candidate: Candidate) -> float:

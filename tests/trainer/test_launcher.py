@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from services.trainer import launcher
+from services.trainer import launcher, rank_group
 from shared.settings import TrainerSettings
 from tests.conftest import PATIENCE_S, until
 
@@ -123,6 +125,25 @@ def test_ranks_are_told_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher.environment(away, 0, Path("/store"))["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert launcher.environment(of, 0, Path("/store"))["OMP_NUM_THREADS"] == "8"
+
+
+def test_ranks_of_one_host_wait_for_hours_for_the_first_which_may_wait_for_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_RANKS_STORE", str(tmp_path / "store"))
+    store: Any = rank_group._store(TrainerSettings(ranks=2), 0, 2, "")
+    assert store.timeout == timedelta(hours=6)
+
+
+@pytest.mark.parametrize(("local", "several"), [(None, False), ("4", False), ("2", True)])
+def test_ranks_are_on_several_hosts_where_not_all_are_local(
+    local: str | None, several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert rank_group.spans_hosts() is several
 
 
 def test_the_folder_in_which_ranks_meet_is_private_and_removed() -> None:

@@ -2,8 +2,8 @@
 
 from shared.settings import Settings
 
-MOST_ADDED = 64
-"""Micro-batches whose gradients bfloat16 adds to within a percent or so."""
+_MOST_ADDED = 64
+"""Micro-batches; of 512 that are alike, half of the sum is lost."""
 
 
 def rounding(micro_batches: float, settings: Settings) -> str:
@@ -13,7 +13,7 @@ def rounding(micro_batches: float, settings: Settings) -> str:
     A sum keeps eight bits: gradients that are alike no longer count from the 256th on.
     """
     kind = settings.trainer.deepspeed.get("data_types", {}).get("grad_accum_dtype")
-    if settings.policy.dtype != "bfloat16" or kind == "fp32" or micro_batches <= MOST_ADDED:
+    if settings.policy.dtype != "bfloat16" or kind == "fp32" or micro_batches <= _MOST_ADDED:
         return ""
     return (
         f"the gradients of {micro_batches:.0f} micro-batches of a rank are added in bfloat16, in which a part of them is lost: raise "

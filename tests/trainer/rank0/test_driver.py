@@ -261,6 +261,18 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
     assert [checkpoint.state.step for checkpoint in local_store.find(driven.root)] == [1]
 
 
+async def test_gradients_that_are_rounded_are_reported_once_with_the_steps_micro_batches(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.trainer.rank0.driver.rounding", lambda micro_batches, _: f"{micro_batches:.0f}")
+    async with after_a_step(bus, tmp_path) as (driven, both):
+        await driven.feed(batch(1))
+        await is_at(driven, 2)
+        driven.stop.set()
+        assert list(await both) == [None, None]
+    assert (await driven.events()).count("gradients are rounded") == 1
+
+
 @pytest.mark.parametrize(("last_s", "saved"), [(21.0, []), (19.0, [1])])
 async def test_a_checkpoint_that_a_stop_has_no_time_for_is_not_begun_and_the_journal_is_replayed(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_s: float, saved: list[int]

@@ -233,9 +233,8 @@ class VllmEngine:
     async def _pause(self, *, clear_cache: bool) -> None:
         """Freeze requests between two steps; without their cache, they are prefilled again."""
         await self._gate.shut()
-        if not self._is_paused or (
-            clear_cache and not self._is_cleared
-        ):  # a torn stream leaves it paused with its cache
+        keeps_cache = self._is_paused and not self._is_cleared  # as after a torn stream
+        if not self._is_paused or (clear_cache and keeps_cache):
             await self._control("pausing", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
             self._is_paused, self._is_cleared = True, clear_cache
 
