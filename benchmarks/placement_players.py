@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,8 @@ class Player:
         self._folder = folder
         self._log = log
         self._trainer = Trainer(arguments)
+        self._training = ThreadPoolExecutor(1)
+        """One thread, as in a run: each that multiplies matrices takes a workspace of its own on the device."""
         self._engine: Any = None
         self._requests: list[asyncio.Task[Any]] = []
         self._finished_tokens = 0
@@ -170,24 +173,27 @@ class Player:
     async def start(self) -> dict[str, Any]:
         """Start both; return their sizes."""
         self._log("the trainer starts")
-        described = await asyncio.to_thread(self._trainer.start)
+        described = await self._train(self._trainer.start)
         on_gpu = self._arguments.device == "cuda"
         # vLLM starts beside a trainer that is away, as in a run.
-        await asyncio.to_thread(self._trainer.free, 4)
+        await self._train(self._trainer.free, 4)
         self._log(f"vLLM starts beside {self._trainer.used() / 1e9:.1f} GB")
         self._engine = await self._open_engine()
         self._engine.share_secret(_SECRET)
         self._puller = Puller(self._engine.place, 1, _DEADLINE_S, lambda: _SECRET)
         await self._engine.suspend(2 if on_gpu else 0)
-        await asyncio.to_thread(self._trainer.restore)
-        record = await asyncio.to_thread(self._trainer.publish)
-        await asyncio.to_thread(self._trainer.free, 4)
+        await self._train(self._trainer.restore)
+        record = await self._train(self._trainer.publish)
+        await self._train(self._trainer.free, 4)
         await self._engine.resume()
         await self._pull(record)
         self._log("the first weights are live")
         described["engine_memory"] = self._engine.memory
         described["device_name"] = torch.cuda.get_device_name() if on_gpu else "cpu"
         return {**described, "torch": torch.__version__, "vllm": check_version()}
+
+    async def _train(self, call: Callable[..., Any], *arguments: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._training, call, *arguments)
 
     async def _open_engine(self) -> Any:
         from services.rollout.engines.vllm import arguments as vllm_arguments
@@ -229,7 +235,7 @@ class Player:
             for request in self._requests:
                 request.cancel()
             await asyncio.gather(*self._requests, return_exceptions=True)
-        await asyncio.to_thread(self._trainer.free, 4)
+        await self._train(self._trainer.free, 4)
         return {**self._figures(rows), "bytes_equal": None if differences is None else differences == 0}
 
     async def _pair(self, rung: int) -> dict[str, float]:
@@ -239,18 +245,18 @@ class Player:
         began_s = time.perf_counter()
         await self._engine.suspend(engine_rung)
         suspended_s = time.perf_counter()
-        await asyncio.to_thread(self._trainer.restore)
+        await self._train(self._trainer.restore)
         row["to_train_s"] = time.perf_counter() - began_s
         row["restore_s"] = time.perf_counter() - suspended_s
         self._trainer.take_peak()
-        row["step_s"] = await asyncio.to_thread(self._trainer.step)
+        row["step_s"] = await self._train(self._trainer.step)
         row["used_train_bytes"] = self._trainer.used()
         published_s = time.perf_counter()
-        record = await asyncio.to_thread(self._trainer.publish)
+        record = await self._train(self._trainer.publish)
         row["publish_s"] = time.perf_counter() - published_s
         row["trainer_peak_bytes"] = self._trainer.take_peak()
         began_s = time.perf_counter()
-        await asyncio.to_thread(self._trainer.free, rung)
+        await self._train(self._trainer.free, rung)
         row["free_s"] = time.perf_counter() - began_s
         resumed_s = time.perf_counter()
         await self._engine.resume()
@@ -329,4 +335,4 @@ class Player:
         if self._engine is not None:
             await self._engine.close()
             await self._puller.close()
-        await asyncio.to_thread(self._trainer.close)
+        await self._train(self._trainer.close)

@@ -48,14 +48,16 @@ class HostCopies:
         """Whether the memory is freed."""
 
     def offload(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Copy the storages, unless there are copies already, and free the device's memory.
+        """Copy the storages of which there are no copies yet, and free the device's memory.
+
+        More may follow while some are away.
 
         Raises:
             SettingsError: the host has too little memory. The kernel would end a process instead.
         """
         self._join()
-        if not self._copied:
-            self._copy(list(storages))
+        copied = {storage._cdata for storage, _ in self._copied}
+        self._copy([storage for storage in storages if storage._cdata not in copied])
         self._arrived.wait()
         for storage, _ in self._copied:
             storage.resize_(0)
@@ -65,18 +67,20 @@ class HostCopies:
         behind = Point(self._device)
         behind.set()
         needed_bytes = sum(storage.nbytes() for storage in storages)
-        self._copied = [(storage, self._host_chunks(storage, needed_bytes)) for storage in storages]
+        new = [(storage, self._host_chunks(storage, needed_bytes)) for storage in storages]
+        self._copied += new
         with self._lane.entered():
             behind.follow()
-            for storage, chunks in self._copied:
+            for storage, chunks in new:
                 for part, chunk in zip(torch.split(_flat(storage), _CHUNK_BYTES), chunks, strict=True):
                     chunk.copy_(part, non_blocking=True)
             self._arrived.set()
 
     def discard(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Free memory whose contents are not needed; it is reloaded as zeros."""
-        self._discarded = [(storage, storage.nbytes()) for storage in storages]
-        for storage, _ in self._discarded:
+        new = [(storage, storage.nbytes()) for storage in storages]
+        self._discarded += new
+        for storage, _ in new:
             storage.resize_(0)
         self.is_away = True
 

@@ -39,6 +39,21 @@ def test_copies_are_forgotten_once_they_are_back_and_do_not_undo_later_changes()
         assert flat.add_(1.0).tolist() == [number] * 4
 
 
+def test_more_may_leave_while_some_is_away() -> None:
+    first, second, gradients = torch.arange(4.0), torch.arange(5.0), [torch.ones(2), torch.ones(3)]
+    copies = HostCopies(CPU, "the optimizer", "lower placement.rung")
+    for tensors in ([first], [first, second]):
+        copies.offload(storages_of(tensors, CPU).values())
+    for gradient in gradients:
+        copies.discard(storages_of([gradient], CPU).values())
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (first, second, *gradients))
+    copies.reload()
+    copies.follow()
+    assert first.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert second.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [gradient.tolist() for gradient in gradients] == [[0.0] * 2, [0.0] * 3]
+
+
 def test_discarded_memory_comes_back_as_zeros() -> None:
     flat = torch.ones(3)
     copies = HostCopies(CPU, "the optimizer", "lower placement.rung")

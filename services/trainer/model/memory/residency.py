@@ -31,8 +31,6 @@ _TOLD = {
     "gradients": ("the trainer's gradients", "set placement.rung to 3 or lower"),
 }
 """Each component in words, and what to change, if the host has too little memory for it."""
-_REST = "rest of the optimizer"
-"""What is moved in a second go."""
 _SPARE = 0.03
 """Of a device, beside generation."""
 _MASTERS = "fp32_partitioned_groups_flat"
@@ -52,7 +50,6 @@ class Residency:
         self._optimizer = optimizer
         self._device = device
         self._copies = {name: HostCopies(device, *_TOLD[name]) for name in COMPONENTS}
-        self._copies[_REST] = HostCopies(device, *_TOLD["optimizer"])
 
     def memory(self) -> dict[str, float]:
         """Return bytes by component when resident; call it while they are."""
@@ -63,7 +60,7 @@ class Residency:
         """Move components to the host down to ``rung``, and return unused memory to the driver.
 
         Args:
-            needed_bytes: at rung 3, whole storages are moved until it is that much, and all if fragments then leave the
+            needed_bytes: at rung 3, whole storages are moved until it is that much, and more while fragments leave the
                 driver too little for generation; None: all are.
 
         Returns:
@@ -78,8 +75,9 @@ class Residency:
         for name in FREED.get(rung, ()):
             moved_bytes += self._move(name, parts[name])
         self._return_memory(rung)
-        if rest and needed_bytes and _is_short(self._device, before_bytes, needed_bytes):
-            moved_bytes += self._move(_REST, rest)
+        while rest and needed_bytes and (lacking := _lacking_bytes(self._device, before_bytes, needed_bytes)) > 0:
+            more, rest = _enough(rest, lacking)
+            moved_bytes += self._move("optimizer", more)
             self._return_memory(rung)
         return moved_bytes
 
@@ -105,7 +103,6 @@ class Residency:
     def follow(self) -> None:
         """Let the update wait for the optimizer's states."""
         self._copies["optimizer"].follow()
-        self._copies[_REST].follow()
 
     def _components(self) -> dict[str, dict[int, torch.UntypedStorage]]:
         """Return storages by component, each in the first that has it."""
@@ -133,16 +130,16 @@ def _enough(
     return [storages[place] for place in moved], [storages[place] for place in staying]
 
 
-def _is_short(device: torch.device, before_bytes: float, needed_bytes: float) -> bool:
-    """Whether the driver has less than generation takes; on a CPU it never has.
+def _lacking_bytes(device: torch.device, before_bytes: float, needed_bytes: float) -> float:
+    """Return what the driver lacks for generation, as fragments stay with torch; on a CPU nothing.
 
     ``before_bytes`` of this process and generation's were ``needed_bytes`` too many for :data:`USABLE_IN_TURNS`.
     """
     if device.type != "cuda":
-        return False
+        return 0.0
     free_bytes, capacity_bytes = torch.cuda.mem_get_info(device)
     generation_bytes = USABLE_IN_TURNS * capacity_bytes + needed_bytes - before_bytes
-    return free_bytes < generation_bytes + _SPARE * capacity_bytes
+    return generation_bytes + _SPARE * capacity_bytes - free_bytes
 
 
 def _parameters(model: nn.Module) -> Iterator[Tensor]:

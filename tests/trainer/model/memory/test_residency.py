@@ -86,7 +86,7 @@ def test_training_is_bit_equal_where_part_of_the_optimizer_is_moved(zero_stage: 
     assert all(torch.equal(kept[name], weights[name]) for name in kept)
 
 
-def test_only_what_is_needed_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_needed_leaves_the_device() -> None:
     """Each of master weights and moments is one storage at ZeRO stage 1."""
     stepper, _ = trained(1, [])
     residency = stepper.engine.residency
@@ -95,17 +95,33 @@ def test_only_what_is_needed_leaves_the_device(monkeypatch: pytest.MonkeyPatch) 
         assert residency.free(3, needed_bytes=needed) == pytest.approx(moved, rel=0.01)
         residency.restore()
         residency.follow()
-    monkeypatch.setattr(residency_module, "_is_short", lambda *_: True)
-    assert residency.free(3, needed_bytes=each / 2) == pytest.approx(3 * each, rel=0.01)
 
 
-@pytest.mark.parametrize(("free_bytes", "is_short"), [(35, False), (26, False), (25, True)])
+@pytest.mark.parametrize(("lacking", "moved"), [([0.0], 1), ([0.5, 0.0], 2), ([0.5, 0.1, 0.0], 3), ([0.1] * 9, 3)])
+def test_more_leaves_while_fragments_keep_what_generation_needs(
+    monkeypatch: pytest.MonkeyPatch, lacking: list[float], moved: int
+) -> None:
+    kept, _ = trained(1, [])
+    stepper, _ = trained(1, [])
+    residency = stepper.engine.residency
+    each = residency.memory()["optimizer"] // 3
+    left = [each * share for share in lacking]
+    monkeypatch.setattr(residency_module, "_lacking_bytes", lambda *_: left.pop(0))
+    assert residency.free(3, needed_bytes=each / 2) == pytest.approx(moved * each, rel=0.01)
+    assert residency.memory()["optimizer"] == pytest.approx((3 - moved) * each, rel=0.01)
+    residency.restore()
+    for each_stepper in (kept, stepper):
+        each_stepper.step(STEPS + 1)
+    assert all(torch.equal(weight, stepper.weights()[name]) for name, weight in kept.weights().items())
+
+
+@pytest.mark.parametrize(("free_bytes", "lacking_bytes"), [(35, -9.5), (25.5, 0), (20, 5.5)])
 def test_generation_needs_room_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch, free_bytes: float, is_short: bool
+    monkeypatch: pytest.MonkeyPatch, free_bytes: float, lacking_bytes: float
 ) -> None:
     """7B on an H200: 150 GB, of which turns use 135; the trainer has 122 and generation takes 21, so 8 have to leave."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free_bytes, 150))
-    assert residency_module._is_short(torch.device("cuda"), before_bytes=122, needed_bytes=8) is is_short
+    assert residency_module._lacking_bytes(torch.device("cuda"), 122, 8) == pytest.approx(lacking_bytes)
 
 
 def test_a_checkpoint_waits_for_the_states_that_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
