@@ -135,7 +135,9 @@ class _Loading:
     def _engine(self, part: str, module: Policy | Critic) -> TrainingEngine:
         place(module, self._settings, self._device)
         self._mailbox.send(Began("self-test"))
-        tested = self_test.run(module, self._settings.trainer.packing, self._settings.run.seed)
+        trainer = self._settings.trainer
+        is_sharded = trainer.zero_stage > 0 and dist.get_world_size() > 1
+        tested = self_test.run(module, trainer.packing, self._settings.run.seed, is_sharded=is_sharded)
         self._mailbox.send(SelfTested(part, str(tested), tested.figures, tested.reason))
         self._mailbox.send(Began("building the engine"))
         return TrainingEngine(module, self._settings, self._device)

@@ -33,6 +33,12 @@ _SEQUENCES = """
 `"auto"` runs each sequence through the model by itself, because packed rows are not known to be right for it. The result is exact; each prompt is
 computed once for each of its completions, so long prompts cost more.
 """
+_ONE_RANK = """
+## One training rank
+
+With several ranks and `trainer.zero_stage` from 1 on each forward pass has to reach the same weights: a rank without samples computes one token. The
+self-test refuses these models then, and others of which a short pass reaches fewer weights, such as experts that are modules of their own.
+"""
 _REFUSED = """
 ## Refused
 
@@ -94,6 +100,7 @@ class Agreement:
 class Verdicts:
     rows: list[str]
     sequences: list[str]
+    one_rank: list[str]
     refused: dict[str, str]
     vllm: Agreement
 
@@ -105,7 +112,9 @@ def verdicts() -> Verdicts:
 
 def text(table: Verdicts) -> str:
     lists = (_HEAD, _ROWS, _listed(table.rows), _SEQUENCES, _listed(table.sequences))
-    return "".join((*lists, _REFUSED, _messages(table.refused), _agreement(table.vllm)))
+    return "".join(
+        (*lists, _ONE_RANK, _listed(table.one_rank), _REFUSED, _messages(table.refused), _agreement(table.vllm))
+    )
 
 
 def _agreement(table: Agreement) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor
 from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.policy import Policy, load_model
 from services.trainer.model.trunk import Packing
-from services.trainer.self_test import self_test
+from services.trainer.self_test import reached_weights, self_test
 from shared.bus.messages import FinishReason, Sample
 from shared.errors import SettingsError
 from shared.settings import PolicySettings
@@ -65,6 +65,8 @@ class Verdict:
     sentence: str = ""
     short: Gap | None = None
     long: Gap | None = None
+    one_rank: bool = False
+    """Refused with several ranks that share gradients: a short pass reaches fewer weights."""
 
 
 def randomise(model: Any, seed: int = 0) -> None:
@@ -184,11 +186,20 @@ def check(name: str) -> Verdict:
             self_test.run(policy, "auto")
             packing, long = policy.trunk.packing, compare(policy, model, groups(LONG))
             short = compare(open_policy(Path(folder), groups(SHORT), packing), model, groups(SHORT))
+            one_rank = _is_for_one_rank(policy)
         except SettingsError as error:
             return Verdict("refused", str(error))
         except Exception as error:
             return Verdict("crashed", _said(error))
-    return Verdict(packing if short.equal and long.equal else "wrong", "", short, long)
+    return Verdict(packing if short.equal and long.equal else "wrong", "", short, long, one_rank)
+
+
+def _is_for_one_rank(policy: Policy) -> bool:
+    try:
+        reached_weights.check(policy, self_test.draw(policy.model, torch.device("cpu"), 0), "policy.model")
+    except SettingsError:
+        return True
+    return False
 
 
 def _unbuilt(name: str, folder: Path) -> Verdict:

@@ -34,7 +34,7 @@ from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.critic import Critic
 from services.trainer.model.policy import Policy
 from services.trainer.model.trunk import Packing
-from services.trainer.self_test import first_difference
+from services.trainer.self_test import first_difference, reached_weights
 from services.trainer.self_test.unmodified_model import (
     hidden_states,
     hidden_states_ahead,
@@ -120,14 +120,20 @@ class _Numbers:
     parameters: Mapping[str, Tensor]
 
 
-def run(policy: Subject, packing: Packing, seed: int = 0) -> SelfTestResult:
-    """Compare a policy or critic, in training mode, with the unmodified model; choose the packing. Raises
-    SettingsError: no allowed packing passes, or transformers cannot run the model.
+def run(policy: Subject, packing: Packing, seed: int = 0, *, is_sharded: bool = False) -> SelfTestResult:
+    """Compare a policy or critic, in training mode, with the unmodified model; choose the packing.
+
+    ``is_sharded``: several ranks share gradients or weights, so that each pass has to reach the same weights.
+
+    Raises:
+        SettingsError: no allowed packing passes, transformers cannot run the model, or passes reach different weights.
     """
     began = time.perf_counter()
     with _undisturbed(policy):
         widened = _compare_widened(policy, packing, seed)
         trial = _chosen(policy, packing, seed, _best(policy, seed, causal=widened is not None))
+        if is_sharded:
+            reached_weights.check(policy, trial.rows, _setting(policy))
     chosen, seconds = policy.trunk, time.perf_counter() - began
     return SelfTestResult(_compared(policy), chosen.packing, chosen.reason, trial.gap, trial.limit, widened, seconds)
 

@@ -40,3 +40,4 @@ def test_a_model_is_right_or_refused(name: str) -> None:
     else:
         expected = "rows" if name in VERDICTS.rows else "sequences"
         assert verdict.kind == expected, verdict
+        assert verdict.one_rank is (name in VERDICTS.one_rank), verdict

@@ -43,7 +43,7 @@ def test_a_policy_that_computes_what_the_model_does_passes_and_is_left_as_it_was
     modes = [module.training for module in policy.modules()]
     implementation, random_state = policy.model.config._attn_implementation, torch.get_rng_state()
 
-    result = self_test.run(policy, "auto")
+    result = self_test.run(policy, "auto", is_sharded=True)
 
     assert (result.packing, result.reason) == ("rows", "")
     assert result.gap.max_nats < 1e-5
@@ -177,6 +177,39 @@ def test_what_transformers_cannot_run_is_refused_in_a_sentence(folders: dict[str
     policy.model.model.norm.weight = nn.Parameter(torch.ones(3))
     with pytest.raises(SettingsError, match="that transformers can run, but Qwen3ForCausalLM raises RuntimeError"):
         self_test.run(policy, "sequences")
+
+
+class _ExpertModules(nn.Module):
+    """Two experts, each of which sees only the tokens that are routed to it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        output_BTD = torch.zeros_like(hidden_BTD)
+        for number, expert in enumerate(self.experts):
+            routed_BT = (hidden_BTD[..., 0] > 0) == bool(number)
+            if routed_BT.any():
+                output_BTD[routed_BT] = expert(hidden_BTD[routed_BT])
+        return output_BTD
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_passes_that_reach_different_weights_are_refused_with_several_ranks(
+    folders: dict[str, Path], checkpointing: bool
+) -> None:
+    policy = opened(folders["qwen3"])
+    if checkpointing:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    self_test.run(policy, "auto", is_sharded=True)
+    layer = policy.model.model.layers[1]
+    layer.mlp = _ExpertModules(policy.model.config.hidden_size)
+    self_test.run(policy, "auto")
+    with pytest.raises(
+        SettingsError, match=r"does not reach 1 of \d+, the first .*mlp\.experts\.[01]\.weight.*ranks to 1"
+    ):
+        self_test.run(policy, "auto", is_sharded=True)
 
 
 def critic(folder: Path, packing: Any = "auto", dtype: torch.dtype = torch.float32) -> Critic:
