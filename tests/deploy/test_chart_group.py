@@ -41,7 +41,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
         "VLLM_CACHE_ROOT", str(Path.home() / ".cache/vllm")
     )  # or each process inspects the model's class
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
-    variables |= {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": cache}
+    variables |= {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": cache, "TORCHDYNAMO_DISABLE": "1"}
     extra = [{"name": name, "value": value} for name, value in variables.items()]
     config = chart["run"]["config"].replace("[rollout]", '[rollout]\nengine = "vllm"') + ENGINE
     rollout = {"nodes": 2, "extraEnv": extra}

@@ -34,7 +34,7 @@ def flags(model: Path, folder: Path) -> list[str]:
         "rollout.replicas": 1,
         "trainer.warmup_steps": 0,
         "evaluation.every_steps": 1000,
-        "evaluation.problems": 8,
+        "evaluation.path": forge.FEW_PROBLEMS,
         "coordinator.sample_every_steps": 1,
     }
     return [f"--{name}={value}" for name, value in values.items()]

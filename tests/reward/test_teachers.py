@@ -453,6 +453,7 @@ def vllm_server(folder: Path) -> Iterator[str]:
     flags = f"--model {folder} --served-model-name teacher --dtype float32 --max-model-len 128 --enforce-eager --port {port}"
     words = ["--host", "127.0.0.1", "--distributed-executor-backend", forge.UNIPROC, *flags.split()]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    quiet["TORCHDYNAMO_DISABLE"] = "1"
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     log = folder.parent / "vllm.log"
     with log.open("wb") as written:

@@ -6,7 +6,8 @@
       ◀────────── its pid; through the pipe: how it ended, or that the forge is gone ──┘
 
 Forked services are ordinary processes (``tests/support/forked.py``). The forge is single-threaded and imports
-libraries only, so that metrics of services stay their own. Runs with vLLM have a forge of their own.
+libraries only, so that metrics of services stay their own. Runs with vLLM have a forge of their own, a fork of the first
+one that has imported vLLM, too.
 """
 
 import asyncio
@@ -24,12 +25,14 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
-from shared.process.importing import importing
+from shared.process.importing import importing, uncompiled
 from tests.support import forked as forks
 
 ROOT = Path(__file__).parents[2]
+FEW_PROBLEMS = ROOT / "tests" / "support" / "few_problems.jsonl"
+"""Held-out problems of the example, for runs whose accuracy no test reads: a run evaluates all at its start and end."""
 IMPORTED = (
     "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "shared.process.service", "torch.distributed",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
@@ -94,7 +97,8 @@ def start(
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     job = {"module": module, "arguments": words, "environment": environment}
     ended, tells = os.pipe()
-    link, _ = _forge("--rollout.engine=vllm" in words or module.startswith("vllm."))
+    with_vllm = "--rollout.engine=vllm" in words or module.startswith("vllm.")
+    link = _forge_with_vllm() if with_vllm else _forge()[0]
     socket.send_fds(link, [json.dumps(job).encode()], [output.fileno(), tells])
     os.close(tells)
     return Forked(int(link.recv(_MESSAGE_BYTES)), ended)
@@ -112,12 +116,20 @@ async def up(words: Sequence[object], output: Path) -> None:
 
 
 @functools.cache
-def _forge(with_vllm: bool) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _forge() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        imported = (*IMPORTED, *VLLM) if with_vllm else IMPORTED
-        command = [sys.executable, "-m", "tests.support.forge", str(its.fileno()), *imported]
+        command = [sys.executable, "-m", "tests.support.forge", str(its.fileno())]
         return ours, subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
+
+
+@functools.cache
+def _forge_with_vllm() -> socket.socket:
+    (first, _), (ours, its) = _forge(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        socket.send_fds(first, [json.dumps({"imported": VLLM}).encode()], [its.fileno()])
+        first.recv(_MESSAGE_BYTES)
+    return ours
 
 
 # ---------------------------------------------------------------- the forge
@@ -139,7 +151,10 @@ def serve(link: socket.socket) -> None:
                 message, descriptors, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 2)
                 if not message:
                     return
-                job, (output, tells) = json.loads(message), descriptors
+                if "imported" in (job := json.loads(message)):
+                    link.send(str(_fork(job["imported"], *descriptors)).encode())
+                    continue
+                output, tells = descriptors
                 pid = forks.fork([job["module"], *job["arguments"]], job["environment"], output)
                 watched = os.pidfd_open(pid)
                 running[watched] = (pid, tells)
@@ -148,12 +163,34 @@ def serve(link: socket.socket) -> None:
                 link.send(str(pid).encode())
 
 
+def _fork(imported: Sequence[str], descriptor: int) -> int:
+    """Start another forge, which has imported more."""
+    pid = os.fork()
+    if pid == 0:
+        forks.close_but(descriptor)
+        with importing():
+            _import(imported)
+        _serve_until_the_end(descriptor)
+    os.close(descriptor)
+    return pid
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
+def _serve_until_the_end(descriptor: int) -> NoReturn:
+    try:
+        link = socket.socket(fileno=descriptor)
+        forks.keep_open({descriptor})
+        serve(link)
+    finally:
+        os._exit(0)  # skip clean-up of libraries
+
+
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it on import
-    with importing():
-        for name in sys.argv[2:]:
-            importlib.import_module(name)
-    link = socket.socket(fileno=int(sys.argv[1]))
-    forks.keep_open({link.fileno()})
-    serve(link)
-    os._exit(0)  # skip clean-up of libraries
+    with importing(), uncompiled():  # peft and DeepSpeed, as a trainer imports them
+        _import(IMPORTED)
+    _serve_until_the_end(int(sys.argv[1]))

@@ -7,6 +7,8 @@ services and ranks, a replica with vLLM the server of its engines; other program
 import asyncio
 import atexit
 import contextlib
+import functools
+import multiprocessing
 import os
 import runpy
 import signal
@@ -22,6 +24,7 @@ from typing import IO, Any, NoReturn
 from shared.process.parent import die_with
 
 _SERVICES = tuple(f"services.{name}" for name in ("coordinator", "rollout", "reward", "trainer"))
+_RANKS = tuple(f"tests.support.{name}" for name in ("sharing_ranks", "trainer_ranks"))
 _spawn = util.spawnv_passfds
 _kept: frozenset[int] = frozenset({0, 1, 2})
 """Descriptors that forks keep: standard ones and those opened by libraries on import."""
@@ -30,6 +33,13 @@ _kept: frozenset[int] = frozenset({0, 1, 2})
 def keep_open(but: set[int]) -> None:
     global _kept
     _kept |= _open() - but
+
+
+def close_but(*descriptors: int) -> None:
+    """Close what forks do not keep, except ``descriptors``."""
+    for descriptor in _open() - _kept - set(descriptors):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _open() -> set[int]:
@@ -57,12 +67,12 @@ def _become(parent: int, command: Sequence[str], environment: Mapping[str, str],
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        for descriptor in _open() - _kept:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        close_but()
         os.environ.clear()
         os.environ.update(environment)
         sys.argv[1:] = command[1:]
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[1:1] = [path for path in paths if path and path not in sys.path]
         if (let_fork := _LET_FORK.get(command[0])) is not None:
             let_fork()
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -120,13 +130,14 @@ def _let_replica_fork() -> None:
 
 
 def _fork_server(_: bytes, words: Sequence[Any], descriptors: Sequence[int]) -> int:
-    """Run the code of ``python -c …`` in a fork of this process."""
+    """Run the code of ``python -c …`` in a fork of this process; engines that it starts fork their ranks."""
+    from vllm.v1.executor import multiproc_executor
+
     pid = os.fork()
     if pid == 0:
         try:
-            for descriptor in _open() - _kept - set(descriptors):
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
+            multiproc_executor.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
+            close_but(*descriptors)
             util.spawnv_passfds = _spawn
             exec(words[-1], {})
         except Exception:
@@ -140,12 +151,13 @@ _LET_FORK = {
     "services.cli": _let_up_fork,
     "services.rollout": _let_replica_fork,
     "services.trainer": _let_trainer_fork,
+    "tests.support.launched_ranks": _let_trainer_fork,
 }
 
 
 def _module(words: Sequence[str]) -> list[str] | None:
     *options, module = words[1 : words.index("-m") + 2] if "-m" in words else [""]
-    forked = words[0] == sys.executable and module in _SERVICES and set(options) <= {"-u", "-m"}
+    forked = words[0] == sys.executable and module in (*_SERVICES, *_RANKS) and set(options) <= {"-u", "-m"}
     return list(words[len(options) + 1 :]) if forked else None
 
 

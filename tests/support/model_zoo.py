@@ -38,7 +38,7 @@ CONFIGURATIONS = configurations()
 
 SHORT = ((9, 1.0, (1, 7, 20)), (5, 0.7, (2, 12)))
 """Per group: prompt tokens, temperature, tokens of each completion; under 128 tokens in total."""
-LONG = ((150, 1.3, (90, 33, 1)), (70, 0.7, (64, 5)))
+LONG = ((100, 1.3, (70, 33, 1)), (70, 0.7, (40, 5)))
 """Beyond every window of 24, chunk of 64 and convolution."""
 
 

@@ -242,7 +242,7 @@ async def test_a_run_that_is_resumed_with_other_code_warns_on_the_console_and_in
         "reward.scorers": '[{ kind = "python", name = "own", function = "code_under_test:reward" }]',
         "reward.expression": "own",
     }
-    async with running(tmp_path, flags=flags, forked=False) as run:
+    async with running(tmp_path, flags=flags) as run:
         bus = await run.connect()
         await run.more_steps(bus, 2)
         await bus.close()
@@ -252,9 +252,7 @@ async def test_a_run_that_is_resumed_with_other_code_warns_on_the_console_and_in
         steps = await steps_of(run) + 4
         output = tmp_path / "resumed.txt"
         with output.open("w") as stream:
-            resumed = forge.start(
-                "services.cli", ["up", "--resume", run.folder, f"--run.steps={steps}"], stream, forked=False
-            )
+            resumed = forge.start("services.cli", ["up", "--resume", run.folder, f"--run.steps={steps}"], stream)
         assert await asyncio.to_thread(resumed.wait, 2 * PATIENCE_S) == 0, output.read_text()
         lines = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     told = {line["fields"]["function"]: line for line in lines if line["name"] == "code changed"}

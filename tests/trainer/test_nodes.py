@@ -96,7 +96,7 @@ async def test_any_host_that_is_told_to_stop_and_the_end_of_the_run_stop_all_of_
     run = Run(tmp_path, server, f"stopped-{host}", ranks=1, checkpoint_every_steps=1000, internal=of_a_job)
     async with bus_of(run) as (bus, ledger):
         await feed(bus, 0, GROUPS)
-        with hosts(run, free_port(), free_port()) as both:
+        with hosts(run, free_port(), free_port(), forked=True) as both:
             await run.reaches(ledger, 1, both[0])
             if host is None:
                 await ledger.transition(RunState.STOPPED, "the test is over", [RunState.CREATED, RunState.RUNNING])

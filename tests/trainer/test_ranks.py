@@ -1,39 +1,30 @@
 """Two ranks (``tests/support/trainer_ranks.py``) learn what one learns, agree on failures, and resume."""
 
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support import tiny, tiny_hybrids, trainer_ranks
+from tests.support import forge, tiny, tiny_hybrids, trainer_ranks
 from tests.support.tolerance import FORWARD, GRADIENT, MOVEMENT, moved_apart, smooth_adam
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("one_rank")]
-
-ROOT = Path(__file__).parents[2]
-LAUNCH = (
-    "import sys\nfrom services.trainer.launcher import launch\nfrom shared.settings import TrainerSettings\n"
-    "sys.exit(launch(sys.argv[1:], TrainerSettings(ranks=2), drain_s=0.0))"
-)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, sys.executable, "-m", "tests.support.trainer_ranks", folder],
-        cwd=ROOT, capture_output=True, text=True, timeout=1100,
-        env={**{name: value for name, value in os.environ.items() if name not in names}, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        words = [2, "tests.support.trainer_ranks", folder]
+        launcher = forge.start("tests.support.launched_ranks", words, file, OMP_NUM_THREADS="1")
+    try:
+        assert launcher.wait(1100) == 0, output.read_text()[-3000:]
+    finally:
+        launcher.kill()
     results: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
     return results
 

@@ -5,9 +5,7 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +19,31 @@ from shared.weights.receiver.receiver import Receiver
 from shared.weights.transport.offer import Offer
 from shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S, until
-from tests.support import weights
+from tests.support import forge, weights
 from tests.support.sharing_ranks import VERSION
 from tests.support.weights_players import CPU, Replica, Start, fingerprint, players
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-LAUNCH = (
-    "import sys\nfrom services.trainer.launcher import launch\nfrom shared.settings import TrainerSettings\n"
-    "sys.exit(launch(sys.argv[2:], TrainerSettings(ranks=int(sys.argv[1])), drain_s=0.0))"
-)
 DEADLINE_S = PATIENCE_S
-Launch = Callable[..., subprocess.Popen[bytes]]
 
 
 @contextlib.contextmanager
-def trainer(folder: Path, ranks: int, stages: str, *held: str) -> Iterator[subprocess.Popen[bytes]]:
-    program = [sys.executable, "-m", "tests.support.sharing_ranks", str(folder), stages, *held]
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, str(ranks), *program],
-        cwd=ROOT, start_new_session=True,
-        env={**{name: value for name, value in os.environ.items() if name not in names}, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def trainer(folder: Path, ranks: int, stages: str, *held: str) -> Iterator[forge.Started]:
+    words = [ranks, "tests.support.sharing_ranks", folder, stages, *held]
+    with (folder / "trainer.txt").open("a") as output:
+        process = forge.start("tests.support.launched_ranks", words, output, OMP_NUM_THREADS="1")
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # its ranks end with it
         process.wait(PATIENCE_S)
 
 
-async def published(folder: Path, stage: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+async def published(folder: Path, stage: str, process: forge.Started) -> dict[str, Any]:
     path = folder / f"zero-{stage}.json"
     await until(lambda: path.exists() or process.poll() is not None, 300)
+    assert path.exists(), (folder / "trainer.txt").read_text()[-3000:]
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 

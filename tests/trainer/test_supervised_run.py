@@ -76,6 +76,7 @@ async def _through_kills(folder: Path, flags: dict[str, object]) -> tuple[Run, l
         "algorithm.groups_per_step": GROUPS,
         "trainer.checkpoint_every_steps": 7,
         "evaluation.every_steps": EVALUATED_EVERY,
+        "evaluation.path": ROOT / "examples" / "arithmetic" / "heldout.jsonl",
     }
     async with running(folder, flags={**own, **flags}, command="sft") as run:
         bus = await run.connect()

@@ -45,7 +45,11 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "watched"
         flags = [f"--run.folder={folder}", "--run.id=watched", "--run.steps=100000"]
-        flags += ["--evaluation.every_steps=5", "--evaluation.problems=10", "--trainer.checkpoint_every_steps=5"]
+        flags += [
+            "--evaluation.every_steps=5",
+            f"--evaluation.path={forge.FEW_PROBLEMS}",
+            "--trainer.checkpoint_every_steps=5",
+        ]
         flags += ["--internal.probe_every_versions=2", "--algorithm.groups_per_step=8"]
         self.log = folder / "up.log"
         with self.log.open("wb") as log:

@@ -103,7 +103,7 @@ async def test_no_secret_of_a_run_is_in_its_files_its_bus_its_output_or_its_answ
     values = {
         **{"run.id": "secrets", "run.folder": tmp_path / "runs", "run.steps": 100_000, "reward.scorers": scorers},
         **{"algorithm.groups_per_step": 4, "sampling.group_size": 4, "rollout.replicas": 1, "trainer.warmup_steps": 0},
-        **{"evaluation.every_steps": 100_000, "evaluation.problems": 8, "telemetry.log_level": "DEBUG"},
+        **{"evaluation.every_steps": 100_000, "evaluation.path": forge.FEW_PROBLEMS, "telemetry.log_level": "DEBUG"},
         **{"coordinator.token_file": operate, "coordinator.read_token_file": read, "coordinator.sample_every_steps": 1},
     }
     words, output = [f"--{name}={value}" for name, value in values.items()], tmp_path / "up.txt"

