@@ -516,6 +516,30 @@ async def test_a_group_that_was_suspended_at_any_rung_ends_as_if_it_had_not_been
     await engine.close()
 
 
+@pytest.mark.parametrize("rung", [0, 1, 2])
+async def test_what_a_suspended_engine_drops_on_a_gpu_returns_to_the_driver_before_it_answers(
+    rung: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, returned = tiny.model(1), list[tuple[bool, bool]]()
+    engine = TransformersEngine(tiny.opened(served, stop=NEVER), max_rows=64)
+    await weights.load(engine, tiny.model(1).named_parameters(), 0)
+    steps: list[int] = []
+    served.register_forward_hook(lambda *_: steps.append(1))
+    generating = engine.generate(request(3, 4, max_new_tokens=1000))
+    await until(lambda: len(steps) > 5)
+
+    def empty_cache() -> None:
+        assert engine._decoding is not None
+        returned.append((engine._decoding.cache is None, all(not each.numel() for each in served.parameters())))
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(engine._ladder, "_device", torch.device("cuda"))
+    await engine.suspend(rung)
+    assert returned == {0: [], 1: [(True, False)], 2: [(True, True)]}[rung]
+    await engine.close()
+    await asyncio.gather(generating, return_exceptions=True)
+
+
 async def test_a_suspended_engine_decodes_nothing_and_refuses_a_probe(engine: TransformersEngine) -> None:
     await weights.load(engine, tiny.model(1).named_parameters(), 0)
     await engine.suspend(0)

@@ -282,6 +282,8 @@ class TransformersEngine:
         if item.rung >= 2:
             self._ladder.drop_weights()
             self._version = None
+        if item.rung >= 1:
+            self._ladder.return_memory()
         self._call(inbox.answer, item.answer, None)
 
     def _next_batch(self) -> list[Request]:

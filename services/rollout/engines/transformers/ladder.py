@@ -24,6 +24,7 @@ class Ladder:
 
     def __init__(self, opened: OpenedModel, shadow: Shadow) -> None:
         self._shadow = shadow
+        self._device = opened.device
         self._parameters = [opened.parameters[name] for name in sorted(opened.required)]
         self._shapes = [parameter.shape for parameter in self._parameters]
         self.is_paused = self.is_empty = False
@@ -45,6 +46,11 @@ class Ladder:
         for parameter in self._parameters:
             parameter.data = parameter.data.new_empty(0)
         self.is_empty = True
+
+    def return_memory(self) -> None:
+        """Return what was dropped to the driver, for other processes; torch would keep it."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def resume(self) -> None:
         """Take the memory back; if the weights were dropped, a swap fills it."""

@@ -9,6 +9,7 @@
 Sleep mode keeps the addresses, so CUDA graphs and copy plans stay valid.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -76,10 +77,10 @@ class Ladder:
         """Return the bytes of each component when resident, and the device's."""
         device = self._worker.device
         model = self._worker.model_runner.get_model()
-        caches = getattr(self._worker.model_runner, "kv_caches", ())
+        caches = storages(tensors(getattr(self._worker.model_runner, "kv_caches", ())))
         return {
             "weights": sum(parameter.nbytes for parameter in model.parameters()),
-            "kv_cache": sum(cache.nbytes for cache in caches if isinstance(cache, torch.Tensor)),
+            "kv_cache": sum(caches.values()),
             "capacity": _capacity(device),
         }
 
@@ -94,6 +95,21 @@ class Ladder:
                 if allocation.tag == KV_CACHE:
                     cumem.unmap_and_release(allocation.handle)
         torch.cuda.empty_cache()
+
+
+def storages(of: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage, by address: the caches of several layers may be views of one."""
+    each = [tensor.untyped_storage() for tensor in of]
+    return {storage.data_ptr(): storage.nbytes() for storage in each}
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from services.rollout.engines.vllm import start_report
-from services.rollout.engines.vllm.ladder import Ladder
+from services.rollout.engines.vllm.ladder import Ladder, storages, tensors
 from services.rollout.engines.vllm.multihost.hosts import secret_of
 from services.rollout.engines.vllm.multihost.stores import bind_stores
 from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
@@ -124,14 +124,14 @@ class PolicyWorker:
         }
 
     def _held(self) -> Frame:
-        storages = {
-            "weights": _storages(self._model.parameters()),
-            "key-value cache": _storages(_tensors(self._caches)),
-            "shadow": {} if self._shadow is None else _storages(self._shadow.buckets),
+        held = {
+            "weights": storages(self._model.parameters()),
+            "key-value cache": storages(tensors(self._caches)),
+            "shadow": {} if self._shadow is None else storages(self._shadow.buckets),
         }
         return {
             "place": list(memory_timeline.place_of(self._device)),
-            "components": {name: float(sum(sizes.values())) for name, sizes in storages.items()},
+            "components": {name: float(sum(sizes.values())) for name, sizes in held.items()},
             "total_bytes": memory_timeline.used_bytes(self._device),
         }
 
@@ -260,19 +260,6 @@ class PolicyWorker:
             ]
 
         self._reporter.send(rows)
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 class WorkerExtension:

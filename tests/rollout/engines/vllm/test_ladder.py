@@ -48,5 +48,12 @@ def test_a_worker_that_finds_no_memory_to_resume_names_the_setting(
         of_worker.take_back()
 
 
+def test_a_buffer_that_the_caches_of_several_layers_view_is_counted_once() -> None:
+    shared, own = torch.zeros(4, 256, dtype=torch.uint8), torch.zeros(128, dtype=torch.uint8)
+    runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(2, 2), kv_caches=[*shared.unbind(), [own, own[:64]]])
+    worker = SimpleNamespace(device=torch.device("cpu"), model_runner=runner)
+    assert Ladder(worker).measure()["kv_cache"] == 1024 + 128
+
+
 def test_on_a_cpu_nothing_is_freed() -> None:
     assert ladder.free_bytes(torch.device("cpu")) == 0
