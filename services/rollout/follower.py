@@ -19,7 +19,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -157,13 +157,16 @@ class Follower:
         self._released = True
         await self._notify()
 
-    async def evaluated(self) -> None:
+    async def evaluated(self, is_left: Callable[[], Awaitable[bool]]) -> None:
         """Wait until the engine's version is not kept for an evaluation, or no completion of it is left to generate.
 
         Its results are not awaited: reward models may need this device for them.
+
+        Args:
+            is_left: whether there is a completion that this replica can generate.
         """
         while self._hold.version is not None and self._hold.version == self._engine.version:
-            if not await self._bus.length(streams.EVAL_PROMPTS):
+            if not await is_left():
                 return
             await asyncio.sleep(_LOOK_S)
 

@@ -236,6 +236,8 @@ class Rollout:
         turns: DeviceTurns | None = None,
         whole: bool = False,
     ) -> None:
+        self._bus = bus
+        self._replica = replica
         self._engine = engine
         self._turns = turns
         self._is_guest = turns is not None and turns.lent
@@ -331,8 +333,19 @@ class Rollout:
         return self._generation.generated
 
     async def evaluated(self) -> None:
-        """Wait until the engine's version is not kept for an evaluation."""
-        await self._follower.evaluated()
+        """Wait until the engine's version is not kept for an evaluation that this replica can continue."""
+        await self._follower.evaluated(self._has_evaluations)
+
+    async def _has_evaluations(self) -> bool:
+        """Whether completions are left that this replica generates, or may still take.
+
+        Those of another replica are not awaited: if it is suspended, it continues only after the turn that waits for this
+        one.
+        """
+        self._regulate()
+        if not self._evaluating.is_set():
+            return self._workers[-1].held > 0
+        return await self._bus.within_reach(streams.EVAL_PROMPTS, self._replica) > 0
 
     def opened(self) -> None:
         """Take work, and pull the weights again if they were discarded."""

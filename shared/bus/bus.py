@@ -192,6 +192,14 @@ class Bus(Commands):
         asked = self.call(lambda: self._client.execute_command(*words, parse_detail=True))
         return frozenset(EntryId(text(row["message_id"])) for row in await self._unless_empty(asked))
 
+    async def within_reach(self, stream: Stream, consumer: str) -> int:
+        """Return the number of entries that ``consumer`` holds or can take at once; not those of other consumers."""
+        return int(
+            await self.script(
+                "within_reach", stream=stream, group=stream.group or "", consumer=consumer, given_back=_GIVEN_BACK
+            )
+        )
+
     async def reclaim(
         self, stream: Stream, kind: type[M], consumer: str, min_idle_s: float, count: int, *, suspect: bool = False
     ) -> list[Delivery[M]]:

@@ -29,6 +29,7 @@ from shared.bus.encoding import wire
 from shared.bus.messages import (
     Event,
     FinishReason,
+    GroupId,
     PolicyRecord,
     PolicyUpdate,
     PolicyVersion,
@@ -95,6 +96,7 @@ def rollout(
     name: str = "rollout-0",
     drain_s: float = 0.2,
     group_size: int = 2,
+    taking: asyncio.Event | None = None,
 ) -> Rollout:
     return Rollout(
         bus,
@@ -107,6 +109,7 @@ def rollout(
         patience=Patience(claim_after_s=PATIENCE_S, drain_s=drain_s),
         max_groups=4,
         group_size=group_size,
+        taking=taking,
     )
 
 
@@ -457,6 +460,34 @@ async def test_an_evaluation_ends_for_a_replica_that_frees_its_weights_when_no_c
     may.set()
     await asyncio.wait_for(ended, PATIENCE_S)
     assert await bus.length(streams.EVAL_ROLLOUTS) == 1, "not scored, for which the device may be needed"
+    await serving.end()
+
+
+async def test_a_replica_that_frees_its_weights_awaits_no_completion_of_a_suspended_one(
+    bus: Bus, tmp_path: Path, served: tuple[ScriptedEngine, Status]
+) -> None:
+    status, cordon = Status(), asyncio.Event()
+    replica = rollout(bus, ScriptedEngine(receive=weights.receiving()), status, "rollout-1", taking=cordon)
+    serving = Serving(replica)
+    await announce(bus, tmp_path, 1)
+    await until(lambda: (served[1].version, status.version) == (1, 1))
+    held_out = dataclasses.replace(
+        builders.prompt(0, samples=1), min_version=PolicyVersion(1), purpose=Purpose.EVALUATE
+    )
+    await put(bus, held_out, streams.EVAL_PROMPTS)
+    await bus.read(streams.EVAL_PROMPTS, Prompt, "rollout-7", 1, 5.0)  # which is suspended with it
+    await evaluate(bus, 1, "rollout-1")
+    await until(lambda: replica._follower._hold.version == 1)
+    await asyncio.wait_for(replica.evaluated(), PATIENCE_S)
+    await put(bus, dataclasses.replace(held_out, group_id=GroupId(1)), streams.EVAL_PROMPTS)
+    await asyncio.wait_for(replica.evaluated(), PATIENCE_S)  # it takes no work
+    cordon.set()
+    await asyncio.wait_for(replica.evaluated(), PATIENCE_S)
+    assert await bus.length(streams.EVAL_ROLLOUTS) == 1, "what it could take, it generated"
+    assert (await bus.depth(streams.EVAL_PROMPTS)).entries == 1
+    await bus.give_all_back(streams.EVAL_PROMPTS, "rollout-7")
+    await asyncio.wait_for(replica.evaluated(), PATIENCE_S)
+    assert await bus.length(streams.EVAL_ROLLOUTS) == 2
     await serving.end()
 
 
