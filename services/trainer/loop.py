@@ -117,10 +117,13 @@ class Trainer:
         return Result()
 
     def _free(self, rung: int, needed_bytes: float | None) -> Freed:
-        """Free the device's memory for generation, down to ``rung`` of the ladder; ``needed_bytes`` at rung 3."""
-        if self._is_away:
+        """Free the device's memory for generation, down to ``rung`` of the ladder; ``needed_bytes`` at rung 3.
+
+        If it is free already, a higher rung frees more; the memory is reported only the first time, when all is there.
+        """
+        if self._is_away and rung <= self._rung:
             return Freed({})
-        memory, moved_bytes = self._memory(), 0
+        memory, moved_bytes = {} if self._is_away else self._memory(), 0
         with self._phases.measure("offload"):
             for residency in self._residencies:
                 needed = None if needed_bytes is None else max(0.0, needed_bytes - moved_bytes)

@@ -186,3 +186,26 @@ def test_a_turn_frees_the_snapshot_before_its_memory_returns_and_copies_it_once_
         "snapshot",
         "restore",
     ]
+
+
+def test_a_model_whose_memory_is_free_frees_more_at_a_higher_rung_alone(tmp_path: Path) -> None:
+    of = trainer_ranks.settings(1, 1, tmp_path)
+    publication = Publication(of, "127.0.0.1", weights.secret)
+    stepper = Stepper(settings(zero_stage=1))
+    stepper.step(1)
+    kept = stepper.weights()
+    trainer = Trainer(stepper.engine, of, NoMailbox(), Rank0Artifacts(of, publication))
+    residency = stepper.engine.residency
+    memory = residency.memory()
+    freed = [trainer._free(rung, None) for rung in (3, 2, 4, 4)]
+    assert [result.moved_bytes for result in freed] == [
+        memory["optimizer"], 0, memory["weights"] + memory["gradients"], 0,
+    ]  # fmt: skip
+    assert [bool(result.memory) for result in freed] == [True, False, False, False], "measured when all is there"
+    assert bytes_of(stepper) == 0
+    trainer._reload()
+    residency.follow()
+    assert residency.memory() == memory
+    weights_now = stepper.weights()
+    assert all(torch.equal(kept[name], weights_now[name]) for name in kept)
+    publication.close()
