@@ -286,7 +286,7 @@ class Scoring:
             whole = Held(place, components, max(held.total_bytes for held in together))
             self._status.memory.note(whole.during(phase, seconds))
             if self._turns.is_shared:
-                self._status.values["memory_peak"] = max(held.peak_bytes for held in together)
+                self._status.note_memory({"peak": max(held.peak_bytes for held in together)})
 
     async def _read(self, model: Teacher, group: RolloutGroup) -> Reading:
         """Return the logprobs of the samples' tokens under the reference or a teacher. Raises TemporaryError."""

@@ -118,7 +118,7 @@ class DeviceTurns:
         replica.closed()
         async with self._pulling:
             await self._engine.suspend(rung)
-        self._status.values.update({f"memory_{name}": nbytes for name, nbytes in self._engine.memory.items()})
+        self._status.note_memory(self._engine.memory)
         if not self.lent:
             return self._switch_s
         there_s = self._switch_s if self._granted_s is None else asked_s - self._granted_s

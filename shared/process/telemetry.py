@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import psutil
 from prometheus_client import Gauge
@@ -55,6 +55,12 @@ class Status:
     @property
     def ready(self) -> bool:
         return self.state in ("working", "waiting", "degraded")
+
+    def note_memory(self, memory: Mapping[str, float]) -> None:
+        """Note bytes by component, for the choice of a rung; the largest are kept, for a coordinator that starts later."""
+        for component, nbytes in memory.items():
+            name = f"memory_{component}"
+            self.values[name] = max(self.values.get(name, 0.0), nbytes)
 
 
 class Presence:

@@ -65,8 +65,10 @@ class Guest:
 
 
 @contextlib.asynccontextmanager
-async def playing(bus: Bus, guest: Guest, engine: Engine, lease: DeviceLease) -> AsyncIterator[None]:
-    turns = DeviceTurns(lease, engine, Status(), lent=True)  # type: ignore[arg-type]
+async def playing(
+    bus: Bus, guest: Guest, engine: Engine, lease: DeviceLease, status: Status | None = None
+) -> AsyncIterator[None]:
+    turns = DeviceTurns(lease, engine, status or Status(), lent=True)  # type: ignore[arg-type]
     stop = asyncio.Event()
     tasks = [asyncio.create_task(work) for work in (lease.keep(), turns.run(guest), guest.worker.run(stop))]
     try:
@@ -125,14 +127,17 @@ async def test_a_guest_pauses_takes_nothing_while_away_and_hands_back_after_two_
 async def test_a_guest_continues_in_its_next_turn_what_it_paused(bus: Bus) -> None:
     await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
     guest, engine, lease = Guest(bus), Engine(), DeviceLease(bus, "guest-0", "load", (0,), PATIENCE_S)
+    status = Status()
     await put(bus, 0)
-    async with playing(bus, guest, engine, lease):
-        for _ in range(3):
+    async with playing(bus, guest, engine, lease, status):
+        for cache in (2.0, 9.0, 3.0):
+            engine.memory = {"kv_cache": cache}
             await until(lambda: grant(bus))
             await until(lambda: lease.held and guest.worker.held == 1)
             await ask_back(bus, 1, 0, lease.term, 4)
             await until(lambda: not lease.held)
         guest.answers.set()
         await until(lambda: guest.worker.held == 0)
+    assert status.values["memory_kv_cache"] == 9.0, "the most that it has held"
     (row,) = await raw(bus).xrange(bus.keys.of(ROLLOUTS))
     assert row[1][b"id"] == b"0"

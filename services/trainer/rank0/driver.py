@@ -206,7 +206,7 @@ class Driver:
     async def _missing(self) -> int:
         """Return the samples that the next batch lacks."""
         whole = self._settings.run.deterministic == "run"  # entries are groups then
-        samples = 1 if whole else self._settings.sampling.group_size
+        samples = 1 if whole else self._live.settings.sampling.group_size
         unfinished, *complete = [depth.entries for depth in await self._bus.depths(*TRAINING_STREAMS)]
         in_flight = await self._ledger.in_flight()
         return missing_samples(
@@ -233,7 +233,7 @@ class Driver:
         needed, rung = (self._device.offload_bytes, max(self._rung, least)) if chooses else (None, self._rung)
         freed = await self._ask(Command(CommandKind.FREE, rung=rung, offload_bytes=needed), results.Freed)
         self._moved_bytes += freed.moved_bytes
-        self._context.status.values.update({f"memory_{name}": nbytes for name, nbytes in freed.memory.items()})
+        self._context.status.note_memory(freed.memory)
 
     async def _next_step(self, can_train: bool) -> None:
         await self._release_device(can_train=can_train)
@@ -391,7 +391,7 @@ class Driver:
         await self._note_published(record)
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
-        self._context.status.values["memory_peak"] = made.memory.get("memory_bytes", 0.0) + self._freed_bytes
+        self._context.status.note_memory({"peak": made.memory.get("memory_bytes", 0.0) + self._freed_bytes})
         for rank, samples in enumerate(made.samples):
             for sample in samples:
                 self._context.status.memory.note(sample, rank)

@@ -28,6 +28,7 @@ from shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
 from shared.bus.stores.policy.ledger import RunState
 from shared.bus.streams import STEPS
 from shared.errors import Fenced, SettingsError
+from shared.process.telemetry import Status
 from shared.settings import Settings
 from tests.conftest import until
 from tests.support.driven import Driven, settings_of
@@ -100,7 +101,7 @@ async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed_
         sent.append(command)
         return Freed({"optimizer": 9.0}, moved_bytes=8.0)
 
-    placement, status = SimpleNamespace(rung=rung), SimpleNamespace(values={})
+    placement, status = SimpleNamespace(rung=rung), Status()
     driver = SimpleNamespace(
         _device=SimpleNamespace(offload_bytes=7), _settings=SimpleNamespace(placement=placement), _rung=3, _ask=ask,
         _context=SimpleNamespace(status=status), _moved_bytes=0.0,
@@ -111,6 +112,28 @@ async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed_
     ]
     assert status.values == {"memory_optimizer": 9.0}
     assert driver._moved_bytes == 8.0
+
+
+async def test_the_samples_that_a_batch_lacks_follow_a_changed_group_size(bus: Bus, tmp_path: Path) -> None:
+    driven = Driven(bus, settings(bus, tmp_path))
+    await driven.ledger.create()
+    live = driven.context.live
+    groups, samples = live.settings.algorithm.groups_per_step, live.settings.sampling.group_size
+    assert await driven.driver._missing() == groups * samples
+    assert await live.change(0, {"sampling.group_size": 2 * samples}, "") is not None
+    await live.refresh()
+    assert await driven.driver._missing() == groups * 2 * samples
+
+
+async def test_the_largest_peak_of_the_trainer_s_steps_is_reported(bus: Bus, tmp_path: Path) -> None:
+    async with after_a_step(bus, tmp_path) as (driven, _):
+        values = driven.context.status.values
+        await until(lambda: values.get("memory_peak", 0.0) > 0.0)
+        values["memory_peak"] = 1e18
+        await driven.feed(batch(1))
+        await is_at(driven, 2)
+        await until(lambda: values.get("step") == 2.0)
+    assert values["memory_peak"] == 1e18
 
 
 async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(bus: Bus, tmp_path: Path) -> None:
