@@ -53,7 +53,8 @@ async def _run_rank_0(settings: Settings, replica: str) -> int:
     async with serve(settings, "trainer", replica) as context:
         context.status.start.begin("waiting for the device")
         devices, ttl_s = settings.shared_devices, settings.internal.claim_after_s
-        async with leased(DeviceLease(context.bus, replica, "train", devices, ttl_s)) as lease:
+        lease = DeviceLease(context.bus, replica, "train", devices, ttl_s)
+        async with leased(lease, until_the_end=True):  # to free the memory first could take longer than a stop may
             while not await lease.acquire(1.0):  # the other ranks wait for this one before they load
                 if context.stop.is_set():
                     return 0

@@ -51,7 +51,7 @@ class DeviceLease:
         self.offload_bytes = 0
         """What the trainer has to move to the host after its turn at rung 3, as asked from the holder before."""
         self.switch_s: float | None = None
-        """As of the newest grant: duration of the last switch to generation, if there was one."""
+        """As of the newest grant: see :class:`Renewal`."""
         self.generated = (0, 0)
         """Samples and tokens that guests finished in their turns before the newest grant."""
         self._switches: dict[str, float] = {}
@@ -162,9 +162,12 @@ class DeviceLease:
 
 
 @contextlib.asynccontextmanager
-async def leased(lease: DeviceLease) -> AsyncIterator[DeviceLease]:
+async def leased(lease: DeviceLease, *, until_the_end: bool = False) -> AsyncIterator[DeviceLease]:
     """Keep ``lease`` during the block, and release it afterwards; not after an error, as memory is freed only when the
     process has ended: its restart ends the grant, or the grant lapses.
+
+    Args:
+        until_the_end: so it is without an error; a mere request is withdrawn.
     """
     failed = False
     try:
@@ -180,7 +183,7 @@ async def leased(lease: DeviceLease) -> AsyncIterator[DeviceLease]:
         failed = isinstance(error, Exception)
         raise error from None
     finally:
-        if not failed:
+        if not (failed or (until_the_end and lease.held)):
             with contextlib.suppress(TimeoutError, BusUnavailable):
                 async with asyncio.timeout(_LEAVE_S):
                     await lease.release()

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from services.coordinator.run import device_grants
 from services.coordinator.run.device_grants import Decision, DeviceGrants, decide, lowest_rung
 from shared.bus.bus import Bus
+from shared.bus.client import server
 from shared.bus.keys import RUN
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.device_leases import (
@@ -20,7 +22,8 @@ from shared.bus.stores.replicas.device_leases import (
 )
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.errors import Fenced
-from shared.process.device import DeviceLease
+from shared.process.device import DeviceLease, leased
+from shared.process.telemetry import Status
 from shared.settings import loads
 from tests.support.raw_redis import raw
 
@@ -35,9 +38,16 @@ SETTINGS = loads(
 HELD: dict[str, Sequence[int]] = {"trainer-0": (0, 1), "reward-0": (0,), "rollout-0": (0,), "rollout-1": (1,)}
 WIDE: dict[str, Sequence[int]] = {"trainer-0": (0, 1), "reward-0": (0,), "rollout-0": (0, 1)}
 """With a tensor parallel replica."""
+_SETTLE_S = device_grants.SETTLE_S
 PHASES: dict[str, Phase] = {"trainer": "train", "reward": "score", "rollout": "generate"}
 TRAIN = DeviceRequest("trainer-0", "t", "train", (0, 1))
 FIRST, SECOND = DeviceRequest("rollout-0", "a", "generate", (0,)), DeviceRequest("rollout-1", "b", "generate", (1,))
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each leader have led for long."""
+    monkeypatch.setattr(device_grants, "SETTLE_S", 0.0)
 
 
 def grant(request: DeviceRequest, rung: int = -1) -> Grant:
@@ -146,6 +156,16 @@ async def test_the_models_of_the_reward_service_are_measured_before_less_is_free
     for peak, rung in ((50.0, 0), (80.0, 1), (84.0, 2)):
         beats[2] = beat("reward-0", memory_peak=peak)
         assert (grants._rung(0, grant(FIRST)), grants._rung(0, grant(SCORE))) == ((rung, 0), (rung, 0))
+
+
+async def test_a_coordinator_that_starts_later_learns_the_largest_step_and_not_the_last(bus: Bus) -> None:
+    trainer, replica = Status(), Status()
+    for peak, cache in ((80.0, 30.0), (10.0, 5.0)):
+        trainer.note_memory({"peak": peak, "weights": 4.0})
+        replica.note_memory({"weights": 4.0, "kv_cache": cache, "capacity": 100.0})
+    beats = [beat("trainer-0", **trainer.values), beat("rollout-0", **replica.values)]
+    grants = DeviceGrants(bus, Ledger(bus), loads('placement.mode = "shared"', "run.toml"), lambda: beats)
+    assert grants._rung(0, grant(FIRST)).number == 1, "80 and 34 exceed 90"
 
 
 async def test_a_tensor_parallel_replica_frees_each_of_its_devices_at_the_highest_rung_of_them(bus: Bus) -> None:
@@ -337,6 +357,60 @@ async def test_a_lapsed_holder_continues_if_nobody_followed_and_is_fenced_otherw
     assert replica.term == 2
 
 
+async def test_a_new_leader_lets_a_live_holder_renew_before_it_grants_the_device_of_a_dead_one(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert device_grants.SETTLE_S == 0.0
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    players = Players(bus, 0)
+    trainer, replica = players.leases["trainer-0"], players.leases["rollout-0"]
+    await players.settle("trainer-0")
+    await replica.acquire(0.0)
+    await players.lapse("trainer-0")
+    monkeypatch.setattr(device_grants, "SETTLE_S", TTL_S)
+    players.grants = DeviceGrants(bus, players.grants._ledger, SETTINGS, list)
+    for _ in range(3):
+        await players.grants.look()
+    await trainer.confirm()
+    assert (await players.holds("trainer-0"), trainer.term) == ({0, 1}, 1), "the bus was away, and its holder was not"
+    await players.lapse("trainer-0")
+    await players.grants.look()
+    assert await players.holds("rollout-0") == set()
+    monkeypatch.setattr(device_grants, "SETTLE_S", 0.0)
+    await players.grants.look()
+    assert await players.holds("rollout-0") == {0}, "it was dead"
+
+
+@pytest.mark.parametrize(("now_s", "settled"), [(4.9, False), (5.1, True), (6.0, True), (7.1, False), (12.2, True)])
+def test_a_leader_that_saw_nothing_for_a_second_waits_again(now_s: float, settled: bool) -> None:
+    """It looks every 0.1 s, except from 6.0 to 7.1."""
+    grants = DeviceGrants(None, None, SETTINGS, list)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_grants, "SETTLE_S", 5.0)
+        looks = [tenth / 10 for tenth in range(int(now_s * 10 + 0.5) + 1) if not 60 < tenth < 71]
+        assert [grants._has_settled(look_s) for look_s in looks][-1] is settled
+
+
+def test_a_holder_tries_twice_before_its_lapsed_device_is_granted() -> None:
+    assert 2 * server._BACKOFF.longest_s < _SETTLE_S
+
+
+async def test_a_device_whose_memory_is_held_until_the_process_ends_is_not_released_before(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+    players = Players(bus, 0)
+    trainer, replica = players.leases["trainer-0"], players.leases["rollout-0"]
+    async with leased(trainer, until_the_end=True):
+        await players.settle("trainer-0")
+        await replica.acquire(0.0)
+    await players.grants.look()
+    assert await players.holds("trainer-0") == {0, 1}
+    async with leased(players.start("trainer-0"), until_the_end=True) as next_trainer:
+        await next_trainer.acquire(0.0)
+        assert await players.holds("trainer-0") == set(), "the next process ends the grant"
+    await players.grants.look()
+    assert await players.holds("rollout-0") == {0}, "its mere request was withdrawn"
+
+
 async def test_a_restarted_process_ends_the_grant_of_its_predecessor(bus: Bus) -> None:
     await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
     players = Players(bus, 0)
@@ -384,3 +458,10 @@ async def test_a_guest_requests_to_load_once_and_its_turn_s_figures_reach_the_tr
     await players.grants.look()
     await trainer.confirm()
     assert (trainer.held, trainer.generated) == (True, (0, 0))
+    assert trainer.switch_s == 0.0, "its switch of 0.25 s was counted at the grant before"
+    assert trainer.take_switches()["switch_generate_s"] == 0.25
+    restarted = DeviceLease(bus, "trainer-0", "train", (0,))
+    await restarted.acquire(0.0)
+    await players.grants.look()
+    await restarted.confirm()
+    assert restarted.switch_s == 0.0, "a restarted trainer learns that there was a guest"

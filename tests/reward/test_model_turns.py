@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.coordinator.run import device_grants
 from services.coordinator.run.device_grants import DeviceGrants
 from services.reward import reference
 from services.reward.failures import Failures
@@ -144,6 +145,12 @@ async def test_held_out_groups_alone_complete_no_batch(bus: Bus) -> None:
             models.enter_context(run.turns.waiting(dataclasses.replace(group, prompt=prompt)))
         assert len(run.turns._waiting) == 4
         assert not await run.turns._completes()
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the leader have led for long."""
+    monkeypatch.setattr(device_grants, "SETTLE_S", 0.0)
 
 
 class Run:

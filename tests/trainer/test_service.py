@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
+from shared.bus.keys import RUN
 from shared.bus.messages import Experience, FinishReason, GroupId, PolicyRecord, Probe, RolloutGroup, Sample
 from shared.bus.stores.experience.signals import read_signals
 from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.replicas.device_leases import grant_devices, look_at_devices
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.bus.streams import EXPERIENCE, PUBLISHED, Stream
@@ -466,3 +468,29 @@ async def test_a_wrong_setting_is_one_sentence(tmp_path: Path, server: Server, c
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_a_trainer_that_stops_alone_keeps_its_device_until_its_memory_is_free(
+    tmp_path: Path, server: Server
+) -> None:
+    run = Run(tmp_path, server, "stops-alone", '[placement]\nmode = "shared"\nrung = 4')
+    async with bus_of(run) as (bus, ledger):
+        await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
+
+        async def granted() -> bool:
+            requests = (await look_at_devices(bus, 1)).requests
+            return bool(requests) and await grant_devices(bus, 1, requests[0], PATIENCE_S) > 0
+
+        async with run.trainer() as process:
+            await until(granted)
+            await run.reaches(ledger, 0, process)
+            await until(lambda: _has_released(bus))
+            await feed(bus, 0, GROUPS)
+            await until(granted)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(process.wait, PATIENCE_S)
+        assert not await _has_released(bus), "its restart or the lapse ends the grant"
+
+
+async def _has_released(bus: Bus) -> bool:
+    return (await look_at_devices(bus, 1)).grants == (None,)

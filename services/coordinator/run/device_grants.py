@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -31,6 +32,12 @@ from shared.settings.placement import OPTIMIZER_RUNG, REPLICA_RUNG, RUNGS, USABL
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.03
+_AWAY_S = 1.0
+"""Between two looks: another coordinator led meanwhile, or the bus was unreachable."""
+SETTLE_S = 5.0
+"""Until holders that are alive have renewed their leases once the bus is back: more than twice a client's longest wait
+between two attempts.
+"""
 _ADDED = {1: {"kv_cache"}, 2: {"weights", "shadow"}}
 _ADDED_BY_TRAINER = {OPTIMIZER_RUNG: {"optimizer"}, 4: {"weights", "gradients"}}
 """Components that each rung frees in addition to the one below: of a replica for training, of the trainer for generation."""
@@ -127,6 +134,8 @@ class DeviceGrants:
         self._settings = settings
         self._beats = beats
         self._peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._looked_s = self._since_s = -math.inf
+        """Monotonic time of the last look, and since when looks have followed one another."""
 
     async def run(self) -> None:
         while self._settings.shared_devices:
@@ -135,13 +144,21 @@ class DeviceGrants:
 
     async def look(self) -> None:
         term = self._ledger.term or 0
-        decision = decide(await look_at_devices(self._bus, len(self._settings.shared_devices)))
+        look = await look_at_devices(self._bus, len(self._settings.shared_devices))
+        decision = decide(look if self._has_settled(time.monotonic()) else look.with_lapsed)
         for index, grant in decision.ask_back:
             rung = max(self._rung(other, grant) for other, held in decision.ask_back if held.term == grant.term)
             await ask_back(self._bus, term, index, grant.term, rung.number, rung.offload_bytes)
         for request in decision.grants:
             granted = await grant_devices(self._bus, term, request, self._settings.internal.claim_after_s)
             log.debug("devices granted", extra={"replica": request.replica, "term": granted})
+
+    def _has_settled(self, now_s: float) -> bool:
+        """Whether holders have had time to renew their leases since this process last could not see them."""
+        if now_s - self._looked_s > _AWAY_S:
+            self._since_s = now_s
+        self._looked_s = now_s
+        return now_s - self._since_s >= SETTLE_S
 
     def _rung(self, index: int, grant: Grant) -> Rung:
         chosen = self._settings.placement.rung

@@ -136,13 +136,15 @@ class Lending:
         self._lent_at_s, self._rung = now_s, rung
 
     def note_returned(self, now_s: float, asked_s: float, switch_s: float | None, generated: tuple[int, int]) -> None:
-        """``asked_s``: when they were asked for; ``switch_s``: the guests' part of the cost, if a switch was made."""
+        """``asked_s``: when they were asked for; ``switch_s``: the guests' part of the cost; 0 if none had a turn, None
+        if none had one before.
+        """
         self._has_guests = self._has_guests or switch_s is not None
         if self._lent_at_s is None:
             return  # at the trainer's start
         if self._rung is not None:
             self._back.add(now_s - asked_s)
-            if switch_s is not None:
+            if switch_s:
                 self._costs[self._rung].switch.append(switch_s)
         figures = {"lends": 1.0, "lent_s": now_s - self._lent_at_s}
         figures |= {"lent_samples": float(generated[0]), "lent_tokens": float(generated[1])}

@@ -3,9 +3,10 @@
 -- KEYS: devices...
 -- ARGV: process ttl_ms
 -- Returns {the term, or 0 if the process does not hold every device; the rung at which they are asked back, or -1;
--- milliseconds that the longest last switch to generation took, or -1; the highest rung of the last releases on request,
--- or -1; samples and tokens that guests finished in their last turns; turns of reward models so far, and their
--- milliseconds; the most bytes that the trainer has to move to the host at rung 3, as of those releases}.
+-- milliseconds of the longest switch to generation since training, or -1 if there was none in the run; the highest rung
+-- of the last releases on request, or -1; samples and tokens that guests finished in their last turns; turns of reward
+-- models so far, and their milliseconds; the most bytes that the trainer has to move to the host at rung 3, as of those
+-- releases}.
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local term, rung, switch_ms, freed, samples, tokens, score_turns, score_ms, offload = 0, -1, -1, -1, 0, 0, 0, 0, 0

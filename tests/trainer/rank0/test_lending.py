@@ -99,6 +99,17 @@ def test_one_slow_switch_does_not_keep_the_devices_from_being_lent() -> None:
     assert lending.cost_s(0) == pytest.approx(6.1), "the newest five count"
 
 
+def test_a_turn_of_a_guest_is_not_measured_again_in_a_lend_without_one() -> None:
+    lending = Lending()
+    lent(lending, 0.0, (0.1, 0.5, 0.0))
+    for lend in range(5):
+        lent(lending, 100.0 + lend, (0.1, 0.0, 0.0))
+    assert lending.cost_s(0) == pytest.approx(0.1 + 0.5 + 0.1), "0 s say that no guest had a turn"
+    restarted = Lending()
+    restarted.note_returned(10.0, 9.0, 0.0, (0, 0))
+    assert restarted.cost_s(0) == 0.1, "but one had in the run"
+
+
 def test_a_trainer_that_restarts_lends_once_to_measure_and_then_waits_that_outlast_it() -> None:
     lending = Lending(has_guests=True)
     assert not lending.is_worthwhile(5, 100.0, 4)

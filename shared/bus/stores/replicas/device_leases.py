@@ -61,7 +61,9 @@ class Renewal:
     """0: it does not hold them."""
     rung: int
     switch_s: float | None
-    """Longest last switch of these devices to generation; with a guest, and its suspension."""
+    """Longest switch of these devices to generation since the last training turn, 0 without one; with a guest, and its
+    suspension. None: there has been none in the run.
+    """
     freed: int
     """Highest rung at which they were last released on request, or -1."""
     samples: int
@@ -79,6 +81,14 @@ class Renewal:
 class DeviceLook:
     grants: tuple[Grant | None, ...]
     requests: tuple[DeviceRequest, ...]
+    lapsed: tuple[Grant | None, ...] = ()
+    """Grants that were not renewed in time, and that no other has followed."""
+
+    @property
+    def with_lapsed(self) -> "DeviceLook":
+        """The same, with lapsed grants as devices that are held."""
+        held = zip(self.grants, self.lapsed or self.grants, strict=True)
+        return DeviceLook(tuple(grant or lapsed for grant, lapsed in held), self.requests)
 
 
 async def request_devices(bus: Bus, request: DeviceRequest) -> bool:
@@ -157,17 +167,18 @@ async def release_devices(
 async def look_at_devices(bus: Bus, count: int) -> DeviceLook:
     """Read the grants of devices 0 to ``count`` - 1, and all requests."""
     requests, rows = await bus.script("look_at_devices", devices=_keys(range(count)))
-    return DeviceLook(tuple(_grant(row) for row in rows), tuple(_requests(requests)))
+    grants, lapsed = (tuple(_grant(row, state) for row in rows) for state in (b"0", b"1"))
+    return DeviceLook(grants, tuple(_requests(requests)), lapsed)
 
 
 def _keys(devices: Sequence[int]) -> list[Named]:
     return [DEVICE.of(str(index)) for index in devices]
 
 
-def _grant(row: Sequence[bytes]) -> Grant | None:
-    if not row:
+def _grant(row: Sequence[bytes], state: bytes) -> Grant | None:
+    if not row or row[5] != state:
         return None
-    replica, process, phase, term, rung = (cell.decode() for cell in row)
+    replica, process, phase, term, rung = (cell.decode() for cell in row[:5])
     return Grant(replica, process, _phase(phase), int(term), int(rung))
 
 
