@@ -260,7 +260,7 @@ async def test_a_device_that_is_asked_back_while_models_load_is_released_between
         starting = asyncio.create_task(scoring.start())
         await asyncio.wait_for(first.began.wait(), PATIENCE_S)
         training = asyncio.create_task(run.trainer.acquire())
-        await until(lambda: run.lease.rung >= 0)
+        await until(lambda: not run.turns._open.is_set())
         first.may_end.set()
         assert await asyncio.wait_for(training, PATIENCE_S)
         assert not second.began.is_set()
