@@ -209,3 +209,23 @@ def test_a_model_whose_memory_is_free_frees_more_at_a_higher_rung_alone(tmp_path
     weights_now = stepper.weights()
     assert all(torch.equal(kept[name], weights_now[name]) for name in kept)
     publication.close()
+
+
+def test_what_stayed_at_rung_3_leaves_at_rung_4(tmp_path: Path) -> None:
+    of = trainer_ranks.settings(1, 1, tmp_path)
+    publication = Publication(of, "127.0.0.1", weights.secret)
+    stepper, _ = trained(1, [])
+    kept = stepper.weights()
+    trainer = Trainer(stepper.engine, of, NoMailbox(), Rank0Artifacts(of, publication))
+    residency = stepper.engine.residency
+    memory = residency.memory()
+    part = trainer._free(3, memory["optimizer"] / 4).moved_bytes
+    assert 0 < part < memory["optimizer"]
+    assert part + trainer._free(4, None).moved_bytes == sum(memory.values())
+    assert sum(residency.memory().values()) == 0
+    trainer._reload()
+    residency.follow()
+    assert residency.memory() == memory
+    weights_now = stepper.weights()
+    assert all(torch.equal(kept[name], weights_now[name]) for name in kept)
+    publication.close()
