@@ -123,8 +123,10 @@ async def test_workers_share_what_is_there_in_whole_units(bus: Bus) -> None:
     assert all(len({owners[first + place] for place in range(8)}) == 1 for first in range(0, 64, 8))
 
 
-@pytest.mark.parametrize(("concurrency", "few"), [(3, 1), (9, 3), (16, 4)])
-async def test_what_an_earlier_process_left_is_done_few_at_a_time(bus: Bus, concurrency: int, few: int) -> None:
+@pytest.mark.parametrize(("concurrency", "unit", "few"), [(3, 0, 1), (9, 0, 3), (16, 1, 4), (16, 4, 8), (18, 9, 9)])
+async def test_what_an_earlier_process_left_is_done_few_at_a_time(
+    bus: Bus, concurrency: int, unit: int, few: int
+) -> None:
     begun, most, now = 0, 0, 0
     enough = asyncio.Event()
 
@@ -141,7 +143,7 @@ async def test_what_an_earlier_process_left_is_done_few_at_a_time(bus: Bus, conc
 
     await put(bus, 20)
     assert len(await bus.read(PROMPTS, Prompt, "a", 20, None)) == 20
-    async with running(make(bus, count, concurrency=concurrency)):
+    async with running(make(bus, count, concurrency=concurrency, unit=unit)):
         await until(lambda: _is_length(bus, 20))
     assert most == few
 
