@@ -409,7 +409,12 @@ class Worker(Generic[In, Out]):
 
     async def _hand_over(self, delivery: Delivery[In], result: bytes) -> None:
         self._leaving.add(delivery.entry_id)
-        if await self._bus.hand_over(delivery, self._output, result):
+        try:
+            handed_over = await self._bus.hand_over(delivery, self._output, result)
+        except PermanentError as error:  # the result is longer than the server takes
+            await self._bury(delivery, str(error))
+            return
+        if handed_over:
             self.counts.add(self._source, "handed_over")
         else:
             self.counts.add(self._source, "late")
