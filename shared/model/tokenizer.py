@@ -12,7 +12,7 @@ from shared.model.model_source import check_tokenizer
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
-    from shared.settings import PolicySettings
+    from shared.settings import PolicySettings, SamplingSettings
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 """Raised by transformers for missing files, no network (OSError), an unknown architecture, a bad name (ValueError),
@@ -59,6 +59,19 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
             f"could not load a tokenizer from {source!r} ({first_line(error)}): change {setting}"
         ) from error
     return tokenizer
+
+
+def check_stop_texts(tokenizer: Tokenizer, sampling: "SamplingSettings") -> None:
+    """Raise SettingsError if a text that ends completions has a special token, which decoded completions lack."""
+    texts = [*sampling.stop, *(text for source in sampling.by_dataset for text in sampling.of(source).stop)]
+    for text in texts:
+        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        plain, whole = (tokenizer.batch_decode([token_ids], skip_special_tokens=skips)[0] for skips in (True, False))
+        if plain != whole:
+            raise SettingsError(
+                f"expected texts without special tokens in sampling.stop, found {text!r}, which no completion's text "
+                "contains: leave it out if it is one of the model's own end tokens, which end completions anyway"
+            )
 
 
 class PromptReader(Protocol):

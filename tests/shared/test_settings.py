@@ -51,6 +51,8 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
         ("[sampling]\ngroup_size = 1", "sampling.group_size: expected greater than or equal to 2, found 1: change sampling.group_size"),
         ("[sampling]\ntop_k = 1000", "sampling.top_k: expected less than or equal to 256, found 1000: change sampling.top_k"),
         ("[sampling]\ntop_k = 200\nmax_new_tokens = 65536", "expected at most 256 MiB of tokens that could be drawn in a group, found 800, 4 bytes for each of sampling.top_k = 200 tokens × 16 samples × 65536 tokens"),
+        ("[sampling]\ntemperature = 0.005", "sampling.temperature: expected greater than or equal to 0.01, found 0.005: change sampling.temperature"),
+        ('[evaluation]\npath = "a.jsonl"\ntemperature = 0.005', 'expected a temperature of 0 or at least 0.01 in the set "heldout", found 0.005'),
         ("[sampling]\nmin_new_tokens = 300", "expected sampling.min_new_tokens <= sampling.max_new_tokens, found 300 > 256"),
         ('[sampling]\ntop_p = 0.9\n[algorithm]\nkl.coefficient = 0.1\nreference = "reward"', 'expected algorithm.reference = "trainer" with top_p, top_k, min_p or min_new_tokens in [sampling], found "reward"'),
         ('[sampling.by_dataset]\n"b.jsonl" = { top_p = 0.9 }', "expected a dataset of data.path in sampling.by_dataset, found 'b.jsonl'; data.path has train.jsonl"),

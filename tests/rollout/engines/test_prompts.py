@@ -10,8 +10,8 @@ import torch
 from services.rollout.engines.transformers.loading import open_model
 from shared.bus.messages import ChatMessage, Prompt
 from shared.errors import PermanentError, SettingsError
-from shared.model.tokenizer import TokenizerCodec, open_tokenizer
-from shared.settings import PolicySettings
+from shared.model.tokenizer import TokenizerCodec, check_stop_texts, open_tokenizer
+from shared.settings import PolicySettings, SamplingSettings
 from tests.support import builders, tiny
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }} {% endfor %}{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
@@ -37,6 +37,14 @@ def test_messages_go_through_the_chat_template() -> None:
         codec(CHAT).encode(asking(text=None, messages=messages)).tolist()
         == codec().encode(asking(text="u=1+1 ")).tolist()
     )
+
+
+@pytest.mark.parametrize("refused", ["<eos>", "4<eos>"])
+def test_a_stop_text_with_a_special_token_is_refused_as_no_completion_has_it(refused: str) -> None:
+    check_stop_texts(tiny.tokenizer(), SamplingSettings(stop=("4", "=")))
+    for sampling in ({"stop": [refused]}, {"by_dataset": {"a.jsonl": {"stop": ["4", refused]}}}):
+        with pytest.raises(SettingsError, match=f"without special tokens in sampling.stop, found '{refused}'"):
+            check_stop_texts(tiny.tokenizer(), SamplingSettings.model_validate(sampling))
 
 
 def test_arguments_of_the_chat_template_reach_it() -> None:
