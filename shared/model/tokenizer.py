@@ -1,7 +1,9 @@
 """Open a policy's tokenizer, and convert prompts with it; messages use the chat template."""
 
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -74,6 +76,14 @@ def check_stop_texts(tokenizer: Tokenizer, sampling: "SamplingSettings") -> None
             )
 
 
+def clock_of(prompt: Prompt) -> Callable[[str], str]:
+    """Return ``strftime_now`` for chat templates that write today's date: the time of the prompt's admission, in UTC.
+
+    So all replicas render the same tokens for the samples of a group, after midnight and in other time zones.
+    """
+    return datetime.fromtimestamp(prompt.admitted_at_s or time.time(), UTC).strftime
+
+
 class PromptReader(Protocol):
     @property
     def context_tokens(self) -> int:
@@ -97,7 +107,7 @@ class TokenizerCodec:
 
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return the token ids, read-only; the samples of a group share them."""
-        content = prompt.text, prompt.messages, prompt.sampling.max_new_tokens
+        content = prompt.text, prompt.messages, prompt.sampling.max_new_tokens, prompt.admitted_at_s
         token_ids = self._recent.get(content)
         if token_ids is None:
             token_ids = self._recent[content] = self._checked(prompt)
@@ -156,7 +166,7 @@ class TokenizerCodec:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
-                **self._template_arguments,
+                **{"strftime_now": clock_of(prompt), **self._template_arguments},
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PermanentError(
