@@ -26,11 +26,12 @@ class LocalPolicy:
     def __init__(self, settings: Settings, version: int = 0) -> None:
         try:
             from services.rollout.engines.transformers.loading import open_model
-            from shared.model.tokenizer import open_tokenizer
+            from shared.model.tokenizer import check_stop_texts, open_tokenizer
         except ImportError as error:
             raise PenstockError(f"generation needs penstock[rollout]: {error}: install it") from error
         self._settings, self._version = settings, PolicyVersion(version)
         tokenizer = open_tokenizer(settings.policy)
+        check_stop_texts(tokenizer, settings.sampling)
         self._opened = open_model(settings.policy, tokenizer, settings.run.device, settings.rollout.vllm.max_model_len)
         self._codec = TokenizerCodec(tokenizer, self._opened, settings.data.chat_template)
 
@@ -72,7 +73,7 @@ class LocalPolicy:
         ]
 
     def _stop(self, sampling: Sampling) -> StopTexts | None:
-        return StopTexts(self._codec.decode, sampling.stop) if sampling.stop else None
+        return StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
     def _group(
         self, prompt: Prompt, request: GenerationRequest, generated: Sequence[GeneratedSample], started_at_s: float

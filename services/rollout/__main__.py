@@ -82,11 +82,12 @@ async def _open_vllm(
     from services.rollout.engines.transformers.loading import check_for_vllm
     from services.rollout.engines.vllm.several.start import open_engines
     from services.rollout.engines.vllm.start import start_server
-    from shared.model.tokenizer import open_tokenizer
+    from shared.model.tokenizer import check_stop_texts, open_tokenizer
 
     await asyncio.to_thread(start_server)
     weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
+    check_stop_texts(tokenizer, settings.sampling)
     await asyncio.to_thread(check_for_vllm, settings.policy)
     hosts = hosts_of(settings.rollout, host)
     engine, choice = await open_engines(
@@ -156,9 +157,10 @@ async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -
         from services.rollout.engines.transformers.engine import TransformersEngine
         from services.rollout.engines.transformers.loading import open_model
         from services.rollout.engines.transformers.smoke_test import try_out
-        from shared.model.tokenizer import open_tokenizer
+        from shared.model.tokenizer import check_stop_texts, open_tokenizer
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
+    check_stop_texts(tokenizer, settings.sampling)
     context = settings.rollout.vllm.max_model_len
     opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.run.device, context)
     await asyncio.to_thread(try_out, opened)

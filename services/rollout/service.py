@@ -177,7 +177,7 @@ class Generation:
         }
 
     def _stop(self, sampling: Sampling) -> StopTexts | None:
-        return StopTexts(self._codec.decode, sampling.stop) if sampling.stop else None
+        return StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
     def _made(
         self, prompt: Prompt, token_ids: Int32Array, generated: Sequence[GeneratedGroup], purpose: Purpose

@@ -180,7 +180,7 @@ def _reward_figures(scored: Sequence[Experience]) -> dict[str, float]:
         "reward_std": float(rewards.std()),
         "reward_max": float(rewards.max()),
         "reward_min": float(rewards.min()),
-        "zero_std_groups": float(sum(float(experience.rewards.std()) == 0.0 for experience in scored)),
+        "zero_std_groups": float(sum(bool(np.ptp(experience.rewards) == 0.0) for experience in scored)),
     }
 
 

@@ -289,7 +289,11 @@ class Bus(Commands):
     # ---------------------------------------------------------------- finish an entry
 
     async def hand_over(self, delivery: Delivery[Any], output: Stream, result: object) -> bool:
-        """Publish ``result`` (message or bytes) and acknowledge the input; False if another consumer was first."""
+        """Publish ``result`` (message or bytes) and acknowledge the input; False if another consumer was first.
+
+        Raises:
+            PermanentError: it is longer than the server takes.
+        """
         payload = result if isinstance(result, bytes) else wire.encode(result)
         return await self._hand_over([delivery], output, payload)
 

@@ -14,7 +14,8 @@
       ├── renew: every third of ``claim_after_s``; what is no longer ours is cancelled
       └── reclaim: what was given back, or not renewed for ``claim_after_s``
 
-**Suspects**: entries held by a process that died or fell silent. Only deaths during attempts made alone count.
+**Suspects**: entries held by a process that died or fell silent. Only deaths during attempts made alone count; there
+the samples of one group are one, since a sample that is buried ends its group.
 
 Shutdown: stop taking; wait up to ``drain_s`` for held entries; cancel the rest and give it back uncounted.
 """
@@ -133,7 +134,8 @@ class Worker(Generic[In, Out]):
             hand over is handled one by one.
         block_s: longest wait of a read, after which ``taking`` is looked at.
         unit: entries that belong together. A read takes a part of the room, in whole units, so that consumers share
-            what arrives by the room that they have; 0: it takes as many as there is room for.
+            what arrives by the room that they have; 0: it takes as many as there is room for. Suspects are counted in
+            units.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class Worker(Generic[In, Out]):
         self._held: dict[EntryId, asyncio.Task[None]] = {}
         self._suspects: deque[Delivery[In]] = deque()
         self._tried: set[asyncio.Task[None]] = set()
-        self._alone: Delivery[In] | None = None
+        self._alone: set[EntryId] = set()
         self._leaving: set[EntryId] = set()
         """Handled, leaving the stream: renewals may not find them."""
         self._free = asyncio.Event()
@@ -218,7 +220,7 @@ class Worker(Generic[In, Out]):
             await self._taking.wait()
             self.resting = False
             if self._may_try():
-                await self._try(self._suspects.popleft())
+                await self._try(self._next_suspects())
                 continue
             free, now_s = room - len(self._suspects), time.monotonic()
             if free > 0 and now_s >= self._reclaim_at_s:
@@ -236,7 +238,7 @@ class Worker(Generic[In, Out]):
                 elif of_group[0].crashes:
                     self._suspects.append(of_group[0])
                 else:
-                    await self._start(of_group[0])
+                    await self._start(of_group)
 
     def _by_group(self, deliveries: Sequence[Delivery[In]]) -> list[list[Delivery[In]]]:
         """Return the new samples of each group together, and all other entries alone."""
@@ -258,11 +260,24 @@ class Worker(Generic[In, Out]):
         """Whether the next suspect may begin: few at a time."""
         if not self._suspects:
             return False
-        few = 1 if self._suspects[0].crashes >= _ALONE_FROM else math.isqrt(self._concurrency)
-        return len(self._tried) < few
+        unit = max(1, self._unit)
+        few = max(1, math.isqrt(self._concurrency // unit)) * unit
+        return len(self._tried) < (1 if self._suspects[0].crashes >= _ALONE_FROM else few)
 
-    async def _try(self, suspect: Delivery[In]) -> None:
-        task = await self._start(suspect)
+    def _next_suspects(self) -> list[Delivery[In]]:
+        """Return the next suspect; if it is tried alone, with the other samples of its group."""
+        first = self._suspects.popleft()
+        if first.crashes < _ALONE_FROM or not _SAMPLE.fullmatch(first.part):
+            return [first]
+        others, rest = list[Delivery[In]](), deque[Delivery[In]]()
+        for suspect in self._suspects:
+            is_of_group = suspect.group_id == first.group_id and suspect.crashes >= _ALONE_FROM
+            (others if is_of_group and _SAMPLE.fullmatch(suspect.part) else rest).append(suspect)
+        self._suspects = rest
+        return [first, *others]
+
+    async def _try(self, suspects: Sequence[Delivery[In]]) -> None:
+        task = await self._start(suspects)
         if task is not None:
             self._tried.add(task)
             task.add_done_callback(self._tried.discard)
@@ -280,15 +295,20 @@ class Worker(Generic[In, Out]):
             await self._free.wait()
         return self._concurrency - len(self._held)
 
-    async def _start(self, delivery: Delivery[In]) -> asyncio.Task[None] | None:
-        if delivery.entry_id in self._held:
+    async def _start(self, deliveries: Sequence[Delivery[In]]) -> asyncio.Task[None] | None:
+        """Start an entry, or suspects of one group that are tried alone."""
+        deliveries = [delivery for delivery in deliveries if delivery.entry_id not in self._held]
+        for delivery in deliveries:
+            if delivery.attempts > self._patience.max_attempts:
+                cause = await self._bus.cause(delivery) or "its process died each time without a message"
+                await self._bury(delivery, f"failed {delivery.attempts - 1} times: {cause}")
+                return None  # the group has ended
+        if not deliveries:
             return None
-        if delivery.attempts > self._patience.max_attempts:
-            cause = await self._bus.cause(delivery) or "its process died each time without a message"
-            await self._bury(delivery, f"failed {delivery.attempts - 1} times: {cause}")
-            return None
-        work = self._handle_alone if delivery.crashes >= _ALONE_FROM else self._handle_beside
-        return self._hold([delivery], work(delivery))
+        is_alone = deliveries[0].crashes >= _ALONE_FROM
+        return self._hold(
+            deliveries, self._handle_alone(deliveries) if is_alone else self._handle_beside(deliveries[0])
+        )
 
     def _start_together(self, deliveries: Sequence[Delivery[In]]) -> None:
         self._hold(deliveries, self._handle_together(deliveries))
@@ -304,14 +324,21 @@ class Worker(Generic[In, Out]):
         async with self._crowd.shared():
             await self._handle(delivery)
 
-    async def _handle_alone(self, delivery: Delivery[In]) -> None:
+    async def _handle_alone(self, deliveries: Sequence[Delivery[In]]) -> None:
         async with self._crowd.alone():
-            if not await self._bus.try_alone(delivery, self._consumer):
+            ours = [delivery for delivery in deliveries if await self._bus.try_alone(delivery, self._consumer)]
+            lost = {delivery.entry_id for delivery in deliveries} - {delivery.entry_id for delivery in ours}
+            self._let_go(list(lost), asyncio.current_task())
+            if not ours:
                 return
-            self._alone = delivery
-            log.warning("suspect tried alone", extra={"stream": self._source.name, "group": delivery.group_id})
-            await self._handle(delivery)
-            self._alone = None
+            self._alone = {delivery.entry_id for delivery in ours}
+            words = {"stream": self._source.name, "group": ours[0].group_id, "entries": len(ours)}
+            log.warning("suspect tried alone", extra=words)
+            await asyncio.wait([self._hold([delivery], self._handle_one_alone(delivery)) for delivery in ours])
+
+    async def _handle_one_alone(self, delivery: Delivery[In]) -> None:
+        await self._handle(delivery)
+        self._alone.discard(delivery.entry_id)  # if cancelled: by ``hand_back``
 
     async def _handle_together(self, deliveries: Sequence[Delivery[In]]) -> None:
         assert self._together is not None
@@ -382,7 +409,12 @@ class Worker(Generic[In, Out]):
 
     async def _hand_over(self, delivery: Delivery[In], result: bytes) -> None:
         self._leaving.add(delivery.entry_id)
-        if await self._bus.hand_over(delivery, self._output, result):
+        try:
+            handed_over = await self._bus.hand_over(delivery, self._output, result)
+        except PermanentError as error:  # the result is longer than the server takes
+            await self._bury(delivery, str(error))
+            return
+        if handed_over:
             self.counts.add(self._source, "handed_over")
         else:
             self.counts.add(self._source, "late")
@@ -428,7 +460,7 @@ class Worker(Generic[In, Out]):
 
     async def _give_back(self, delivery: Delivery[In], wait_s: float, *, counted: bool) -> None:
         idle_s = max(0.0, self._patience.claim_after_s - wait_s)
-        uncounted = int(not counted) + int(self._alone is delivery)
+        uncounted = int(not counted) + int(delivery.entry_id in self._alone)
         await self._bus.give_back(self._source, self._consumer, delivery.entry_id, idle_s=idle_s, uncounted=uncounted)
         self._reclaim_at_s = min(self._reclaim_at_s, time.monotonic() + wait_s + _ROUNDING_S)
 
@@ -455,11 +487,8 @@ class Worker(Generic[In, Out]):
         """Give back what is held, uncounted, for others to take at once; call it while ``taking`` is not set."""
         await _cancel(self._held.values())
         self._suspects.clear()
-        if self._alone is not None:
-            await self._bus.give_back(
-                self._source, self._consumer, self._alone.entry_id, idle_s=_AT_ONCE_S, uncounted=2
-            )
-            self._alone = None
+        while self._alone:
+            await self._bus.give_back(self._source, self._consumer, self._alone.pop(), idle_s=_AT_ONCE_S, uncounted=2)
         given_back = await self._bus.give_all_back(self._source, self._consumer)
         self.counts.add(self._source, "given_back", given_back)
 

@@ -1,7 +1,9 @@
 """Open a policy's tokenizer, and convert prompts with it; messages use the chat template."""
 
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,7 +14,7 @@ from shared.model.model_source import check_tokenizer
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
-    from shared.settings import PolicySettings
+    from shared.settings import PolicySettings, SamplingSettings
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 """Raised by transformers for missing files, no network (OSError), an unknown architecture, a bad name (ValueError),
@@ -61,6 +63,27 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
     return tokenizer
 
 
+def check_stop_texts(tokenizer: Tokenizer, sampling: "SamplingSettings") -> None:
+    """Raise SettingsError if a text that ends completions has a special token, which decoded completions lack."""
+    texts = [*sampling.stop, *(text for source in sampling.by_dataset for text in sampling.of(source).stop)]
+    for text in texts:
+        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        plain, whole = (tokenizer.batch_decode([token_ids], skip_special_tokens=skips)[0] for skips in (True, False))
+        if plain != whole:
+            raise SettingsError(
+                f"expected texts without special tokens in sampling.stop, found {text!r}, which no completion's text "
+                "contains: leave it out if it is one of the model's own end tokens, which end completions anyway"
+            )
+
+
+def clock_of(prompt: Prompt) -> Callable[[str], str]:
+    """Return ``strftime_now`` for chat templates that write today's date: the time of the prompt's admission, in UTC.
+
+    So all replicas render the same tokens for the samples of a group, after midnight and in other time zones.
+    """
+    return datetime.fromtimestamp(prompt.admitted_at_s or time.time(), UTC).strftime
+
+
 class PromptReader(Protocol):
     @property
     def context_tokens(self) -> int:
@@ -84,7 +107,7 @@ class TokenizerCodec:
 
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return the token ids, read-only; the samples of a group share them."""
-        content = prompt.text, prompt.messages, prompt.sampling.max_new_tokens
+        content = prompt.text, prompt.messages, prompt.sampling.max_new_tokens, prompt.admitted_at_s
         token_ids = self._recent.get(content)
         if token_ids is None:
             token_ids = self._recent[content] = self._checked(prompt)
@@ -143,7 +166,7 @@ class TokenizerCodec:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
-                **self._template_arguments,
+                **{"strftime_now": clock_of(prompt), **self._template_arguments},
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PermanentError(

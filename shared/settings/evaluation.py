@@ -5,6 +5,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from shared.dataset_source import DatasetSource
+from shared.settings.rollout import LEAST_TEMPERATURE
 from shared.settings.section import Section
 
 ONLY_SET = "heldout"
@@ -63,7 +64,7 @@ class EvaluationSettings(Section):
     samples: PositiveInt | dict[str, PositiveInt] = Field(default=_DEFAULTS.samples)
     """Completions per problem; accuracy is the mean share of correct ones. Several give pass@k for k = 2, 4, 8, …"""
     temperature: NonNegativeFloat | dict[str, NonNegativeFloat] = Field(default=_DEFAULTS.temperature)
-    """Sampling temperature; 0: greedy, which needs samples = 1."""
+    """Sampling temperature, at least 0.01; 0: greedy, which needs samples = 1."""
     correct_above: float | dict[str, float] = Field(default=_DEFAULTS.correct_above)
     """A sample with a reward above this counts as correct."""
     replicas: PositiveInt = Field(default=1)
@@ -118,6 +119,11 @@ class EvaluationSettings(Section):
                     f"{', '.join(self.paths) or 'none'}: change one of them"
                 )
         for held_out in self.held_out:
+            if 0 < held_out.temperature < LEAST_TEMPERATURE:
+                raise ValueError(
+                    f'expected a temperature of 0 or at least {LEAST_TEMPERATURE} in the set "{held_out.name}", found '
+                    f"{held_out.temperature:g}: change evaluation.temperature"
+                )
             if held_out.samples > 1 and held_out.temperature == 0:
                 raise ValueError(
                     f'expected a temperature above 0 for {held_out.samples} samples of each problem in the set "{held_out.name}", '

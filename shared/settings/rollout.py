@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from shared.settings.section import Section
 
 MOST_KEPT = 256
 """Most tokens that a truncated distribution keeps at a position, besides ties with the last: their ids travel."""
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM draws at this temperature if one above 0 is lower."""
 
 
 class SamplingSettings(Section):
@@ -19,8 +22,8 @@ class SamplingSettings(Section):
     times the file's value, and slots × group_size to 16 times."""
     max_new_tokens: PositiveInt = Field(default=256)
     """Maximum length of a completion, in tokens."""
-    temperature: PositiveFloat = Field(default=1.0)
-    """Softmax temperature. The trainer divides its logits by the same number."""
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE)] = Field(default=1.0)
+    """Softmax temperature, at least 0.01. The trainer divides its logits by the same number."""
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0)
     """Draw from the most probable tokens whose probabilities reach this sum, in training and in evaluations that
     sample; 1: from all. The trainer computes logprobs over the tokens that could be drawn."""
@@ -31,7 +34,8 @@ class SamplingSettings(Section):
     min_new_tokens: NonNegativeInt = Field(default=0)
     """Tokens before which a completion does not end by itself."""
     stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(default=())
-    """Texts that end a completion, in training and evaluation; it includes the text."""
+    """Texts that end a completion, in training and evaluation, after min_new_tokens; it includes the text. Not special
+    tokens, which no text contains."""
     by_dataset: dict[str, dict[str, Any]] = Field(default={})
     """Other values for the problems of a dataset of data.path: { "hard.jsonl" = { max_new_tokens = 512 } }. Each
     setting of this table except group_size; max_new_tokens may only be lower."""

@@ -34,7 +34,9 @@ from shared.settings.trainer import TrainerSettings
 
 _TOP_BYTES = 8
 """Of a token id and its logprob."""
-_MOST_TOP_BYTES = 256 * 1024**2
+_KEPT_BYTES = 4
+"""Of the id of a token that could be drawn."""
+_MOST_BYTES = 256 * 1024**2
 """A message is one value of Redis, of at most 512 MiB."""
 
 
@@ -197,6 +199,7 @@ class Settings(Section):
             _check_scorers,
             _check_teachers,
             _check_top_k,
+            _check_kept,
             _check_warm_up,
             _check_gpus,
             _check_engines,
@@ -263,12 +266,26 @@ def _check_top_k(settings: Settings) -> None:
             "tokens are not known from theirs: name a teacher in each row, or keep one"
         )
     most_bytes = sampling.group_size * sampling.max_new_tokens * top_k * _TOP_BYTES
-    if most_bytes > _MOST_TOP_BYTES:
+    if most_bytes > _MOST_BYTES:
         raise ValueError(
-            f"expected at most {_MOST_TOP_BYTES >> 20} MiB of teachers' logprobs in a group, found {most_bytes >> 20}, {_TOP_BYTES} bytes for each of "
+            f"expected at most {_MOST_BYTES >> 20} MiB of teachers' logprobs in a group, found {most_bytes >> 20}, {_TOP_BYTES} bytes for each of "
             f"algorithm.distillation_top_k = {top_k} tokens × {sampling.group_size} samples × {sampling.max_new_tokens} tokens: lower "
             "algorithm.distillation_top_k, sampling.group_size or sampling.max_new_tokens"
         )
+
+
+def _check_kept(settings: Settings) -> None:
+    """Refuse groups whose tokens that could be drawn fit into no message; how many top_p and min_p keep is not known."""
+    sampling = settings.sampling
+    for part in (sampling, *map(sampling.of, settings.data.sources)):
+        top_k = part.top_k if part.top_p == 1 and part.min_p == 0 else 0
+        most_bytes = sampling.group_size * part.max_new_tokens * top_k * _KEPT_BYTES
+        if most_bytes > _MOST_BYTES:
+            raise ValueError(
+                f"expected at most {_MOST_BYTES >> 20} MiB of tokens that could be drawn in a group, found {most_bytes >> 20}, {_KEPT_BYTES} bytes "
+                f"for each of sampling.top_k = {top_k} tokens × {sampling.group_size} samples × {part.max_new_tokens} tokens: lower "
+                "sampling.top_k, sampling.group_size or sampling.max_new_tokens"
+            )
 
 
 def _check_warm_up(settings: Settings) -> None:

@@ -18,7 +18,7 @@ from shared.bus.messages import Sampling
 from shared.errors import PermanentError
 from shared.model.context import own_context, read_config
 from shared.model.model_source import check_tokenizer
-from shared.model.tokenizer import Tokenizer, TokenizerCodec, open_tokenizer
+from shared.model.tokenizer import Tokenizer, TokenizerCodec, check_stop_texts, open_tokenizer
 from shared.settings import Settings
 from shared.text.terminal import escaped_line
 
@@ -51,6 +51,7 @@ def check(settings: Settings, shown: int) -> bool:
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
+    check_stop_texts(tokenizer, settings.sampling)
     context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
     codec = TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template)
     _say_counts(settings, data.train)

@@ -157,7 +157,7 @@ class Demonstrations:
 
     def encode(self, problem: "Problem", completions: Sequence[str]) -> Demonstration:
         """Raises BadRow: the row does not fit the tokenizer, the model's context or a forward pass."""
-        prompt = problem.prompt(0, _sampling(1))
+        prompt = dataclasses.replace(problem.prompt(0, _sampling(1)), admitted_at_s=time.time())
         try:
             prompt_ids = self._codec.encode(prompt)
             encoded = [Completion(self._completion_ids(prompt, prompt_ids, text), text) for text in completions]

@@ -10,6 +10,7 @@ from shared.bus.stores.policy.ledger import RunState
 from shared.bus.stores.policy.policies import PolicyState
 from shared.bus.stores.replicas.cordon import Word
 from shared.bus.stores.run.operations import OperationState
+from shared.settings.rollout import LEAST_TEMPERATURE
 
 T = TypeVar("T")
 
@@ -239,7 +240,7 @@ class RunSummary(ResponseModel):
 
 _MaxLag = Annotated[int, Field(ge=0, le=1_000_000, alias="algorithm.max_lag")]
 _LearningRate = Annotated[float, Field(ge=0, le=10.0, alias="trainer.learning_rate")]
-_Temperature = Annotated[float, Field(ge=1e-3, le=1e3, alias="sampling.temperature")]
+_Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=1e3, alias="sampling.temperature")]
 _GroupSize = Annotated[int, Field(ge=2, le=4096, alias="sampling.group_size")]
 _Expression = Annotated[str, Field(max_length=1000, alias="reward.expression")]
 _Update = Annotated[Literal["inflight", "drain"], Field(alias="weights.update")]

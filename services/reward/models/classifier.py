@@ -19,6 +19,7 @@ from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Prompt
 from shared.errors import PermanentError, SettingsError
 from shared.model.plain_model import eager_attention, ordinary_ids
+from shared.model.tokenizer import clock_of
 from shared.process.memory_timeline import Held
 from shared.settings.rewards.models import ModelScorer, ModelWork
 
@@ -88,7 +89,7 @@ class Classifier:
             start = prompt.text if prompt.text is not None else "".join(turn["content"] + "\n" for turn in turns)
             return [self._fitted(self._tokenizer(start + completion)["input_ids"]) for completion in completions]
         return [
-            self._fitted(self._templated([*turns, {"role": "assistant", "content": completion}], prompt.problem))
+            self._fitted(self._templated([*turns, {"role": "assistant", "content": completion}], prompt))
             for completion in completions
         ]
 
@@ -97,16 +98,20 @@ class Classifier:
             self._scorer.template == "auto" and bool(self._tokenizer.chat_template)
         )
 
-    def _templated(self, turns: list[dict[str, str]], problem: str) -> list[int]:
+    def _templated(self, turns: list[dict[str, str]], prompt: Prompt) -> list[int]:
         from jinja2 import TemplateError
 
         try:
             token_ids: list[int] = self._tokenizer.apply_chat_template(
-                turns, chat_template=self._scorer.own_template, tokenize=True, return_dict=False
+                turns,
+                chat_template=self._scorer.own_template,
+                tokenize=True,
+                return_dict=False,
+                strftime_now=clock_of(prompt),
             )
         except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
             raise PermanentError(
-                f"the chat template {self._where} cannot render the messages of {problem}: {error}"
+                f"the chat template {self._where} cannot render the messages of {prompt.problem}: {error}"
             ) from error
         return token_ids
 

@@ -49,11 +49,16 @@ class Result:
 
 def valued(scorer: str, status: ScoreStatus, value: float, detail: str = "") -> Score:
     assert status is not ScoreStatus.UNAVAILABLE
-    return Score(scorer, status, value, detail[:_LONGEST_DETAIL])
+    return Score(scorer, status, value, _writable(detail))
 
 
 def unavailable(scorer: str, detail: str) -> Score:
-    return Score(scorer, ScoreStatus.UNAVAILABLE, None, detail[:_LONGEST_DETAIL])
+    return Score(scorer, ScoreStatus.UNAVAILABLE, None, _writable(detail))
+
+
+def _writable(detail: str) -> str:
+    """Return what fits into a message: half of a surrogate pair, which JSON may contain, has no UTF-8."""
+    return detail[:_LONGEST_DETAIL].encode(errors="replace").decode()
 
 
 def is_cut(sample: Sample) -> bool:

@@ -1,4 +1,4 @@
-"""Texts that end a completion (``sampling.stop``): at the token that completes one of them."""
+"""Texts that end a completion (``sampling.stop``): at the token that completes one of them, after ``min_new_tokens``."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,11 +9,14 @@ _TOKENS_PER_CHARACTER, _MORE = 4, 8
 
 
 class StopTexts:
-    """Finds the end of a completion by its decoded text."""
+    """Finds the end of a completion by its decoded text; the first ``minimum`` tokens complete no text, as in vLLM."""
 
-    def __init__(self, decode: Callable[[Sequence[Int32Array]], list[str]], texts: Sequence[str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[Int32Array]], list[str]], texts: Sequence[str], minimum: int = 0
+    ) -> None:
         self._decode = decode
         self._texts = tuple(texts)
+        self._minimum = minimum
         self._window = _TOKENS_PER_CHARACTER * max(map(len, texts)) + _MORE
 
     def end(self, token_ids: Int32Array, searched: int = 0) -> int:
@@ -21,11 +24,13 @@ class StopTexts:
 
         All further tokens are decoded together, and one by one if they have a text.
         """
-        if not self._has_one(token_ids, searched + 1 - self._window, len(token_ids)):
+        searched = max(searched, self._minimum)
+        if len(token_ids) <= searched or not self._has_one(token_ids, searched + 1 - self._window, len(token_ids)):
             return 0
         lengths = range(searched + 1, len(token_ids) + 1)
         return next((length for length in lengths if self._has_one(token_ids, length - self._window, length)), 0)
 
     def _has_one(self, token_ids: Int32Array, start: int, end: int) -> bool:
-        (text,) = self._decode([token_ids[max(0, start) : end]])
-        return any(stop in text for stop in self._texts)
+        start = max(0, start)
+        early, text = self._decode([token_ids[start : max(start, self._minimum)], token_ids[start:end]])
+        return any(text.find(stop, max(0, len(early) - len(stop) + 1)) >= 0 for stop in self._texts)

@@ -408,10 +408,8 @@ class Driver:
 
     async def _left(self) -> dict[str, float]:
         left = await self._intake.take_left()
-        return {
-            f"dropped_{reason}": float(left[reason])
-            for reason in ("stale", "fenced", "no_signal", "filtered", "nonfinite")
-        }
+        dropped = ("stale", "fenced", "no_signal", "filtered", "nonfinite")
+        return {"requeued": float(left["requeued"]), **{f"dropped_{reason}": float(left[reason]) for reason in dropped}}
 
     async def _skip(self, batch: list[Taken], skipped: StepSkipped) -> None:
         await self._intake.discard(batch, "nonfinite", skipped.reason)

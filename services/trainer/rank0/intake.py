@@ -402,13 +402,16 @@ class Intake:
         return fresh
 
     async def _requeue(self, taken: Taken, step: int) -> None:
-        """Have the stale samples generated again; the others wait for them."""
+        """Have the stale samples generated again while the others wait; a second time, the whole group.
+
+        Otherwise samples could wait for each other in turn: those that waited are stale when the others return.
+        """
         group, max_lag = taken.experience.group, self._settings.algorithm.max_lag
         newest = max(self._steps_of_versions, default=PolicyVersion(0))
         prompt = dataclasses.replace(group.prompt, requeues=group.prompt.requeues + 1, min_version=newest)
         stale = find_contexts(group, step, self._steps_of_versions, max_lag, "sample")
-        whole = len(group.samples) == prompt.sampling.samples
-        kept = [part_of_group(group, place) if whole and not tokens else b"" for place, tokens in enumerate(stale)]
+        keeps = group.prompt.requeues == 0 and len(group.samples) == prompt.sampling.samples
+        kept = [part_of_group(group, place) if keeps and not tokens else b"" for place, tokens in enumerate(stale)]
         self._count("requeued")
         await self._bus.requeue(taken.delivery, prompt, kept)
         self._entries.discard(taken.delivery.entry_id)

@@ -7,7 +7,7 @@ from redis.exceptions import OutOfMemoryError
 
 from shared.bus.client import connection
 from shared.bus.client.lua import SCRIPTS, Argument, Given
-from shared.bus.client.server import Server
+from shared.bus.client.server import Server, check_lengths
 from shared.bus.keys import Key, Keys, Named
 from shared.bus.streams import Row, Stream
 
@@ -25,6 +25,7 @@ class Commands(Server):
 
         Raises:
             BusFull: the server is at its maxmemory, and this script adds to what is in flight.
+            PermanentError: an argument is longer than the server takes.
             TypeError: ``given`` does not fit the script's header.
         """
         script = SCRIPTS[name]
@@ -42,7 +43,9 @@ class Commands(Server):
             return text(await self.write(stream, "XADD", *arguments))
 
     async def ask(self, command: str, *words: Argument | Named) -> Any:
-        return await self.call(lambda: self._client.execute_command(command, *self._words(words)))
+        arguments = self._words(words)
+        check_lengths(arguments)
+        return await self.call(lambda: self._client.execute_command(command, *arguments))
 
     async def ask_all(self, *commands: tuple[Argument | Named, ...], at_once: bool = False) -> list[Any]:
         """Run commands (name, key, arguments) in one round trip. ``at_once``: in one transaction."""

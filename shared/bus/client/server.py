@@ -24,7 +24,7 @@ from redis.exceptions import (
 from shared.backoff import Backoff
 from shared.bus.client import connection
 from shared.bus.client.lua import Argument, Script
-from shared.errors import BusFull, BusUnavailable
+from shared.errors import BusFull, BusUnavailable, PermanentError
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ _UNAVAILABLE = (
     OSError,
 )
 _BACKOFF = Backoff(0.05, longest_s=2.0)
+_LONGEST_VALUE = 512 * 1024**2
+"""The server's ``proto-max-bulk-len``: it closes the connection of a client that sends more."""
 _MOST_TOGETHER = 64
 """Commands of a pipeline, whose answers come together."""
 _Asked: TypeAlias = "list[tuple[Sequence[Argument], asyncio.Future[Any]]]"
@@ -152,7 +154,8 @@ class Server:
             log.info("bus available again", extra={"reconnects": self.reconnects})
 
     async def evaluate(self, script: Script, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        """Run a script atomically."""
+        """Run a script atomically. Raises PermanentError: an argument is longer than the server takes."""
+        check_lengths(arguments)
         words = (len(keys), *keys, *arguments)
         try:
             return await self.call(lambda: self._evaluate(script, words))
@@ -164,6 +167,16 @@ class Server:
             return await self._together.execute("EVALSHA", script.digest, *words)
         except NoScriptError:  # a new or restarted server
             return await self._together.execute("EVAL", script.text, *words)
+
+
+def check_lengths(words: Sequence[Argument]) -> None:
+    """Raise PermanentError if the server would close the connection: it would look lost, each time."""
+    longest = max((len(word) for word in words if isinstance(word, (bytes, str))), default=0)
+    if longest > _LONGEST_VALUE:
+        raise PermanentError(
+            f"expected messages of at most {_LONGEST_VALUE >> 20} MiB, the longest value of Redis, found {longest >> 20} "
+            "MiB: lower sampling.group_size, sampling.max_new_tokens or sampling.top_k"
+        )
 
 
 async def _answered(command: Callable[[], Awaitable[R]]) -> R:

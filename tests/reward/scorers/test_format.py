@@ -10,6 +10,7 @@ from services.reward.scorers.format import scorer as format_module
 from services.reward.scorers.format.patterns import Sequence
 from services.reward.scorers.format.scorer import FormatChecker
 from services.reward.scorers.random_scorer import Lot
+from services.reward.scorers.scorer import unavailable
 from shared.bus.messages import FinishReason, Json, Score, ScoreStatus
 from shared.errors import SettingsError
 from shared.settings.rewards.scorers import FormatScorer
@@ -193,6 +194,19 @@ async def test_json_keeps_its_schema_or_says_where_not() -> None:
             assert (await check(scored, f"<answer>{hostile}</answer>")).status is ScoreStatus.WRONG_FORMAT
     finally:
         await scored.close()
+
+
+async def test_json_with_half_of_a_surrogate_pair_breaks_its_rule_and_the_score_fits_into_a_message() -> None:
+    schema = {"type": "object", "additionalProperties": {"type": "integer"}}
+    scored = checker(json_schema=schema)
+    await scored.start()
+    try:
+        single = await check(scored, '{"\\ud800": "x"}')
+    finally:
+        await scored.close()
+    assert (single.status, single.value) == (ScoreStatus.WRONG_FORMAT, 0.0)
+    assert single.detail == "the JSON violates the schema at $['?']: 'x' is not of type 'integer'"
+    assert unavailable("mine", "\ud800").detail == "?"
 
 
 async def test_a_schema_that_takes_for_ever_is_given_up_and_the_next_check_works(

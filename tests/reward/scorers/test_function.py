@@ -1,10 +1,8 @@
 """The user's own scorer, with ``scorer_functions`` in real processes."""
 
-import asyncio
-import base64
 import dataclasses
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,8 +13,12 @@ import pytest_asyncio
 from services.reward.scorers.function.function_call import as_result, load
 from services.reward.scorers.function.scorer import FunctionScorer
 from services.reward.scorers.scorer import Result
-from shared.bus.messages import Json, Score, ScoreStatus
+from services.reward.scoring import Scoring
+from shared.backoff import Backoff
+from shared.bus.messages import Score, ScoreStatus
 from shared.errors import SettingsError
+from shared.expression import Expression
+from shared.process.telemetry import Status
 from shared.settings.rewards.scorers import PythonScorer
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders, scorer_functions
@@ -91,25 +93,17 @@ def _line(code: str) -> int:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_no_sample_is_asked_about_once_one_of_its_group_has_no_score(
-    lenient: FunctionScorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask, failed = lenient._processes.ask, asyncio.Event()
+async def test_a_sample_without_a_score_costs_no_other_sample_its_own(lenient: FunctionScorer) -> None:
+    scored = await lenient.score(builders.group(0, ("raise", "46", "unknown", "47")))
+    assert [single.value for single in scored] == [None, 1.0, None, 0.0]
 
-    async def in_order(question: dict[str, Json], timeout_s: float) -> Mapping[str, Json]:
-        """Answer nothing before the failure."""
-        fails = b"raise" in base64.b64decode(str(question["group"]))
-        answer = await ask(question, timeout_s)
-        if fails:
-            failed.set()
-        await failed.wait()
-        return answer
 
-    monkeypatch.setattr(lenient._processes, "ask", in_order)
-    group = builders.group(0, ("raise", *(f"mark {tmp_path / str(index)}" for index in range(6))))
-    scored = await lenient.score(group)
-    assert scored[0] == scored[-1]
-    assert len(list(tmp_path.iterdir())) < 6, "those that another process had begun, and no more"
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_group_is_trained_without_the_sample_on_which_the_function_fails(lenient: FunctionScorer) -> None:
+    scoring = Scoring([lenient], Expression("", ["python"]), Status(), redo=Backoff(0.001, 0.001))
+    made = await scoring(builders.group(0, ("raise", "46", "47")), last=True)
+    assert [sample.text for sample in made.group.samples] == ["46", "47"]
+    assert made.rewards.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -73,6 +73,10 @@ def test_the_models_own_chat_template_joins_prompt_and_completion(tmp_path: Path
     assert bare.token_ids == (15, 18, 18, 3, 12, 3, 4)  # add1+1 2: the vocabulary has no line break
     own = reward_models.settings(folder, template="{{ messages[-1]['content'] }}")
     assert reward_models.classifier(own).read(prompt, ["42"])[0].token_ids == (6, 4)
+    dated = reward_models.settings(folder, template="{{ strftime_now('%d+%m') }}")
+    admitted = dataclasses.replace(prompt, admitted_at_s=32 * 86_400.0)
+    (text,) = reward_models.classifier(dated).read(admitted, ["2"])
+    assert tiny.tokenizer().decode(list(text.token_ids)) == "02+02"
 
 
 def test_messages_that_the_template_refuses_bury_their_group(tmp_path: Path) -> None:

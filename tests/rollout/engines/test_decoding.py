@@ -120,6 +120,18 @@ def test_no_completion_stops_before_its_minimum_length_and_the_trainer_knows_tha
         )
 
 
+def test_no_stop_text_ends_a_completion_before_its_minimum_length() -> None:
+    model, prompt = tiny.model(), [3, 4, 5, 6, 7]
+    (whole,) = decode(model, [request(*prompt, samples=1, max_new_tokens=12, seed=5)])[0]
+    text = letters([whole.token_ids[2:3]])[0]
+    ends = [n for n, token in enumerate(whole.token_ids.tolist(), 1) if token == whole.token_ids[2]]
+    for minimum in (0, 2, 3):
+        stop = StopTexts(letters, [text], minimum)
+        asked = dataclasses.replace(request(*prompt, samples=1, max_new_tokens=12, seed=5), stop=stop)
+        ((sample,),) = decode(model, [asked])
+        assert len(sample.token_ids) == next((n for n in ends if n > minimum), 12)
+
+
 def letters(completions: Sequence[Int32Array]) -> list[str]:
     """Return token n as the n-th letter."""
     return ["".join(chr(97 + int(token)) for token in ids) for ids in completions]

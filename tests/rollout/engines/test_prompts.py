@@ -1,5 +1,7 @@
 """Laws of text and tokens, and of opening a policy."""
 
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import torch
 from services.rollout.engines.transformers.loading import open_model
 from shared.bus.messages import ChatMessage, Prompt
 from shared.errors import PermanentError, SettingsError
-from shared.model.tokenizer import TokenizerCodec, open_tokenizer
-from shared.settings import PolicySettings
+from shared.model.tokenizer import TokenizerCodec, check_stop_texts, open_tokenizer
+from shared.settings import PolicySettings, SamplingSettings
 from tests.support import builders, tiny
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }} {% endfor %}{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
@@ -37,6 +39,30 @@ def test_messages_go_through_the_chat_template() -> None:
         codec(CHAT).encode(asking(text=None, messages=messages)).tolist()
         == codec().encode(asking(text="u=1+1 ")).tolist()
     )
+
+
+def test_todays_date_in_a_chat_template_is_that_of_the_prompts_admission_in_every_time_zone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = "{{ strftime_now('%d') }}{% for m in messages %}+{{ m.content }}{% endfor %}"
+    messages, ours = (ChatMessage("user", "1"),), codec(template)
+    midnight_s = datetime(2026, 11, 27, tzinfo=UTC).timestamp()
+    for zone in ("UTC", "Pacific/Kiritimati", "Pacific/Pago_Pago"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        for at_s, text in ((midnight_s - 1, "26+1"), (midnight_s, "27+1"), (midnight_s - 1, "26+1")):
+            asked = asking(text=None, messages=messages, admitted_at_s=at_s)
+            assert ours.encode(asked).tolist() == codec(template).encode(asking(text=text)).tolist()
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize("refused", ["<eos>", "4<eos>"])
+def test_a_stop_text_with_a_special_token_is_refused_as_no_completion_has_it(refused: str) -> None:
+    check_stop_texts(tiny.tokenizer(), SamplingSettings(stop=("4", "=")))
+    for sampling in ({"stop": [refused]}, {"by_dataset": {"a.jsonl": {"stop": ["4", refused]}}}):
+        with pytest.raises(SettingsError, match=f"without special tokens in sampling.stop, found '{refused}'"):
+            check_stop_texts(tiny.tokenizer(), SamplingSettings.model_validate(sampling))
 
 
 def test_arguments_of_the_chat_template_reach_it() -> None:

@@ -20,14 +20,17 @@ def decoded(completions: Sequence[Int32Array]) -> list[str]:
     st.lists(st.integers(0, len(WORDS) - 1), max_size=80),
     st.lists(st.text("ab é\n", min_size=1, max_size=3), min_size=1, max_size=2),
     st.integers(1, 12),
+    st.integers(0, 20),
 )
-def test_a_completion_ends_at_the_token_that_completes_a_text(
-    tokens: list[int], texts: list[str], together: int
+def test_a_completion_ends_at_the_first_token_after_its_minimum_that_completes_a_text(
+    tokens: list[int], texts: list[str], together: int, minimum: int
 ) -> None:
     ids = np.array(tokens, dtype=np.int32)
     prefixes = [decoded([ids[:length]])[0] for length in range(1, len(ids) + 1)]
-    expected = next((n for n, text in enumerate(prefixes, 1) if any(stop in text for stop in texts)), 0)
-    stop, searched, end = StopTexts(decoded, texts), 0, 0
+    early = len(decoded([ids[:minimum]])[0])
+    ends = [[end for end in range(early + 1, len(text) + 1) if text[:end].endswith(tuple(texts))] for text in prefixes]
+    expected = next((n for n, complete in enumerate(ends, 1) if n > minimum and complete), 0)
+    stop, searched, end = StopTexts(decoded, texts, minimum), 0, 0
     for arrived in [*range(together, len(ids), together), len(ids)]:
         end, searched = stop.end(ids[:arrived], searched), arrived
         if end:
@@ -39,7 +42,7 @@ def test_tokens_that_arrive_together_are_decoded_once() -> None:
     calls = list[int]()
 
     def counted(completions: Sequence[Int32Array]) -> list[str]:
-        calls.append(len(completions[0]))
+        calls.append(len(completions[-1]))
         return decoded(completions)
 
     stop, ids = StopTexts(counted, ["\n"]), np.zeros(2000, dtype=np.int32)

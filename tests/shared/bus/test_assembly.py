@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -364,6 +364,79 @@ async def test_what_a_process_cannot_survive_is_noted_of_all_samples_that_it_han
     left = await bus.reclaim(PROMPTS, Prompt, "b", 0.0, 10, suspect=True)
     assert [(entry.part, entry.attempts, entry.crashes) for entry in left] == [("2", 1, 1), ("3", 1, 1)]
     assert [await bus.cause(entry) for entry in left] == ["StateLost('the engine died')"] * 2
+
+
+async def held_at_two_deaths(bus: Bus) -> None:
+    for entry in 2 * await take(bus):
+        await bus.note_crash(entry)
+
+
+def suspecting(bus: Bus, handler: Callable[[Prompt], Awaitable[RolloutGroup]]) -> Worker[Prompt, RolloutGroup]:
+    return Worker(bus, "a", PROMPTS, Prompt, ROLLOUTS, handler, 8, Patience(PATIENCE_S, max_attempts=2))
+
+
+async def test_samples_of_a_group_that_were_held_at_two_deaths_are_tried_alone_together(bus: Bus) -> None:
+    await admit(bus, *(builders.prompt(group, samples=4) for group in (0, 1)))
+    await held_at_two_deaths(bus)
+    begun: list[int] = []
+    all_four = asyncio.Event()
+
+    async def handle(prompt: Prompt) -> RolloutGroup:
+        begun.append(int(prompt.group_id))
+        if len(begun) == 4:
+            all_four.set()
+        await all_four.wait()
+        return builders.part(prompt)
+
+    stop = asyncio.Event()
+    working = asyncio.create_task(suspecting(bus, handle).run(stop))
+    await until(lambda: _whole(bus, 2))
+    stop.set()
+    await working
+    assert begun == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+async def test_a_sample_that_kills_its_process_ends_its_group_once_and_no_other(bus: Bus) -> None:
+    await admit(bus, *(builders.prompt(group, samples=3) for group in (0, 1)))
+    await held_at_two_deaths(bus)
+
+    async def handle(prompt: Prompt) -> RolloutGroup:
+        if (prompt.group_id, prompt.sample) == (0, 1):
+            raise StateLost("the engine died")
+        if prompt.group_id == 0:
+            await asyncio.Event().wait()
+        return builders.part(prompt)
+
+    for _ in range(2):
+        with pytest.raises(StateLost, match="the engine died"):
+            await suspecting(bus, handle).run(asyncio.Event())
+    stop, worker = asyncio.Event(), suspecting(bus, handle)
+    working = asyncio.create_task(worker.run(stop))
+    await until(lambda: _whole(bus, 1))
+    stop.set()
+    await working
+    assert (await endings(bus), worker.counts.buried) == ([("0", "dead:prompts")], 1)
+    assert (await bus.length(PROMPTS), await parts_left(bus)) == (0, 0)
+
+
+async def test_samples_tried_alone_that_are_given_back_are_counted_no_attempt(bus: Bus) -> None:
+    await admit(bus, builders.prompt(0, samples=3))
+    await held_at_two_deaths(bus)
+    waiting: list[int | None] = []
+
+    async def handle(prompt: Prompt) -> RolloutGroup:
+        waiting.append(prompt.sample)
+        await asyncio.Event().wait()
+        return builders.part(prompt)
+
+    worker = suspecting(bus, handle)
+    working = asyncio.create_task(worker.run(asyncio.Event()))
+    await until(lambda: len(waiting) == 3)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    left = await bus.reclaim(PROMPTS, Prompt, "b", 0.0, 10)
+    assert [(entry.part, entry.attempts) for entry in left] == [("0", 1), ("1", 1), ("2", 1)]
 
 
 @pytest.mark.parametrize("part", ["7", "-1", "x", "²", "1" * 5000, "all"])

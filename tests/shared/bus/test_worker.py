@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shared.bus.bus import Bus, EntryId
+from shared.bus.client import server as bus_server
 from shared.bus.encoding import wire
 from shared.bus.messages import Prompt, RolloutGroup
 from shared.bus.streams import PROMPTS, ROLLOUTS, Stream
@@ -123,8 +124,10 @@ async def test_workers_share_what_is_there_in_whole_units(bus: Bus) -> None:
     assert all(len({owners[first + place] for place in range(8)}) == 1 for first in range(0, 64, 8))
 
 
-@pytest.mark.parametrize(("concurrency", "few"), [(3, 1), (9, 3), (16, 4)])
-async def test_what_an_earlier_process_left_is_done_few_at_a_time(bus: Bus, concurrency: int, few: int) -> None:
+@pytest.mark.parametrize(("concurrency", "unit", "few"), [(3, 0, 1), (9, 0, 3), (16, 1, 4), (16, 4, 8), (18, 9, 9)])
+async def test_what_an_earlier_process_left_is_done_few_at_a_time(
+    bus: Bus, concurrency: int, unit: int, few: int
+) -> None:
     begun, most, now = 0, 0, 0
     enough = asyncio.Event()
 
@@ -141,7 +144,7 @@ async def test_what_an_earlier_process_left_is_done_few_at_a_time(bus: Bus, conc
 
     await put(bus, 20)
     assert len(await bus.read(PROMPTS, Prompt, "a", 20, None)) == 20
-    async with running(make(bus, count, concurrency=concurrency)):
+    async with running(make(bus, count, concurrency=concurrency, unit=unit)):
         await until(lambda: _is_length(bus, 20))
     assert most == few
 
@@ -296,6 +299,28 @@ async def test_a_result_that_cannot_be_written_costs_its_group_alone(bus: Bus) -
     async with running(worker):
         await until(lambda: worker.counts.buried == 1)
     assert await _dead(bus) == [(b"0", b"TypeError: cannot write object into a message", b"3")]
+
+
+async def test_a_result_longer_than_the_server_takes_costs_its_group_alone(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def long(prompt: Prompt) -> RolloutGroup:
+        return builders.group(prompt.group_id, ("46" * (prompt.group_id == 1) * 1024**2, "47"))
+
+    monkeypatch.setattr(bus_server, "_LONGEST_VALUE", 1024**2)
+    await put(bus, 3)
+    worker = make(bus, long)
+    async with running(worker):
+        await until(lambda: _is_length(bus, 2))
+        await until(lambda: worker.counts.buried == 1)
+    assert await _dead(bus) == [
+        (
+            b"1",
+            b"expected messages of at most 1 MiB, the longest value of Redis, found 2 MiB: lower sampling.group_size, "
+            b"sampling.max_new_tokens or sampling.top_k",
+            b"1",
+        )
+    ]
 
 
 async def _dead(bus: Bus) -> list[tuple[bytes, bytes, bytes]]:

@@ -121,6 +121,13 @@ def test_lags_are_counted_of_trained_samples_and_every_sample_is_accounted_for()
     assert [figures.metrics[name] for name in names] == [1.0, 2.0, 1.0, 5.0, 6.0]
 
 
+@pytest.mark.parametrize(("last", "equal"), [(0.9, 1.0), (0.8, 0.0)])
+def test_groups_of_equal_rewards_are_counted_whatever_their_mean_rounds_to(last: float, equal: float) -> None:
+    made = builders.experience(0, (*[0.9] * 11, last))
+    assert float(np.full(12, 0.9, np.float32).std()) > 0.0
+    assert batch_figures([made], 0, {}).metrics["zero_std_groups"] == equal
+
+
 def test_context_is_computed_and_not_trained() -> None:
     laid = micro_batch([dataclasses.replace(row(3, 3, 2), contexts=(2, 0))])
     assert laid.input_ids_BT.tolist() == [[0, 1, 2, 0, 1, 0]]

@@ -255,6 +255,20 @@ async def test_only_the_stale_samples_of_a_requeued_group_are_generated_again(bu
     assert (group.prompt.requeues, await Ledger(bus).in_flight()) == (1, 2)
 
 
+async def test_a_group_that_is_stale_again_is_generated_again_as_a_whole(bus: Bus) -> None:
+    again = mixed(0, 4, 3, 5)
+    prompt = dataclasses.replace(again.group.prompt, requeues=1)
+    again = dataclasses.replace(again, group=dataclasses.replace(again.group, prompt=prompt))
+    await bus.append(EXPERIENCE, {"id": "0", "data": wire.encode(again)})
+    await bus.append(EXPERIENCE, {"id": "1", "data": wire.encode(mixed(1, 5, 5, 5))})
+    intake = Intake(bus, Live(bus, settings("requeue")), {V(n): n for n in range(6)})
+    async with filling(intake):
+        await until(lambda: _ended_without_a_batch(bus, intake, 5, {"requeued": 1}))
+    prompts = [delivery.message() for delivery in await bus.read(PROMPTS, Prompt, "a", 10, block_s=0.5)]
+    assert [(prompt.sample, prompt.requeues) for prompt in prompts] == [(0, 2), (1, 2), (2, 2)]
+    assert await intake.take_left() == {"requeued": 1}
+
+
 async def test_a_group_that_ends_the_trainer_is_tried_alone_and_takes_no_other_with_it(bus: Bus) -> None:
     for group_id in range(8):
         await put(bus, group_id)

@@ -40,17 +40,9 @@ class FunctionScorer:
         await self._processes.close()
 
     async def score(self, group: RolloutGroup) -> list[Score]:
-        """No call starts after a sample without a score, since its group then gets no reward."""
-        lost: list[Score] = []
-
         async def call(sample: Sample) -> Score:
             async with self._turns:
-                if lost:
-                    return lost[0]
-                score = await self._call(group, sample)
-            if score.value is None:
-                lost.append(score)
-            return score
+                return await self._call(group, sample)
 
         async with asyncio.TaskGroup() as calling:
             tasks = [calling.create_task(call(sample)) for sample in group.samples]

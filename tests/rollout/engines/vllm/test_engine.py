@@ -266,6 +266,13 @@ async def test_a_completion_ends_at_its_stop_text_and_is_taken_back_from_vllm(en
     await until(lambda: _metric("vllm:num_requests_running") == 0)
 
 
+async def test_no_stop_text_ends_a_completion_before_its_minimum_length(engine: VllmEngine) -> None:
+    stop = StopTexts(letters, [chr(48 + token) for token in range(48)], 20)
+    sampling = Sampling(4, 200, 1.0, min_new_tokens=20)
+    samples = (await engine.generate(GenerationRequest(PROMPT, sampling, stop=stop))).samples
+    assert [len(sample.token_ids) for sample in samples] == [21] * 4
+
+
 async def test_an_engine_hands_over_the_tokens_of_a_completion_together(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
