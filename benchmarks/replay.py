@@ -102,7 +102,7 @@ def repeat(arguments: argparse.Namespace) -> dict[str, Any]:
         data = batch(arguments, engine.vocabulary)
         for step in range(STEPS):
             started_s = time.perf_counter()
-            learner.learn(data, [1] * len(data), step + 1, repeated=plans[step])
+            learner.learn(data, {PolicyVersion(0): 1}, step + 1, repeated=plans[step])
             plans[step] = learner.plan
             if engine.device.type == "cuda":
                 torch.cuda.synchronize()

@@ -38,7 +38,7 @@ from services.rollout.engines.engine import GeneratedGroup, GeneratedSample, Gen
 from services.rollout.engines.prompts import CharacterCodec
 from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.service import Rollout, seed_of
-from services.trainer.batch.staleness import group_lag
+from services.trainer.batch.staleness import trained_lags
 from services.trainer.rank0.intake import Intake, Taken
 from shared.backoff import Backoff
 from shared.bus import embedded
@@ -172,7 +172,7 @@ class Trainer:
             while (batch := await self._intake.next_batch(step, 1.0)) is None:
                 pass
             await asyncio.sleep(self._step_s)
-            self.lags.update(group_lag(t.experience.group, step, self._steps, t.contexts) for t in batch)
+            self.lags.update(max(trained_lags(t.experience.group, step, self._steps, t.contexts)) for t in batch)
             self.trained += [int(taken.experience.group_id) for taken in batch]
             for taken in batch:
                 lengths = [len(sample.token_ids) for sample in taken.experience.group.samples]

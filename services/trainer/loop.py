@@ -15,7 +15,7 @@ It uses no bus.
 
 import collections
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -43,7 +43,7 @@ from services.trainer.rank0.mailbox.results import (
     StopRequested,
 )
 from services.trainer.rank0.probe import Prober
-from shared.bus.messages import Experience, StepPlan
+from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from shared.errors import SettingsError
 from shared.settings import Settings
 
@@ -180,7 +180,7 @@ class Trainer:
     def update(
         self,
         batch: Sequence[Experience],
-        lags: Sequence[int],
+        lags: Mapping[PolicyVersion, int],
         peak: float | None = None,
         repeated: StepPlan | None = None,
         contexts: Sequence[int] = (),

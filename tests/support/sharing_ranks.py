@@ -47,7 +47,13 @@ def publish(name: str, folder: Path, *, held: bool) -> dict[str, Any]:
     trainer, data = Trainer(trained.engine, of, NoMailbox(), artifacts), tuple(test_update.batch())
     for version in range(1, VERSION + 1):
         made = trainer.execute(
-            Command(CommandKind.TRAIN, groups=data, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(version))
+            Command(
+                CommandKind.TRAIN,
+                groups=data,
+                lags={PolicyVersion(0): 1},
+                learning_rate=1e-3,
+                version=PolicyVersion(version),
+            )
         )
     assert isinstance(made, StepMade)
     whole = trained.weights()

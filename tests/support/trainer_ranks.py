@@ -123,7 +123,7 @@ class Rank:
         data = test_update.batch(longer=longer)
         if self._top_k:
             data = teaching.with_tops(data, 5, self._top_k)
-        return self._learner.learn(data, [1] * len(data), step, repeated=plan)
+        return self._learner.learn(data, test_update.lags(data), step, repeated=plan)
 
     def try_out(self, group: Experience) -> None:
         self._learner.try_out([group])
@@ -279,7 +279,13 @@ def full_folder(of: Settings) -> dict[str, Any]:
         write = _refuse if (step, dist.get_rank()) == (2, 1) else torch.save
         state = CheckpointState(step, PolicyVersion(step), 0, "", 2, 3, "00") if writes else None
         commands = [
-            Command(CommandKind.TRAIN, groups=data, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(step)),
+            Command(
+                CommandKind.TRAIN,
+                groups=data,
+                lags={PolicyVersion(0): 1},
+                learning_rate=1e-3,
+                version=PolicyVersion(step),
+            ),
             Command(CommandKind.CHECKPOINT, state=state),
         ]
         with mock.patch.object(torch, "save", write):

@@ -156,7 +156,9 @@ def test_the_parts_of_a_micro_batch_are_slices_of_what_is_known() -> None:
         PackedRow(group.prompt_token_ids, group.samples, tuple(range(4 * n, 4 * n + 4)))
         for n, group in enumerate(groups)
     ]
-    whole = known.of(micro_batch(rows), [1, 2, 3, 4, 5, 6, 7, 8], [False] * 4 + [True] * 4, torch.device("cpu"))
+    samples = [sample for group in groups for sample in group.samples]
+    lags_M = [np.full(len(sample.token_ids), place, np.float32) for place, sample in enumerate(samples)]
+    whole = known.of(micro_batch(rows), lags_M, [False] * 4 + [True] * 4, torch.device("cpu"))
     whole.advantages_N = torch.arange(float(len(whole.lags_N)))
     first, second = oom_split.halves(whole, oom_split.rows_by_place(rows))
     assert (first.batch.places_S.tolist(), second.batch.places_S.tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
@@ -246,7 +248,7 @@ def test_once_some_weights_moved_the_error_says_so() -> None:
     assert caught.value.touched is (order[0] != 1)
 
 
-TRAIN = Command(CommandKind.TRAIN, lags=(1,) * 4, learning_rate=1e-3, version=PolicyVersion(1))
+TRAIN = Command(CommandKind.TRAIN, lags={PolicyVersion(0): 1}, learning_rate=1e-3, version=PolicyVersion(1))
 
 
 def trainer(folder: Path, mode: str = "separate") -> Trainer:
@@ -274,7 +276,9 @@ def test_a_replay_that_could_not_follow_its_plan_says_so(tmp_path: Path, memory:
     assert made.plan.misfits
 
     def replayed(name: str, known: StepPlan | None) -> str:
-        command = Command(CommandKind.REPLAY, groups=tuple(batch()), lags=(1,) * 4, learning_rate=1e-3, plan=known)
+        command = Command(
+            CommandKind.REPLAY, groups=tuple(batch()), lags={PolicyVersion(0): 1}, learning_rate=1e-3, plan=known
+        )
         result = trainer(tmp_path / name).execute(command)
         assert isinstance(result, Replayed)
         return result.difference

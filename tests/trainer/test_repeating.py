@@ -80,7 +80,7 @@ def _step(zero_stage: int, logits: LogitsType, chunk_tokens: int) -> tuple[float
         model: Any = tiny.model(0).to(torch.bfloat16).requires_grad_(True)
         engine = TrainingEngine(Policy(model, chunk_tokens=chunk_tokens, logits=logits).train(), of, "cpu")
         data = test_update.batch()
-        measured = Learner(engine, of, Phases()).learn(data, [1] * len(data), 1)
+        measured = Learner(engine, of, Phases()).learn(data, test_update.lags(data), 1)
     return measured["grad_norm"], {name: tensor.float().clone() for name, tensor in engine.tensors()}
 
 

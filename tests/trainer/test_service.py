@@ -55,7 +55,7 @@ estimator = "k1"
 learning_rate = 1e-3
 """
 LORA = "[policy.lora]\nrank = 4"
-LOG_LINEAR = 'preset = "a3po"'  # its proximal depends on each group's lag
+LOG_LINEAR = 'preset = "a3po"'  # its proximal depends on each token's lag
 
 
 class Run:

@@ -11,10 +11,11 @@ from services.trainer.algorithm.loss.dpo import best_and_worst
 from services.trainer.batch import token_data
 from services.trainer.batch.oom_split import rows_by_place
 from services.trainer.batch.packing import MicroBatch, PackedRow, plan
+from services.trainer.batch.staleness import token_lags
 from services.trainer.batch.token_data import LossInputs
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.forward_passes import digest
-from shared.bus.messages import Experience, Float32Array, Purpose, StepPlan
+from shared.bus.messages import Experience, Float32Array, PolicyVersion, Purpose, StepPlan
 from shared.settings import Settings
 
 
@@ -31,7 +32,7 @@ class Minibatch:
 def lay_out(
     batch: Sequence[Experience],
     rewards: Sequence[Float32Array],
-    lags: Sequence[int],
+    lags: Mapping[PolicyVersion, int],
     step: int,
     settings: Settings,
     policy: TrainingEngine,
@@ -54,7 +55,9 @@ def lay_out(
     if repeated is not None:
         cap = min(cap, repeated.micro_batch_tokens)
     layouts = [plan(share, cap, policy.ranks, split=not pairs, sizes=policy.sizes) for share in shares]
-    lags_M, rank = [lag for lag, e in zip(lags, batch, strict=True) for _ in e.group.samples], dist.get_rank()
+    samples_M, rank = [sample for e in batch for sample in e.group.samples], dist.get_rank()
+    pairs_M = zip(samples_M, contexts or (0,) * len(samples_M), strict=True)
+    lags_M = [token_lags(sample, lags, context) for sample, context in pairs_M]
     demonstrated_M = [e.group.prompt.purpose is Purpose.DEMONSTRATE for e in batch for _ in e.group.samples]
     parts = []
     for share, layout in zip(shares, layouts, strict=True):

@@ -5,8 +5,9 @@ batch, lags, step number, weights and *plan*: the layout of forward passes, and 
 (``model/forward_passes``); so a replay with the plan is bit-identical. Non-finite gradients reach no weight.
 """
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,12 @@ from services.trainer.model.critic import value_loss
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.forward_passes import ForwardPasses
 from services.trainer.phases import Phases, utilisation
-from shared.bus.messages import Experience, Float32Array, Misfit, Purpose, StepPlan
+from shared.bus.messages import Experience, Float32Array, Misfit, PolicyVersion, Purpose, StepPlan
 from shared.model.flops import BACKWARD
 from shared.settings import Settings
+
+_NO_LAGS: Mapping[PolicyVersion, int] = collections.defaultdict(int)
+"""Where nothing is trained."""
 
 
 class Learner:
@@ -58,7 +62,7 @@ class Learner:
     def learn(
         self,
         batch: Sequence[Experience],
-        lags: Sequence[int],
+        lags: Mapping[PolicyVersion, int],
         step: int,
         peak: float | None = None,
         repeated: StepPlan | None = None,
@@ -68,7 +72,7 @@ class Learner:
 
         Args:
             batch: the groups.
-            lags: of the groups, in steps.
+            lags: of the samples' versions, in steps.
             step: its number.
             peak: learning rate; default: the settings'.
             repeated: a replayed step's plan; :attr:`plan` differs if it does not fit any more.
@@ -197,7 +201,7 @@ class Learner:
         margin is positive; collective.
         """
         rewards, pairs = self._rewards(held_out), self._algorithm.loss == "dpo"
-        (minibatch,), _ = lay_out(held_out, rewards, [0] * len(held_out), 0, self._settings, self._policy)
+        (minibatch,), _ = lay_out(held_out, rewards, _NO_LAGS, 0, self._settings, self._policy)
         sums = torch.zeros(2, dtype=torch.float64, device=self._policy.device)
         with torch.no_grad():
             if pairs:
@@ -223,7 +227,7 @@ class Learner:
     def try_out(self, batch: Sequence[Experience]) -> None:
         """Run training on ``batch``, with backward passes, without changes; collective."""
         rewards, device = self._rewards(batch), self._policy.device
-        (minibatch,), _ = lay_out(batch, rewards, [0] * len(batch), 0, self._settings, self._policy)
+        (minibatch,), _ = lay_out(batch, rewards, _NO_LAGS, 0, self._settings, self._policy)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             self._evaluate(minibatch.inputs, batch)
             assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch))

@@ -11,7 +11,9 @@ A token's lag is the number of steps committed since its version's. Versions asc
 from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
-from shared.bus.messages import PolicyVersion, RolloutGroup, Sample
+import numpy as np
+
+from shared.bus.messages import Float32Array, PolicyVersion, RolloutGroup, Sample
 
 Granularity = Literal["mask", "sample", "group"]
 Steps = Mapping[PolicyVersion, int]
@@ -27,11 +29,6 @@ def lag_steps(sample: Sample, step: int, steps_of_versions: Steps, context: int 
     )
 
 
-def group_lag(group: RolloutGroup, step: int, steps_of_versions: Steps, contexts: Sequence[int] = ()) -> int:
-    """Return the largest lag of the group's trained tokens."""
-    return max(trained_lags(group, step, steps_of_versions, contexts))
-
-
 def trained_lags(group: RolloutGroup, step: int, steps_of_versions: Steps, contexts: Sequence[int] = ()) -> list[int]:
     """Return the lag of each sample that has trained tokens."""
     pairs = zip(group.samples, contexts or (0,) * len(group.samples), strict=True)
@@ -40,6 +37,14 @@ def trained_lags(group: RolloutGroup, step: int, steps_of_versions: Steps, conte
         for sample, context in pairs
         if context < len(sample.token_ids)
     ]
+
+
+def token_lags(sample: Sample, lags: Mapping[PolicyVersion, int], context: int = 0) -> Float32Array:
+    """Return the lag of each token after the first ``context`` ones, given those of versions."""
+    starts_K, versions_K = sample.version_spans.T
+    lags_K = np.array([lags[PolicyVersion(version)] for version in versions_K.tolist()], dtype=np.float32)
+    tokens: Float32Array = np.repeat(lags_K, np.diff(np.append(starts_K, len(sample.token_ids))))[context:]
+    return tokens
 
 
 def is_fenced(group: RolloutGroup, revoked: Set[PolicyVersion]) -> bool:

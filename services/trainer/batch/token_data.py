@@ -66,15 +66,17 @@ class LossInputs:
         return dataclasses.replace(self, **drawn, batch=batch, lengths_S=lengths_S, demonstrated_S=None)
 
 
-def of(batch: MicroBatch, lags_M: Sequence[int], demonstrated_M: Sequence[bool], device: torch.device) -> LossInputs:
-    """``lags_M`` are the lags of the batch's samples, ``demonstrated_M`` whether they are demonstrations."""
-    lags_S = np.array([lags_M[place] for place in batch.places_S], dtype=np.float32)
+def of(
+    batch: MicroBatch, lags_M: Sequence[Float32Array], demonstrated_M: Sequence[bool], device: torch.device
+) -> LossInputs:
+    """``lags_M`` are the lags of the samples' trained tokens, ``demonstrated_M`` whether they are demonstrations."""
+    lags_N = np.concatenate([np.zeros(0, np.float32), *(lags_M[place] for place in batch.places_S)])
     demonstrated_S = np.array([demonstrated_M[place] for place in batch.places_S], dtype=np.bool_)
     return LossInputs(
         batch=batch,
         lengths_S=torch.from_numpy(batch.lengths_S).to(device),
         behavior_logprobs_N=torch.from_numpy(batch.behavior_logprobs_N).to(device),
-        lags_N=torch.from_numpy(np.repeat(lags_S, batch.lengths_S)).to(device),
+        lags_N=torch.from_numpy(lags_N).to(device),
         demonstrated_S=demonstrated_S if any(demonstrated_M) else None,
     )
 

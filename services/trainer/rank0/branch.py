@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.trainer.batch.staleness import group_lag
 from services.trainer.rank0.mailbox.results import Published
 from shared.bus.bus import Bus, Delivery
 from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, StepPlan, StepReport
@@ -114,14 +113,10 @@ class Branch:
         self.steps[record.version] = record.step
         return True
 
-    def lags(self, groups: Sequence[Experience], step: int, contexts: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the lag of each group's trained tokens after ``step`` steps, reproducibly."""
-        first, lags = 0, []
-        for group in (experience.group for experience in groups):
-            end = first + len(group.samples)
-            lags.append(group_lag(group, step, self.steps, contexts[first:end]))
-            first = end
-        return tuple(lags)
+    def lags(self, groups: Sequence[Experience], step: int) -> dict[PolicyVersion, int]:
+        """Return the lag of each version in the groups after ``step`` steps, reproducibly."""
+        versions = sorted({version for experience in groups for version in experience.group.versions})
+        return {version: step - self.steps.get(version, 0) for version in versions}
 
 
 def note_version(folder: Path, version: PolicyVersion) -> None:

@@ -331,7 +331,7 @@ class Driver:
                 CommandKind.TRAIN,
                 payloads=tuple(taken.delivery.data for taken in batch),
                 groups=tuple(groups),
-                lags=self._branch.lags(groups, self._step, contexts),
+                lags=self._branch.lags(groups, self._step),
                 contexts=contexts if any(contexts) else (),
                 learning_rate=learning_rate,
                 version=self._branch.next_version(),

@@ -93,7 +93,7 @@ class Opening:
         groups = decode_all(payloads)
         settings = await self._context.live.at(entries[0].settings_revision)
         plan = entries[0].plan
-        lags = self._branch.lags(groups, entries[0].step - 1, plan.contexts if plan is not None else ())
+        lags = self._branch.lags(groups, entries[0].step - 1)
         return Command(CommandKind.REPLAY, "", payloads, groups, lags, settings.trainer.learning_rate, plan)
 
     async def _warn(self) -> None:

@@ -55,7 +55,7 @@ def engine(settings: Settings) -> TrainingEngine:
 
 
 def learned(of: TrainingEngine, settings: Settings) -> dict[str, torch.Tensor]:
-    Learner(of, settings, Phases()).learn(test_update.batch(), [0] * 4, 2)
+    Learner(of, settings, Phases()).learn(test_update.batch(), test_update.lags(test_update.batch(), 0), 2)
     return {name: tensor.clone() for name, tensor in of.tensors()}
 
 

@@ -116,7 +116,7 @@ def test_of_a_sample_with_a_context_the_teachers_logprobs_are_those_of_the_train
     (group, *_) = taught(0.5)
     samples, contexts = group.group.samples, (1, 2, 0, 3)
     row = PackedRow(group.group.prompt_token_ids, samples, (0, 1, 2, 3), contexts=contexts)
-    inputs = of(micro_batch([row]), [0] * 4, [False] * 4, torch.device("cpu"))
+    inputs = of(micro_batch([row]), [np.zeros(4, np.float32)] * 4, [False] * 4, torch.device("cpu"))
     add_teacher([inputs], [group])
     expected = [sample.teacher_logprobs[context:] for sample, context in zip(samples, contexts, strict=True)]  # type: ignore[index]
     assert inputs.teacher_logprobs_N is not None

@@ -13,10 +13,10 @@ from services.trainer.batch import oom_split
 from services.trainer.batch.packing import PackedRow, micro_batch
 from services.trainer.model.policy import Policy
 from shared.bus.encoding import wire
-from shared.bus.messages import Experience, StepPlan
+from shared.bus.messages import Experience, PolicyVersion, StepPlan
 from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT
-from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
+from tests.trainer.algorithm.test_update import Rank, batch, lags, settings, timeless
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -180,7 +180,7 @@ def test_contexts_supports_and_unscored_samples_hold_together_in_any_forward_pas
     assert timeless(again.learn(truncated(batch()), plan=cut.learner.plan)) == timeless(other)
     groups, rewards = truncated(batch()), [experience.rewards for experience in truncated(batch())]
     policy = whole.learner._policy
-    (minibatch,), _ = lay_out(groups, rewards, [0] * 4, 1, settings(), policy, contexts=contexts)
+    (minibatch,), _ = lay_out(groups, rewards, lags(groups, 0), 1, settings(), policy, contexts=contexts)
     for inputs in minibatch.inputs:
         halves = [policy.evaluate(half.batch) for half in oom_split.halves(inputs, minibatch.rows)]
         together = torch.cat([half.policy_logprobs_N for half in halves])
@@ -198,3 +198,25 @@ def test_the_critic_learns_from_trained_tokens_alone_and_sees_the_whole_samples_
     expected = sum(0.5 * reward**2 * n for reward, n in zip(rewards, trained, strict=True)) / sum(trained)
     assert value_loss == pytest.approx(expected, abs=FORWARD)
     assert any(not torch.equal(before[name], tensor) for name, tensor in with_critic.weights().items())
+
+
+def test_a_loss_sees_the_lag_of_each_tokens_version() -> None:
+    """Samples of one group began under different versions, and one went on under another; cut into forward passes."""
+    data, spans = batch()[:1], ([[0, 1]], [[0, 3]], [[0, 1], [1, 3]], [[0, 2]])
+    samples = [
+        dataclasses.replace(sample, version_spans=np.array(rows, np.int32))
+        for sample, rows in zip(data[0].group.samples, spans, strict=True)
+    ]
+    groups = [dataclasses.replace(data[0], group=dataclasses.replace(data[0].group, samples=tuple(samples)))]
+    of_versions = {PolicyVersion(1): 4, PolicyVersion(2): 2, PolicyVersion(3): 0}
+    for cap in (4096, 10):
+        of = settings(micro_batch_tokens=cap)
+        engine = Rank(of).engine
+        (minibatch,), _ = lay_out(groups, [data[0].rewards], of_versions, 1, of, engine, contexts=(0, 0, 0, 1))
+        lags_M = {
+            int(place): lags_N.tolist()
+            for inputs in minibatch.inputs
+            for place, lags_N in zip(inputs.batch.places_S, inputs.lags_N.split(inputs.lengths_S.tolist()), strict=True)
+        }
+        assert lags_M == {0: [4, 4], 1: [0] * 5, 2: [4, 0, 0], 3: [2, 2, 2]}
+    assert len(minibatch.inputs) > 1

@@ -23,7 +23,7 @@ from shared.model.logits import partition
 from tests.support import tiny
 from tests.support.teaching import with_tops
 from tests.support.tolerance import FORWARD
-from tests.trainer.algorithm.test_update import Rank, batch, demonstrated, settings
+from tests.trainer.algorithm.test_update import Rank, batch, demonstrated, lags, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -80,7 +80,7 @@ def learned(
     """Return the gradient of a step, and its figures."""
     engine = Bigrams()
     learner = Learner(cast(TrainingEngine, engine), settings(cap, **algorithm), Phases(), reference=Bigrams().evaluate)
-    measured = learner.learn(groups, [1] * len(groups), 1, contexts=contexts)
+    measured = learner.learn(groups, lags(groups), 1, contexts=contexts)
     assert engine.logits_VV.grad is not None
     return engine.logits_VV.grad, measured
 
@@ -286,7 +286,7 @@ def test_your_own_functions_see_samples_only() -> None:
 def test_a_split_forward_pass_keeps_which_samples_are_demonstrations() -> None:
     groups = [*demonstrated(batch()[:1]), *batch()[1:2]]
     of, engine = settings(imitation=WEIGHT), cast(TrainingEngine, Bigrams())
-    (minibatch,), _ = lay_out(groups, [e.rewards for e in groups], [0, 0], 1, of, engine)
+    (minibatch,), _ = lay_out(groups, [e.rewards for e in groups], lags(groups, 0), 1, of, engine)
     (whole,) = minibatch.inputs
     halves = oom_split.halves(whole, minibatch.rows)
     places = [place for half in halves for place in half.batch.places_S.tolist()]

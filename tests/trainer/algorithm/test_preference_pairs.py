@@ -23,7 +23,7 @@ from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_mixture import ROUNDING, Bigrams
 from tests.trainer.algorithm.test_trl import trl
-from tests.trainer.algorithm.test_update import GROUPS, Rank, batch, demonstrated, settings
+from tests.trainer.algorithm.test_update import GROUPS, Rank, batch, demonstrated, lags, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -72,7 +72,7 @@ def test_the_loss_is_the_formulas_in_float64_however_pairs_are_packed(cap: int) 
     learner = Learner(
         cast(TrainingEngine, engine), settings(cap, preset="dpo", dpo_beta=BETA), Phases(), reference=reference.evaluate
     )
-    held_out, measured = learner.figures_of(groups), learner.learn(groups, [9] * GROUPS, 1)
+    held_out, measured = learner.figures_of(groups), learner.learn(groups, lags(groups, 9), 1)
     own = Bigrams()
     loss, margins = plain(groups, own, reference)
     loss.backward()

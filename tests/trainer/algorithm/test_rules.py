@@ -16,7 +16,7 @@ from services.trainer.algorithm.loss.kl import estimate
 from services.trainer.algorithm.loss.losses import clipped_ratio
 from services.trainer.algorithm.schedule import learning_rate
 from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
-from services.trainer.batch.staleness import find_contexts, is_fenced, lag_steps
+from services.trainer.batch.staleness import find_contexts, is_fenced, lag_steps, token_lags
 from services.trainer.metrics import batch_figures
 from services.trainer.model.policy import Policy
 from shared.bus.messages import FinishReason, PolicyVersion, Sample
@@ -81,6 +81,15 @@ def test_lag_counts_steps_since_the_oldest_trained_token() -> None:
     sample = spanned((0, 3), (2, 4), (5, 9))
     assert [lag_steps(sample, 8, STEPS, context) for context in (0, 1, 2, 4, 5)] == [6, 6, 5, 5, 0]
     assert lag_steps(spanned((0, 7)), 8, STEPS) == 8, "unknown versions are the initial policy"
+
+
+def test_each_trained_token_has_the_lag_of_its_own_version() -> None:
+    sample = spanned((0, 3), (2, 4), (5, 9))
+    assert [token_lags(sample, {V(3): 6, V(4): 5, V(9): 0}, context).tolist() for context in (0, 3, 6)] == [
+        [6, 6, 5, 5, 5, 0],
+        [5, 5, 0],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from services.trainer.model.critic import Critic
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
-from shared.bus.messages import Experience, FinishReason, Purpose, RolloutGroup, Sample, StepPlan
+from shared.bus.messages import Experience, FinishReason, PolicyVersion, Purpose, RolloutGroup, Sample, StepPlan
 from shared.errors import SettingsError
 from shared.settings import Settings
 from shared.settings.algorithm import Preset
@@ -69,13 +69,12 @@ class Rank:
         self,
         batch: list[Experience],
         step: int = 1,
-        lags: list[int] | None = None,
         plan: StepPlan | None = None,
         contexts: Sequence[int] = (),
     ) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.learner.learn(batch, lags or [1] * len(batch), step, repeated=plan, contexts=contexts)
+            return self.learner.learn(batch, lags(batch), step, repeated=plan, contexts=contexts)
 
     def try_out(self, group: Experience) -> None:
         with warnings.catch_warnings():
@@ -89,6 +88,11 @@ class Rank:
         modules = [self.engine.policy] + ([self.critic.policy] if self.critic is not None else [])
         named = [(f"{n}.{name}", t) for n, module in enumerate(modules) for name, t in module.named_parameters()]
         return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def lags(batch: Sequence[Experience], of: int = 1) -> dict[PolicyVersion, int]:
+    """Return the lags of a batch of versions that are all as old."""
+    return dict.fromkeys({version for experience in batch for version in experience.group.versions}, of)
 
 
 @functools.cache

@@ -65,7 +65,9 @@ class Run:
             torch.manual_seed(0)
             adapted = adapter.add(load_model(self.settings.policy, torch.float32), self.settings.policy)
             self.engine = TrainingEngine(Policy(adapted).train(), self.settings, "cpu")
-            Learner(self.engine, self.settings, Phases()).learn(test_update.batch(), [0] * 4, 1)
+            Learner(self.engine, self.settings, Phases()).learn(
+                test_update.batch(), test_update.lags(test_update.batch(), 0), 1
+            )
 
     def checkpoint(self) -> Path:
         root = self.settings.run_folder / "checkpoints"

@@ -137,7 +137,9 @@ def engine(zero_stage: int) -> TrainingEngine:
     torch.manual_seed(0)
     model = adapter.add(tiny.mixture(), settings.policy, zero_stage)
     training_engine = TrainingEngine(Policy(trained(model)).train(), settings, "cpu")
-    measured = Learner(training_engine, settings, Phases()).learn(test_update.batch(), [0] * 4, 1)
+    measured = Learner(training_engine, settings, Phases()).learn(
+        test_update.batch(), test_update.lags(test_update.batch(), 0), 1
+    )
     training_engine.measured = measured  # type: ignore[attr-defined]
     return training_engine
 

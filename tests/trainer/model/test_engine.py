@@ -80,7 +80,7 @@ class Stepper:
         data = test_update.batch()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self._learner.learn(data, [1] * len(data), number)
+            return self._learner.learn(data, test_update.lags(data), number)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.float().clone() for name, tensor in self.engine.tensors()}

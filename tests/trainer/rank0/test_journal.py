@@ -6,7 +6,7 @@ import pytest
 from services.trainer.rank0.mailbox.commands import Command, CommandKind, _read, _write
 from shared.bus.bus import Bus, Delivery
 from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Misfit, StepPlan
+from shared.bus.messages import Experience, Misfit, PolicyVersion, StepPlan
 from shared.bus.stores.experience.signals import SignalChange, read_signals, signal
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import EXPERIENCE, JOURNAL
@@ -73,9 +73,16 @@ async def test_a_journal_of_an_older_version_is_read_without_plans(bus: Bus) -> 
 def test_every_rank_gets_the_plan_with_the_order_to_replay(plan: StepPlan | None) -> None:
     experience = builders.experience(3)
     order = Command(
-        CommandKind.REPLAY, "", (wire.encode(experience),), (experience,), (1,), 1e-3, plan, contexts=(2, 0)
+        CommandKind.REPLAY,
+        "",
+        (wire.encode(experience),),
+        (experience,),
+        {PolicyVersion(7): 1},
+        1e-3,
+        plan,
+        contexts=(2, 0),
     )
     read = _read(_write(order))
-    assert (read.kind, read.lags, read.learning_rate, read.plan) == (CommandKind.REPLAY, (1,), 1e-3, plan)
+    assert (read.kind, read.lags, read.learning_rate, read.plan) == (CommandKind.REPLAY, {7: 1}, 1e-3, plan)
     assert read.contexts == (2, 0)
     assert read.groups[0].group.prompt.group_id == 3

@@ -47,7 +47,7 @@ def log_linear(behavior_logprobs_N: Tensor, policy_logprobs_N: Tensor, lags_N: T
     """Return proximal logprobs interpolated by lag (N, no gradient).
 
     ``proximal = α behavior + (1 − α) policy`` with ``α = 1/lag``, and α = 0 at lag 0 (Li et al. 2025, A-3PO,
-    arXiv:2512.06547). The lag is that of the group's oldest trained token.
+    arXiv:2512.06547). The lag is that of each token's version.
     """
     weight_N = torch.where(lags_N > 0, 1.0 / lags_N.clamp(min=1), torch.zeros_like(behavior_logprobs_N))
     return weight_N * behavior_logprobs_N + (1.0 - weight_N) * policy_logprobs_N.detach()

@@ -4,7 +4,7 @@ Rank 0 broadcasts them as MessagePack, and idle ones while it waits, so that col
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import msgpack
@@ -43,8 +43,8 @@ class Command:
     folder: str = ""
     payloads: tuple[bytes, ...] = ()
     groups: tuple[Experience, ...] = ()
-    lags: tuple[int, ...] = ()
-    """Of the groups, in steps."""
+    lags: Mapping[PolicyVersion, int] = dataclasses.field(default_factory=dict)
+    """Of the groups' versions, in steps."""
     learning_rate: float = 0.0
     """Peak of this step."""
     plan: StepPlan | None = None
@@ -83,7 +83,7 @@ def share(command: Command | None) -> Command:
 def _write(command: Command) -> bytes:
     plan = None if command.plan is None else wire.encode(command.plan)
     payloads = list(command.payloads)
-    where, batch = (int(command.kind), command.folder), (payloads, command.lags, command.contexts)
+    where, batch = (int(command.kind), command.folder), (payloads, list(command.lags.items()), command.contexts)
     fields = (
         *where,
         *batch,
@@ -107,7 +107,7 @@ def _read(data: bytes) -> Command:
         folder,
         tuple(payloads),
         groups,
-        tuple(lags),
+        dict(lags),
         rate,
         plan,
         version,

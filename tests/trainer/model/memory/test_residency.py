@@ -168,7 +168,7 @@ def test_a_turn_frees_the_snapshot_before_its_memory_returns_and_copies_it_once_
         calls.append(kind)
         trainer.execute(
             Command(
-                CommandKind[kind.upper()], groups=tuple(test_update.batch()), lags=(1,) * 4, learning_rate=1e-3,
+                CommandKind[kind.upper()], groups=tuple(test_update.batch()), lags={PolicyVersion(0): 1}, learning_rate=1e-3,
                 version=PolicyVersion(version), rung=3,
             )
         )  # fmt: skip
