@@ -54,7 +54,7 @@ class Status:
 
     @property
     def ready(self) -> bool:
-        return self.state in ("working", "waiting", "degraded")
+        return self.state in ("replaying", "working", "waiting", "degraded")
 
     def note_memory(self, memory: Mapping[str, float]) -> None:
         """Note bytes by component, for the choice of a rung; the largest are kept, for a coordinator that starts later."""

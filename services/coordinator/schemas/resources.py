@@ -62,7 +62,7 @@ class ServiceView(ResponseModel):
     """rollout, reward, trainer or coordinator."""
     replica: str
     state: str
-    """starting, working, waiting, degraded or stopping."""
+    """starting, replaying, working, waiting, degraded or stopping."""
     activity: str
     """What it does until it is ready; empty afterwards."""
     activity_since_s: float

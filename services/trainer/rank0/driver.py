@@ -137,6 +137,7 @@ class Driver:
                 raise Fenced("the bus lost its data before the first checkpoint: the trainer starts again")
             await self._forget_experience(self._filling)
         for command in commands:
+            self._context.status.state = "replaying"  # ready, as no startup probe allows for the longest replay
             loads = command.kind is CommandKind.LOAD
             self._context.status.start.begin("loading the checkpoint" if loads else "replaying the journal")
             result = await self._ask(command, Result)

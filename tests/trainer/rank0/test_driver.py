@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.client.views import READY_STATES
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.model.policy import Policy
@@ -28,6 +29,7 @@ from shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
 from shared.bus.stores.policy.ledger import RunState
 from shared.bus.streams import STEPS
 from shared.errors import Fenced, SettingsError
+from shared.process.service import readiness
 from shared.process.telemetry import Status
 from shared.settings import Settings
 from tests.conftest import until
@@ -134,6 +136,23 @@ async def test_the_largest_peak_of_the_trainer_s_steps_is_reported(bus: Bus, tmp
         await is_at(driven, 2)
         await until(lambda: values.get("step") == 2.0)
     assert values["memory_peak"] == 1e18
+
+
+async def test_a_trainer_passes_its_startup_probe_before_it_loads_and_replays_but_is_not_yet_ready_for_penstock_up() -> (
+    None
+):
+    status, seen = Status(), []
+
+    async def ask(command: Command, _kind: type[Result]) -> Result:
+        seen.append((command.kind, readiness(status, bus_available=True)["ready"], status.state in READY_STATES))
+        return Result()
+
+    driver = SimpleNamespace(
+        _opening=SimpleNamespace(loaded=None, restored=False), _context=SimpleNamespace(status=status), _ask=ask
+    )
+    assert readiness(status, bus_available=True)["ready"] is False
+    await Driver._open(driver, [Command(CommandKind.LOAD), Command(CommandKind.REPLAY)])  # type: ignore[arg-type]
+    assert seen == [(CommandKind.LOAD, True, False), (CommandKind.REPLAY, True, False)]
 
 
 async def test_a_batch_that_is_not_finite_is_skipped_and_the_next_one_makes_the_step(bus: Bus, tmp_path: Path) -> None:
