@@ -70,7 +70,11 @@ def up(
     words: WordsOrNone = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_FOLDER", help="Continue the run in this folder.", show_default=False),
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Continue the run in this folder, with its settings or those of CONFIG.",
+            show_default=False,
+        ),
     ] = None,
     start_from: Annotated[
         str,
@@ -95,6 +99,8 @@ def up(
     `penstock up config/arithmetic.toml --run.steps 50 --rollout.replicas 3`
 
     `penstock up --resume runs/latest`
+
+    `penstock up my-run.toml --resume runs/latest`
 
     `penstock up stage-2.toml --from runs/stage-1@400 --optimizer`
 

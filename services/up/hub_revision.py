@@ -2,15 +2,24 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from shared.dataset_source import hub_dataset
 from shared.errors import SettingsError
 
 
-def pinned(source: str, setting: str) -> str:
+def pinned(source: str, setting: str, known: Sequence[str] = ()) -> str:
+    """Return ``source`` with a commit: its own, that of the ``known`` dataset of a resumed run, or the hub's newest.
+
+    Raises:
+        SettingsError: the hub has no such dataset.
+    """
     dataset = hub_dataset(source)
     if dataset is None or re.fullmatch("[0-9a-f]{40}", dataset.revision):
         return source
+    for earlier in filter(None, map(hub_dataset, known)):
+        if dataclasses.replace(earlier, revision=dataset.revision) == dataset:
+            return str(earlier)
     try:
         from huggingface_hub import HfApi
     except ImportError as error:

@@ -57,15 +57,18 @@ class Prepared:
 
 
 def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> Prepared:
-    """Raises SettingsError: names the setting to change; RunEnded: the run to resume has no steps left."""
-    if (config is None) == (resume is None):
-        given = "neither" if config is None else "both"
-        raise SettingsError(
-            f"expected a settings file (penstock up config/arithmetic.toml) or --resume RUN_FOLDER, found {given}"
-        )
+    """Prepare a new run, or resume one with its own settings or, if ``config`` is given too, with those of that file.
+
+    Raises:
+        SettingsError: names the setting to change.
+        RunEnded: the run to resume has no steps left.
+    """
     if resume is not None:
-        return _resumed(resume.absolute(), flags)
-    assert config is not None
+        return _resumed(resume.absolute(), config, flags)
+    if config is None:
+        raise SettingsError(
+            "expected a settings file (penstock up config/arithmetic.toml) or --resume RUN_FOLDER, found neither"
+        )
     settings = _resolved(load(config, flags))
     if not settings.run.id:
         settings = _with(settings, "run", id=run_folder.new_run_id(config))
@@ -85,19 +88,21 @@ def _locked(folder: Path) -> Iterator[TextIO]:
         raise
 
 
-def _resumed(folder: Path, flags: Sequence[str]) -> Prepared:
+def _resumed(folder: Path, config: Path | None, flags: Sequence[str]) -> Prepared:
     if not (folder / SETTINGS_FILE).is_file():
         raise SettingsError(f"no {SETTINGS_FILE} in {folder}: after --resume, give runs/<run id>")
     folder = folder.resolve()  # `latest` may change
     with run_folder.private_files(), _locked(folder) as held:
         run_folder.keep_private(folder)  # older versions left it open to all
         run_folder.end_leftovers(folder)
-        return _placed(_as_before(folder, flags), folder, held, resumed=True)
+        return _placed(_as_before(folder, config, flags), folder, held, resumed=True)
 
 
-def _as_before(folder: Path, flags: Sequence[str]) -> Settings:
+def _as_before(folder: Path, config: Path | None, flags: Sequence[str]) -> Settings:
     before = load(folder / SETTINGS_FILE, environment={})
-    settings = _resolved(load(folder / SETTINGS_FILE, flags))
+    settings = load(config or folder / SETTINGS_FILE, flags)
+    settings = settings if settings.run.id else _with(settings, "run", id=before.run.id)
+    settings = _resolved(settings, [*before.data.sources, *(of.path for of in before.evaluation.held_out)])
     check_unchanged(before, settings, sources(flags, os.environ))
     check_steps_left(folder, settings.run.steps)
     if HIDDEN in settings.bus.url:
@@ -141,8 +146,8 @@ def _with(settings: Settings, table: str, **changes: object) -> Settings:
     return settings.model_copy(update={table: section.model_copy(update=changes)})
 
 
-def _resolved(settings: Settings) -> Settings:
-    """Make paths absolute for other working directories."""
+def _resolved(settings: Settings, known: Sequence[str] = ()) -> Settings:
+    """Make paths absolute for other working directories, and pin datasets, as in the ``known`` ones of a resumed run."""
     settings = _with(settings, "run", folder=settings.run.folder.absolute())
     settings = _with(
         settings,
@@ -152,25 +157,25 @@ def _resolved(settings: Settings) -> Settings:
     )
     settings = _with_critic(settings)
     settings = _with(settings, "reward", scorers=tuple(map(_with_absolute_model, settings.reward.scorers)))
-    by_dataset = {_absolute_source(source): others for source, others in settings.sampling.by_dataset.items()}
+    by_dataset = {_absolute_source(source, known): others for source, others in settings.sampling.by_dataset.items()}
     settings = _with(settings, "sampling", by_dataset=by_dataset)
-    settings = _with(settings, "data", path=_with_absolute_sources(settings.data.path))
-    return _with_absolute_sets(settings)
+    settings = _with(settings, "data", path=_with_absolute_sources(settings.data.path, known))
+    return _with_absolute_sets(settings, known)
 
 
-def _with_absolute_sources(path: str | dict[str, float]) -> str | dict[str, float]:
+def _with_absolute_sources(path: str | dict[str, float], known: Sequence[str]) -> str | dict[str, float]:
     if isinstance(path, dict):
-        return {_absolute_source(source): weight for source, weight in path.items()}
-    return _absolute_source(path)
+        return {_absolute_source(source, known): weight for source, weight in path.items()}
+    return _absolute_source(path, known)
 
 
-def _absolute_source(source: str) -> str:
-    return pinned(absolute(source), "data.path")
+def _absolute_source(source: str, known: Sequence[str]) -> str:
+    return pinned(absolute(source), "data.path", known)
 
 
-def _with_absolute_sets(settings: Settings) -> Settings:
+def _with_absolute_sets(settings: Settings, known: Sequence[str]) -> Settings:
     def held_out(source: str) -> str:
-        return pinned(absolute(source), "evaluation.path")
+        return pinned(absolute(source), "evaluation.path", known)
 
     path = settings.evaluation.path
     if isinstance(path, dict):

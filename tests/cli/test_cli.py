@@ -384,7 +384,6 @@ def test_a_taken_port_is_a_sentence(
     [
         ([], "found neither"),
         (["run.toml", "other.toml"], "expected one settings file"),
-        (["run.toml", "--resume", "x"], "found both"),
         (["none.toml"], "no settings file at none.toml"),
         (["--resume", "model"], "no settings.toml in"),
     ],

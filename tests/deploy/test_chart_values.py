@@ -1,6 +1,7 @@
 """Laws of the chart's values: upgrades, dependencies, refusals."""
 
 import json
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -321,3 +322,15 @@ def test_name_servers_are_reached_where_they_are_no_pods_and_on_openshift() -> N
     ]
     assert rule["to"] == [{"namespaceSelector": {}}, {"ipBlock": {"cidr": "169.254.0.0/16"}}]
     assert {port["port"] for port in rule["ports"]} == {53, 5353}
+
+
+def test_one_pod_resumes_its_run_with_the_toml_of_the_release(tmp_path: Path) -> None:
+    (container,) = template_of(render(in_one_pod("[run]\n", 8)).workload("pod"))["spec"]["containers"]
+    shell, option, script = container["command"]
+    folder = tmp_path / "demo"
+    echoed = script.replace("exec python", "echo").replace("/var/penstock/runs/demo", str(folder))
+    assert subprocess.check_output([shell, option, echoed], text=True) == "-m services.cli up /etc/penstock/run.toml\n"
+    folder.mkdir()
+    (folder / "settings.toml").touch()
+    resumed = subprocess.check_output([shell, option, echoed], text=True)
+    assert resumed == f"-m services.cli up /etc/penstock/run.toml --resume {folder}\n"

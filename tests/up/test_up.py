@@ -20,6 +20,7 @@ from services.up.display.view import duration, spark
 from services.up.plan import services
 from services.up.prepare import prepare
 from services.up.process import Restarts, how
+from shared.errors import SettingsError
 from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
 from tests.support.disks import small_disk
@@ -494,6 +495,23 @@ def test_the_resume_of_a_stopped_run_starts_nothing_and_says_how_to_go_on(
         f"(penstock up CONFIG --from {up.run_folder}); `penstock export {up.run_folder}` writes its policy\n"
     )
     assert not (up.run_folder / "up.json").exists()
+
+
+def test_a_resume_may_take_the_settings_of_a_file_but_for_those_that_need_a_new_run(up: Up) -> None:
+    config = up.folder / "changed.toml"
+    prepare(up.folder / "run.toml", None, ["--run.steps", "20"]).lock.close()
+    config.write_text(
+        (up.folder / "run.toml").read_text().replace('id = "law", ', "steps = 30, ") + "trainer.keep_last = 7\n"
+    )
+    resumed = prepare(config, up.run_folder, [])
+    resumed.lock.close()
+    assert (resumed.folder, resumed.resumed) == (up.run_folder, True)
+    for settings in (resumed.settings, load(resumed.config, environment={})):
+        assert (settings.run.id, settings.run.steps, settings.trainer.keep_last) == ("law", 30, 7)
+    kept = load(up.run_folder / "settings.toml", environment={})  # until all have worked with the others
+    assert kept.run.steps == 20
+    with pytest.raises(SettingsError, match=r"expected run\.seed = 0, with which the run was started, found 5"):
+        prepare(config, up.run_folder, ["--run.seed", "5"])
 
 
 def on_bus(socket: Path, command: str) -> str:

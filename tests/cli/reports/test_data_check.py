@@ -95,6 +95,8 @@ import json, sys
 from services.up.hub_revision import pinned
 from shared.errors import SettingsError
 shown = [pinned(source, "data.path") for source in sys.argv[1:-1]]
+known = ["/a.jsonl", "hf://own/sums@" + "8" * 40 + ":train"]
+shown += [pinned(source, "data.path", known) for source in (sys.argv[1], sys.argv[3])]
 try:
     pinned(sys.argv[-1], "data.path")
 except SettingsError as error:
@@ -113,6 +115,8 @@ def test_a_run_pins_its_hub_datasets_to_a_commit(tmp_path: Path) -> None:
         f"hf://own/sums@{COMMIT}:small/train",
         f"hf://own/sums@{'7' * 40}:train",
         "/a.jsonl",
+        f"hf://own/sums@{'8' * 40}:train",  # that of the run that is resumed
+        f"hf://own/sums@{'7' * 40}:train",
     ]
     assert refusal.startswith("expected a dataset on the hub at hf://own/none:train, found: ")
     assert refusal.endswith("change data.path, or check HF_ENDPOINT and HF_TOKEN")

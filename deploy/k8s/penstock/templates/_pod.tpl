@@ -117,7 +117,7 @@ spec:
 ["python", "-m", "services.rollout", "--config", "/etc/penstock/run.toml", "--replica", "{{ include "penstock.name" . }}-$(GROUP_INDEX)"]
 {{- else if eq .role "pod" -}}
 {{- $folder := printf "/var/penstock/runs/%s" (include "penstock.runId" .root) -}}
-["sh", "-c", "if [ -e {{ $folder }}/settings.toml ]; then exec python -m services.cli up --resume {{ $folder }}; else exec python -m services.cli up /etc/penstock/run.toml; fi"]
+["sh", "-c", "if [ -e {{ $folder }}/settings.toml ]; then set -- --resume {{ $folder }}; fi; exec python -m services.cli up /etc/penstock/run.toml \"$@\""]
 {{- else if hasKey . "jobSet" -}}
 ["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "{{ .role }}{{ with include "penstock.pool" . }}-{{ . }}{{ end }}-$(JOB_INDEX)"]
 {{- else -}}
