@@ -88,6 +88,13 @@ def scaled(helm: None) -> Json:
     return spec
 
 
+def test_keda_reaches_the_bus_where_only_a_pool_is_scaled() -> None:
+    release = render(pooled(), crds=ALL_CRDS)
+    (rule,) = release.one("NetworkPolicy", "bus")["spec"]["ingress"]
+    keda = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/part-of": "keda-operator"}}}
+    assert keda in rule["from"]
+
+
 def test_a_pool_that_follows_the_backlog_needs_keda() -> None:
     assert (
         "expected KEDA for rollout.pools with autoscaling, found no keda.sh/v1alpha1 in this cluster: install KEDA, or set "
