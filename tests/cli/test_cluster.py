@@ -67,12 +67,20 @@ def test_one_command_deploys_and_one_each_shows_stops_and_deletes(
     chart = ROOT / "deploy/k8s/penstock"
     at_place = "--namespace research --context gpus"
     assert [line for line in cluster_programs.calls(tmp_path) if "get" not in line.split()] == [
-        f"helm upgrade demo {chart} --install --values - --namespace research --kube-context gpus",
+        "helm version --namespace research --kube-context gpus",
+        f"helm upgrade demo {chart} --install --values - --server-side=true --force-conflicts --namespace research "
+        "--kube-context gpus",
         *[f"kubectl port-forward service/demo-penstock-coordinator --address 127.0.0.1 :8000 {at_place}"] * 3,
         "kubectl logs -l app.kubernetes.io/instance=demo,app.kubernetes.io/component=trainer --prefix --tail 20 "
         f"--max-log-requests 100 {at_place}",
         "helm uninstall demo --namespace research --kube-context gpus",
     ]
+
+
+def test_helm_3_knows_no_conflicts_of_field_managers(place: Mapping[str, str], tmp_path: Path) -> None:
+    shown = penstock("deploy", "demo.toml", "--on", "cluster.toml", folder=tmp_path, HELM_VERSION="v3.19.2", **place)
+    assert shown.returncode == 0, shown.stderr
+    assert "--force-conflicts" not in cluster_programs.calls(tmp_path)[-1]
 
 
 def test_what_the_chart_refuses_is_told_in_its_words(place: Mapping[str, str], tmp_path: Path) -> None:

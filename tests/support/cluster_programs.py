@@ -34,6 +34,8 @@ def calls(state: Path) -> list[str]:
 
 
 def helm(state: Path, words: list[str]) -> None:
+    if words[0] == "version":
+        print(f'version.BuildInfo{{Version:"{os.environ.get("HELM_VERSION", "v4.0.4")}", GoVersion:"go1.25.0"}}')
     if words[0] != "upgrade":
         return
     assert words[1] == "demo", "which the player installs"

@@ -50,6 +50,7 @@ def deploy(
     words = ["upgrade", name, cluster.chart_place, "--install", "--values", "-"]
     words += ["--version", cluster.version] if cluster.version else []
     words += ["--dry-run=server"] if dry_run else []
+    words += _over_others(programs.output(programs.command("helm", cluster.context, cluster.namespace, ["version"])))
     command = programs.command("helm", cluster.context, cluster.namespace, words)
     said = programs.output(command, json.dumps({**cluster.values, "run": run}))
     if dry_run:
@@ -59,6 +60,12 @@ def deploy(
     folder = settings.run.folder / name
     Deployment(name, cluster.namespace, cluster.context, secret).write(folder)
     console.say(f"{name} is deployed: `penstock status` shows it, `penstock stop` ends it ({folder})")
+
+
+def _over_others(version: str) -> list[str]:
+    """Return what has Helm 4 set numbers of replicas that the coordinator or ``kubectl scale`` has set, as Helm 3 does."""
+    major = re.search(r"\bv(\d+)\.", version)
+    return ["--server-side=true", "--force-conflicts"] if major is not None and int(major[1]) >= 4 else []
 
 
 def without_secrets(manifests: str) -> str:
