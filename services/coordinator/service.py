@@ -292,7 +292,8 @@ def assemble(
     live.listen(lambda settings: look())
     lease, devices = Lease(bus, replica), DeviceGrants(bus, ledger, settings, monitor.beats)
     gpu_hours = GpuHours(bus, ledger, live, monitor.beats, settings.internal.deadline_s, look)
-    release = Release(bus, ledger, settings.internal.release, monitor.beats, settings.run.steps)
+    own = settings.internal
+    release = Release(bus, ledger, own.release, monitor.beats, settings.run.steps, pod_template=own.pod_template)
     return Coordinator(
         promotion,
         admission,

@@ -26,6 +26,8 @@ class InternalSettings(Section):
     """Whether the trainer exits once the run is over, its records are complete and its checkpoints are stored."""
     release: tuple[str, ...] = Field(default=())
     """Kubernetes objects, as group/version/resource/name, that the coordinator scales to zero when the run is over."""
+    pod_template: str = Field(default="")
+    """Hash of the coordinator's pod template: what one of the same template has released is not released again."""
     deadline_s: NonNegativeFloat = Field(default=0.0)
     """Seconds after its creation when the run is stopped; 0: never."""
     executor_check_s: PositiveFloat = Field(default=15.0)

@@ -220,6 +220,24 @@ async def test_a_run_that_goes_on_or_whose_copies_are_not_stored_keeps_its_workl
     assert len(scaling.patched) == 2
 
 
+async def test_coordinators_of_an_older_pod_template_do_not_release_again_what_helm_has_scaled_up(
+    bus: Bus, runs: Mapping[tuple[str, str], Rendered], scaling: ScaleServer
+) -> None:
+    variables: Mapping[str, object] = coordinator_of(runs["two-pools", "workloads"])
+    field = {"fieldRef": {"fieldPath": "metadata.labels['pod-template-hash']"}}
+    assert variables["PENSTOCK__INTERNAL__POD_TEMPLATE"] == field
+    ledger, patched = await over(bus), []
+    for pod_template in ("old", "old", "new", "new"):  # each a new leader, the third after an upgrade to as many steps
+        cluster = KubernetesScale(scaling.environment, scaling.account)
+        await Release(bus, ledger, TARGETS, list, 1, cluster, pod_template).look()
+        patched.append(len(scaling.patched))
+    assert patched == [2, 2, 4, 4]
+    await ledger.reopen()  # a longer run, which ends too
+    await ledger.close()
+    await Release(bus, ledger, TARGETS, list, 1, cluster, "new").look()
+    assert len(scaling.patched) == 6
+
+
 async def test_outside_of_a_cluster_a_release_is_a_sentence(bus: Bus, tmp_path: Path) -> None:
     releasing = Release(bus, await over(bus), TARGETS, list, 1, KubernetesScale({}, tmp_path))
     await releasing.look()

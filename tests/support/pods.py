@@ -13,7 +13,9 @@ simulated: namespaces, users, limits, network policies, and probes after the sta
 import asyncio
 import contextlib
 import functools
+import hashlib
 import itertools
+import json
 import math
 import os
 import random
@@ -306,6 +308,9 @@ class Pod:
                     "metadata.name": self.name,
                     "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
                     "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']": "0",
+                    "metadata.labels['pod-template-hash']": hashlib.sha256(json.dumps(self.spec).encode()).hexdigest()[
+                        :10
+                    ],
                     "status.podIP": self.address,
                 }
                 variables[name] = fields[source["fieldRef"]["fieldPath"]]

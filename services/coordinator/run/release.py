@@ -4,7 +4,10 @@
 
     records complete ──▶ the trainer's copies are stored ──▶ PATCH …/scale {"spec": {"replicas": 0}}, each until it succeeds
 
-KEDA would restore its minimum, so that becomes zero first. The pod's ServiceAccount may change nothing else.
+KEDA would restore its minimum, so that becomes zero first.
+
+Helm scales the workloads up again when a longer run is deployed, while coordinators of the old pod template, one after
+the other, still lead and count the run as over. The ledger therefore notes which template has released it.
 """
 
 import asyncio
@@ -81,6 +84,7 @@ class Release:
         targets: what to scale to zero (``internal.release``), in this order.
         beats: newest heartbeats.
         steps: ``run.steps``.
+        pod_template: ``internal.pod_template``; empty: not known.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Release:
         beats: Callable[[], Sequence[Heartbeat]],
         steps: int,
         cluster: KubernetesScale | None = None,
+        pod_template: str = "",
     ) -> None:
         self._bus = bus
         self._ledger = ledger
@@ -98,6 +103,7 @@ class Release:
         self._beats = beats
         self._steps = steps
         self._cluster = cluster or KubernetesScale()
+        self._pod_template = pod_template
         self._released: set[str] = set()
         self._trouble = ""
 
@@ -108,8 +114,11 @@ class Release:
 
     async def look(self) -> None:
         """Scale down whatever is due, once."""
-        if not (await self._ledger.status()).is_over(self._steps):
+        status = await self._ledger.status()
+        if not status.is_over(self._steps):
             self._released.clear()
+            return
+        if self._pod_template and status.released == self._pod_template:
             return
         storing = any(beat.service == "trainer" and not beat.values.get("stored") for beat in self._beats())
         due = [] if storing else [target for target in self._targets if target not in self._released]
@@ -118,6 +127,7 @@ class Release:
             log.warning("GPUs are not released", extra={"error": troubles[0]})
         self._trouble = next(iter(troubles), "")
         if due and not troubles:
+            await self._ledger.note_released(self._pod_template)
             await tell(self._bus, "coordinator", "workloads released", f"scaled to zero: {', '.join(due)}")
 
     def notices(self) -> list[NoticeView]:

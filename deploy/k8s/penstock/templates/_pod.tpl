@@ -166,6 +166,7 @@ spec:
 {{- end }}
 {{- if ne (include "penstock.released" .root) "[]" }}
 - {name: PENSTOCK__INTERNAL__RELEASE, value: {{ include "penstock.released" .root | quote }}}
+- {name: PENSTOCK__INTERNAL__POD_TEMPLATE, valueFrom: {fieldRef: {fieldPath: "metadata.labels['pod-template-hash']"}}}
 {{- end }}
 {{- end }}
 {{- if has .role (list "coordinator" "pod") }}

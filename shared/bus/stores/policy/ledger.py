@@ -80,6 +80,8 @@ class RunStatus:
     """The leader's secondary activity."""
     closed: bool = False
     """The run has ended, with complete records."""
+    released: str = ""
+    """``internal.pod_template`` of the coordinators that have released the ended run's workloads; or empty."""
     self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
     """By part (policy, critic): outcome of the newest self-test."""
     gpu_s: float = 0.0
@@ -194,7 +196,11 @@ class Ledger(Policies):
 
     async def reopen(self) -> None:
         """Note that a finished run continues."""
-        await self._bus.write(RUN, "HDEL", "closed_at_s")
+        await self._bus.write(RUN, "HDEL", "closed_at_s", "released")
+
+    async def note_released(self, pod_template: str) -> None:
+        """Note that the ended run's workloads were scaled to zero, by a coordinator of ``pod_template``."""
+        await self._bus.write(RUN, "HSET", "released", pod_template)
 
     async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
         """Change the state if in ``allowed``; return whether it did, and the previous state."""
@@ -405,6 +411,7 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         bus_full=fields.get("bus_full", ""),
         doing=fields.get("doing", ""),
         closed="closed_at_s" in fields,
+        released=fields.get("released", ""),
         self_tests={
             name.removeprefix(_SELF_TEST): outcome
             for name, outcome in sorted(fields.items())
