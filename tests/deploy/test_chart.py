@@ -189,7 +189,9 @@ def test_one_release_has_the_alerts_and_dashboards_of_all_runs(matrix: Mapping[t
     assert not run.of("PrometheusRule")
     (monitor,) = run.of("PodMonitor")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert {label["targetLabel"] for label in endpoint["relabelings"]} == {"service", "instance", "run"}
+    keep, *labelled = endpoint["relabelings"]
+    assert keep == {"sourceLabels": ["__meta_kubernetes_pod_phase"], "regex": "Running", "action": "keep"}
+    assert {label["targetLabel"] for label in labelled} == {"service", "instance", "run"}
 
 
 def test_an_alerts_runbook_is_a_section_of_the_documentation_wherever_it_is_published() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from services.cli.__main__ import main
+from services.up import plan
 from shared.settings import load
 from tests.support.chart import (
     CASES,
@@ -28,6 +29,7 @@ from tests.support.chart import (
     template_of,
     values,
 )
+from tests.support.fake_kubernetes import OPERATOR
 
 pytestmark = pytest.mark.usefixtures("helm")
 
@@ -334,3 +336,39 @@ def test_one_pod_resumes_its_run_with_the_toml_of_the_release(tmp_path: Path) ->
     (folder / "settings.toml").touch()
     resumed = subprocess.check_output([shell, option, echoed], text=True)
     assert resumed == f"-m services.cli up /etc/penstock/run.toml --resume {folder}\n"
+
+
+CODE = '[reward]\nreplicas = 3\n[[reward.scorers]]\nkind = "code"\n'
+IN_ONE_POD: Sequence[str] = (
+    values()["run"]["config"],
+    TRACKED,
+    CODE + "[rollout]\nreplicas = 2\n",
+    CODE + '[reward.executor]\naddress = "executor:9500"\n',
+    '[placement]\nmode = "lend"\n[trainer]\nranks = 4\n[rollout.vllm]\ntensor_parallel_size = 2\n',
+    '[data]\nrejected_field = "rejected"\n[algorithm]\npreset = "dpo"\n[rollout]\nreplicas = 2\n',
+    'algorithm.loss = "cross_entropy"\n[tracking]\nsinks = ["mlflow"]\n',
+)
+
+
+def test_every_process_of_the_one_pod_is_scraped_at_the_port_that_penstock_up_gives_it(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    played = play_all([[in_one_pod(text, 0)] for text in IN_ONE_POD], version=NEWEST, crds=OPERATOR)
+    for text, (release,) in zip(IN_ONE_POD, played, strict=True):
+        assert not release.error, release.error
+        config.write_text(text)
+        settings = load(config, [], {"PENSTOCK__RUN__METRICS_PORT": "9400", "PENSTOCK__RUN__ID": "demo"})
+        plans = [*plan.services(settings, config, "", {}), *plan.executor(settings, config, {})]
+        expected = {
+            (process.service, process.name): int(process.command[process.command.index("--run.metrics_port") + 1])
+            for process in plans
+        }
+        (container,) = template_of(release.workload("pod"))["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"] if port["name"] != "http"}
+        assert all(len(name) <= 15 for name in ports)
+        scraped = {}
+        for endpoint in release.of("PodMonitor")[0]["spec"]["podMetricsEndpoints"]:
+            named = {label["targetLabel"]: label["replacement"] for label in endpoint["relabelings"][1:]}
+            scraped[named["service"], named["instance"]] = ports[endpoint["port"]]
+        assert scraped == expected
+        (_, rule) = release.one("NetworkPolicy", "pod")["spec"]["ingress"]
+        assert [port["port"] for port in rule["ports"]] == list(ports.values()) == sorted(expected.values())

@@ -105,7 +105,9 @@ def test_the_trainer_s_pods_meet_at_its_first_and_each_job_restarts_its_own(
     assert variables["JOB_INDEX"] == index
     (monitor,) = release.of("PodMonitor")  # pods change names, replicas do not
     (kept,) = [
-        relabeling for relabeling in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"] if "regex" in relabeling
+        relabeling
+        for relabeling in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]
+        if relabeling.keys() >= {"regex", "targetLabel"}
     ]
     role, number = "jobset_sigs_k8s_io_replicatedjob_name", "batch_kubernetes_io_job_completion_index"
     assert kept["sourceLabels"][0] == f"__meta_kubernetes_pod_label_{role}"

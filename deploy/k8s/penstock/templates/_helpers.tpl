@@ -128,6 +128,34 @@ yes
 {{- end -}}
 {{- end -}}
 
+{{/* The processes of the one pod that serve metrics, as JSON: name, service, port as `penstock up` numbers them, portName. */}}
+{{- define "penstock.processes" -}}
+{{- $rollouts := include "penstock.setting" (dict "root" . "table" "rollout" "key" "replicas" "value" "[0-9]+") | default "1" | int -}}
+{{- $rewards := include "penstock.setting" (dict "root" . "table" "reward" "key" "replicas" "value" "[0-9]+") | default "1" | int -}}
+{{- $ranks := include "penstock.setting" (dict "root" . "table" "trainer" "key" "ranks" "value" "[0-9]+") | default "1" | int -}}
+{{- $span := include "penstock.setting" (dict "root" . "table" "rollout\\.vllm" "key" "tensor_parallel_size" "value" "[0-9]+") | default "1" | int -}}
+{{- $text := "[\"'][^\"'\n]+[\"']" -}}
+{{- $pairs := include "penstock.setting" (dict "root" . "table" "data" "key" "rejected_field" "value" $text) -}}
+{{- $samples := not (or $pairs (include "penstock.setting" (dict "root" . "table" "algorithm" "key" "loss" "value" "[\"']cross_entropy[\"']"))) -}}
+{{- $all := list (dict "service" "coordinator" "name" "coordinator-0" "starts" true) (dict "service" "trainer" "name" "trainer-0" "starts" true) -}}
+{{- if and $samples (regexMatch "kind[\"']?\\s*=\\s*[\"']code[\"']" (regexReplaceAll "#[^\n]*" .Values.run.config "")) -}}
+{{- $elsewhere := include "penstock.setting" (dict "root" . "table" "reward\\.executor" "key" "address" "value" $text) -}}
+{{- $all = append $all (dict "service" "executor" "name" "executor" "starts" (not $elsewhere)) -}}
+{{- end -}}
+{{- range until $rollouts }}{{ $all = append $all (dict "service" "rollout" "name" (printf "rollout-%d" .) "starts" $samples) }}{{ end -}}
+{{- if eq (include "penstock.turns" .) "lend" -}}
+{{- range until (div $ranks $span | int) }}{{ $all = append $all (dict "service" "rollout" "name" (printf "guest-%d" .) "starts" true) }}{{ end -}}
+{{- end -}}
+{{- range until $rewards }}{{ $all = append $all (dict "service" "reward" "name" (printf "reward-%d" .) "starts" $samples) }}{{ end -}}
+{{- if include "penstock.tracks" . }}{{ $all = append $all (dict "service" "tracking" "name" "tracking-0" "starts" true) }}{{ end -}}
+{{- $started := list -}}
+{{- range $index, $one := $all -}}
+{{- $known := dict "service" $one.service "name" $one.name "port" (add 9400 $index) "portName" (ternary $one.name "metrics" (gt $index 0)) -}}
+{{- if $one.starts }}{{ $started = append $started $known }}{{ end -}}
+{{- end -}}
+{{- $started | toJson -}}
+{{- end -}}
+
 {{- define "penstock.runId" -}}
 {{- default .Release.Name .Values.run.id -}}
 {{- end -}}

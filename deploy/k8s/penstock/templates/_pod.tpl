@@ -231,6 +231,11 @@ spec:
 
 {{- define "penstock.ports" -}}
 - {name: metrics, containerPort: 9400}
+{{- if eq .role "pod" }}
+{{- range include "penstock.processes" .root | fromJsonArray | rest }}
+- {name: {{ .portName }}, containerPort: {{ .port }}}
+{{- end }}
+{{- end }}
 {{- if has .role (list "coordinator" "pod") }}
 - {name: http, containerPort: 8000}
 {{- end }}
