@@ -368,7 +368,7 @@ def test_values_change_the_security_context_and_the_network_of_one_role_alone() 
         "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
         "hostNetwork": True,
     }
-    release = render(values(trainer=own))
+    release = render(values(trainer=own, networkPolicy={"nodes": ["10.0.0.0/16"]}))
     breaches_of_roles = {role: set(breaches(pod["spec"])) for role, pod in release.pods()}
     assert breaches_of_roles.pop("trainer") == {
         "hostNetwork",
@@ -380,6 +380,24 @@ def test_values_change_the_security_context_and_the_network_of_one_role_alone() 
     spec = template_of(release.workload("trainer"))["spec"]
     assert spec["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert spec["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_a_pod_in_its_node_s_network_is_known_to_its_peers_by_the_addresses_of_nodes() -> None:
+    nodes = {"ipBlock": {"cidr": "10.0.0.0/16"}}
+    own: Json = {"trainer": {"hostNetwork": True}, "executor": {"enabled": True}}
+    release = render(values(**own, networkPolicy={"nodes": ["10.0.0.0/16"]}))
+    peered: dict[str, list[str]] = {"ingress": [], "egress": []}
+    for policy in release.of("NetworkPolicy"):
+        for direction, key in (("ingress", "from"), ("egress", "to")):
+            for rule in policy["spec"].get(direction) or ():
+                if nodes in rule.get(key, ()):
+                    peered[direction].append(labels(policy)["app.kubernetes.io/component"])
+    assert {direction: sorted(roles) for direction, roles in peered.items()} == {
+        "ingress": ["bus", "rollout", "trainer"],
+        "egress": ["rollout", "trainer"],
+    }
+    assert "expected networkPolicy.nodes with trainer.hostNetwork, found none" in refusal(values(**own))
+    assert not render(values(**own, networkPolicy={"enabled": False})).of("NetworkPolicy")
 
 
 def test_a_role_has_an_account_of_the_users_or_its_own_with_annotations() -> None:

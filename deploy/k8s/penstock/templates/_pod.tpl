@@ -20,6 +20,9 @@ metadata:
 spec:
   serviceAccountName: {{ include "penstock.serviceAccount" . }}
   {{- if include "penstock.value" (merge (dict "key" "hostNetwork") .) }}
+  {{- if and $root.Values.networkPolicy.enabled (not $root.Values.networkPolicy.nodes) (ne $role "pod") }}
+  {{- fail (printf "expected networkPolicy.nodes with %s.hostNetwork, found none: to NetworkPolicies, what such a pod sends comes from its node; name the CIDRs of the nodes, or set networkPolicy.enabled to false" $role) }}
+  {{- end }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
