@@ -153,7 +153,9 @@ async def test_no_example_has_a_gpu_pod_60_seconds_after_its_end(
             assert environment(trainer)["PENSTOCK__INTERNAL__LEAVE_WHEN_OVER"] == "true"
         job_sets_act(release, {"jobset": "trainer", "pod": "pod"}.get(kind, ""))
         after[name] = gpu_pods(release)
-        assert max(graces) <= 40  # which leaves 20 s: the trainer looks every 2 s, the coordinator every second
+        assert (
+            kind == "pod" or max(graces) <= 40
+        )  # which leaves 20 s: the trainer looks every 2 s, the coordinator every second
     assert {name for name, count in before.items() if not count} == ({"cpu-smoke"} if kind != "pod" else set())
     assert after == {name: {} for name in before}
 

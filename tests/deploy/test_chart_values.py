@@ -372,3 +372,25 @@ def test_every_process_of_the_one_pod_is_scraped_at_the_port_that_penstock_up_gi
         assert scraped == expected
         (_, rule) = release.one("NetworkPolicy", "pod")["spec"]["ingress"]
         assert [port["port"] for port in rule["ports"]] == list(ports.values()) == sorted(expected.values())
+
+
+def test_the_one_pod_has_time_for_every_stage_of_a_stop_and_the_run_s_deadline(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(CODE)
+    release = render(merged(in_one_pod(CODE, 8), {"bus": {"drainSeconds": 45}, "run": {"activeDeadlineSeconds": 3600}}))
+    job = release.workload("pod")
+    (container,) = template_of(job)["spec"]["containers"]
+    plain = {name: value for name, value in environment(container).items() if isinstance(value, str)}
+    settings = load(config, environment={**plain, "POD_IP": "127.0.0.1"})
+    assert (settings.bus.drain_s, settings.internal.deadline_s) == (45, 3600)
+    assert job["spec"]["activeDeadlineSeconds"] == 3720  # if the coordinator does not stop it
+    plans = [
+        *plan.services(settings, config, "", {}),
+        *plan.executor(settings, config, {}),
+        plan.valkey(tmp_path / "socket", tmp_path, {}),
+    ]
+    longest_s = sum(
+        max((process.stop_s for process in plans if process.service in stage), default=0) for stage in plan.STOP_ORDER
+    )
+    assert longest_s == 4 * 55 + 10
+    assert template_of(job)["spec"]["terminationGracePeriodSeconds"] >= longest_s + 10

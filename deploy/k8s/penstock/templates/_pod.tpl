@@ -32,7 +32,7 @@ spec:
   restartPolicy: OnFailure
   {{- end }}
   # What the service may take to drain, ten seconds until it ends itself, and preStop.
-  terminationGracePeriodSeconds: {{ add (int $root.Values.bus.drainSeconds) 20 }}
+  terminationGracePeriodSeconds: {{ include "penstock.grace" . }}
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -113,6 +113,12 @@ spec:
     {{- include "penstock.volumes" . | nindent 4 }}
 {{- end -}}
 
+{{/* `penstock up` stops four groups of services one after the other, then the bus within ten seconds (services/up/plan.py). */}}
+{{- define "penstock.grace" -}}
+{{- $drain := int .root.Values.bus.drainSeconds -}}
+{{- ternary (add (mul 4 (add $drain 10)) 20) (add $drain 20) (eq .role "pod") -}}
+{{- end -}}
+
 {{- define "penstock.command" -}}
 {{- if eq .role "executor" -}}
 ["python", "-m", "services.reward.executor", "--config", "/etc/penstock/run.toml"]
@@ -147,11 +153,11 @@ spec:
 {{- else }}
 - {name: PENSTOCK__RUN__ID, value: {{ include "penstock.runId" .root | quote }}}
 - {name: PENSTOCK__RUN__FOLDER, value: /var/penstock/runs}
+- {name: PENSTOCK__BUS__DRAIN_S, value: {{ $values.bus.drainSeconds | quote }}}
 {{- if ne .role "pod" }}
 - {name: PENSTOCK__WEIGHTS__FOLDER, value: {{ printf "/var/penstock/runs/%s/weights" (include "penstock.runId" .root) }}}
 - {name: PENSTOCK__INTERNAL__START_WAIT_S, value: "300"}
 - {name: PENSTOCK__INTERNAL__OWNER, value: {{ printf "%s/%s" .root.Release.Namespace .root.Release.Name }}}
-- {name: PENSTOCK__BUS__DRAIN_S, value: {{ $values.bus.drainSeconds | quote }}}
 - name: PENSTOCK__BUS__URL
   valueFrom: {secretKeyRef: {name: {{ include "penstock.busSecret" .root }}, key: url}}
 {{- end }}
@@ -163,10 +169,12 @@ spec:
 - {name: PENSTOCK__INTERNAL__LEAVE_WHEN_OVER, value: "true"}
 {{- end }}
 {{- end }}
-{{- if eq .role "coordinator" }}
+{{- if has .role (list "coordinator" "pod") }}
 {{- with $values.run.activeDeadlineSeconds }}
 - {name: PENSTOCK__INTERNAL__DEADLINE_S, value: {{ . | quote }}}
 {{- end }}
+{{- end }}
+{{- if eq .role "coordinator" }}
 {{- if ne (include "penstock.released" .root) "[]" }}
 - {name: PENSTOCK__INTERNAL__RELEASE, value: {{ include "penstock.released" .root | quote }}}
 - {name: PENSTOCK__INTERNAL__POD_TEMPLATE, valueFrom: {fieldRef: {fieldPath: "metadata.labels['pod-template-hash']"}}}
