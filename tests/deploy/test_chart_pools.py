@@ -140,6 +140,27 @@ def test_only_the_job_reaches_the_hub() -> None:
     assert open_to_all == {"models": [{"port": 443}, {"port": 9000}]}
 
 
+def test_the_job_of_models_and_the_check_run_where_defaults_say_and_the_job_may_have_the_trainer_s_role() -> None:
+    placed: Json = {
+        "nodeSelector": {"pool": "penstock"},
+        "tolerations": [{"key": "team", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "priorityClassName": "research",
+    }
+    release = render(values(models=MODELS, defaults=placed))
+    (job,) = release.of("Job")
+    (check,) = (hook for hook in release.hooks if hook["kind"] == "Pod")
+    for spec in (template_of(job)["spec"], check["spec"]):
+        assert {key: spec[key] for key in placed} == placed
+    assert template_of(job)["spec"]["serviceAccountName"] == "demo-penstock-trainer"
+    (elsewhere,) = render(values(models=MODELS)).of("Job")
+    assert elsewhere["metadata"]["name"] != job["metadata"]["name"]  # as a Job cannot be changed
+    keyed = render(values(models=MODELS, modelCache={"s3": {"existingSecret": "keys"}}))
+    assert template_of(keyed.of("Job")[0])["spec"]["serviceAccountName"] == "demo-penstock-models"
+    accounts = [{account["metadata"]["name"] for account in either.of("ServiceAccount")} for either in (release, keyed)]
+    assert accounts[1] - accounts[0] == {"demo-penstock-models"}
+
+
 @pytest.mark.parametrize("source", ["oci://registry.example.org/model", "Qwen/Qwen3-8B", "hf://Qwen", "hf://a/b;rm"])
 def test_another_kind_of_model_source_is_refused(source: str) -> None:
     assert (
@@ -157,6 +178,12 @@ def test_models_on_a_volume_of_one_node_need_a_run_on_one_node() -> None:
     (job,) = release.of("Job")
     (term,) = template_of(job)["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert term["labelSelector"]["matchExpressions"][0]["values"] == ["trainer"]
+    assert {"key": GPU, "operator": "Exists", "effect": "NoSchedule"} in template_of(job)["spec"]["tolerations"]
+    run = {"config": values()["run"]["config"], "kind": "pod"}
+    alone = render(values(models=MODELS, modelCache=cache, storage={"runs": {"accessMode": "ReadWriteOnce"}}, run=run))
+    (job,) = (job for job in alone.of("Job") if job["metadata"]["name"].startswith("demo-penstock-models"))
+    (term,) = template_of(job)["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["labelSelector"]["matchExpressions"][0]["values"] == ["pod"]
 
 
 def test_a_pod_with_gpus_checks_its_node_first_as_the_service_would_find_it() -> None:

@@ -33,3 +33,12 @@
 {{- default (include "penstock.name" (dict "root" . "role" "models")) .Values.modelCache.existingClaim -}}
 {{- end -}}
 {{- end -}}
+
+{{/* The ServiceAccount of the Job that downloads: the trainer's, by which the cluster gives it a role, for a store without a secret. */}}
+{{- define "penstock.modelsAccount" -}}
+{{- if and (contains "s3://" (include "penstock.fetched" .)) (not .Values.modelCache.s3.existingSecret) -}}
+{{- include "penstock.serviceAccount" (dict "root" . "role" (ternary "pod" "trainer" (eq (include "penstock.kind" .) "pod"))) -}}
+{{- else -}}
+{{- include "penstock.name" (dict "root" . "role" "models") -}}
+{{- end -}}
+{{- end -}}

@@ -420,6 +420,26 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
+{{/* Where a pod that is of no role runs, by `defaults`: dict "root" $, and "beside" the role on whose node it must be, or "". */}}
+{{- define "penstock.defaultPlacement" -}}
+{{- $all := dict -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" -}}
+{{- with index $.root.Values.defaults $key }}{{ $_ := set $all $key (ternary (deepCopy .) . (kindIs "map" .)) }}{{ end -}}
+{{- end -}}
+{{- with .beside -}}
+{{- $own := index $.root.Values . -}}
+{{- with $own.nodeSelector }}{{ $_ := set $all "nodeSelector" . }}{{ end -}}
+{{- $taint := dict "key" $own.gpu.resource "operator" "Exists" "effect" "NoSchedule" -}}
+{{- $_ := set $all "tolerations" (append (default (default list $all.tolerations) $own.tolerations) $taint) -}}
+{{- $affinity := default dict $all.affinity -}}
+{{- $pods := default dict $affinity.podAffinity -}}
+{{- $term := include "penstock.beside" (dict "root" $.root "key" "kubernetes.io/hostname" "roles" (list .)) | fromYaml -}}
+{{- $_ := set $pods "requiredDuringSchedulingIgnoredDuringExecution" (append (default list $pods.requiredDuringSchedulingIgnoredDuringExecution) $term) -}}
+{{- $_ := set $all "affinity" (set $affinity "podAffinity" $pods) -}}
+{{- end -}}
+{{- with $all }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
 {{/* One term of a podAffinity, as JSON: beside pods of these roles of the release. */}}
 {{- define "penstock.beside" -}}
 {{- dict "topologyKey" .key "labelSelector" (dict
