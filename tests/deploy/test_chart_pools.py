@@ -220,3 +220,16 @@ def test_an_existing_claim_that_one_node_mounts_is_refused_for_a_run_on_several(
         "expected the claim demo-penstock-runs to be ReadWriteMany, found ReadWriteOnce: pods on several nodes cannot mount it; name "
         "another claim, or set storage.runs.accessMode to ReadWriteOnce to keep the run on one node"
     ) in refused.error
+
+
+def test_a_reward_pod_with_gpus_has_time_to_load_its_models() -> None:
+    for own, seconds in (
+        ({}, 300),
+        ({"gpu": {"count": 1}}, 2700),
+        ({"gpu": {"count": 1}, "startupSeconds": 5400}, 5400),
+    ):
+        workload = render(values(reward=own)).workload("reward")
+        (container,) = template_of(workload)["spec"]["containers"]
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == seconds
+        assert workload["spec"]["progressDeadlineSeconds"] == seconds + 600

@@ -258,8 +258,15 @@ spec:
 {{- end }}
 {{- end -}}
 
+{{/* The seconds that a role's pod may take to start; one with GPUs loads models. */}}
+{{- define "penstock.startupSeconds" -}}
+{{- $own := index .root.Values .role -}}
+{{- $loads := and (eq .role "reward") (gt (int $own.gpu.count) 0) -}}
+{{- max (int $own.startupSeconds) (ternary 2700 0 $loads) -}}
+{{- end -}}
+
 {{- define "penstock.probes" -}}
-{{- $budget := int (index .root.Values .role).startupSeconds -}}
+{{- $budget := include "penstock.startupSeconds" . | int -}}
 {{- $port := ternary "http" "metrics" (eq .role "pod") -}}
 startupProbe:
   httpGet: {path: /readyz, port: {{ $port }}}
