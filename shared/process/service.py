@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import logging
 import math
@@ -174,7 +175,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
         await asyncio.wait([beats])
         endpoints.close()
         await bus.close()
-        signal.alarm(0)
+        _end_after(0.0)
         if (error := _error_of(beats)) is not None:
             raise error
 
@@ -208,7 +209,7 @@ async def attend(settings: Settings) -> AsyncIterator[tuple[asyncio.Event, Statu
             yield stop, status
     finally:
         endpoints.close()
-        signal.alarm(0)
+        _end_after(0.0)
 
 
 def _listen_for_stop(drain_s: float) -> tuple[asyncio.Event, Callable[[], None]]:
@@ -218,11 +219,23 @@ def _listen_for_stop(drain_s: float) -> tuple[asyncio.Event, Callable[[], None]]
     def told_to_stop() -> None:
         if not stop.is_set():
             stop.set()
-            signal.alarm(math.ceil(drain_s + _LEAVE_S))
+            _end_after(drain_s + _LEAVE_S)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told_to_stop)
     return stop, told_to_stop
+
+
+def _end_after(seconds: float) -> None:
+    """Have this process ended after ``seconds``; 0: not.
+
+    The kernel keeps SIGALRM from process 1, which a service is in its container, so a thread ends it a second later.
+    """
+    signal.alarm(math.ceil(seconds))
+    if seconds:
+        faulthandler.dump_traceback_later(math.ceil(seconds) + 1, exit=True, file=2)
+    else:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def seconds_left() -> float:
@@ -285,11 +298,11 @@ def main(
             except Exception as error:  # noqa: BLE001 (reported before the runner waits for what does not end)
                 return _report(service, error)
             finally:
-                signal.alarm(math.ceil(_LEAVE_S))  # the runner waits for cancelled tasks and for threads
+                _end_after(_LEAVE_S)  # the runner waits for cancelled tasks and for threads
     except Exception as error:  # noqa: BLE001 (the outermost edge: the caller leaves, and no library adds its last words to the traceback)
         return _report(service, error)
     finally:
-        signal.alarm(0)
+        _end_after(0.0)
 
 
 def _report(service: str, error: Exception) -> int:

@@ -74,8 +74,11 @@ def test_an_address_that_cannot_be_derived_is_refused_with_the_setting(monkeypat
         own_host(Settings.model_validate({"bus": {"url": "redis://nowhere.invalid"}}))
 
 
-@pytest.mark.parametrize("remains", ["asyncio.to_thread(threading.Event().wait)", "asyncio.create_task(stubborn())"])
-def test_a_service_that_fails_ends_whatever_goes_on_in_it(tmp_path: Path, remains: str) -> None:
+REMAINS = ("asyncio.to_thread(threading.Event().wait)", "asyncio.create_task(stubborn())")
+
+
+def failing(folder: Path, remains: str) -> list[str]:
+    """Return the command line of a service that fails while something ``remains``."""
     program = f"""
 import asyncio, sys, threading
 from shared.process import service
@@ -92,10 +95,26 @@ async def run(settings, replica):
 service._LEAVE_S = 1.0
 sys.exit(service.main("rollout", run, sys.argv[1:]))
 """
-    words = [sys.executable, "-c", program, *_config(tmp_path, "redis://127.0.0.1:1")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return [sys.executable, "-c", program, *_config(folder, "redis://127.0.0.1:1")]
+
+
+@pytest.mark.parametrize("remains", REMAINS)
+def test_a_service_that_fails_ends_whatever_goes_on_in_it(tmp_path: Path, remains: str) -> None:
+    done = subprocess.run(failing(tmp_path, remains), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "RuntimeError: it failed" in done.stderr
     assert done.returncode == -signal.SIGALRM
+
+
+@pytest.mark.parametrize("remains", REMAINS)
+def test_and_so_does_one_that_is_process_1_as_in_a_container(tmp_path: Path, remains: str) -> None:
+    alone = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make namespaces of processes")
+    words = [*alone, *failing(tmp_path, remains)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert "RuntimeError: it failed" in done.stderr
+    assert "Timeout (0:00:02)!" in done.stderr  # and the threads' stacks
+    assert done.returncode == 1
 
 
 async def test_a_service_whose_heartbeats_fail_ends_with_their_error(
