@@ -1,5 +1,6 @@
 """Laws of pools of replicas, of claims, of models that the release brings itself, and of the checks before a model is loaded."""
 
+import json
 import math
 import re
 
@@ -65,6 +66,21 @@ def test_no_workload_or_budget_of_a_pool_selects_pods_of_another_and_policies_se
             assert [selected_labels <= pod.items() for pod in pods] == [number == 0, number == 1]
     selected_labels = release.one("NetworkPolicy", "rollout")["spec"]["podSelector"]["matchLabels"].items()
     assert all(selected_labels <= pod.items() for pod in pods)
+
+
+def test_a_pool_s_name_leaves_room_for_those_of_its_pods_however_long_its_parts_are() -> None:
+    scaling = {"enabled": True, "minReplicas": 0, "maxReplicas": 1000}
+    pools = [{"name": f"{letter}" * 20, "nodes": 2, "autoscaling": scaling} for letter in "ab"]
+    config = values()["run"]["config"] + "\n[rollout.vllm]\ntensor_parallel_size = 2\n"
+    long = values(run={"config": config}, rollout={"pools": pools, "nodes": 2}, fullnameOverride="p" * 40)
+    release = render(long, crds=ALL_CRDS)
+    names = [group["metadata"]["name"] for group in release.of("LeaderWorkerSet")]
+    assert len(set(names)) == 2
+    assert all(len(f"{name}-999") <= 52 for name in names)  # the StatefulSet of a group
+    assert [scaled["spec"]["scaleTargetRef"]["name"] for scaled in release.of("ScaledObject")] == names
+    (coordinator,) = template_of(release.workload("coordinator"))["spec"]["containers"]
+    released = json.loads(environment(coordinator)["PENSTOCK__INTERNAL__RELEASE"])
+    assert set(names) <= {target.rpartition("/")[2] for target in released}
 
 
 @given(entries=st.integers(0, 3000))

@@ -9,10 +9,15 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The name of one role's objects: dict "root" $ "role" "rollout". */}}
+{{/* The name of one role's objects: dict "root" $ "role" "rollout". A pool's leaves room within the 52 characters of a
+StatefulSet, as LeaderWorkerSet makes one for each group, named <name>-<group>. */}}
 {{- define "penstock.name" -}}
-{{- printf "%s-%s" (include "penstock.fullname" .root) .role -}}
-{{- with include "penstock.pool" . }}-{{ . }}{{ end -}}
+{{- $name := printf "%s-%s" (include "penstock.fullname" .root) .role -}}
+{{- with include "penstock.pool" . -}}
+{{- $name = printf "%s-%s" $name . -}}
+{{- if gt (len $name) 48 }}{{ $name = printf "%s-%s" ($name | trunc 41 | trimSuffix "-") ($name | sha256sum | trunc 6) }}{{ end -}}
+{{- end -}}
+{{- $name -}}
 {{- end -}}
 
 {{/* The pool whose values `root` has, or empty. */}}
