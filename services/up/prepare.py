@@ -142,8 +142,8 @@ def _with(settings: Settings, table: str, **changes: object) -> Settings:
 
 
 def _resolved(settings: Settings) -> Settings:
-    """Make paths absolute for other working directories."""
-    settings = _with(settings, "run", folder=settings.run.folder.absolute())
+    """Make paths absolute for other working directories; the run's folder without links, as a resume does."""
+    settings = _with(settings, "run", folder=settings.run.folder.resolve())
     settings = _with(
         settings,
         "policy",

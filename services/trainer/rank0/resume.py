@@ -9,9 +9,9 @@
 
 Numbers of versions that the bus lost are not used again: a replica that has one would not pull another of that number.
 
-Checkpoints of revoked versions are deleted; damaged ones are renamed to ``damaged-step-…``. If no checkpoint is intact,
-the start is refused without changes. A rollback is abandoned if its checkpoint is damaged or killed the trainer
-``MOST_LOADS`` times.
+Checkpoints of revoked versions are deleted, during a rollback only once its own was found intact; damaged ones are
+renamed to ``damaged-step-…``. If no checkpoint is intact, the start is refused without changes. A rollback is abandoned
+if its checkpoint is damaged or killed the trainer ``MOST_LOADS`` times.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from services.trainer.rank0.branch import committed_version, noted_version
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
-from shared.bus.stores.policy.rollback import begin_rollback, count_load, current_rollback, steer_rollback
+from shared.bus.stores.policy.rollback import Stage, begin_rollback, count_load, current_rollback, steer_rollback
 from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import SettingsError, StoreError
 from shared.process.telemetry import tell
@@ -68,9 +68,11 @@ async def find_resume(
     root = settings.run_folder / "checkpoints"
     known = await ledger.is_known()
     revoked = await ledger.revoked()
-    for on_disk in local_store.find(root):
-        if on_disk.state.version in revoked and await ledger.forget_checkpoint(str(on_disk.folder)):
-            local_store.delete(on_disk)
+    await _follow_folder(ledger, root)
+    rollback = await current_rollback(bus)
+    may_strand = rollback is not None and (rollback.stage is Stage.LOADING or rollback.strands)
+    if not may_strand:
+        await _delete_revoked(ledger, root, revoked)
     local_store.clear_unfinished(root)
     status = await ledger.status()
     if status.newest_version is not None and committed_version(settings.run_folder) > status.newest_version:
@@ -78,6 +80,8 @@ async def find_resume(
     signer = open_signer(settings)
     choice = await Candidates(bus, ledger, store, root, status if known else None, revoked, signer).choose()
     checkpoint, journal = choice.checkpoint, choice.journal
+    if may_strand and checkpoint is not None and journal is not None:
+        await _delete_revoked(ledger, root, revoked)  # not earlier: without the target, the others are all there is
     if choice.damages and checkpoint is None and not known:
         raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
     if journal is None:
@@ -90,6 +94,19 @@ async def find_resume(
     await _report_damage(bus, ledger, choice, "nothing is lost" if known else _lost(choice))
     await _tell_replay(bus, checkpoint, journal)
     return ResumePoint(checkpoint, journal, status, choice.stored, restored=not known)
+
+
+async def _follow_folder(ledger: Ledger, root: Path) -> None:
+    """Have the ledger name the checkpoints in ``root``: the run's folder may have been moved, or be reached by a link."""
+    for version, where in (await ledger.checkpoints()).items():
+        if "://" not in where and Path(where).parent != root:
+            await ledger.set_checkpoint(version, str(root / Path(where).name))
+
+
+async def _delete_revoked(ledger: Ledger, root: Path, revoked: frozenset[PolicyVersion]) -> None:
+    for on_disk in local_store.find(root):
+        if on_disk.state.version in revoked and await ledger.forget_checkpoint(str(on_disk.folder)):
+            local_store.delete(on_disk)
 
 
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
