@@ -8,6 +8,7 @@
     neither               the initial policy
 
 Numbers of versions that the bus lost are not used again: a replica that has one would not pull another of that number.
+Their checkpoints are renamed to ``lost-step-…``.
 
 Checkpoints of revoked versions are deleted, during a rollback only once its own was found intact; damaged ones are
 renamed to ``damaged-step-…``. If no checkpoint is intact, the start is refused without changes. A rollback is abandoned
@@ -75,11 +76,15 @@ async def find_resume(
         await _delete_revoked(ledger, root, revoked)
     local_store.clear_unfinished(root)
     status = await ledger.status()
-    if status.newest_version is not None and committed_version(settings.run_folder) > status.newest_version:
-        status = await _skip_lost_versions(bus, ledger, status, settings.run_folder)
-    signer = open_signer(settings)
-    choice = await Candidates(bus, ledger, store, root, status if known else None, revoked, signer).choose()
+    newest = status.newest_version
+    lost_after = newest if newest is not None and committed_version(settings.run_folder) > newest else None
+    known_status, signer = status if known else None, open_signer(settings)
+    candidates = Candidates(bus, ledger, store, root, known_status, revoked, signer, lost_after)
+    choice = await candidates.choose()
     checkpoint, journal = choice.checkpoint, choice.journal
+    if lost_after is not None and (checkpoint is not None or journal is not None):
+        await candidates.set_lost_aside()  # before their numbers are skipped, by which they are known
+        status = await _skip_lost_versions(bus, ledger, status, settings.run_folder)
     if may_strand and checkpoint is not None and journal is not None:
         await _delete_revoked(ledger, root, revoked)  # not earlier: without the target, the others are all there is
     if choice.damages and checkpoint is None and not known:
