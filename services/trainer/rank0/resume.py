@@ -156,7 +156,7 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeC
             return ResumePoint(None, (), status, stranded=True)
         records = await ledger.policies()
         target = await _target(ledger, choice, records)
-        if target is None and choice.damages:
+        if choice.checkpoint is None and choice.damages:
             raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
         if target is None or choice.checkpoint is None or status.state is RunState.CREATED:
             sentence = await _no_journal(ledger, choice.checkpoint, status, settings)
@@ -276,7 +276,7 @@ async def _restore(
     gpu_time = (state.gpu_s, state.gpu_until_s)
     await live.restore(state.settings_revision, state.live_values)
     await _restore_checkpoints(ledger, state, folder / "checkpoints", store)
-    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts, gpu_time)
+    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version)
     detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 
@@ -284,8 +284,10 @@ async def _restore(
 async def _restore_checkpoints(
     ledger: Ledger, state: CheckpointState, root: Path, store: CheckpointStore | None
 ) -> None:
-    """Have the ledger know the checkpoints that are there, so that pinned ones are kept."""
+    """Have the ledger know the checkpoints that are there, so that pinned ones are kept and all can be rolled back to."""
+    made = {}
     for on_disk in local_store.find(root):
+        made[on_disk.state.version] = (on_disk.state, (on_disk.folder / local_store.MARKER).stat().st_mtime)
         await ledger.set_checkpoint(on_disk.state.version, str(on_disk.folder))
     try:
         stored = await asyncio.to_thread(store.whole) if store is not None else []
@@ -293,11 +295,25 @@ async def _restore_checkpoints(
         log.warning("stored checkpoints are not known", extra={"error": str(error)})
         stored = []
     for copy in stored:
+        made[copy.state.version] = (copy.state, copy.stored_at_s)
         await ledger.set_checkpoint(copy.state.version, copy.uri)
+    await _restore_policies(ledger, [of for version, of in sorted(made.items()) if version <= state.version])
     for version in state.pins:
         await ledger.pin(version, pinned=True)
     for version in state.released:
         await ledger.release(version, released=True)
+
+
+async def _restore_policies(ledger: Ledger, made: Sequence[tuple[CheckpointState, float]]) -> None:
+    """Have the ledger know the versions of checkpoints, oldest first, each a child of the one before."""
+    parent = None
+    for state, made_at_s in made:
+        record = PolicyRecord(
+            state.version, parent, state.step, made_at_s, "", "", settings_revision=state.settings_revision
+        )
+        position = state.cursor if state.position is None else state.position
+        await ledger.restore_policy(record, state.counts.get("trained", 0), position)
+        parent = state.version
 
 
 async def _skip_lost_versions(bus: Bus, ledger: Ledger, status: RunStatus, folder: Path) -> RunStatus:

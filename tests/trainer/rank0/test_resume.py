@@ -11,12 +11,14 @@ from services.trainer.rank0.branch import note_committed
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
+from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import SettingsError
 from tests.conftest import until
 from tests.support.coordinator_players import replicas, running, settings
 from tests.support.object_storage import Storage
-from tests.trainer.checkpoint.test_damage import Played
+from tests.trainer.checkpoint.test_damage import MODEL, Played, _is_running, flip
 from tests.trainer.checkpoint.test_store import written
+from tests.trainer.test_rollback import _load_and_publish
 
 V = PolicyVersion
 
@@ -98,3 +100,55 @@ async def test_a_checkpoint_of_lost_versions_stays_where_the_run_cannot_continue
         with pytest.raises(SettingsError, match="the run cannot continue"):
             await run.resume()
     assert run.folder(4).is_dir()
+
+
+async def test_after_a_lost_bus_the_run_can_be_rolled_back_to_every_checkpoint(bus: Bus, tmp_path: Path) -> None:
+    run = Played(bus, tmp_path)
+    for step, version in ((2, 2), (4, 5), (6, 8)):
+        written(run.root, step, version=version)
+    flip(run.folder(6) / MODEL)
+    resumed = await run.resume()
+    assert resumed.checkpoint is not None
+    assert (resumed.checkpoint.state.version, resumed.status.tip) == (5, 5)
+    assert [(record.version, record.parent, record.step) for record in await run.ledger.policies()] == [
+        (2, None, 2), (5, 2, 4),
+    ]  # fmt: skip
+    async with running(run.parts), replicas(bus):
+        newest = (await _load_and_publish(bus)).version
+        await until(lambda: _is_running(run.ledger))
+        await run.parts.rollbacks.begin(V(2), "")
+        assert await run.ledger.revoked() == {5, newest}
+        again = await run.resume()
+        assert again.checkpoint is not None
+        assert (again.checkpoint.state.version, again.stranded, again.status.step) == (2, False, 2)
+
+
+async def test_after_a_lost_bus_a_damaged_checkpoint_takes_the_run_back_to_the_one_before(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run = Played(bus, tmp_path)
+    for step in (2, 4):
+        written(run.root, step)
+    await run.resume()
+    async with running(run.parts), replicas(bus):
+        await _load_and_publish(bus)
+        await until(lambda: _is_running(run.ledger))
+        flip(run.folder(4) / MODEL)
+        resumed = await run.resume()
+    assert resumed.checkpoint is not None
+    assert (resumed.checkpoint.state.step, resumed.went_back) == (2, True)
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_a_pin_is_kept_by_the_number_in_its_checkpoint_which_a_restored_bus_knows_it_by(
+    bus: Bus, tmp_path: Path, is_stored: bool
+) -> None:
+    run = Played(bus, tmp_path)
+    made = written(run.root, 2)
+    place = f"s3://runs/r/checkpoints/step-000002-v000002-{'0f' * 8}" if is_stored else str(made.folder)
+    for version in (V(2), V(6)):
+        await run.ledger.set_checkpoint(version, place)  # version 6 has the weights of version 2
+    await run.ledger.pin(V(6), pinned=True)
+    await run.ledger.release(V(6), released=True)
+    state = await Retention(run.settings, bus).describe(2, V(6), Live(bus, run.settings))
+    assert (state.pins, state.released) == ([2], [2])

@@ -281,8 +281,9 @@ class Ledger(Policies):
         newest: PolicyVersion,
         counts: Mapping[str, int],
         gpu_time: tuple[float, float],
+        tip: PolicyVersion | None = None,
     ) -> bool:
-        """Restore an empty bus from a checkpoint; False if it knows the run.
+        """Restore an empty bus from the checkpoint of version ``tip``; False if it knows the run.
 
         Groups then in flight count as ``dropped:bus_lost``; their prompts are drawn again.
         """
@@ -291,6 +292,8 @@ class Ledger(Policies):
             "step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest,
             "gpu_time": "{!r} {!r}".format(*gpu_time),
         }  # fmt: skip
+        if tip is not None:
+            fields["tip"] = tip
         ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
         words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
         return bool(await self._bus.script("restore", run_pairs=len(fields), fields=words))
