@@ -181,6 +181,27 @@ def newer(experience: Experience) -> Experience:
     return dataclasses.replace(experience, group=dataclasses.replace(experience.group, samples=tuple(samples)))
 
 
+async def test_a_learning_rate_that_is_changed_while_the_trainer_waits_for_its_device_is_used_and_journalled(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, trained = await created(bus, tmp_path)
+    live = driven.context.live
+
+    async def waits(driver: Driver) -> bool:
+        if driven.context.status.state == "waiting" and not live.revision:  # for the step
+            await live.change(0, {"trainer.learning_rate": 0.5}, "faster")
+        return True
+
+    async with driven.running(lambda: driven.train(trained.engine)):
+        await until(lambda: driven.context.status.state == "waiting")
+        monkeypatch.setattr(Driver, "_take_device", waits)
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        assert (await driven.ledger.journal(""))[0].settings_revision == 1
+    (_, report) = (await bus.newest(STEPS, StepReport))[0]
+    assert report.metrics["learning_rate"] == 0.5
+
+
 async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(bus: Bus, tmp_path: Path) -> None:
     driven, trained = await created(bus, tmp_path, max_skipped_steps=1)
     async with driven.running(lambda: driven.train(trained.engine)):
