@@ -207,10 +207,12 @@ class Lifecycle:
         return self.closed
 
     async def close(self, state: RunState) -> None:
-        if await self._is_closed():
+        if await self._is_closed() or not await self._can_close(state):
             return
         await self._ledger.note("doing", "ending: dropping what is left")
         dropped = await drain(self._bus)
+        if not await self._can_close(state):
+            return
         await self._ledger.note("doing", "ending: writing the report")
         status = await self._ledger.status()
         reason = _COMPLETE if state is RunState.FINISHED else status.reason
@@ -220,11 +222,22 @@ class Lifecycle:
         await self._recorder.with_room(lambda: self._write(ended_as))
         await self._ledger.note("doing", "")
         if state is RunState.FINISHED:
-            ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])
+            allowed = [RunState.RUNNING, RunState.PAUSED]
+            ended, now = await self._ledger.transition(state, reason, allowed, status.step)
             if not ended and now is not RunState.FINISHED:
                 return
         await self._ledger.close()
         self.closed = True
+
+    async def _can_close(self, state: RunState) -> bool:
+        """Whether a run that is to finish still has all its steps: a rollback may have been accepted meanwhile."""
+        status = await self._ledger.status()
+        if state is not RunState.FINISHED or status.state is RunState.FINISHED:
+            return True
+        if status.step >= self._settings.run.steps and status.tip == status.newest_version:
+            return True
+        await self._ledger.note("doing", "")
+        return False
 
     async def _write(self, status: RunStatus) -> None:
         evaluated = await self._evaluations()

@@ -196,10 +196,12 @@ class Ledger(Policies):
         """Note that a finished run continues."""
         await self._bus.write(RUN, "HDEL", "closed_at_s")
 
-    async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
-        """Change the state if in ``allowed``; return whether it did, and the previous state."""
+    async def transition(
+        self, to: RunState, reason: str, allowed: Sequence[RunState], step: int | None = None
+    ) -> tuple[bool, RunState]:
+        """Change the state if in ``allowed``, and at ``step`` if given; return whether it did, and the previous state."""
         changed, state = await self._bus.script(
-            "transition", to=to.value, reason=reason, now_s=time.time(),
+            "transition", to=to.value, reason=reason, now_s=time.time(), step="" if step is None else step,
             history_entries=streams.HISTORY.max_entries or 0, allowed=[state.value for state in allowed],
         )  # fmt: skip
         return bool(changed), RunState(state.decode() or "created")
