@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.run.lifecycle import drain
+from services.coordinator.run.lifecycle import create, drain, note_state, noted_state
 from services.coordinator.service import Coordinator
 from shared.bus import streams
 from shared.bus.bus import Bus
@@ -376,3 +376,45 @@ async def test_a_paused_run_whose_server_comes_back_empty_is_paused_and_offered_
         before.created_at_s,
     )
     assert len(offers) == offers_before + 1
+
+
+async def test_a_paused_run_whose_bus_is_lost_while_it_is_stopped_is_paused_when_it_starts_again(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run, ledger = settings(tmp_path), Ledger(bus)
+    async with running(make(bus, run)) as parts:
+        await Trainer(bus).start()
+        await reaches(bus, RunState.RUNNING)
+        await ledger.transition(RunState.PAUSED, "guard reward: it is constant", [RunState.RUNNING])
+        await until(lambda: parts.lifecycle._seen is not None and parts.lifecycle._seen.state is RunState.PAUSED)
+        before = await ledger.status()
+    await empty(bus)
+    await create(ledger, run.run_folder)  # as every coordinator does at its start
+    async with running(make(bus, run)) as parts:
+        await reaches(bus, RunState.PAUSED)
+        await Trainer(bus).start()
+        await until(lambda: parts.lifecycle._seen is not None and parts.lifecycle._seen.head is not None)
+        status = await ledger.status()
+    assert (status.state, status.reason) == (RunState.PAUSED, "guard reward: it is constant")
+    assert status.created_at_s == before.created_at_s
+    await ledger.transition(RunState.RUNNING, "it was looked into", [RunState.PAUSED])
+    await create(ledger, run.run_folder)
+    assert await state(bus) is RunState.RUNNING, "the bus knows the run"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"state": "asleep"}', '{"paused_s": "long"}'])
+def test_a_state_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str) -> None:
+    assert noted_state(tmp_path) is None
+    (tmp_path / "run_state.json").write_text(text)
+    assert noted_state(tmp_path) is None
+
+
+async def test_a_pause_that_the_next_trainer_may_undo_is_not_noted(bus: Bus, tmp_path: Path) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    for state, reason in ((RunState.RUNNING, "autostart"), (RunState.PAUSED, "the run cannot continue: no checkpoint")):
+        await ledger.transition(state, reason, [RunState.CREATED, RunState.RUNNING])
+        note_state(tmp_path, await ledger.status())
+    noted = noted_state(tmp_path)
+    assert noted is not None
+    assert noted.state is RunState.RUNNING

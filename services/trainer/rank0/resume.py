@@ -30,7 +30,7 @@ from services.trainer.checkpoint.signatures import open_signer
 from services.trainer.rank0.branch import committed_version, noted_version
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, RunState, RunStatus
 from shared.bus.stores.policy.rollback import Stage, begin_rollback, count_load, current_rollback, steer_rollback
 from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import SettingsError, StoreError
@@ -44,7 +44,6 @@ MOST_LOADS = 3
 _UNKNOWN_VERSIONS = 100_000
 """Skipped if bus and folder were lost together."""
 _LOOK_S = 0.2
-_CANNOT_CONTINUE = "the run cannot continue: "
 _PAUSED_BEFORE = "; the run was paused before: "
 
 
@@ -224,7 +223,7 @@ async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
     status = await ledger.status()
     if not status.reason.startswith(sentence):
         _, mark, before = status.reason.partition(_PAUSED_BEFORE)
-        if status.state is RunState.PAUSED and not status.reason.startswith(_CANNOT_CONTINUE):
+        if status.state is RunState.PAUSED and not status.reason.startswith(CANNOT_CONTINUE):
             mark, before = _PAUSED_BEFORE, status.reason
         await ledger.transition(RunState.PAUSED, f"{sentence}{mark}{before}", [RunState.RUNNING, RunState.PAUSED])
         await tell(bus, "trainer", "resume refused", sentence)
@@ -233,7 +232,7 @@ async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
 
 async def _unpause(ledger: Ledger, status: RunStatus) -> RunStatus:
     """Undo :func:`_pause`."""
-    if status.state is RunState.PAUSED and status.reason.startswith(_CANNOT_CONTINUE):
+    if status.state is RunState.PAUSED and status.reason.startswith(CANNOT_CONTINUE):
         _, mark, before = status.reason.partition(_PAUSED_BEFORE)
         state, reason = (RunState.PAUSED, before) if mark else (RunState.RUNNING, "its checkpoints were put back")
         await ledger.transition(state, reason, [RunState.PAUSED])
@@ -243,7 +242,7 @@ async def _unpause(ledger: Ledger, status: RunStatus) -> RunStatus:
 def _no_checkpoint(damages: Sequence[Damage]) -> str:
     listed = "; ".join(map(str, damages))
     return (
-        f"{_CANNOT_CONTINUE}no checkpoint is intact: {listed}: put an intact copy in its place and resume again, or "
+        f"{CANNOT_CONTINUE}no checkpoint is intact: {listed}: put an intact copy in its place and resume again, or "
         "start a new run with policy.model set to what `penstock export` can still write of this one"
     )
 
@@ -254,7 +253,7 @@ async def _no_journal(ledger: Ledger, checkpoint: Checkpoint | None, status: Run
     steps = sorted({entry.step for entry in entries if entry.step > start})
     places = " and ".join(filter(None, (str(settings.run_folder), settings.trainer.store.uri)))
     return (
-        f"{_CANNOT_CONTINUE}expected the journal to hold steps {start + 1} to {status.step} after the newest checkpoint, found "
+        f"{CANNOT_CONTINUE}expected the journal to hold steps {start + 1} to {status.step} after the newest checkpoint, found "
         f"{steps}, in {places}: put its checkpoints back, or start a new run with policy.model set to what "
         "`penstock export` can still write of this one"
     )

@@ -48,6 +48,8 @@ class RunState(StrEnum):
 
 
 ENDED = (RunState.STOPPED, RunState.FINISHED)
+CANNOT_CONTINUE = "the run cannot continue: "
+"""Start of the reason of a trainer's pause that the next trainer may undo."""
 
 
 _SELF_TEST = "self_test:"
