@@ -72,7 +72,7 @@ async def find_resume(
     rollback = await current_rollback(bus)
     may_strand = rollback is not None and (rollback.stage is Stage.LOADING or rollback.strands)
     if not may_strand:
-        await _delete_revoked(ledger, root, revoked)
+        await _delete_revoked(ledger, root, revoked, store)
     local_store.clear_unfinished(root)
     status = await ledger.status()
     newest = status.newest_version
@@ -85,7 +85,9 @@ async def find_resume(
         await candidates.set_lost_aside()  # before their numbers are skipped, by which they are known
         status = await _skip_lost_versions(bus, ledger, status, settings.run_folder)
     if may_strand and checkpoint is not None and journal is not None:
-        await _delete_revoked(ledger, root, revoked)  # not earlier: without the target, the others are all there is
+        await _delete_revoked(
+            ledger, root, revoked, store
+        )  # not earlier: without the target, the others are all there is
     if choice.damages and checkpoint is None and not known:
         raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
     if journal is None:
@@ -107,10 +109,21 @@ async def _follow_folder(ledger: Ledger, root: Path) -> None:
             await ledger.set_checkpoint(version, str(root / Path(where).name))
 
 
-async def _delete_revoked(ledger: Ledger, root: Path, revoked: frozenset[PolicyVersion]) -> None:
+async def _delete_revoked(
+    ledger: Ledger, root: Path, revoked: frozenset[PolicyVersion], store: CheckpointStore | None
+) -> None:
+    """Delete the checkpoints of ``revoked`` versions, also stored ones: after a loss of the bus they would count again."""
     for on_disk in local_store.find(root):
         if on_disk.state.version in revoked and await ledger.forget_checkpoint(str(on_disk.folder)):
             local_store.delete(on_disk)
+    if store is None or not revoked:
+        return
+    try:
+        for stored in await asyncio.to_thread(store.whole):
+            if stored.state.version in revoked and await ledger.forget_checkpoint(stored.uri):
+                await asyncio.to_thread(store.delete, stored)
+    except StoreError as error:
+        log.warning("stored checkpoints of revoked versions stay until the next upload", extra={"error": str(error)})
 
 
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:

@@ -16,6 +16,7 @@ from shared.errors import SettingsError
 from tests.conftest import until
 from tests.support.coordinator_players import replicas, running, settings
 from tests.support.object_storage import Storage
+from tests.support.raw_redis import empty
 from tests.trainer.checkpoint.test_damage import MODEL, Played, _is_running, flip
 from tests.trainer.checkpoint.test_store import written
 from tests.trainer.test_rollback import _load_and_publish
@@ -152,3 +153,23 @@ async def test_a_pin_is_kept_by_the_number_in_its_checkpoint_which_a_restored_bu
     await run.ledger.release(V(6), released=True)
     state = await Retention(run.settings, bus).describe(2, V(6), Live(bus, run.settings))
     assert (state.pins, state.released) == ([2], [2])
+
+
+async def test_stored_checkpoints_of_a_revoked_branch_are_deleted_before_the_bus_can_be_lost(
+    bus: Bus, tmp_path: Path, storage: Storage
+) -> None:
+    run, store = Played(bus, tmp_path), CheckpointStore(ObjectStore(storage.settings(), f"revoked-{tmp_path.name}"))
+    async with running(run.parts), replicas(bus):
+        await run.reach(5, every=2)
+        kept, left = [store.put(made)[0] for made in local_store.find(run.root)]
+        await run.ledger.set_checkpoint(V(4), left.uri)
+        await run.parts.rollbacks.begin(V(2), "")
+        resumed = await run.resume(store)
+    assert resumed.checkpoint is not None
+    assert resumed.checkpoint.state.version == 2
+    assert [stored.name for stored in store.whole()] == [kept.name]
+    assert list(await run.ledger.checkpoints()) == [2]
+    await empty(bus)
+    again = await run.resume(store)
+    assert again.checkpoint is not None
+    assert (again.checkpoint.state.version, again.restored) == (2, True)
