@@ -288,7 +288,9 @@ async def _restore(
     gpu_time = (state.gpu_s, state.gpu_until_s)
     await live.restore(state.settings_revision, state.live_values)
     await _restore_checkpoints(ledger, state, folder / "checkpoints", store)
-    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version)
+    await ledger.restore(
+        state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version, state.journal_entry
+    )
     detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 

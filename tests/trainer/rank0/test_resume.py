@@ -1,5 +1,6 @@
 """Checkpoints keep their place in the ledger when the run's folder or the bus is not what it was."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from services.trainer.rank0.branch import note_committed
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
+from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.streams import JOURNAL
 from shared.errors import SettingsError
 from tests.conftest import until
-from tests.support.coordinator_players import replicas, running, settings
+from tests.support.coordinator_players import Trainer, replicas, running, settings
 from tests.support.object_storage import Storage
-from tests.support.raw_redis import empty
+from tests.support.raw_redis import empty, raw
 from tests.trainer.checkpoint.test_damage import MODEL, Played, _is_running, flip
 from tests.trainer.checkpoint.test_store import written
 from tests.trainer.test_rollback import _load_and_publish
@@ -173,3 +176,25 @@ async def test_stored_checkpoints_of_a_revoked_branch_are_deleted_before_the_bus
     again = await run.resume(store)
     assert again.checkpoint is not None
     assert (again.checkpoint.state.version, again.restored) == (2, True)
+
+
+async def test_the_journal_of_a_new_bus_whose_clock_is_behind_continues_the_checkpoint(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run, ahead = Played(bus, tmp_path), f"{int(time.time() * 1000) + 3_600_000}-7"  # the lost server's clock
+    written(run.root, 2, journal_entry=ahead)
+    await run.resume()
+    async with running(run.parts), replicas(bus):
+        await _load_and_publish(bus)
+        await (await Trainer(bus).start()).step()
+        resumed = await run.resume()
+    assert [[entry.step for entry in entries] for entries in resumed.journal] == [[3, 3]]
+    assert not resumed.went_back
+
+
+@pytest.mark.parametrize("entry", ["", "0-0", "5-1"])
+async def test_a_journal_that_is_further_than_the_checkpoint_is_left_as_it_is(bus: Bus, entry: str) -> None:
+    ledger = Ledger(bus)
+    await raw(bus).xadd(bus.keys.of(JOURNAL), {"id": "0", "step": "1", "data": b""}, id="9-0")
+    assert await ledger.restore(2, 8, 8, V(2), {}, (0.0, 0.0), V(2), entry)
+    assert [entry.entry for entry in await ledger.journal("")] == ["9-0"]

@@ -286,8 +286,9 @@ class Ledger(Policies):
         counts: Mapping[str, int],
         gpu_time: tuple[float, float],
         tip: PolicyVersion | None = None,
+        journal_entry: str = "",
     ) -> bool:
-        """Restore an empty bus from the checkpoint of version ``tip``; False if it knows the run.
+        """Restore an empty bus from the checkpoint of version ``tip``, after ``journal_entry``; False if it knows the run.
 
         Groups then in flight count as ``dropped:bus_lost``; their prompts are drawn again.
         """
@@ -300,7 +301,7 @@ class Ledger(Policies):
             fields["tip"] = tip
         ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
         words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
-        return bool(await self._bus.script("restore", run_pairs=len(fields), fields=words))
+        return bool(await self._bus.script("restore", run_pairs=len(fields), journal_entry=journal_entry, fields=words))
 
     async def skip_versions(self, newest: PolicyVersion, tip: PolicyVersion) -> None:
         """Have the next version follow ``newest``, a number that the bus lost, and descend from ``tip`` all the same."""
