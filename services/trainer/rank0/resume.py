@@ -25,7 +25,7 @@ from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.candidates import Candidates, Damage, Journal, ResumeCandidate, journal_after
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
+from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, version_in
 from services.trainer.checkpoint.signatures import open_signer
 from services.trainer.rank0.branch import committed_version, noted_version
 from shared.bus.bus import Bus
@@ -129,7 +129,7 @@ async def _delete_revoked(
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
     """Whether ``checkpoint`` can be tried; a rollback's has limited tries."""
     target, state, unloadable = await _rollback(bus)
-    if target != str(checkpoint.state.version) or (state != "loading" and not unloadable):
+    if target not in await _versions_of(Ledger(bus), checkpoint) or (state != "loading" and not unloadable):
         return True
     if not unloadable and await count_load(bus) <= MOST_LOADS:
         return True
@@ -141,6 +141,13 @@ async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
         "repair it and roll back to this one again",
     )
     return False
+
+
+async def _versions_of(ledger: Ledger, checkpoint: Checkpoint) -> set[str]:
+    """Return the versions with the weights of ``checkpoint``: its own, and those published after starts from it."""
+    own, folder = checkpoint.state.version, str(checkpoint.folder)
+    known = await ledger.checkpoints()
+    return {str(own), *(str(v) for v, where in known.items() if where == folder or version_in(where) == own)}
 
 
 async def _rollback(bus: Bus) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.remote_store import CheckpointStore
 from services.trainer.checkpoint.s3 import ObjectStore
 from services.trainer.rank0.branch import note_committed
+from services.trainer.rank0.resume import may_load
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
@@ -198,3 +199,19 @@ async def test_a_journal_that_is_further_than_the_checkpoint_is_left_as_it_is(bu
     await raw(bus).xadd(bus.keys.of(JOURNAL), {"id": "0", "step": "1", "data": b""}, id="9-0")
     assert await ledger.restore(2, 8, 8, V(2), {}, (0.0, 0.0), V(2), entry)
     assert [entry.entry for entry in await ledger.journal("")] == ["9-0"]
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_loads_are_counted_for_a_target_that_shares_its_checkpoint_with_an_earlier_version(
+    bus: Bus, tmp_path: Path, is_stored: bool
+) -> None:
+    run = Played(bus, tmp_path)
+    async with running(run.parts), replicas(bus):
+        await run.reach(3, every=2)
+        (made,) = local_store.find(run.root)
+        again = await _load_and_publish(bus)  # a trainer that started: version 4 has the weights of version 3
+        place = f"s3://runs/r/checkpoints/step-000002-v000002-{'0f' * 8}" if is_stored else str(made.folder)
+        await run.ledger.set_checkpoint(again.version, place)
+        await _load_and_publish(bus)
+        await run.parts.rollbacks.begin(again.version, "")
+        assert [await may_load(bus, made) for _ in range(4)] == [True, True, True, False]
