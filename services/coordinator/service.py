@@ -45,7 +45,7 @@ from services.coordinator.run.device_grants import DeviceGrants
 from services.coordinator.run.gpu_hours import GpuHours
 from services.coordinator.run.guards import Guards
 from services.coordinator.run.leader_lease import Lease
-from services.coordinator.run.lifecycle import SOURCE, Lifecycle
+from services.coordinator.run.lifecycle import SOURCE, Lifecycle, create
 from services.coordinator.run.monitor import Monitor
 from services.coordinator.run.notices import notice
 from services.coordinator.run.release import Release
@@ -175,7 +175,7 @@ async def _offer_held_out(bus: Bus, settings: Settings, data: Data) -> None:
 
 
 async def _coordinate(context: Context, parts: Coordinator, server: ApiServer, folder: Path) -> None:
-    await Ledger(context.bus).create()
+    await create(Ledger(context.bus), folder)
     announce = folder / "coordinator.json"
     async with asyncio.TaskGroup() as outer:
         serving = outer.create_task(server.run(make_app(parts.api), announce, context.settings.run.id))

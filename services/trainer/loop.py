@@ -14,6 +14,7 @@ It uses no bus.
 """
 
 import collections
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -218,12 +219,19 @@ class Trainer:
         log.info("checkpoint loaded", extra={"folder": str(folder), "step": self.step})
 
     def _replay(self, command: Command) -> Replayed:
-        """Repeat a journalled step, bit-identically with its plan; its weights are published afterwards."""
+        """Repeat a journalled step, bit-identically with its plan and settings; its weights are published afterwards."""
         self._artifacts.free(self._rung)
         self.update(command.groups, command.lags, command.learning_rate, command.plan)
         made, known = self._learner.plan, command.plan
+        if made is not None and (known is None or not known.settings):
+            made = dataclasses.replace(made, settings="")  # the step is from an older Penstock
         if made is None or made == known or (known is None and not made.misfits):
             return Replayed("")
+        if known is not None and made.settings != known.settings:
+            return Replayed(
+                f"step {self.step} was replayed with other settings than it was made with ([algorithm], or of [trainer] "
+                "those of optimizer and learning rate), so its weights are published again as a new version"
+            )
         return Replayed(
             f"step {self.step} was replayed in other forward passes than it was made in ({_words(made)}; in the journal: "
             f"{'not known' if known is None else _words(known)}), so its weights are published again as a new version"

@@ -147,8 +147,10 @@ def _with(settings: Settings, table: str, **changes: object) -> Settings:
 
 
 def _resolved(settings: Settings, known: Sequence[str] = ()) -> Settings:
-    """Make paths absolute for other working directories, and pin datasets, as in the ``known`` ones of a resumed run."""
-    settings = _with(settings, "run", folder=settings.run.folder.absolute())
+    """Make paths absolute for other working directories, the run's folder without links, and pin datasets, as in the
+    ``known`` ones of a resumed run.
+    """
+    settings = _with(settings, "run", folder=settings.run.folder.resolve())
     settings = _with(
         settings,
         "policy",

@@ -389,6 +389,8 @@ class StepPlan:
     misfits: tuple[Misfit, ...] = ()
     contexts: Annotated[tuple[int, ...], _INT32] = ()
     """How many first tokens of each sample were not trained; empty: none."""
+    settings: str = ""
+    """Digest of the settings that determined the update; empty: not known."""
 
 
 @record

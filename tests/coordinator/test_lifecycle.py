@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.run.lifecycle import drain
+from services.coordinator.run.lifecycle import create, drain, note_state, noted_state
 from services.coordinator.service import Coordinator
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.messages import Event, Experience, Prompt
+from shared.bus.messages import Event, Experience, PolicyVersion, Prompt
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 from tests.support.raw_redis import empty, raw
+from tests.trainer.test_rollback import _load_and_publish, replica
 
 
 async def state(bus: Bus) -> RunState:
@@ -224,6 +225,44 @@ async def test_the_end_waits_for_a_trainer_that_still_works(bus: Bus, tmp_path: 
     assert await state(bus) is RunState.FINISHED
 
 
+async def test_a_rollback_that_is_accepted_while_the_run_ends_keeps_it_from_ending(bus: Bus, tmp_path: Path) -> None:
+    run = settings(tmp_path, steps=2, bus={"drain_s": PATIENCE_S})
+    working, stop = Status(state="working"), asyncio.Event()
+    beating = asyncio.create_task(Presence(bus, "trainer", "trainer-0", 0.5, working).run(stop))
+    async with running(make(bus, run)) as parts, replicas(bus), replica(bus, 3):
+        trainer = await Trainer(bus).start()
+        for _ in range(2):
+            await trainer.step()
+        await Ledger(bus).set_checkpoint(PolicyVersion(1), "/checkpoints/step-000001")
+        await until(lambda: _does(parts, "ending: waiting for the trainer"))
+        await parts.rollbacks.begin(PolicyVersion(1), "too late?")
+        working.state = "waiting"
+        await _load_and_publish(bus)
+        await reaches(bus, RunState.RUNNING)
+        await until(lambda: _ends_no_more(bus))
+        assert not (run.run_folder / "summary.json").exists()
+        status = await Ledger(bus).status()
+        assert (status.state, status.step, status.closed) == (RunState.RUNNING, 1, False)
+        await (await trainer.start()).step()
+        await closes(parts)
+    stop.set()
+    await beating
+    assert await state(bus) is RunState.FINISHED
+
+
+async def _ends_no_more(bus: Bus) -> bool:
+    return (await Ledger(bus).status()).doing == ""
+
+
+async def test_a_run_that_was_rolled_back_is_not_marked_as_finished(bus: Bus, tmp_path: Path) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    await raw(bus).hset(bus.keys.named("run"), "step", 3)
+    assert await ledger.transition(RunState.FINISHED, "", [RunState.RUNNING], 4) == (False, RunState.RUNNING)
+    assert await ledger.transition(RunState.FINISHED, "", [RunState.RUNNING], 3) == (True, RunState.RUNNING)
+
+
 async def _does(parts: Coordinator, activity: str) -> bool:
     return (await parts.monitor.view()).activity == activity
 
@@ -337,3 +376,45 @@ async def test_a_paused_run_whose_server_comes_back_empty_is_paused_and_offered_
         before.created_at_s,
     )
     assert len(offers) == offers_before + 1
+
+
+async def test_a_paused_run_whose_bus_is_lost_while_it_is_stopped_is_paused_when_it_starts_again(
+    bus: Bus, tmp_path: Path
+) -> None:
+    run, ledger = settings(tmp_path), Ledger(bus)
+    async with running(make(bus, run)) as parts:
+        await Trainer(bus).start()
+        await reaches(bus, RunState.RUNNING)
+        await ledger.transition(RunState.PAUSED, "guard reward: it is constant", [RunState.RUNNING])
+        await until(lambda: parts.lifecycle._seen is not None and parts.lifecycle._seen.state is RunState.PAUSED)
+        before = await ledger.status()
+    await empty(bus)
+    await create(ledger, run.run_folder)  # as every coordinator does at its start
+    async with running(make(bus, run)) as parts:
+        await reaches(bus, RunState.PAUSED)
+        await Trainer(bus).start()
+        await until(lambda: parts.lifecycle._seen is not None and parts.lifecycle._seen.head is not None)
+        status = await ledger.status()
+    assert (status.state, status.reason) == (RunState.PAUSED, "guard reward: it is constant")
+    assert status.created_at_s == before.created_at_s
+    await ledger.transition(RunState.RUNNING, "it was looked into", [RunState.PAUSED])
+    await create(ledger, run.run_folder)
+    assert await state(bus) is RunState.RUNNING, "the bus knows the run"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"state": "asleep"}', '{"paused_s": "long"}'])
+def test_a_state_that_cannot_be_read_counts_as_none(tmp_path: Path, text: str) -> None:
+    assert noted_state(tmp_path) is None
+    (tmp_path / "run_state.json").write_text(text)
+    assert noted_state(tmp_path) is None
+
+
+async def test_a_pause_that_the_next_trainer_may_undo_is_not_noted(bus: Bus, tmp_path: Path) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    for state, reason in ((RunState.RUNNING, "autostart"), (RunState.PAUSED, "the run cannot continue: no checkpoint")):
+        await ledger.transition(state, reason, [RunState.CREATED, RunState.RUNNING])
+        note_state(tmp_path, await ledger.status())
+    noted = noted_state(tmp_path)
+    assert noted is not None
+    assert noted.state is RunState.RUNNING

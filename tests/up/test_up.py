@@ -479,6 +479,17 @@ def test_the_resume_of_a_finished_run_starts_nothing_and_says_how_to_extend_it(
     prepare(None, up.run_folder, ["--run.steps", "21"]).lock.close()
 
 
+def test_a_run_behind_a_link_has_the_same_folder_when_it_is_started_and_resumed(up: Up) -> None:
+    link = up.folder / "linked"
+    up.run_folder.parent.mkdir(exist_ok=True)
+    link.symlink_to(up.run_folder.parent, target_is_directory=True)
+    started = prepare(up.folder / "run.toml", None, ["--run.folder", str(link)])
+    started.lock.close()
+    resumed = prepare(None, link / started.settings.run.id, [])
+    resumed.lock.close()
+    assert started.settings.run_folder == resumed.settings.run_folder == up.run_folder
+
+
 def test_the_resume_of_a_stopped_run_starts_nothing_and_says_how_to_go_on(
     up: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:

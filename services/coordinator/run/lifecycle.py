@@ -15,6 +15,7 @@ Every part is idempotent, with its state on the bus.
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,10 +30,11 @@ from services.coordinator.records.recorder import Recorder
 from services.coordinator.records.report import write_report
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, RunState, RunStatus, read_status
 from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.stores.run.functions import read_functions
 from shared.errors import BusFull
+from shared.files.durable import write_whole
 from shared.process.telemetry import tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
@@ -43,6 +45,7 @@ SOURCE = "coordinator"
 ENDED_REASON = "run_ended"
 _FULL_S = 1.0
 """Retry delay while the bus is full."""
+_STATE_FILE = "run_state.json"
 _COMPLETE = "every step is committed"
 
 
@@ -116,6 +119,8 @@ class Lifecycle:
         if not status.created_at_s:
             await self._create()
             return True
+        if _notable(self._seen) != _notable(status):
+            await asyncio.to_thread(note_state, self._folder, status)
         self._seen = status
         if status.state is RunState.FINISHED and status.step < self._settings.run.steps and status.head is not None:
             return await self._extend(status.step)
@@ -138,7 +143,7 @@ class Lifecycle:
         await self._bus.make_groups()
         if self._offer is not None:
             await self._offer()
-        await self._ledger.create(self._seen)
+        await create(self._ledger, self._folder, self._seen)
 
     def _open(self) -> None:
         if not self.gate_open:
@@ -207,10 +212,12 @@ class Lifecycle:
         return self.closed
 
     async def close(self, state: RunState) -> None:
-        if await self._is_closed():
+        if await self._is_closed() or not await self._can_close(state):
             return
         await self._ledger.note("doing", "ending: dropping what is left")
         dropped = await drain(self._bus)
+        if not await self._can_close(state):
+            return
         await self._ledger.note("doing", "ending: writing the report")
         status = await self._ledger.status()
         reason = _COMPLETE if state is RunState.FINISHED else status.reason
@@ -220,11 +227,22 @@ class Lifecycle:
         await self._recorder.with_room(lambda: self._write(ended_as))
         await self._ledger.note("doing", "")
         if state is RunState.FINISHED:
-            ended, now = await self._ledger.transition(state, reason, [RunState.RUNNING, RunState.PAUSED])
+            allowed = [RunState.RUNNING, RunState.PAUSED]
+            ended, now = await self._ledger.transition(state, reason, allowed, status.step)
             if not ended and now is not RunState.FINISHED:
                 return
         await self._ledger.close()
         self.closed = True
+
+    async def _can_close(self, state: RunState) -> bool:
+        """Whether a run that is to finish still has all its steps: a rollback may have been accepted meanwhile."""
+        status = await self._ledger.status()
+        if state is not RunState.FINISHED or status.state is RunState.FINISHED:
+            return True
+        if status.step >= self._settings.run.steps and status.tip == status.newest_version:
+            return True
+        await self._ledger.note("doing", "")
+        return False
 
     async def _write(self, status: RunStatus) -> None:
         evaluated = await self._evaluations()
@@ -244,6 +262,41 @@ class Lifecycle:
             if all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats):
                 return
             await asyncio.sleep(0.1)
+
+
+async def create(ledger: Ledger, folder: Path, seen: RunStatus | None = None) -> None:
+    """Create the run, unless the bus knows it: in the state ``seen`` last, or else noted in its folder, or as a new one."""
+    if not (await ledger.status()).created_at_s:
+        await ledger.create(seen or noted_state(folder))
+
+
+def note_state(folder: Path, status: RunStatus) -> None:
+    """Record the run's state in its folder, for a coordinator that starts on an empty bus."""
+    if status.reason.startswith(CANNOT_CONTINUE):
+        return  # its trainer finds out again
+    noted = {
+        "state": status.state.value,
+        "reason": status.reason,
+        "created_at_s": status.created_at_s,
+        "paused_s": status.paused_s,
+        **({} if status.first_admission_s is None else {"first_admission_s": status.first_admission_s}),
+        **({"closed_at_s": status.changed_at_s} if status.closed else {}),
+    }
+    with contextlib.suppress(OSError):  # a full disk: the state before stays
+        write_whole(folder / _STATE_FILE, json.dumps(noted))
+
+
+def _notable(status: RunStatus | None) -> tuple[RunState, str, bool] | None:
+    return None if status is None else (status.state, status.reason, status.closed)
+
+
+def noted_state(folder: Path) -> RunStatus | None:
+    """Return what was recorded; None if nothing was, or if it cannot be read."""
+    try:
+        noted = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))
+        return read_status({name.encode(): str(value).encode() for name, value in noted.items()})
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 async def drain(bus: Bus) -> int:

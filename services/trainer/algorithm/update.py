@@ -7,6 +7,8 @@ batch, lags, step number, weights and *plan*: the layout of forward passes, and 
 
 import collections
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,6 +37,9 @@ from shared.settings import Settings
 
 _NO_LAGS: Mapping[PolicyVersion, int] = collections.defaultdict(int)
 """Where nothing is trained."""
+_OF_BATCHES = {"preset", "groups_per_step", "max_lag", "on_stale", "wait_s", "dynamic_sampling", "filter"}
+"""Settings of the algorithm that determine batches, which a replay has, and not their updates."""
+_OF_UPDATES = {"adam_betas", "weight_decay", "max_grad_norm", "packing", "kernels", "logits"}
 
 
 class Learner:
@@ -106,7 +111,8 @@ class Learner:
 
         measured = {**update.over_ranks(), "learning_rate": rate}
         check_finite(measured, step)
-        self.plan = dataclasses.replace(plan, misfits=tuple(update.passes.misfits))
+        settings = self._settings_digest(rate, step)
+        self.plan = dataclasses.replace(plan, misfits=tuple(update.passes.misfits), settings=settings)
         measured |= self._utilisation(inputs, self._spent_s() - spent_s)
         drawn = sum(len(r) for place, r in enumerate(rewards) if place not in _demonstrated(batch))
         return measured | self._look_back(inputs, measured.get("reference_kl"), drawn)
@@ -170,6 +176,16 @@ class Learner:
             return 0.0
         settings = self._settings.trainer.model_copy(update={"learning_rate": peak})
         return learning_rate(settings, step, self._settings.run.steps)
+
+    def _settings_digest(self, rate: float, step: int) -> str:
+        """Return a digest of the settings that determine step ``step``, with its learning rate instead of a schedule's."""
+        algorithm = self._algorithm.model_dump(mode="json", exclude=_OF_BATCHES)
+        algorithm["kl"]["coefficient"] = self.kl_coefficient
+        trainer = self._settings.trainer.model_dump(mode="json", include=_OF_UPDATES)
+        critic = critic_learning_rate(self._settings, step) if self._critic is not None else None
+        tokens = self._settings.sampling.max_new_tokens if self._algorithm.aggregation == "constant" else None
+        text = json.dumps([algorithm, trainer, rate, critic, tokens, self._algorithm.needs_reference], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _spent_s(self) -> float:
         return self._phases.seconds["forward_backward"] + self._phases.seconds["optimizer"]

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
+from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
 from services.trainer.checkpoint.signatures import UNSIGNED, Signer
 from shared.backoff import Backoff
@@ -78,8 +79,11 @@ class Candidates:
         status: RunStatus | None,
         revoked: frozenset[PolicyVersion],
         signer: Signer = UNSIGNED,
+        lost_after: PolicyVersion | None = None,
     ) -> None:
+        """``lost_after``: later versions are of a timeline that the bus lost; None: it lost none."""
         self._bus, self._ledger, self._store = bus, ledger, store
+        self._lost_after = lost_after
         self._root, self._status, self._revoked = root, status, revoked
         self._signer = signer
         self._damages: list[Damage] = []
@@ -112,7 +116,7 @@ class Candidates:
         steps = {folder: step for folder in folders if (step := local_store.step_of(folder)) is not None}
         for folder, step in sorted(steps.items(), key=lambda item: -item[1]):
             checkpoint = local_store.read(folder)
-            if (checkpoint is not None and checkpoint.state.version in self._revoked) or self._is_ahead(step):
+            if self._is_ahead(step) or (checkpoint is not None and self._is_left(checkpoint.state)):
                 continue
             reason = await asyncio.to_thread(local_store.damage, folder, signer=self._signer)
             if not reason:
@@ -127,12 +131,33 @@ class Candidates:
         """Whether a step is after the ledger's: the bus has older data."""
         return self._status is not None and step > self._status.step
 
+    def _is_left(self, state: CheckpointState) -> bool:
+        """Whether a checkpoint is of another branch than the ledger's."""
+        return state.version in self._revoked or self._is_lost(state)
+
+    def _is_lost(self, state: CheckpointState) -> bool:
+        return self._lost_after is not None and state.version > self._lost_after
+
+    async def set_lost_aside(self) -> None:
+        """Rename the checkpoints of the timeline that the bus lost, so that no later start takes them for its own."""
+        names = []
+        for on_disk in local_store.find(self._root):
+            if self._is_lost(on_disk.state):
+                await self._ledger.drop_checkpoint(str(on_disk.folder))
+                aside = await asyncio.to_thread(local_store.set_aside, on_disk.folder, local_store.LOST)
+                names.append(str(aside))
+        for stored in await self._ask(self._store.whole) if self._store is not None else ():
+            if self._store is not None and self._is_lost(stored.state):
+                await self._ask(functools.partial(self._store.set_aside, stored))
+                names.append(stored.uri)
+        if names:
+            detail = f"they are of versions that the bus lost, which are trained again: {', '.join(names)}; they may be deleted"
+            await tell(self._bus, "trainer", "checkpoints set aside", detail)
+
     async def _newest_of_store(
         self, store: CheckpointStore, local: Checkpoint | None
     ) -> tuple[Checkpoint, StoredCheckpoint] | None:
-        stored = [
-            candidate for candidate in await self._ask(store.whole) if candidate.state.version not in self._revoked
-        ]
+        stored = [candidate for candidate in await self._ask(store.whole) if not self._is_left(candidate.state)]
         for name, why in sorted(store.unreadable.items()):
             reason = f"the manifest of {name} in {store.uri} is refused: {why}"
             self._damages.append(Damage(f"{store.uri}checkpoints/{name}", _step_in(name), reason))

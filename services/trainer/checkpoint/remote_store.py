@@ -29,6 +29,7 @@ from services.trainer.checkpoint.local_store import Checkpoint, digest, is_intac
 from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
 from services.trainer.checkpoint.s3 import Object, ObjectStore
 from services.trainer.checkpoint.signatures import UNSIGNED, Signer, open_signer
+from shared.bus.messages import PolicyVersion
 from shared.errors import StoreError, WeightsError
 from shared.files import durable
 from shared.settings import Settings
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 _FOLDER = "checkpoints/"
 _MANIFEST = "manifest.json"
 _LETTERS = 16
-_NAME = re.compile(r"step-[0-9]{6,12}-v[0-9]{6,12}-[0-9a-f]{16}")
+_NAME = re.compile(r"step-[0-9]{6,12}-v([0-9]{6,12})-[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,6 +216,14 @@ class CheckpointStore:
         for file in stored.files:
             self._objects.delete(f"{_FOLDER}{stored.name}/{file.name}")
 
+    def set_aside(self, stored: StoredCheckpoint) -> None:
+        """Make it no checkpoint any more; its files stay until a later one is stored."""
+        folder = f"{_FOLDER}{stored.name}/"
+        manifest = self._objects.read(f"{folder}{_MANIFEST}", manifests.MOST_BYTES)
+        if manifest is not None:
+            self._objects.write(f"{folder}{local_store.LOST}{_MANIFEST}", manifest)
+            self._objects.delete(f"{folder}{_MANIFEST}")
+
     def clear_remains(self, before_step: int) -> None:
         """Partial uploads and unreadable manifests of earlier steps."""
         listed = self._objects.list(_FOLDER)
@@ -232,6 +241,12 @@ class CheckpointStore:
 def open_store(settings: Settings) -> CheckpointStore | None:
     store = settings.trainer.store
     return CheckpointStore(ObjectStore(store, settings.run.id), open_signer(settings)) if store.uri else None
+
+
+def version_in(uri: str) -> PolicyVersion | None:
+    """Return the version in a stored checkpoint's name; None if ``uri`` is not one's."""
+    name = _NAME.fullmatch(uri.rpartition("/")[2])
+    return None if name is None else PolicyVersion(int(name[1]))
 
 
 def _letters(manifest: bytes) -> str:

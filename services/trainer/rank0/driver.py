@@ -245,11 +245,11 @@ class Driver:
                 await self._take_device()
         waiting = self._intake.next_batch(self._step, turn_s) if can_train else asyncio.sleep(turn_s)
         batch: list[Taken] | None = await self._or_stop(waiting)
-        left, settings = await asyncio.gather(self._branch.was_left(), self._live.refresh())
+        left, _ = await asyncio.gather(self._branch.was_left(), self._live.refresh())
         if left:
             self._leave()
         elif batch is not None:
-            await self._train(batch, settings.trainer.learning_rate)
+            await self._train(batch)
         else:
             self._context.status.state = "waiting"
             if can_train and await self._is_journal_in_the_way():
@@ -317,7 +317,7 @@ class Driver:
     async def _is_journal_in_the_way(self) -> bool:
         return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
 
-    async def _train(self, batch: list[Taken], learning_rate: float) -> None:
+    async def _train(self, batch: list[Taken]) -> None:
         if self._lending is not None:
             self._lending.note_complete(time.monotonic())
         if not await self._take_device():
@@ -325,7 +325,10 @@ class Driver:
         groups = [taken.experience for taken in batch]
         contexts = tuple(tokens for taken in batch for tokens in taken.contexts)
         self._context.status.state = "working"
-        self._branch.revision = self._live.revision  # for the journal
+        live = (
+            self._live
+        )  # read at once, and after the wait: the journal names the revision that the step was made with
+        learning_rate, self._branch.revision = live.settings.trainer.learning_rate, live.revision
         await self._intake.note_batch(batch)
         self._mailbox.command(
             Command(

@@ -8,10 +8,11 @@
     neither               the initial policy
 
 Numbers of versions that the bus lost are not used again: a replica that has one would not pull another of that number.
+Their checkpoints are renamed to ``lost-step-…``.
 
-Checkpoints of revoked versions are deleted; damaged ones are renamed to ``damaged-step-…``. If no checkpoint is intact,
-the start is refused without changes. A rollback is abandoned if its checkpoint is damaged or killed the trainer
-``MOST_LOADS`` times.
+Checkpoints of revoked versions are deleted, during a rollback only once its own was found intact; damaged ones are
+renamed to ``damaged-step-…``. If no checkpoint is intact, the start is refused without changes. A rollback is abandoned
+if its checkpoint is damaged or killed the trainer ``MOST_LOADS`` times.
 """
 
 import asyncio
@@ -24,13 +25,13 @@ from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.candidates import Candidates, Damage, Journal, ResumeCandidate, journal_after
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
+from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, version_in
 from services.trainer.checkpoint.signatures import open_signer
 from services.trainer.rank0.branch import committed_version, noted_version
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
-from shared.bus.stores.policy.rollback import begin_rollback, count_load, current_rollback, steer_rollback
+from shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.policy.rollback import Stage, begin_rollback, count_load, current_rollback, steer_rollback
 from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import SettingsError, StoreError
 from shared.process.telemetry import tell
@@ -43,7 +44,6 @@ MOST_LOADS = 3
 _UNKNOWN_VERSIONS = 100_000
 """Skipped if bus and folder were lost together."""
 _LOOK_S = 0.2
-_CANNOT_CONTINUE = "the run cannot continue: "
 _PAUSED_BEFORE = "; the run was paused before: "
 
 
@@ -68,16 +68,26 @@ async def find_resume(
     root = settings.run_folder / "checkpoints"
     known = await ledger.is_known()
     revoked = await ledger.revoked()
-    for on_disk in local_store.find(root):
-        if on_disk.state.version in revoked and await ledger.forget_checkpoint(str(on_disk.folder)):
-            local_store.delete(on_disk)
+    await _follow_folder(ledger, root)
+    rollback = await current_rollback(bus)
+    may_strand = rollback is not None and (rollback.stage is Stage.LOADING or rollback.strands)
+    if not may_strand:
+        await _delete_revoked(ledger, root, revoked, store)
     local_store.clear_unfinished(root)
     status = await ledger.status()
-    if status.newest_version is not None and committed_version(settings.run_folder) > status.newest_version:
-        status = await _skip_lost_versions(bus, ledger, status, settings.run_folder)
-    signer = open_signer(settings)
-    choice = await Candidates(bus, ledger, store, root, status if known else None, revoked, signer).choose()
+    newest = status.newest_version
+    lost_after = newest if newest is not None and committed_version(settings.run_folder) > newest else None
+    known_status, signer = status if known else None, open_signer(settings)
+    candidates = Candidates(bus, ledger, store, root, known_status, revoked, signer, lost_after)
+    choice = await candidates.choose()
     checkpoint, journal = choice.checkpoint, choice.journal
+    if lost_after is not None and (checkpoint is not None or journal is not None):
+        await candidates.set_lost_aside()  # before their numbers are skipped, by which they are known
+        status = await _skip_lost_versions(bus, ledger, status, settings.run_folder)
+    if may_strand and checkpoint is not None and journal is not None:
+        await _delete_revoked(
+            ledger, root, revoked, store
+        )  # not earlier: without the target, the others are all there is
     if choice.damages and checkpoint is None and not known:
         raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
     if journal is None:
@@ -92,10 +102,34 @@ async def find_resume(
     return ResumePoint(checkpoint, journal, status, choice.stored, restored=not known)
 
 
+async def _follow_folder(ledger: Ledger, root: Path) -> None:
+    """Have the ledger name the checkpoints in ``root``: the run's folder may have been moved, or be reached by a link."""
+    for version, where in (await ledger.checkpoints()).items():
+        if "://" not in where and Path(where).parent != root:
+            await ledger.set_checkpoint(version, str(root / Path(where).name))
+
+
+async def _delete_revoked(
+    ledger: Ledger, root: Path, revoked: frozenset[PolicyVersion], store: CheckpointStore | None
+) -> None:
+    """Delete the checkpoints of ``revoked`` versions, also stored ones: after a loss of the bus they would count again."""
+    for on_disk in local_store.find(root):
+        if on_disk.state.version in revoked and await ledger.forget_checkpoint(str(on_disk.folder)):
+            local_store.delete(on_disk)
+    if store is None or not revoked:
+        return
+    try:
+        for stored in await asyncio.to_thread(store.whole):
+            if stored.state.version in revoked and await ledger.forget_checkpoint(stored.uri):
+                await asyncio.to_thread(store.delete, stored)
+    except StoreError as error:
+        log.warning("stored checkpoints of revoked versions stay until the next upload", extra={"error": str(error)})
+
+
 async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
     """Whether ``checkpoint`` can be tried; a rollback's has limited tries."""
     target, state, unloadable = await _rollback(bus)
-    if target != str(checkpoint.state.version) or (state != "loading" and not unloadable):
+    if target not in await _versions_of(Ledger(bus), checkpoint) or (state != "loading" and not unloadable):
         return True
     if not unloadable and await count_load(bus) <= MOST_LOADS:
         return True
@@ -107,6 +141,13 @@ async def may_load(bus: Bus, checkpoint: Checkpoint) -> bool:
         "repair it and roll back to this one again",
     )
     return False
+
+
+async def _versions_of(ledger: Ledger, checkpoint: Checkpoint) -> set[str]:
+    """Return the versions with the weights of ``checkpoint``: its own, and those published after starts from it."""
+    own, folder = checkpoint.state.version, str(checkpoint.folder)
+    known = await ledger.checkpoints()
+    return {str(own), *(str(v) for v, where in known.items() if where == folder or version_in(where) == own)}
 
 
 async def _rollback(bus: Bus) -> tuple[str, str, str]:
@@ -134,7 +175,7 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeC
             return ResumePoint(None, (), status, stranded=True)
         records = await ledger.policies()
         target = await _target(ledger, choice, records)
-        if target is None and choice.damages:
+        if choice.checkpoint is None and choice.damages:
             raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
         if target is None or choice.checkpoint is None or status.state is RunState.CREATED:
             sentence = await _no_journal(ledger, choice.checkpoint, status, settings)
@@ -202,7 +243,7 @@ async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
     status = await ledger.status()
     if not status.reason.startswith(sentence):
         _, mark, before = status.reason.partition(_PAUSED_BEFORE)
-        if status.state is RunState.PAUSED and not status.reason.startswith(_CANNOT_CONTINUE):
+        if status.state is RunState.PAUSED and not status.reason.startswith(CANNOT_CONTINUE):
             mark, before = _PAUSED_BEFORE, status.reason
         await ledger.transition(RunState.PAUSED, f"{sentence}{mark}{before}", [RunState.RUNNING, RunState.PAUSED])
         await tell(bus, "trainer", "resume refused", sentence)
@@ -211,7 +252,7 @@ async def _pause(bus: Bus, ledger: Ledger, sentence: str) -> str:
 
 async def _unpause(ledger: Ledger, status: RunStatus) -> RunStatus:
     """Undo :func:`_pause`."""
-    if status.state is RunState.PAUSED and status.reason.startswith(_CANNOT_CONTINUE):
+    if status.state is RunState.PAUSED and status.reason.startswith(CANNOT_CONTINUE):
         _, mark, before = status.reason.partition(_PAUSED_BEFORE)
         state, reason = (RunState.PAUSED, before) if mark else (RunState.RUNNING, "its checkpoints were put back")
         await ledger.transition(state, reason, [RunState.PAUSED])
@@ -221,7 +262,7 @@ async def _unpause(ledger: Ledger, status: RunStatus) -> RunStatus:
 def _no_checkpoint(damages: Sequence[Damage]) -> str:
     listed = "; ".join(map(str, damages))
     return (
-        f"{_CANNOT_CONTINUE}no checkpoint is intact: {listed}: put an intact copy in its place and resume again, or "
+        f"{CANNOT_CONTINUE}no checkpoint is intact: {listed}: put an intact copy in its place and resume again, or "
         "start a new run with policy.model set to what `penstock export` can still write of this one"
     )
 
@@ -232,7 +273,7 @@ async def _no_journal(ledger: Ledger, checkpoint: Checkpoint | None, status: Run
     steps = sorted({entry.step for entry in entries if entry.step > start})
     places = " and ".join(filter(None, (str(settings.run_folder), settings.trainer.store.uri)))
     return (
-        f"{_CANNOT_CONTINUE}expected the journal to hold steps {start + 1} to {status.step} after the newest checkpoint, found "
+        f"{CANNOT_CONTINUE}expected the journal to hold steps {start + 1} to {status.step} after the newest checkpoint, found "
         f"{steps}, in {places}: put its checkpoints back, or start a new run with policy.model set to what "
         "`penstock export` can still write of this one"
     )
@@ -254,7 +295,9 @@ async def _restore(
     gpu_time = (state.gpu_s, state.gpu_until_s)
     await live.restore(state.settings_revision, state.live_values)
     await _restore_checkpoints(ledger, state, folder / "checkpoints", store)
-    await ledger.restore(state.step, state.cursor, position, newest_version, state.counts, gpu_time)
+    await ledger.restore(
+        state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version, state.journal_entry
+    )
     detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 
@@ -262,8 +305,10 @@ async def _restore(
 async def _restore_checkpoints(
     ledger: Ledger, state: CheckpointState, root: Path, store: CheckpointStore | None
 ) -> None:
-    """Have the ledger know the checkpoints that are there, so that pinned ones are kept."""
+    """Have the ledger know the checkpoints that are there, so that pinned ones are kept and all can be rolled back to."""
+    made = {}
     for on_disk in local_store.find(root):
+        made[on_disk.state.version] = (on_disk.state, (on_disk.folder / local_store.MARKER).stat().st_mtime)
         await ledger.set_checkpoint(on_disk.state.version, str(on_disk.folder))
     try:
         stored = await asyncio.to_thread(store.whole) if store is not None else []
@@ -271,11 +316,25 @@ async def _restore_checkpoints(
         log.warning("stored checkpoints are not known", extra={"error": str(error)})
         stored = []
     for copy in stored:
+        made[copy.state.version] = (copy.state, copy.stored_at_s)
         await ledger.set_checkpoint(copy.state.version, copy.uri)
+    await _restore_policies(ledger, [of for version, of in sorted(made.items()) if version <= state.version])
     for version in state.pins:
         await ledger.pin(version, pinned=True)
     for version in state.released:
         await ledger.release(version, released=True)
+
+
+async def _restore_policies(ledger: Ledger, made: Sequence[tuple[CheckpointState, float]]) -> None:
+    """Have the ledger know the versions of checkpoints, oldest first, each a child of the one before."""
+    parent = None
+    for state, made_at_s in made:
+        record = PolicyRecord(
+            state.version, parent, state.step, made_at_s, "", "", settings_revision=state.settings_revision
+        )
+        position = state.cursor if state.position is None else state.position
+        await ledger.restore_policy(record, state.counts.get("trained", 0), position)
+        parent = state.version
 
 
 async def _skip_lost_versions(bus: Bus, ledger: Ledger, status: RunStatus, folder: Path) -> RunStatus:

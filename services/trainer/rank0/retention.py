@@ -12,14 +12,14 @@ With "stored" the folder may vanish at any time. Pins and a rollback's tip are k
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from services.trainer import metrics
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store
+from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store, version_in
 from services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
 from services.trainer.rank0.resume import ResumePoint
 from shared.bus.bus import Bus
@@ -80,9 +80,14 @@ class Retention:
             functions={name: sources[-1].sha256 for name, sources in (await read_functions(self._bus)).items()},
             gpu_s=status.gpu_s,
             gpu_until_s=status.gpu_until_s,
-            pins=sorted(await self._ledger.pins()),
-            released=sorted(await self._ledger.released()),
+            pins=await self._as_restored(await self._ledger.pins()),
+            released=await self._as_restored(await self._ledger.released()),
         )
+
+    async def _as_restored(self, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+        """Return ``versions`` by the numbers in their checkpoints, the only ones that are known once the bus is lost."""
+        places = await self._ledger.checkpoints()
+        return sorted({await asyncio.to_thread(_number, places.get(version, ""), version) for version in versions})
 
     async def note(self, checkpoint: Checkpoint, superfluous: Sequence[Checkpoint]) -> None:
         """Handle a checkpoint that is complete in the run's folder."""
@@ -209,3 +214,11 @@ class Retention:
             f"{error}"
         )
         await tell(self._bus, "trainer", "checkpoint not stored", detail, denied=error.denied)
+
+
+def _number(place: str, version: PolicyVersion) -> PolicyVersion:
+    """Return the version in the checkpoint at ``place``, a folder or URI; without one ``version``."""
+    if (stored := version_in(place)) is not None:
+        return stored
+    checkpoint = local_store.read(Path(place)) if place else None
+    return version if checkpoint is None else checkpoint.state.version

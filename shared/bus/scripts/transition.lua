@@ -1,10 +1,13 @@
 #!lua flags=allow-oom
--- Transition: change the run's state if it is in `allowed`, and record the reason.
+-- Transition: change the run's state if it is in `allowed`, and at `step` unless that is "", and record the reason.
 -- KEYS: run history
--- ARGV: to reason now_s history_entries allowed...
+-- ARGV: to reason now_s step history_entries allowed...
 -- Leaving `paused` or `finished` for `running` adds that time to `paused_s`.
 -- Returns {1 or 0, the previous state}.
 local found = redis.call('HGET', run, 'state') or ''
+if step ~= '' and step ~= (redis.call('HGET', run, 'step') or '0') then
+  return {0, found}
+end
 for _, state in ipairs(allowed) do
   if found == state then
     if (found == 'paused' or found == 'finished') and to == 'running' then

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from services.client.views import READY_STATES
+from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.model.policy import Policy
@@ -222,6 +223,27 @@ def newer(experience: Experience) -> Experience:
     return dataclasses.replace(experience, group=dataclasses.replace(experience.group, samples=tuple(samples)))
 
 
+async def test_a_learning_rate_that_is_changed_while_the_trainer_waits_for_its_device_is_used_and_journalled(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven, trained = await created(bus, tmp_path)
+    live = driven.context.live
+
+    async def waits(driver: Driver) -> bool:
+        if driven.context.status.state == "waiting" and not live.revision:  # for the step
+            await live.change(0, {"trainer.learning_rate": 0.5}, "faster")
+        return True
+
+    async with driven.running(lambda: driven.train(trained.engine)):
+        await until(lambda: driven.context.status.state == "waiting")
+        monkeypatch.setattr(Driver, "_take_device", waits)
+        await driven.feed(batch(0))
+        await is_at(driven, 1)
+        assert (await driven.ledger.journal(""))[0].settings_revision == 1
+    (_, report) = (await bus.newest(STEPS, StepReport))[0]
+    assert report.metrics["learning_rate"] == 0.5
+
+
 async def test_more_in_a_row_than_allowed_pause_the_run_with_a_sentence(bus: Bus, tmp_path: Path) -> None:
     driven, trained = await created(bus, tmp_path, max_skipped_steps=1)
     async with driven.running(lambda: driven.train(trained.engine)):
@@ -398,6 +420,48 @@ async def test_weights_of_a_replay_that_could_not_follow_its_plan_are_published_
         versions = [record.version for record in await again.ledger.policies()]
         assert versions == ([0, 1, 2] if difference else [0, 1])
         assert ("replay differs" in await again.events()) is bool(difference)
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "value", "differs"),
+    [
+        ("trainer", "learning_rate", 0.5, True),
+        ("trainer", "max_grad_norm", 0.25, True),
+        ("algorithm", "clip", (0.1, 0.1), True),
+        ("algorithm", "max_lag", 9, False),
+        ("run", "steps", 90, False),
+    ],
+)
+async def test_a_replay_with_other_settings_of_the_update_is_told_and_its_weights_are_published_again(
+    bus: Bus, tmp_path: Path, table: str, name: str, value: Any, differs: bool
+) -> None:
+    async with after_a_step(bus, tmp_path) as (driven, both):
+        driven.mailbox.send(RuntimeError("the training thread dies after its commit"))
+        await both
+    tables = driven.of.model_dump()
+    tables[table][name] = value
+    again = Driven(bus, Settings.model_validate(tables))
+    async with again.running(lambda: again.train(Rank(again.of).engine)):
+        await has(again, "journal replayed")
+        await until(lambda: again.context.status.state == "waiting")
+    assert ("replay differs" in await again.events()) is differs
+    versions = [record.version for record in await again.ledger.policies()]
+    assert versions == ([0, 1, 2] if differs else [0, 1])
+
+
+async def test_a_step_of_an_older_penstock_is_replayed_without_a_report_on_its_settings(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "_settings_digest", lambda *_: "")
+        async with after_a_step(bus, tmp_path) as (driven, both):
+            driven.mailbox.send(RuntimeError("the training thread dies after its commit"))
+            await both
+    again = Driven(bus, driven.of)
+    async with again.running(lambda: again.train(Rank(again.of).engine)):
+        await has(again, "journal replayed")
+        await until(lambda: again.context.status.state == "waiting")
+    assert "replay differs" not in await again.events()
 
 
 async def test_damage_that_leaves_nothing_to_continue_from_pauses_the_run_while_the_model_is_loaded_and_ends_the_training(

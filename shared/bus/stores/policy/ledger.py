@@ -48,6 +48,8 @@ class RunState(StrEnum):
 
 
 ENDED = (RunState.STOPPED, RunState.FINISHED)
+CANNOT_CONTINUE = "the run cannot continue: "
+"""Start of the reason of a trainer's pause that the next trainer may undo."""
 
 
 _SELF_TEST = "self_test:"
@@ -202,10 +204,12 @@ class Ledger(Policies):
         """Note that the ended run's workloads were scaled to zero, by a coordinator of ``pod_template``."""
         await self._bus.write(RUN, "HSET", "released", pod_template)
 
-    async def transition(self, to: RunState, reason: str, allowed: Sequence[RunState]) -> tuple[bool, RunState]:
-        """Change the state if in ``allowed``; return whether it did, and the previous state."""
+    async def transition(
+        self, to: RunState, reason: str, allowed: Sequence[RunState], step: int | None = None
+    ) -> tuple[bool, RunState]:
+        """Change the state if in ``allowed``, and at ``step`` if given; return whether it did, and the previous state."""
         changed, state = await self._bus.script(
-            "transition", to=to.value, reason=reason, now_s=time.time(),
+            "transition", to=to.value, reason=reason, now_s=time.time(), step="" if step is None else step,
             history_entries=streams.HISTORY.max_entries or 0, allowed=[state.value for state in allowed],
         )  # fmt: skip
         return bool(changed), RunState(state.decode() or "created")
@@ -287,8 +291,10 @@ class Ledger(Policies):
         newest: PolicyVersion,
         counts: Mapping[str, int],
         gpu_time: tuple[float, float],
+        tip: PolicyVersion | None = None,
+        journal_entry: str = "",
     ) -> bool:
-        """Restore an empty bus from a checkpoint; False if it knows the run.
+        """Restore an empty bus from the checkpoint of version ``tip``, after ``journal_entry``; False if it knows the run.
 
         Groups then in flight count as ``dropped:bus_lost``; their prompts are drawn again.
         """
@@ -297,9 +303,11 @@ class Ledger(Policies):
             "step": step, "cursor": cursor, "shift": cursor - position, "newest_version": newest,
             "gpu_time": "{!r} {!r}".format(*gpu_time),
         }  # fmt: skip
+        if tip is not None:
+            fields["tip"] = tip
         ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
         words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
-        return bool(await self._bus.script("restore", run_pairs=len(fields), fields=words))
+        return bool(await self._bus.script("restore", run_pairs=len(fields), journal_entry=journal_entry, fields=words))
 
     async def skip_versions(self, newest: PolicyVersion, tip: PolicyVersion) -> None:
         """Have the next version follow ``newest``, a number that the bus lost, and descend from ``tip`` all the same."""

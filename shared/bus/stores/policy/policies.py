@@ -82,6 +82,13 @@ class Policies:
         trained, position = (int(word) for word in mark.split())
         return trained, position
 
+    async def restore_policy(self, record: PolicyRecord, trained: int, position: int) -> None:
+        """Have an emptied bus know a version that has a checkpoint, with its mark; no effect if it is known."""
+        version = str(record.version)
+        await self._bus.write(MARKS, "HSETNX", version, f"{trained} {position}")
+        await self._bus.write(POLICY_STATES, "HSETNX", version, PolicyState.RETIRED.value)
+        await self._bus.write(POLICIES, "HSETNX", version, wire.encode(record))
+
     async def set_checkpoint(self, version: PolicyVersion, folder: str) -> None:
         """Note a checkpoint's folder or URI."""
         await self._bus.write(CHECKPOINTS, "HSET", str(version), folder)

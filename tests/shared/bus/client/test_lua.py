@@ -88,6 +88,7 @@ def test_every_script_that_adds_to_a_stream_is_known() -> None:
         "leave": {"dead", "audit"},
         "promote": {"policy"},
         "requeue": {"prompts"},
+        "restore": {"journal"},
         "revive": {"stream"},
         "roll_back": {"history", "events"},
         "start_evaluation": {"eval_prompts"},
