@@ -192,6 +192,16 @@ class Bus(Commands):
         asked = self.call(lambda: self._client.execute_command(*words, parse_detail=True))
         return frozenset(EntryId(text(row["message_id"])) for row in await self._unless_empty(asked))
 
+    async def last_generated(self, stream: Stream) -> str:
+        """Return the id of the newest entry that the stream ever had; "" if there is no such stream."""
+        try:
+            info = await self.ask("XINFO STREAM", stream)
+        except ResponseError as error:
+            if "no such key" not in str(error):
+                raise
+            return ""
+        return text(info["last-generated-id"])
+
     async def within_reach(self, stream: Stream, consumer: str) -> int:
         """Return the number of entries that ``consumer`` holds or can take at once; not those of other consumers."""
         return int(

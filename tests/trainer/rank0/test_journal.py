@@ -86,3 +86,25 @@ def test_every_rank_gets_the_plan_with_the_order_to_replay(plan: StepPlan | None
     assert (read.kind, read.lags, read.learning_rate, read.plan) == (CommandKind.REPLAY, {7: 1}, 1e-3, plan)
     assert read.contexts == (2, 0)
     assert read.groups[0].group.prompt.group_id == 3
+
+
+async def test_the_newest_entry_is_known_after_it_was_trimmed_and_none_is_on_an_emptied_server(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(bus)
+    assert await ledger.last_journal_entry() == ""
+    entry = await bus.append(JOURNAL, {"id": "0", "step": "1", "data": wire.encode(builders.experience(0))})
+    await ledger.trim_journal(entry)
+    assert await ledger.journal("") == []
+    assert await ledger.last_journal_entry() == entry
+    ask = bus.ask
+
+    async def emptied_before(command: str, *words: object) -> object:
+        """The server loses its data between the first look and any command after it."""
+        answer = await ask(command, *words)  # type: ignore[arg-type]
+        await ask("DEL", JOURNAL)
+        return answer
+
+    monkeypatch.setattr(bus, "ask", emptied_before)
+    assert await ledger.last_journal_entry() == entry
+    assert await ledger.last_journal_entry() == ""

@@ -19,7 +19,6 @@ from typing import Literal
 
 from shared.bus import streams
 from shared.bus.bus import Bus, Delivery, EntryId, read_counts
-from shared.bus.client.commands import text
 from shared.bus.client.lua import Argument
 from shared.bus.encoding import wire
 from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, RUN, key
@@ -370,9 +369,7 @@ class Ledger(Policies):
 
     async def last_journal_entry(self) -> str:
         """Return the last entry, even if trimmed; "" if none."""
-        if not await self._bus.ask("EXISTS", streams.JOURNAL):
-            return ""
-        return text((await self._bus.ask("XINFO STREAM", streams.JOURNAL))["last-generated-id"])
+        return await self._bus.last_generated(streams.JOURNAL)
 
     async def trim_journal(self, through: str) -> None:
         """Trim the journal through an entry."""
