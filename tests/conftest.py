@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
+import pydantic.v1  # noqa: F401 (FastAPI imports it late; pytest parses it, and CPython 3.11 fails if a finalizer runs meanwhile)
 import pytest
 
 from shared.bus import embedded
