@@ -195,7 +195,7 @@ async def test_a_temperature_near_zero_is_an_entropy_near_zero(faults: Faults) -
         await faults.run.change(trainer__learning_rate=STILL)  # near zero a small change is far from what was sampled
         await faults.train(MAX_LAG + 1)
         with faults.scorer("differ"):  # equal answers would otherwise trip no_signal as well
-            await faults.run.change(sampling__temperature=0.001)
+            await faults.run.change(sampling__temperature=0.01)
             await faults.paused_by("entropy")
     await faults.run.change(sampling__temperature=1.0, trainer__learning_rate=SLOW)
     await faults.resume()
