@@ -265,27 +265,25 @@ def _check_top_k(settings: Settings) -> None:
             "expected data.teacher_field with algorithm.distillation_top_k and several [[reward.teachers]], whose mixture's most probable "
             "tokens are not known from theirs: name a teacher in each row, or keep one"
         )
-    most_bytes = sampling.group_size * sampling.max_new_tokens * top_k * _TOP_BYTES
-    if most_bytes > _MOST_BYTES:
-        raise ValueError(
-            f"expected at most {_MOST_BYTES >> 20} MiB of teachers' logprobs in a group, found {most_bytes >> 20}, {_TOP_BYTES} bytes for each of "
-            f"algorithm.distillation_top_k = {top_k} tokens × {sampling.group_size} samples × {sampling.max_new_tokens} tokens: lower "
-            "algorithm.distillation_top_k, sampling.group_size or sampling.max_new_tokens"
-        )
+    _check_fits("teachers' logprobs", "algorithm.distillation_top_k", top_k, _TOP_BYTES, sampling)
 
 
 def _check_kept(settings: Settings) -> None:
     """Refuse groups whose tokens that could be drawn fit into no message; how many top_p and min_p keep is not known."""
-    sampling = settings.sampling
-    for part in (sampling, *map(sampling.of, settings.data.sources)):
+    for part in (settings.sampling, *map(settings.sampling.of, settings.data.sources)):
         top_k = part.top_k if part.top_p == 1 and part.min_p == 0 else 0
-        most_bytes = sampling.group_size * part.max_new_tokens * top_k * _KEPT_BYTES
-        if most_bytes > _MOST_BYTES:
-            raise ValueError(
-                f"expected at most {_MOST_BYTES >> 20} MiB of tokens that could be drawn in a group, found {most_bytes >> 20}, {_KEPT_BYTES} bytes "
-                f"for each of sampling.top_k = {top_k} tokens × {sampling.group_size} samples × {part.max_new_tokens} tokens: lower "
-                "sampling.top_k, sampling.group_size or sampling.max_new_tokens"
-            )
+        _check_fits("tokens that could be drawn", "sampling.top_k", top_k, _KEPT_BYTES, part)
+
+
+def _check_fits(contents: str, setting: str, kept: int, each_bytes: int, sampling: SamplingSettings) -> None:
+    """Refuse groups of which ``contents``, ``kept`` at each token, would fit into no message."""
+    most_bytes = sampling.group_size * sampling.max_new_tokens * kept * each_bytes
+    if most_bytes > _MOST_BYTES:
+        raise ValueError(
+            f"expected at most {_MOST_BYTES >> 20} MiB of {contents} in a group, found {most_bytes >> 20}, {each_bytes} bytes for each of "
+            f"{setting} = {kept} tokens × {sampling.group_size} samples × {sampling.max_new_tokens} tokens: lower {setting}, "
+            "sampling.group_size or sampling.max_new_tokens"
+        )
 
 
 def _check_warm_up(settings: Settings) -> None:

@@ -20,12 +20,10 @@ import torch.distributed as dist
 
 from services.trainer.loop import Trainer
 from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
-from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import NoMailbox
 from services.trainer.rank0.mailbox.results import StepMade
 from services.trainer.rank0.publication import Publication
 from services.trainer.rank_group import start_ranks
-from shared.bus.messages import PolicyVersion
 from tests.support import trainer_ranks, weights
 from tests.support.weights_players import fingerprint
 from tests.trainer.algorithm import test_update
@@ -46,15 +44,7 @@ def publish(name: str, folder: Path, *, held: bool) -> dict[str, Any]:
     trained = trainer_ranks.Rank(of)
     trainer, data = Trainer(trained.engine, of, NoMailbox(), artifacts), tuple(test_update.batch())
     for version in range(1, VERSION + 1):
-        made = trainer.execute(
-            Command(
-                CommandKind.TRAIN,
-                groups=data,
-                lags={PolicyVersion(0): 1},
-                learning_rate=1e-3,
-                version=PolicyVersion(version),
-            )
-        )
+        made = trainer.execute(trainer_ranks.train_command(data, version))
     assert isinstance(made, StepMade)
     whole = trained.weights()
     if held and rank == 1:

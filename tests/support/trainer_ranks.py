@@ -269,6 +269,11 @@ def on_full_disk(of: Settings) -> list[bool]:
     return [noted for of_rank in every for noted in of_rank]
 
 
+def train_command(groups: tuple[Experience, ...], version: int) -> Command:
+    lags = test_update.lags(groups)
+    return Command(CommandKind.TRAIN, groups=groups, lags=lags, learning_rate=1e-3, version=PolicyVersion(version))
+
+
 def full_folder(of: Settings) -> dict[str, Any]:
     """Three steps with checkpoints; rank 1 cannot write its part of the second."""
     writes = dist.get_rank() == 0
@@ -279,13 +284,7 @@ def full_folder(of: Settings) -> dict[str, Any]:
         write = _refuse if (step, dist.get_rank()) == (2, 1) else torch.save
         state = CheckpointState(step, PolicyVersion(step), 0, "", 2, 3, "00") if writes else None
         commands = [
-            Command(
-                CommandKind.TRAIN,
-                groups=data,
-                lags={PolicyVersion(0): 1},
-                learning_rate=1e-3,
-                version=PolicyVersion(step),
-            ),
+            train_command(data, step),
             Command(CommandKind.CHECKPOINT, state=state),
         ]
         with mock.patch.object(torch, "save", write):

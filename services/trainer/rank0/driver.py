@@ -325,10 +325,8 @@ class Driver:
         groups = [taken.experience for taken in batch]
         contexts = tuple(tokens for taken in batch for tokens in taken.contexts)
         self._context.status.state = "working"
-        live = (
-            self._live
-        )  # read at once, and after the wait: the journal names the revision that the step was made with
-        learning_rate, self._branch.revision = live.settings.trainer.learning_rate, live.revision
+        # Both at once, and after the wait: the journal names the revision that the step was made with.
+        learning_rate, self._branch.revision = self._live.settings.trainer.learning_rate, self._live.revision
         await self._intake.note_batch(batch)
         self._mailbox.command(
             Command(

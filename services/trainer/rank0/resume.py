@@ -85,9 +85,8 @@ async def find_resume(
         await candidates.set_lost_aside()  # before their numbers are skipped, by which they are known
         status = await _skip_lost_versions(bus, ledger, status, settings.run_folder)
     if may_strand and checkpoint is not None and journal is not None:
-        await _delete_revoked(
-            ledger, root, revoked, store
-        )  # not earlier: without the target, the others are all there is
+        # Not earlier: without the target, the others are all there is.
+        await _delete_revoked(ledger, root, revoked, store)
     if choice.damages and checkpoint is None and not known:
         raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
     if journal is None:

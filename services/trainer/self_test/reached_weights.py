@@ -23,8 +23,8 @@ def check(policy: Policy | Critic, rows: Sequence[PackedRow], setting: str) -> N
         SettingsError: it reaches fewer weights.
     """
     names = {id(parameter): name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    reached = _reached(policy, rows) & names.keys()
-    missing = [name for key, name in names.items() if key in reached - _reached(policy, [])]
+    reached, of_none = _reached(policy, rows) & names.keys(), _reached(policy, [])
+    missing = [name for key, name in names.items() if key in reached - of_none]
     if missing:
         raise SettingsError(
             f"expected every forward pass to reach the same weights, as several ranks need from trainer.zero_stage = 1 on, found that a short "

@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from services.rollout.probe_check import gap_of
+from services.trainer.batch.packing import PackedRow
 from services.trainer.model import adapter
 from services.trainer.model.critic import Critic
 from services.trainer.model.layers import mixers
 from services.trainer.model.policy import Policy, load_model, load_trunk
 from services.trainer.rank0 import probe
-from services.trainer.self_test import self_test, unmodified_model
+from services.trainer.self_test import reached_weights, self_test, unmodified_model
 from shared.errors import SettingsError
 from shared.model.plain_model import ordinary_ids
 from shared.settings import PolicySettings
@@ -210,6 +211,21 @@ def test_passes_that_reach_different_weights_are_refused_with_several_ranks(
         SettingsError, match=r"does not reach 1 of \d+, the first .*mlp\.experts\.[01]\.weight.*ranks to 1"
     ):
         self_test.run(policy, "auto", is_sharded=True)
+
+
+def test_weights_are_looked_for_in_two_passes_however_many_there_are(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = opened(folders["qwen3"])
+    rows, passes, reached = self_test.draw(policy.model, torch.device("cpu"), 0), list[int](), reached_weights._reached
+
+    def counted(policy: Policy | Critic, rows: Sequence[PackedRow]) -> set[int]:
+        passes.append(len(rows))
+        return reached(policy, rows)
+
+    monkeypatch.setattr(reached_weights, "_reached", counted)
+    reached_weights.check(policy, rows, "policy.model")
+    assert passes == [len(rows), 0]
 
 
 def critic(folder: Path, packing: Any = "auto", dtype: torch.dtype = torch.float32) -> Critic:

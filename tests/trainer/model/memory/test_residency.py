@@ -1,7 +1,8 @@
 """A trainer whose memory goes to the host between steps trains bit for bit as one that keeps it."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -188,44 +189,39 @@ def test_a_turn_frees_the_snapshot_before_its_memory_returns_and_copies_it_once_
     ]
 
 
-def test_a_model_whose_memory_is_free_frees_more_at_a_higher_rung_alone(tmp_path: Path) -> None:
-    of = trainer_ranks.settings(1, 1, tmp_path)
+@contextlib.contextmanager
+def away_and_back(stepper: Stepper, folder: Path) -> Iterator[tuple[Trainer, dict[str, float]]]:
+    """Yield a trainer and its memory by component; after the block, all that left returns as it was."""
+    of = trainer_ranks.settings(1, 1, folder)
     publication = Publication(of, "127.0.0.1", weights.secret)
-    stepper = Stepper(settings(zero_stage=1))
-    stepper.step(1)
-    kept = stepper.weights()
     trainer = Trainer(stepper.engine, of, NoMailbox(), Rank0Artifacts(of, publication))
-    residency = stepper.engine.residency
+    residency, kept = stepper.engine.residency, stepper.weights()
     memory = residency.memory()
-    freed = [trainer._free(rung, None) for rung in (3, 2, 4, 4)]
-    assert [result.moved_bytes for result in freed] == [
-        memory["optimizer"], 0, memory["weights"] + memory["gradients"], 0,
-    ]  # fmt: skip
-    assert [bool(result.memory) for result in freed] == [True, False, False, False], "measured when all is there"
-    assert bytes_of(stepper) == 0
+    yield trainer, memory
     trainer._reload()
     residency.follow()
     assert residency.memory() == memory
     weights_now = stepper.weights()
     assert all(torch.equal(kept[name], weights_now[name]) for name in kept)
     publication.close()
+
+
+def test_a_model_whose_memory_is_free_frees_more_at_a_higher_rung_alone(tmp_path: Path) -> None:
+    stepper = Stepper(settings(zero_stage=1))
+    stepper.step(1)
+    with away_and_back(stepper, tmp_path) as (trainer, memory):
+        freed = [trainer._free(rung, None) for rung in (3, 2, 4, 4)]
+        assert [result.moved_bytes for result in freed] == [
+            memory["optimizer"], 0, memory["weights"] + memory["gradients"], 0,
+        ]  # fmt: skip
+        assert [bool(result.memory) for result in freed] == [True, False, False, False], "measured when all is there"
+        assert bytes_of(stepper) == 0
 
 
 def test_what_stayed_at_rung_3_leaves_at_rung_4(tmp_path: Path) -> None:
-    of = trainer_ranks.settings(1, 1, tmp_path)
-    publication = Publication(of, "127.0.0.1", weights.secret)
     stepper, _ = trained(1, [])
-    kept = stepper.weights()
-    trainer = Trainer(stepper.engine, of, NoMailbox(), Rank0Artifacts(of, publication))
-    residency = stepper.engine.residency
-    memory = residency.memory()
-    part = trainer._free(3, memory["optimizer"] / 4).moved_bytes
-    assert 0 < part < memory["optimizer"]
-    assert part + trainer._free(4, None).moved_bytes == sum(memory.values())
-    assert sum(residency.memory().values()) == 0
-    trainer._reload()
-    residency.follow()
-    assert residency.memory() == memory
-    weights_now = stepper.weights()
-    assert all(torch.equal(kept[name], weights_now[name]) for name in kept)
-    publication.close()
+    with away_and_back(stepper, tmp_path) as (trainer, memory):
+        part = trainer._free(3, memory["optimizer"] / 4).moved_bytes
+        assert 0 < part < memory["optimizer"]
+        assert part + trainer._free(4, None).moved_bytes == sum(memory.values())
+        assert sum(stepper.engine.residency.memory().values()) == 0
