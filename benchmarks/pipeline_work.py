@@ -85,11 +85,16 @@ def work_folder(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = False) -> Work:
-    """Create model and prompts in ``folder`` unless an earlier call did; return the work on two GPUs or the CPU."""
+def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = False, mean_tokens: int = 0) -> Work:
+    """Create model and prompts in ``folder`` unless an earlier call did; return the work on two GPUs or the CPU.
+
+    ``mean_tokens``: of completions before their limit, with ``tail``; 0: as above.
+    """
     gpu = device == "cuda"
-    mean_tokens = (800 if gpu else 12) if tail else 0
-    folder = folder.absolute() / f"{'tail' if tail else 'long'}-{shape}-{device}"
+    usual = 800 if gpu else 12
+    mean_tokens = (mean_tokens or usual) if tail else 0
+    kind = "long" if not tail else "tail" if mean_tokens == usual else f"tail-{mean_tokens}"
+    folder = folder.absolute() / f"{kind}-{shape}-{device}"
     _write_once(folder, shape, device, mean_tokens)
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
     if tail and gpu:

@@ -167,7 +167,7 @@ class Runs:
 
     def __init__(self, folder: Path, *, toy: bool, limit_s: float, cold_s: float) -> None:
         self._folder, self._toy, self._limit_s, self._cold_s = folder, toy, limit_s, cold_s
-        self._works: dict[tuple[str, bool], Work] = {}
+        self._works: dict[tuple[str, int], Work] = {}
         self._started: set[tuple[object, ...]] = set()
         self._gpu = ("cpu", 16 * 2.0**30) if toy else _gpu()
 
@@ -199,7 +199,7 @@ class Runs:
     def _run(self, name: str, of: Configuration) -> dict[str, Any]:
         # vLLM compiles again for engines whose memory can be freed, and for other numbers of ranks
         work, kinds = self._work(of), [of.mode in _PLACEMENT, *([False] if of.mode == "lend" else [])]
-        started = {(of.shape, bool(of.mean_tokens), of.engines, of.tensor_parallel, sleeps) for sleeps in kinds}
+        started = {(of.shape, of.mean_tokens, of.engines, of.tensor_parallel, sleeps) for sleeps in kinds}
         cold_s = self._cold_s * len(started - self._started)
         self._started |= started
         with tempfile.TemporaryDirectory(prefix="penstock-bench-plan-") as made:
@@ -212,11 +212,12 @@ class Runs:
 
     def _work(self, of: Configuration) -> Work:
         """Return model and prompts, written by a process that frees the GPU."""
-        key = of.shape, bool(of.mean_tokens)
+        key = of.shape, of.mean_tokens
         if key not in self._works:
-            device, tail = "cpu" if self._toy else "cuda", bool(of.mean_tokens)
+            device, mean = "cpu" if self._toy else "cuda", of.mean_tokens
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                self._works[key] = pool.submit(long, self._folder, of.shape, device, "auto", tail=tail).result()
+                made = pool.submit(long, self._folder, of.shape, device, "auto", tail=bool(mean), mean_tokens=mean)
+                self._works[key] = made.result()
         return self._works[key]
 
 

@@ -2,6 +2,7 @@ r"""Real runs of many layouts of the same GPUs beside the one that the plan reco
 
     python -m benchmarks.splits --work four --out /tmp/four.jsonl           # four GPUs, 0.5B, about 15 minutes
     python -m benchmarks.splits --work two-tail --out /tmp/two.jsonl        # two GPUs, completions of very different lengths
+    python -m benchmarks.splits --work two-long --out /tmp/long.jsonl       # the same, up to 4,000 tokens
     python -m benchmarks.splits --work two-7b --out /tmp/7b.jsonl           # two GPUs of 141 GB, 7B
     python -m benchmarks.splits --work four-7b --only turns,lend-2-2 --out /tmp/7b.jsonl    # some, in several calls
     python -m benchmarks.splits --work four --compare /tmp/four.jsonl       # needs no GPU
@@ -35,6 +36,10 @@ from shared.errors import SettingsError
 BAR = 1.05
 _FOUR: Mapping[str, Any] = {"groups": 48, "steps": 13}
 _TAIL: Mapping[str, Any] = {"mean_tokens": 800, "tokens": 2048, "max_lag": 2, "steps": 14}
+_LONG: Mapping[str, Any] = {
+    "mean_tokens": 2000, "tokens": 4000, "max_lag": 2, "steps": 14, "more": {"rollout.vllm.max_model_len": 4096},
+}  # fmt: skip
+_MORE: Mapping[str, Any] = {**_LONG, "more": {**_LONG["more"], "rollout.max_groups": 96}}
 _LARGE: Mapping[str, Any] = {
     "shape": "7b", "steps": 8, "micro_batch_tokens": 8192,
     "more": {"trainer.zero_stage": 3, "trainer.optimizer": "adamw_8bit", "trainer.gradient_checkpointing": "true",
@@ -42,7 +47,12 @@ _LARGE: Mapping[str, Any] = {
 }  # fmt: skip
 _LARGE_IN_TURN = {
     **_LARGE,
-    "more": {**_LARGE["more"], "weights.snapshots": "whole", "rollout.vllm.gpu_memory_utilization": 0.5},
+    "more": {
+        **_LARGE["more"],
+        "trainer.zero_stage": 1,
+        "weights.snapshots": "whole",
+        "rollout.vllm.gpu_memory_utilization": 0.5,
+    },
 }
 _ALONE = {**_LARGE, "more": {**_LARGE["more"], "trainer.zero_stage": 1, "weights.snapshots": "whole"}}
 WORKS: Mapping[str, Mapping[str, Configuration]] = {
@@ -68,6 +78,11 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
             mode="at once", ranks=2, engines=2, mps=True, micro_batch_tokens=16_384, **_TAIL
         ),
         "separate-1-1-2-engines": Configuration(mode="separate", replicas=1, engines=2, mps=True, **_TAIL),
+    },
+    "two-long": {
+        "separate-1-1": Configuration(mode="separate", replicas=1, **_LONG),
+        "lend-1-1": Configuration(mode="lend", replicas=1, **_LONG),
+        "separate-1-1-all-groups": Configuration(mode="separate", replicas=1, **_MORE),
     },
     "two-7b": {
         "separate-1-1": Configuration(mode="separate", replicas=1, **_ALONE),

@@ -212,7 +212,7 @@ class Planner:
             )
             beside_bytes = layout.engines * _CONTEXT_ASLEEP
         _, kept = trainer_table(self.work, layout.trainer, self.limit_bytes - beside_bytes)
-        groups = self.wanted(layout.all_replicas)
+        groups = self.wanted(layout.replicas or layout.borrowed)
         return self.simulated(self._candidate(layout, {}, kept, groups))
 
     def simulated(self, candidate: Candidate, *, record: bool = False, steps: int = 0) -> Candidate:

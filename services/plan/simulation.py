@@ -22,6 +22,7 @@ from typing import Any
 from services.plan.measured import WARM_UP, steady
 from services.plan.rates import COORDINATOR_BEAT_S, SLOWED, Rates
 from services.plan.workload import Workload
+from shared.guest_room import GuestRoom
 
 _SPANS = 4000
 _POOL = 1009
@@ -95,6 +96,8 @@ class _Group:
 class _Replica:
     number: int
     borrowed: bool
+    room: GuestRoom | None = None
+    """A guest's groups at a time; None: it is not a guest."""
     held: list[_Group] = dataclasses.field(default_factory=list)
     """Taken, and waiting for weights or for the engine."""
     running: list[tuple[float, int, _Group]] = dataclasses.field(default_factory=list)
@@ -137,6 +140,9 @@ class _Run:
         self._now = 0.0
         first = side.replicas
         self._replicas = [_Replica(number, number >= first) for number in range(first + side.borrowed)]
+        if first:  # the borrowed ones are guests
+            for replica in self._replicas[first:]:
+                replica.room = GuestRoom(side.max_groups, 1)
         self._free = [(0, replica.number) for replica in self._replicas]
         heapq.heapify(self._free)
         self._prompts: deque[_Group] = deque()
@@ -196,16 +202,28 @@ class _Run:
             load, number = heapq.heappop(self._free)
             replica = self._replicas[number]
             actual = len(replica.held) + len(replica.running)
-            if actual != load:
-                if actual < self._side.max_groups:
-                    heapq.heappush(self._free, (actual, number))
+            if actual == load and self._may_take(replica, load):
+                replica.held.append(self._prompts.popleft())
+                touched[number] = replica
+                actual += 1
+            elif actual == load:
                 continue
-            replica.held.append(self._prompts.popleft())
-            touched[number] = replica
-            if actual + 1 < self._side.max_groups:
-                heapq.heappush(self._free, (actual + 1, number))
+            if self._may_take(replica, actual):
+                heapq.heappush(self._free, (actual, number))
         for replica in touched.values():
             self._start(replica)
+
+    def _offer(self, replica: _Replica) -> None:
+        """Let a replica that has room again take prompts."""
+        load = len(replica.held) + len(replica.running)
+        if self._may_take(replica, load):
+            heapq.heappush(self._free, (load, replica.number))
+
+    def _may_take(self, replica: _Replica, load: int) -> bool:
+        """Whether a replica with ``load`` groups takes more: a guest not while the trainer trains."""
+        if replica.room is None:
+            return load < self._side.max_groups
+        return not replica.paused and load < replica.room.samples
 
     def _start(self, replica: _Replica) -> None:
         """Start the held groups whose version is live."""
@@ -248,12 +266,12 @@ class _Run:
         while replica.running and replica.running[0][0] <= limit:
             group = heapq.heappop(replica.running)[2]
             replica.sequences = max(0.0, replica.sequences - group.sequences)
+            if replica.room is not None:
+                replica.room.note(1, late=self._step - group.version > self._work.max_lag)
             self._hand_over(group)
         if not replica.running:
             self._rest(replica)
-        load = len(replica.held) + len(replica.running)
-        if load < self._side.max_groups:
-            heapq.heappush(self._free, (load, replica.number))
+        self._offer(replica)
         self._take()
         if replica.epoch == epoch:  # nothing was started
             self._schedule(replica)
@@ -351,6 +369,7 @@ class _Run:
             self._schedule(replica)
             if not paused:
                 self._start(replica)
+                self._offer(replica)
         return self._rates.switch_s / 2 if borrowed else 0.0
 
     def _commit(self, epoch: int) -> None:
@@ -374,6 +393,7 @@ class _Run:
     def _wake(self) -> None:
         if not self._training:
             self._pause(paused=False)
+            self._take()
 
     def _publish(self, version: int) -> None:
         start_s = max(self._now, self._source_free_s)

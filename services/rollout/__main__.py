@@ -212,7 +212,8 @@ async def run(settings: Settings, replica: str) -> None:
         context.status.start.begin("waiting for weights")
         turns = None
         if lease.is_shared:
-            turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status, lent=is_guest(replica))
+            guest = (lambda: context.live.settings.algorithm.max_lag) if is_guest(replica) else None
+            turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status, max_lag=guest)
         engine.update_by(context.live.settings.weights.update)  # may have changed during loading
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(

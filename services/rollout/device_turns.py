@@ -7,15 +7,15 @@
        └────────────────────────────────── request ─────────────────────────────────────────────┘
 
 Groups in progress wait inside the engine. A pull is finished before the device is released. A guest
-(``placement.mode = "lend"``) takes prompts only while the device is its own, and hands back what has waited longer than
-a step: the other replicas generate it again.
+(``placement.mode = "lend"``) takes prompts only while the device is its own, and hands back what is stale before it ends:
+the other replicas generate it again.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from services.rollout.engines.engine import SuspendableEngine
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 _EMPTY_FROM = 2
 _LOOK_S = 0.5
-_STEPS_AWAY = 2
-"""Steps that a guest's groups in progress wait at most: one was under way, and one more was trained without a lend."""
 
 
 class Replica(Protocol):
@@ -55,12 +53,17 @@ class Replica(Protocol):
 
 
 class DeviceTurns:
-    """One replica's turns; on the event loop. ``lease`` is held at the start, and kept by its owner. ``lent``: it is a
-    guest.
+    """One replica's turns; on the event loop.
+
+    Args:
+        lease: held at the start, and kept by its owner.
+        max_lag: returns ``algorithm.max_lag``, which may change; None: it is not a guest.
     """
 
-    def __init__(self, lease: DeviceLease, engine: SuspendableEngine, status: Status, *, lent: bool = False) -> None:
-        self.lent = lent
+    def __init__(
+        self, lease: DeviceLease, engine: SuspendableEngine, status: Status, *, max_lag: Callable[[], int] | None = None
+    ) -> None:
+        self.max_lag = max_lag
         self._lease = lease
         self._engine = engine
         self._status = status
@@ -95,7 +98,7 @@ class DeviceTurns:
         away_since = replica.newest_step
         while True:
             while not await self._lease.acquire(_LOOK_S):
-                if self.lent and replica.newest_step - away_since >= _STEPS_AWAY:
+                if self.max_lag is not None and replica.newest_step - away_since > self.max_lag():
                     await replica.hand_back()
             self._granted_s, self._switch_s = time.perf_counter(), None
             samples, tokens = replica.generated
@@ -119,7 +122,7 @@ class DeviceTurns:
         async with self._pulling:
             await self._engine.suspend(rung)
         self._status.note_memory(self._engine.memory)
-        if not self.lent:
+        if self.max_lag is None:
             return self._switch_s
         there_s = self._switch_s if self._granted_s is None else asked_s - self._granted_s
         return (there_s or 0.0) + time.perf_counter() - asked_s

@@ -39,6 +39,7 @@ from shared.bus.crowd import Crowd
 from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
 from shared.bus.streams import Stream
 from shared.bus.worker import HandOver, Patience, Worker
+from shared.guest_room import GuestRoom
 from shared.process.telemetry import HandlerFailures, Status
 from shared.settings import WeightsSettings
 from shared.weights.receiver.puller import Puller
@@ -64,6 +65,10 @@ _MAX_EVALUATION_GROUPS = 512
 _REGULATE_S = 0.05
 _GUEST_BLOCK_S = 0.05
 """Of a read: a guest that must return its device soon takes nothing afterwards."""
+
+
+Ended = Callable[[int, int], None]
+"""Receives the number of a group's samples that ended, and the steps that were made since they began."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,8 +101,10 @@ class Generation:
         replica: str,
         seed: int = 0,
         plausibility: Plausibility | None = None,
+        ended: Ended | None = None,
     ) -> None:
         self._engine = engine
+        self._ended = ended
         self._precedence = precedence
         self._codec = codec
         self._follower = follower
@@ -119,7 +126,9 @@ class Generation:
                 if purpose is Purpose.EVALUATE:
                     await self._follower.check_kept(prompt.min_version)
                 request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), self._stop(sampling))
+                began = self._follower.newest_step
                 generated = await self._engine.generate(request)
+                self._note_ended(sampling.samples, began, purpose)
         return self._made(prompt if prompt.sample is None else bare(prompt), token_ids, [generated], purpose)
 
     async def handle_together(
@@ -134,6 +143,7 @@ class Generation:
         """
         with _in_progress(len(places)) as end:
             requests = self._requests(prompt, await self._admit(prompt, purpose), places)
+            began = self._follower.newest_step
             self._precedence.begin(len(places))
             asked = {
                 asyncio.ensure_future(self._engine.generate(request)): place for place, request in requests.items()
@@ -158,6 +168,11 @@ class Generation:
                 await asyncio.gather(*asked, return_exceptions=True)
             if failed is not None:
                 raise failed
+            self._note_ended(len(places), began, purpose)
+
+    def _note_ended(self, samples: int, began: int, purpose: Purpose) -> None:
+        if self._ended is not None and purpose is Purpose.TRAIN:
+            self._ended(samples, self._follower.newest_step - began)
 
     async def _admit(self, prompt: Prompt, purpose: Purpose) -> Int32Array:
         """Return the tokens of a prompt that this replica may generate, once it has the prompt's version."""
@@ -240,7 +255,7 @@ class Rollout:
         self._replica = replica
         self._engine = engine
         self._turns = turns
-        self._is_guest = turns is not None and turns.lent
+        self._is_guest = turns is not None and turns.max_lag is not None
         self._status = status
         self._puller = puller
         self._cordon = taking
@@ -257,7 +272,8 @@ class Rollout:
             pulling=contextlib.nullcontext if turns is None else turns.pulling,
         )
         precedence = Precedence(max_groups * group_size)
-        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility)
+        ended = self._note_ended if self._is_guest else None
+        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility, ended)
         self._answering = Answering(bus, replica, self._generation.handle, taking)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
@@ -291,6 +307,10 @@ class Rollout:
             worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, max_groups if whole else samples, self._training),
             worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
         )
+        self._entry_samples = group_size if whole else 1
+        self._room = GuestRoom(samples, group_size)
+        if self._is_guest:
+            self._allow()
 
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
         """Serve until ``stop``, with status every ``report_s``; raises StateLost if the engine died."""
@@ -358,7 +378,21 @@ class Rollout:
 
     async def hand_back(self) -> None:
         """Return what is held to the bus."""
+        if self._is_guest:
+            self._room.note(self._workers[0].held * self._entry_samples, late=True)
+            self._allow()
         await asyncio.gather(*(worker.hand_back() for worker in self._workers))
+
+    def _note_ended(self, samples: int, steps: int) -> None:
+        assert self._turns is not None
+        assert self._turns.max_lag is not None
+        self._room.note(samples, late=steps > self._turns.max_lag())
+        self._allow()
+
+    def _allow(self) -> None:
+        """A guest takes no more samples than end in time."""
+        self._status.values["room"] = float(self._room.samples)
+        self._workers[0].allow(self._room.samples // self._entry_samples)
 
     async def _release(self, stop: asyncio.Event) -> None:
         await stop.wait()

@@ -164,7 +164,7 @@ class Worker(Generic[In, Out]):
         self._output = output
         self._handler = handler
         self._last = last or handler
-        self._concurrency = concurrency
+        self._concurrency = self._most = concurrency
         self._patience = patience
         self._taking = taking or _always()
         self._crowd = crowd or Crowd()
@@ -191,6 +191,11 @@ class Worker(Generic[In, Out]):
     def held(self) -> int:
         """Number of entries being handled."""
         return len(self._held)
+
+    def allow(self, entries: int) -> None:
+        """Handle at most ``entries`` at a time from now on, and no more than ``concurrency``; those that are held stay."""
+        self._most = max(1, min(entries, self._concurrency))
+        self._free.set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set, then drain. Raises Exception: one of ``ENDS_PROCESS``, or an error of the bus."""
@@ -290,10 +295,10 @@ class Worker(Generic[In, Out]):
         return [delivery for delivery in reclaimed if delivery.entry_id not in known]
 
     async def _room(self) -> int:
-        while len(self._held) >= self._concurrency:
+        while len(self._held) >= self._most:
             self._free.clear()
             await self._free.wait()
-        return self._concurrency - len(self._held)
+        return self._most - len(self._held)
 
     async def _start(self, deliveries: Sequence[Delivery[In]]) -> asyncio.Task[None] | None:
         """Start an entry, or suspects of one group that are tried alone."""

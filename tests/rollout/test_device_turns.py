@@ -40,6 +40,7 @@ class Guest:
 
     def __init__(self, bus: Bus) -> None:
         self.newest_step = 0
+        self.max_lag = 1
         self.generated = (5, 50)
         self.answers = asyncio.Event()
         self.taking = asyncio.Event()
@@ -68,7 +69,7 @@ class Guest:
 async def playing(
     bus: Bus, guest: Guest, engine: Engine, lease: DeviceLease, status: Status | None = None
 ) -> AsyncIterator[None]:
-    turns = DeviceTurns(lease, engine, status or Status(), lent=True)  # type: ignore[arg-type]
+    turns = DeviceTurns(lease, engine, status or Status(), max_lag=lambda: guest.max_lag)  # type: ignore[arg-type]
     stop = asyncio.Event()
     tasks = [asyncio.create_task(work) for work in (lease.keep(), turns.run(guest), guest.worker.run(stop))]
     try:
