@@ -2,7 +2,8 @@ r"""Real runs of many layouts of the same GPUs beside the one that the plan reco
 
     python -m benchmarks.splits --work four --out /tmp/four.jsonl           # four GPUs, 0.5B, about 15 minutes
     python -m benchmarks.splits --work two-tail --out /tmp/two.jsonl        # two GPUs, completions of very different lengths
-    python -m benchmarks.splits --work two-long --out /tmp/long.jsonl       # the same, up to 4,000 tokens
+    python -m benchmarks.splits --work two-tail-4000 --out /tmp/tail.jsonl  # the same, up to 4,000 tokens
+    python -m benchmarks.splits --work two-4000 --out /tmp/long.jsonl       # two GPUs, completions of 4,000 tokens
     python -m benchmarks.splits --work two-7b --out /tmp/7b.jsonl           # two GPUs of 141 GB, 7B
     python -m benchmarks.splits --work four-7b --only turns,lend-2-2 --out /tmp/7b.jsonl    # some, in several calls
     python -m benchmarks.splits --work four --compare /tmp/four.jsonl       # needs no GPU
@@ -37,9 +38,11 @@ BAR = 1.05
 _FOUR: Mapping[str, Any] = {"groups": 48, "steps": 13}
 _TAIL: Mapping[str, Any] = {"mean_tokens": 800, "tokens": 2048, "max_lag": 2, "steps": 14}
 _LONG: Mapping[str, Any] = {
-    "mean_tokens": 2000, "tokens": 4000, "max_lag": 2, "steps": 14, "more": {"rollout.vllm.max_model_len": 4096},
+    "groups": 16, "tokens": 4000, "max_lag": 2, "steps": 14, "more": {"rollout.vllm.max_model_len": 4096},
 }  # fmt: skip
-_MORE: Mapping[str, Any] = {**_LONG, "more": {**_LONG["more"], "rollout.max_groups": 96}}
+_LONG_TAIL: Mapping[str, Any] = {**_LONG, "groups": 32, "mean_tokens": 2000}
+_ALL, _ALL_TAIL = ({**of, "more": {**of["more"], "rollout.max_groups": 3 * of["groups"]}} for of in (_LONG, _LONG_TAIL))
+"""With room for all groups in flight."""
 _LARGE: Mapping[str, Any] = {
     "shape": "7b", "steps": 8, "micro_batch_tokens": 8192,
     "more": {"trainer.zero_stage": 3, "trainer.optimizer": "adamw_8bit", "trainer.gradient_checkpointing": "true",
@@ -79,10 +82,15 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
         ),
         "separate-1-1-2-engines": Configuration(mode="separate", replicas=1, engines=2, mps=True, **_TAIL),
     },
-    "two-long": {
+    "two-tail-4000": {
+        "separate-1-1": Configuration(mode="separate", replicas=1, **_LONG_TAIL),
+        "lend-1-1": Configuration(mode="lend", replicas=1, **_LONG_TAIL),
+        "separate-1-1-all-groups": Configuration(mode="separate", replicas=1, **_ALL_TAIL),
+    },
+    "two-4000": {
         "separate-1-1": Configuration(mode="separate", replicas=1, **_LONG),
         "lend-1-1": Configuration(mode="lend", replicas=1, **_LONG),
-        "separate-1-1-all-groups": Configuration(mode="separate", replicas=1, **_MORE),
+        "separate-1-1-all-groups": Configuration(mode="separate", replicas=1, **_ALL),
     },
     "two-7b": {
         "separate-1-1": Configuration(mode="separate", replicas=1, **_ALONE),

@@ -490,7 +490,7 @@ class Planner:
         )
         slope = (many - few) / (most - most / 8)
         passes = rooflines.train_seconds(work, cluster, trainer, kept, work.step_tokens)
-        prompt_flops = 2.0 * work.prompt_tokens * work.shape.active
+        prefill_s = 2.0 * work.shape.active / (cluster.gpu.flops_per_s * layout.tensor_parallel * 0.4)
         moved = rooflines.update_seconds(work, cluster, trainer)
         score_s, turn_s = corrected.score_s or rooflines.scoring_seconds(work, cluster), 0.0
         if self._scores_in_turns(layout.placement):
@@ -499,7 +499,8 @@ class Planner:
         return Rates(
             decode_s=max(few - slope * (most / 8 - 1), 1e-6) * corrected.decode,
             sequence_s=slope * corrected.decode,
-            prefill_s=prompt_flops / (cluster.gpu.flops_per_s * layout.tensor_parallel * 0.4),
+            prefill_s=work.prompt_tokens * prefill_s,
+            again_s=prefill_s if layout.borrowed and layout.rung and layout.placement != "at once" else 0.0,
             train_s=moved * corrected.update + turn_s,
             token_s=passes / work.step_tokens * corrected.train,
             transfer_s=rooflines.transfer_seconds(work, cluster, trainer, layout.all_replicas, layout.copies),

@@ -38,6 +38,8 @@ _MFU_NARROW, _MFU = 0.42, 0.485
 """With heads of less than 128, and others, of a GPU that is busy."""
 _LAUNCH_S = 6e-3
 """Python's time per layer of a forward and backward pass."""
+_LAUNCH_SHARDED_S = 11.6e-3
+"""The same with ZeRO stage 3, which gathers each module's weights: of a forward, a backward or a repeated forward pass."""
 _UPDATE_BYTES = 28.0
 """Read and written per weight in an optimizer step."""
 _PREFILL_MFU = 0.4
@@ -75,6 +77,8 @@ class Rates:
     bus_s: float = BUS_GROUP_S
     """Of a group, on the bus."""
     coordinator_s: float = COORDINATOR_GROUP_S
+    again_s: float = 0.0
+    """Of each token that a paused group has, where the engine continues without its cache."""
     beside: float = 0.0
     """Speed of generation on the trainer's GPUs while it trains, over that of generation alone; 0: it pauses."""
 
@@ -156,7 +160,8 @@ def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kep
     forward = forward_flops(round(own), round(own * mean / 2), round(own), sizes)
     again = (work.shape.layers - kept) / work.shape.layers
     computing = forward * (1 + BACKWARD + again) / (cluster.gpu.flops_per_s * mfu_of(work.shape))
-    launching = passes * work.shape.layers * _LAUNCH_S
+    per_layer = (1 + 1 + again) * _LAUNCH_SHARDED_S if options.zero_stage == 3 and options.ranks > 1 else _LAUNCH_S
+    launching = passes * work.shape.layers * per_layer
     return max(computing, launching, passes * _gathering(work, cluster, options)) * work.passes
 
 

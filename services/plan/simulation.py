@@ -103,6 +103,8 @@ class _Replica:
     running: list[tuple[float, int, _Group]] = dataclasses.field(default_factory=list)
     """By the tokens of the engine's clock at which they end."""
     sequences: float = 0.0
+    load: float = 0.0
+    """Samples that it has taken and that did not end, on average."""
     clock: float = 0.0
     """Decoding steps so far."""
     seen_s: float = 0.0
@@ -142,8 +144,8 @@ class _Run:
         self._replicas = [_Replica(number, number >= first) for number in range(first + side.borrowed)]
         if first:  # the borrowed ones are guests
             for replica in self._replicas[first:]:
-                replica.room = GuestRoom(side.max_groups, 1)
-        self._free = [(0, replica.number) for replica in self._replicas]
+                replica.room = GuestRoom(side.max_groups * work.group_size, work.group_size)
+        self._free = [(0.0, replica.number) for replica in self._replicas]
         heapq.heapify(self._free)
         self._prompts: deque[_Group] = deque()
         self._scored: list[tuple[int, _Group]] = []
@@ -201,29 +203,24 @@ class _Run:
         while self._prompts and self._free:
             load, number = heapq.heappop(self._free)
             replica = self._replicas[number]
-            actual = len(replica.held) + len(replica.running)
-            if actual == load and self._may_take(replica, load):
+            if replica.load == load and self._may_take(replica):
                 replica.held.append(self._prompts.popleft())
+                replica.load += replica.held[-1].sequences
                 touched[number] = replica
-                actual += 1
-            elif actual == load:
-                continue
-            if self._may_take(replica, actual):
-                heapq.heappush(self._free, (actual, number))
+            self._offer(replica)
         for replica in touched.values():
             self._start(replica)
 
     def _offer(self, replica: _Replica) -> None:
         """Let a replica that has room again take prompts."""
-        load = len(replica.held) + len(replica.running)
-        if self._may_take(replica, load):
-            heapq.heappush(self._free, (load, replica.number))
+        if self._may_take(replica):
+            heapq.heappush(self._free, (replica.load, replica.number))
 
-    def _may_take(self, replica: _Replica, load: int) -> bool:
-        """Whether a replica with ``load`` groups takes more: a guest not while the trainer trains."""
+    def _may_take(self, replica: _Replica) -> bool:
+        """Whether a replica has room for more samples; a guest has none while the trainer trains."""
         if replica.room is None:
-            return load < self._side.max_groups
-        return not replica.paused and load < replica.room.samples
+            return replica.load < self._side.max_groups * self._work.group_size
+        return not replica.paused and replica.load < replica.room.samples
 
     def _start(self, replica: _Replica) -> None:
         """Start the held groups whose version is live."""
@@ -266,8 +263,9 @@ class _Run:
         while replica.running and replica.running[0][0] <= limit:
             group = heapq.heappop(replica.running)[2]
             replica.sequences = max(0.0, replica.sequences - group.sequences)
+            replica.load = max(0.0, replica.load - group.sequences)
             if replica.room is not None:
-                replica.room.note(1, late=self._step - group.version > self._work.max_lag)
+                replica.room.note(self._work.group_size, late=self._step - group.version > self._work.max_lag)
             self._hand_over(group)
         if not replica.running:
             self._rest(replica)
@@ -365,12 +363,25 @@ class _Run:
                 replica.busy_s += self._now - replica.started_s
                 self._span(f"rollout-{replica.number}", "generate", replica.started_s)
             replica.started_s = self._now
+            if replica.paused and not paused:
+                self._fill_again(replica)
             replica.paused = paused
             self._schedule(replica)
             if not paused:
                 self._start(replica)
                 self._offer(replica)
         return self._rates.switch_s / 2 if borrowed else 0.0
+
+    def _fill_again(self, replica: _Replica) -> None:
+        """Delay the groups of an engine that was paused by the forward pass over what they have so far."""
+        if not self._rates.again_s or not replica.running:
+            return
+        tokens = 0.0
+        for end, _, group in replica.running:
+            decoded = max(0.0, group.longest - (end - replica.clock))
+            tokens += self._work.prompt_tokens + group.sequences * decoded
+        later = tokens * self._rates.again_s / self._rates.decoding(replica.sequences)
+        replica.running = [(end + later, number, group) for end, number, group in replica.running]
 
     def _commit(self, epoch: int) -> None:
         if epoch != self._train_epoch:

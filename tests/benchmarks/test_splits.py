@@ -87,10 +87,19 @@ def test_the_tail_has_the_lengths_of_its_model() -> None:
 STORED = Path(splits.__file__).parent / "results"
 
 
-@pytest.mark.parametrize("work", ["four", "two-tail", "two-7b"])
-def test_the_runs_that_were_measured_are_predicted_within_the_bar(work: str) -> None:
+@pytest.mark.parametrize(
+    ("work", "runs"),
+    [
+        ("four", "layouts-four"),
+        ("two-tail", "layouts-two-tail"),
+        ("two-7b", "layouts-two-7b"),
+        ("two-tail", "lend-two-tail-2"),
+        ("two-tail-4000", "lend-two-tail-4000"),
+    ],
+)
+def test_the_runs_that_were_measured_are_predicted_within_the_bar(work: str, runs: str) -> None:
     """From the rates of one of them; except two engines in turn (docs/plan.md)."""
-    rows = rows_of(STORED / f"2026-11-27-layouts-{work}-h200.json")
+    rows = rows_of(STORED / f"2026-11-27-{runs}-h200.json")
     deviations = compared(rows, WORKS[work])["deviation"]
     assert set(deviations) == {row["name"] for row in rows} - {next(iter(WORKS[work]))}
     deviations.pop("turns-2-engines", None)

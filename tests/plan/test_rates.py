@@ -22,8 +22,8 @@ from services.plan.files import run_values
 from services.plan.hardware import GIB, parse_cluster
 from services.plan.layouts import Planner
 from services.plan.measured import Corrections, measured, steady, under_mps
-from services.plan.memory import peak
-from services.plan.rates import decode_seconds
+from services.plan.memory import TrainerOptions, peak
+from services.plan.rates import decode_seconds, train_seconds
 from services.plan.workload import Lengths, Workload, workload_of
 from shared.errors import SettingsError
 from shared.settings import Settings, loads
@@ -60,6 +60,17 @@ def test_completions_that_nearly_all_reach_the_limit_are_not_taken_for_short_one
 
 def work(*flags: str) -> Workload:
     return dataclasses.replace(workload_of(settings_of(None, flags), "0.5b"), lengths=Lengths(512, 512, 0.0))
+
+
+def test_gathering_each_modules_weights_takes_longer_than_small_micro_batches_compute() -> None:
+    work = workload_of(loads("", "a test", environment={}), "7b")
+    few, many = (
+        train_seconds(work, parse_cluster("2xH200"), TrainerOptions(2, stage, micro_batch_tokens=4096), 0, 131_072.0)
+        for stage in (1, 3)
+    )
+    assert many > 1.3 * few
+    alone = [train_seconds(work, CLUSTER, TrainerOptions(1, stage), 0, 8192.0) for stage in (1, 3)]
+    assert alone[0] == alone[1]
 
 
 def test_the_docs_say_how_long_a_decoding_step_of_a_small_model_is_planned_without_a_calibration() -> None:

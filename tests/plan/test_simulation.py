@@ -12,11 +12,11 @@ TWO = Side(2, 4)
 
 def outcome(
     lag: int = 1, *, train_s: float = 1.0, decode_s: float = 0.01, transfer_s: float = 0.0, bus_s: float = 0.0,
-    coordinator_s: float = 0.0, switch_s: float = 0.0, beside: float = 0.0, side: Side = TWO, spread: float = 0.0, steps: int = 30,
+    coordinator_s: float = 0.0, switch_s: float = 0.0, beside: float = 0.0, again_s: float = 0.0, side: Side = TWO, spread: float = 0.0, steps: int = 30,
 ) -> SimulatedFigures:  # fmt: skip
     """Return 8 groups of 4 × 100 tokens a step, by default a second of generation and one of training."""
     work = Workload(shape_of("0.5b"), 2, 8, 4, 10, Lengths(100, 400, spread), lag, 100, 1.0, None, False, 0)
-    rates = Rates(decode_s, 0.0, 0.0, train_s, 0.0, transfer_s, 0.0, switch_s, bus_s, coordinator_s, beside)
+    rates = Rates(decode_s, 0.0, 0.0, train_s, 0.0, transfer_s, 0.0, switch_s, bus_s, coordinator_s, again_s, beside)
     if not spread:
         work = Workload(shape_of("0.5b"), 2, 8, 4, 10, Lengths(100, 100, 0.0), lag, 100, 1.0, None, False, 0)
     return simulate(work, rates, side, steps)
@@ -64,11 +64,16 @@ def test_replicas_that_generate_while_the_trainer_trains_slow_it_and_gain_what_t
     )  # nothing is generated meanwhile
 
 
+def test_groups_that_lost_their_cache_in_a_pause_are_computed_again() -> None:
+    kept, lost = (outcome(1, side=Side(0, 4, borrowed=2), spread=0.5, again_s=seconds) for seconds in (0.0, 1e-3))
+    assert lost.step_s > 1.05 * kept.step_s
+
+
 def test_lent_gpus_are_faster_than_idle_ones_where_generation_is_slow() -> None:
     alone, lent = (outcome(1, decode_s=0.05, side=Side(1, 4, borrowed=guests), spread=0.5) for guests in (0, 1))
     assert lent.samples_per_s > 1.1 * alone.samples_per_s
     alone, lent = (outcome(1, decode_s=0.05, side=Side(1, 8, borrowed=guests), spread=0.5) for guests in (0, 1))
-    assert lent.samples_per_s > 0.98 * alone.samples_per_s, "no prompt waits for a guest, which does no harm"
+    assert lent.samples_per_s > 0.95 * alone.samples_per_s, "no prompt waits for a guest, which does little harm"
 
 
 def test_a_host_with_few_cores_slows_what_computes_at_the_same_time() -> None:

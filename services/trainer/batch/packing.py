@@ -11,13 +11,15 @@ those of separate sequences. A micro-batch concatenates rows without padding::
 For some models (``trainer.packing``) rows repeat the prompt for each completion.
 
 Rows over the cap are split between completions. Pieces go to ranks by cost (``flops``), costliest first. On a rank,
-first-fit-decreasing gives the number of micro-batches; costs are balanced among them, as ranks wait for each other at
-ZeRO stage 3. All ranks compute the same plan, with equally many micro-batches.
+first-fit-decreasing gives the number of micro-batches, or there are fewer, if splitting further rows repeats few tokens
+of prompts; costs are balanced among them, as ranks wait for each other at ZeRO stage 3. All ranks compute the same plan,
+with equally many micro-batches.
 
 Shapes: ``B`` 1, ``T`` tokens of the micro-batch, ``K`` segments, ``N`` trained tokens, ``S`` samples.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +32,10 @@ from shared.model.flops import ModelSizes, forward_flops
 Int64Array = npt.NDArray[np.int64]
 
 TOKENS_ALONE = ModelSizes()
+_REPEATED = 0.02
+"""Of all tokens: prompts that may be repeated so that there are fewer micro-batches."""
+_TRIED, _FEWER = (1.0, 1.04, 1.12), 0.9
+"""Times the least number of micro-batches; at most this share of what first-fit-decreasing needs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,11 +197,32 @@ def assign_pieces(
         loads[lightest] += piece.flops(sizes)
     fitted = [_first_fit(share, max_tokens) for share in shares]
     count = max(1, *(len(chunks) for chunks in fitted))
-    spread = [
-        _spread(share, chunks, count, max_tokens, sizes, split=split)
-        for share, chunks in zip(shares, fitted, strict=True)
-    ]
-    return [sorted(chunks, key=lambda chunk: -sum(row.flops(sizes) for row in chunk)) for chunks in spread]
+    chosen = _in_fewer(shares, count, max_tokens, sizes) if split else None
+    if chosen is None:
+        spread = [_spread(share, count, max_tokens, sizes, split=split) for share in shares]
+        others = [chunks + [[] for _ in range(count - len(chunks))] for chunks in fitted]
+        chosen = [each if each is not None else other for each, other in zip(spread, others, strict=True)]
+    return [sorted(chunks, key=lambda chunk: -sum(row.flops(sizes) for row in chunk)) for chunks in chosen]
+
+
+def _in_fewer(
+    shares: Sequence[Sequence[PackedRow]], count: int, max_tokens: int, sizes: ModelSizes
+) -> list[list[list[PackedRow]]] | None:
+    """Return fewer than ``count`` micro-batches of each rank, in which more rows are split, if hardly a token is repeated.
+
+    Rows of a little more than half of ``max_tokens`` would otherwise fill half of every micro-batch.
+    """
+    tokens = [sum(row.tokens for row in share) for share in shares]
+    least = max(1, -(-max(tokens) // max_tokens))
+    for tried in sorted({math.ceil(least * more) for more in _TRIED}):
+        if tried > _FEWER * count:
+            break
+        spread = [_spread(share, tried, max_tokens, sizes, split=True) for share in shares]
+        found = [chunks for chunks in spread if chunks is not None]
+        repeated = sum(row.tokens for chunks in found for chunk in chunks for row in chunk) - sum(tokens)
+        if len(found) == len(shares) and repeated <= _REPEATED * sum(tokens):
+            return found
+    return None
 
 
 def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRow]]:
@@ -212,14 +239,9 @@ def _first_fit(rows: Sequence[PackedRow], max_tokens: int) -> list[list[PackedRo
 
 
 def _spread(
-    rows: Sequence[PackedRow],
-    fitted: list[list[PackedRow]],
-    count: int,
-    max_tokens: int,
-    sizes: ModelSizes,
-    *,
-    split: bool,
-) -> list[list[PackedRow]]:
+    rows: Sequence[PackedRow], count: int, max_tokens: int, sizes: ModelSizes, *, split: bool
+) -> list[list[PackedRow]] | None:
+    """Return ``rows`` in ``count`` micro-batches of similar cost; None if they do not fit."""
     chunks: list[list[PackedRow]] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     waiting = list(reversed(rows))
@@ -230,7 +252,7 @@ def _spread(
             widest = rooms.index(max(rooms))
             fits = _fitting(row, rooms[widest]) if split else 0
             if not fits:
-                return fitted + [[] for _ in range(count - len(fitted))]
+                return None
             waiting.append(part(row, fits, len(row.samples)))
             row, possible = part(row, 0, fits), [widest]
         lightest = min(possible, key=loads.__getitem__)

@@ -425,6 +425,26 @@ def test_a_row_that_fits_nowhere_is_split_so_that_costs_stay_even_unless_it_must
     assert lengths(assign_pieces(actual, 105, 1, split=False)) == [[[60, 40], [50, 30, 20]]]
 
 
+def group_row(prompt: int, samples: int, tokens: int) -> PackedRow:
+    of_group = tuple(builders.sample(tokens=tokens) for _ in range(samples))
+    return PackedRow(np.arange(prompt, dtype=np.int32), of_group, tuple(range(samples)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_of_more_than_half_a_micro_batch_are_split_where_prompts_are_short(ranks: int) -> None:
+    groups = [group_row(4, 8, 65) for _ in range(32)]  # of 516 tokens, so two exceed 1,016
+    shares = assign_pieces(groups, 1016, ranks)
+    assert [len(share) for share in shares] == [18 // ranks] * ranks, "instead of 32"
+    assert all(sum(row.tokens for row in chunk) <= 1016 for share in shares for chunk in share)
+    pieces = [row for share in shares for chunk in share for row in chunk]
+    assert sorted(place for row in pieces for place in row.places) == sorted(32 * list(range(8)))
+    assert sum(row.tokens for row in pieces) <= 1.02 * 32 * 516
+    long_prompts = [group_row(260, 4, 65) for _ in range(32)]  # as many tokens, half of them the prompt's
+    assert sum(
+        row.tokens for share in assign_pieces(long_prompts, 1016, ranks) for chunk in share for row in chunk
+    ) <= (1.02 * 32 * 516)
+
+
 def test_costs_are_balanced_where_tokens_alone_would_not_be() -> None:
     # by attention, a row of 8 costs 36 pairs, one of 2 only 3
     sizes = ModelSizes(linear_weights=0, attention_width=1)
