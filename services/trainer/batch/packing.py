@@ -218,10 +218,10 @@ def _in_fewer(
         if tried > _FEWER * count:
             break
         spread = [_spread(share, tried, max_tokens, sizes, split=True) for share in shares]
-        found = [chunks for chunks in spread if chunks is not None]
-        repeated = sum(row.tokens for chunks in found for chunk in chunks for row in chunk) - sum(tokens)
-        if len(found) == len(shares) and repeated <= _REPEATED * sum(tokens):
-            return found
+        fitting = [chunks for chunks in spread if chunks is not None]
+        repeated = sum(row.tokens for chunks in fitting for chunk in chunks for row in chunk) - sum(tokens)
+        if len(fitting) == len(shares) and repeated <= _REPEATED * sum(tokens):
+            return fitting
     return None
 
 
