@@ -1,6 +1,6 @@
 """How many samples a guest generates at a time (docs/placement.md): in rollout replicas, and in the plan's simulation."""
 
-FIRST = 0.25
+_FIRST = 0.25
 """Of the most."""
 _GAIN = 0.25
 """Of a sample, for each one that ended in time."""
@@ -34,7 +34,7 @@ class GuestRoom:
     def __init__(self, most: int, group_size: int) -> None:
         self._most = most
         self._group_size = min(group_size, most)
-        self._room = max(float(self._group_size), FIRST * most)
+        self._room = max(float(self._group_size), _FIRST * most)
 
     @property
     def samples(self) -> int:
