@@ -16,6 +16,7 @@ import torch.testing._internal.distributed.fake_pg  # a backend whose collective
 
 from services.trainer.model.engine import TrainingEngine
 from services.trainer.rank0.mailbox.commands import Command, CommandKind, share
+from shared.process.service import leave
 
 rank = int(sys.argv[2])
 dist.init_process_group("fake", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
@@ -26,6 +27,7 @@ engine = SimpleNamespace(ranks=2)
 assert TrainingEngine.on_any_rank(engine, rank == 1)
 assert TrainingEngine.ranks_where(engine, rank == 1) == (1,)
 assert TrainingEngine.gathered(engine, rank) == [0, 1]
+leave(0)  # as the trainer does: with threads of gloo the interpreter's end is aborted at times
 """
 
 
