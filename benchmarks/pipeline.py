@@ -57,7 +57,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.gpu_meter import gpu_meter, only
-from benchmarks.pipeline_work import MODEL_TOKENS, ROOT, Work, arithmetic, long, work_folder
+from benchmarks.pipeline_work import MODEL_TOKENS, ROOT, TAIL_TOKENS, Work, arithmetic, long, work_folder
 from benchmarks.shapes import SHAPES
 from services.plan.measured import steady
 from shared.settings import SETTINGS_FILE, load
@@ -393,8 +393,8 @@ def main() -> None:
     with work_folder(arguments.folder) as made:
         work = arithmetic()
         if arguments.work != "arithmetic":
-            tail = arguments.work == "tail"
-            work = long(made, arguments.shape, arguments.device, arguments.kernels, tail=tail)
+            mean_tokens = TAIL_TOKENS[arguments.device] if arguments.work == "tail" else 0
+            work = long(made, arguments.shape, arguments.device, arguments.kernels, mean_tokens=mean_tokens)
         complete = False
         try:
             _measure(work, arguments, flags, report, kept)

@@ -32,6 +32,8 @@ PROMPT_TOKENS = 64
 MODEL_TOKENS = 2304
 LEARNING_RATE = 1e-12
 """Keeps the weights, and so the lengths of the tail: at 1e-6 they are twice as long after two steps without lag."""
+TAIL_TOKENS = {"cuda": 800, "cpu": 12}
+"""Mean of the tail, by device."""
 _MARK = "made.json"
 """Written last, beside a model and its prompts."""
 _CHARACTERS = string.digits + string.ascii_letters + string.punctuation
@@ -85,19 +87,16 @@ def work_folder(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = False, mean_tokens: int = 0) -> Work:
+def long(folder: Path, shape: str, device: str, kernels: str, *, mean_tokens: int = 0) -> Work:
     """Create model and prompts in ``folder`` unless an earlier call did; return the work on two GPUs or the CPU.
 
-    ``mean_tokens``: of completions before their limit, with ``tail``; 0: as above.
+    ``mean_tokens``: of completions that end by themselves, before their limit; 0: all reach it.
     """
     gpu = device == "cuda"
-    usual = 800 if gpu else 12
-    mean_tokens = (mean_tokens or usual) if tail else 0
-    kind = "long" if not tail else "tail" if mean_tokens == usual else f"tail-{mean_tokens}"
-    folder = folder.absolute() / f"{kind}-{shape}-{device}"
+    folder = folder.absolute() / f"{f'tail-{mean_tokens}' if mean_tokens else 'long'}-{shape}-{device}"
     _write_once(folder, shape, device, mean_tokens)
     groups, samples, tokens = (32, 8, 512) if gpu else (8, 4, 32)
-    if tail and gpu:
+    if mean_tokens and gpu:
         tokens = 2048
     settings: dict[str, Any] = {
         "run": {"device": device},
@@ -118,7 +117,7 @@ def long(folder: Path, shape: str, device: str, kernels: str, *, tail: bool = Fa
         settings["rollout"] |= {"engine": "transformers"}
         settings["run"] |= {"threads": 1}
     name = f"long: {shape} on {device}, {groups} x {samples} samples, {tokens} new tokens"
-    name += f" at most, {mean_tokens} on average before this limit" if tail else ""
+    name += f" at most, {mean_tokens} on average before this limit" if mean_tokens else ""
     return Work(name, settings, ["--reward", "lot", *(["--micro-batch", "16"] if gpu else [])], served=gpu)
 
 

@@ -42,7 +42,7 @@ from typing import Any, Literal
 import tomli_w
 
 from benchmarks.pipeline import Results, heed_sigterm, run_penstock
-from benchmarks.pipeline_work import PROMPT_TOKENS, Work, long
+from benchmarks.pipeline_work import PROMPT_TOKENS, TAIL_TOKENS, Work, long
 from benchmarks.shapes import SHAPES
 from services.cli.plan import corrections, layout_of, preferences
 from services.plan.hardware import GPUS, parse_cluster
@@ -214,10 +214,9 @@ class Runs:
         """Return model and prompts, written by a process that frees the GPU."""
         key = of.shape, of.mean_tokens
         if key not in self._works:
-            device, mean = "cpu" if self._toy else "cuda", of.mean_tokens
+            where = self._folder, of.shape, "cpu" if self._toy else "cuda", "auto"
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                made = pool.submit(long, self._folder, of.shape, device, "auto", tail=bool(mean), mean_tokens=mean)
-                self._works[key] = made.result()
+                self._works[key] = pool.submit(long, *where, mean_tokens=of.mean_tokens).result()
         return self._works[key]
 
 
@@ -397,7 +396,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 def _toy(of: Configuration) -> Configuration:
     """Return a small one, of few steps."""
     less = dataclasses.replace(of, groups=of.groups // 8, group_size=of.group_size // 2, tokens=of.tokens // 64)
-    tail = 12 if of.mean_tokens else 0  # as benchmarks.pipeline_work on a CPU
+    tail = TAIL_TOKENS["cpu"] if of.mean_tokens else 0
     return dataclasses.replace(less, shape="tiny", engines=1, steps=5, micro_batch_tokens=1024, mean_tokens=tail)
 
 

@@ -41,8 +41,6 @@ _LONG: Mapping[str, Any] = {
     "groups": 16, "tokens": 4000, "max_lag": 2, "steps": 14, "more": {"rollout.vllm.max_model_len": 4096},
 }  # fmt: skip
 _LONG_TAIL: Mapping[str, Any] = {**_LONG, "groups": 32, "mean_tokens": 2000}
-_ALL, _ALL_TAIL = ({**of, "more": {**of["more"], "rollout.max_groups": 3 * of["groups"]}} for of in (_LONG, _LONG_TAIL))
-"""With room for all groups in flight."""
 _LARGE: Mapping[str, Any] = {
     "shape": "7b", "steps": 8, "micro_batch_tokens": 8192,
     "more": {"trainer.zero_stage": 3, "trainer.optimizer": "adamw_8bit", "trainer.gradient_checkpointing": "true",
@@ -58,6 +56,19 @@ _LARGE_IN_TURN = {
     },
 }
 _ALONE = {**_LARGE, "more": {**_LARGE["more"], "trainer.zero_stage": 1, "weights.snapshots": "whole"}}
+
+
+def _lending(work: Mapping[str, Any]) -> dict[str, Configuration]:
+    """Return one trainer rank and one replica with and without lending, and with room for all groups in flight."""
+    all_groups = (work["max_lag"] + 1) * work["groups"]
+    roomy = {**work, "more": {**work["more"], "rollout.max_groups": all_groups}}
+    return {
+        "separate-1-1": Configuration(mode="separate", replicas=1, **work),
+        "lend-1-1": Configuration(mode="lend", replicas=1, **work),
+        "separate-1-1-all-groups": Configuration(mode="separate", replicas=1, **roomy),
+    }
+
+
 WORKS: Mapping[str, Mapping[str, Configuration]] = {
     "four": {
         "separate-2-2": Configuration(mode="separate", ranks=2, replicas=2, engines=2, mps=True, **_FOUR),
@@ -82,16 +93,8 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
         ),
         "separate-1-1-2-engines": Configuration(mode="separate", replicas=1, engines=2, mps=True, **_TAIL),
     },
-    "two-tail-4000": {
-        "separate-1-1": Configuration(mode="separate", replicas=1, **_LONG_TAIL),
-        "lend-1-1": Configuration(mode="lend", replicas=1, **_LONG_TAIL),
-        "separate-1-1-all-groups": Configuration(mode="separate", replicas=1, **_ALL_TAIL),
-    },
-    "two-4000": {
-        "separate-1-1": Configuration(mode="separate", replicas=1, **_LONG),
-        "lend-1-1": Configuration(mode="lend", replicas=1, **_LONG),
-        "separate-1-1-all-groups": Configuration(mode="separate", replicas=1, **_ALL),
-    },
+    "two-tail-4000": _lending(_LONG_TAIL),
+    "two-4000": _lending(_LONG),
     "two-7b": {
         "separate-1-1": Configuration(mode="separate", replicas=1, **_ALONE),
         "lend-1-1": Configuration(mode="lend", replicas=1, **_ALONE),

@@ -30,7 +30,7 @@ from typing import Any
 import tomli_w
 
 from benchmarks.pipeline import Results, copy_run, steps_of
-from benchmarks.pipeline_work import Work, long
+from benchmarks.pipeline_work import TAIL_TOKENS, Work, long
 from benchmarks.shapes import SHAPES
 from shared.bus.bus import Bus
 from tests.chaos.audit import audit_groups, audit_versions
@@ -167,7 +167,7 @@ def _evaluations(run: Run) -> list[dict[str, Any]]:
 
 def _work(folder: Path, arguments: argparse.Namespace) -> tuple[Work, Path]:
     """Return the work, and its configuration with held-out problems."""
-    work = long(folder, arguments.shape, arguments.device, "auto", tail=True)
+    work = long(folder, arguments.shape, arguments.device, "auto", mean_tokens=TAIL_TOKENS[arguments.device])
     prompts = Path(work.settings["data"]["path"])
     held_out, rest = folder / "held-out.jsonl", folder / "train.jsonl"
     lines = prompts.read_text().splitlines(keepends=True)

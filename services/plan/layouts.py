@@ -490,7 +490,7 @@ class Planner:
         )
         slope = (many - few) / (most - most / 8)
         passes = rooflines.train_seconds(work, cluster, trainer, kept, work.step_tokens)
-        prefill_s = 2.0 * work.shape.active / (cluster.gpu.flops_per_s * layout.tensor_parallel * 0.4)
+        prefill_s = rooflines.prefill_seconds(work, cluster, layout.tensor_parallel)
         moved = rooflines.update_seconds(work, cluster, trainer)
         score_s, turn_s = corrected.score_s or rooflines.scoring_seconds(work, cluster), 0.0
         if self._scores_in_turns(layout.placement):

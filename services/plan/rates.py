@@ -165,6 +165,11 @@ def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kep
     return max(computing, launching, passes * _gathering(work, cluster, options)) * work.passes
 
 
+def prefill_seconds(work: Workload, cluster: Cluster, tensor_parallel: int) -> float:
+    """Return the seconds of a token of a prompt, on a replica's GPUs."""
+    return 2.0 * work.shape.active / (cluster.gpu.flops_per_s * tensor_parallel * _PREFILL_MFU)
+
+
 def scoring_seconds(work: Workload, cluster: Cluster) -> float:
     """Return the seconds of the reward service's forward passes over one group, on one GPU."""
     tokens = work.group_size * (work.prompt_tokens + work.lengths.mean)

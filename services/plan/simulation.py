@@ -97,14 +97,12 @@ class _Replica:
     number: int
     borrowed: bool
     room: GuestRoom | None = None
-    """A guest's groups at a time; None: it is not a guest."""
+    """A guest's samples at a time; None: it is not a guest."""
     held: list[_Group] = dataclasses.field(default_factory=list)
     """Taken, and waiting for weights or for the engine."""
     running: list[tuple[float, int, _Group]] = dataclasses.field(default_factory=list)
     """By the tokens of the engine's clock at which they end."""
     sequences: float = 0.0
-    load: float = 0.0
-    """Samples that it has taken and that did not end, on average."""
     clock: float = 0.0
     """Decoding steps so far."""
     seen_s: float = 0.0
@@ -116,6 +114,11 @@ class _Replica:
     paused: bool = False
     share: float = 1.0
     """Of its speed alone, beside the trainer."""
+
+    @property
+    def load(self) -> float:
+        """Return the samples that it has taken and that did not end, on average."""
+        return self.sequences + sum(group.sequences for group in self.held)
 
 
 def simulate(
@@ -142,9 +145,8 @@ class _Run:
         self._now = 0.0
         first = side.replicas
         self._replicas = [_Replica(number, number >= first) for number in range(first + side.borrowed)]
-        if first:  # the borrowed ones are guests
-            for replica in self._replicas[first:]:
-                replica.room = GuestRoom(side.max_groups * work.group_size, work.group_size)
+        for guest in self._replicas[first:] if first else []:
+            guest.room = GuestRoom(side.max_groups * work.group_size, work.group_size)
         self._free = [(0.0, replica.number) for replica in self._replicas]
         heapq.heapify(self._free)
         self._prompts: deque[_Group] = deque()
@@ -198,15 +200,15 @@ class _Run:
     # ---------------------------------------------------------------- replicas
 
     def _take(self) -> None:
-        """Give prompts to the replicas with the fewest groups."""
+        """Give prompts to the replicas with the fewest samples."""
         touched: dict[int, _Replica] = {}
         while self._prompts and self._free:
             load, number = heapq.heappop(self._free)
             replica = self._replicas[number]
-            if replica.load == load and self._may_take(replica):
-                replica.held.append(self._prompts.popleft())
-                replica.load += replica.held[-1].sequences
-                touched[number] = replica
+            if replica.load != load or not self._may_take(replica):
+                continue  # it was offered again since then, or will be
+            replica.held.append(self._prompts.popleft())
+            touched[number] = replica
             self._offer(replica)
         for replica in touched.values():
             self._start(replica)
@@ -263,7 +265,6 @@ class _Run:
         while replica.running and replica.running[0][0] <= limit:
             group = heapq.heappop(replica.running)[2]
             replica.sequences = max(0.0, replica.sequences - group.sequences)
-            replica.load = max(0.0, replica.load - group.sequences)
             if replica.room is not None:
                 replica.room.note(self._work.group_size, late=self._step - group.version > self._work.max_lag)
             self._hand_over(group)

@@ -255,7 +255,8 @@ class Rollout:
         self._replica = replica
         self._engine = engine
         self._turns = turns
-        self._is_guest = turns is not None and turns.max_lag is not None
+        max_lag = None if turns is None else turns.max_lag
+        self._is_guest = max_lag is not None
         self._status = status
         self._puller = puller
         self._cordon = taking
@@ -272,7 +273,7 @@ class Rollout:
             pulling=contextlib.nullcontext if turns is None else turns.pulling,
         )
         precedence = Precedence(max_groups * group_size)
-        ended = self._note_ended if self._is_guest else None
+        ended = None if max_lag is None else functools.partial(self._note_ended, max_lag)
         self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility, ended)
         self._answering = Answering(bus, replica, self._generation.handle, taking)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
@@ -383,10 +384,8 @@ class Rollout:
             self._allow()
         await asyncio.gather(*(worker.hand_back() for worker in self._workers))
 
-    def _note_ended(self, samples: int, steps: int) -> None:
-        assert self._turns is not None
-        assert self._turns.max_lag is not None
-        self._room.note(samples, late=steps > self._turns.max_lag())
+    def _note_ended(self, max_lag: Callable[[], int], samples: int, steps: int) -> None:
+        self._room.note(samples, late=steps > max_lag())
         self._allow()
 
     def _allow(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import pipeline, pipeline_work
 from benchmarks.pipeline import NotDone, _Command, _counted, _kept, _Report, _Run, _steady, end, heed_sigterm
-from benchmarks.pipeline_work import long
+from benchmarks.pipeline_work import TAIL_TOKENS, long
 
 _FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
 _HEEDS_THE_SECOND_SIGNAL = """
@@ -76,8 +76,8 @@ def test_works_and_shapes_have_different_models_at_absolute_paths(
 ) -> None:
     monkeypatch.setattr(pipeline_work, "_write_once", lambda *_: None)
     monkeypatch.chdir(tmp_path)
-    kinds = [(shape, tail) for shape in ("tiny", "0.5b") for tail in (False, True)]
-    works = [long(Path("kept"), shape, "cpu", "auto", tail=tail) for shape, tail in kinds]
+    kinds = [(shape, tokens) for shape in ("tiny", "0.5b") for tokens in (0, TAIL_TOKENS["cpu"], 20)]
+    works = [long(Path("kept"), shape, "cpu", "auto", mean_tokens=tokens) for shape, tokens in kinds]
     assert len({work.model for work in works}) == len(kinds)
     assert all(Path(work.model).is_relative_to(tmp_path / "kept") for work in works)
 

@@ -93,6 +93,7 @@ STORED = Path(splits.__file__).parent / "results"
         ("four", "layouts-four"),
         ("two-tail", "layouts-two-tail"),
         ("two-7b", "layouts-two-7b"),
+        ("two-tail", "lend-two-tail"),
         ("two-tail", "lend-two-tail-2"),
         ("two-tail-4000", "lend-two-tail-4000"),
     ],

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import pytest
+
 from services.rollout.device_turns import DeviceTurns
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
@@ -96,7 +98,10 @@ async def put(bus: Bus, *group_ids: int) -> None:
         await bus.append(PROMPTS, {"id": str(group_id), "data": wire.encode(builders.prompt(group_id))})
 
 
-async def test_a_guest_pauses_takes_nothing_while_away_and_hands_back_after_two_steps(bus: Bus) -> None:
+@pytest.mark.parametrize("max_lag", [1, 2])
+async def test_a_guest_pauses_takes_nothing_while_away_and_hands_back_what_will_be_stale(
+    bus: Bus, max_lag: int
+) -> None:
     await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
     guest, engine, lease = Guest(bus), Engine(), DeviceLease(bus, "guest-0", "load", (0,), PATIENCE_S)
     await put(bus, 0, 1)
@@ -110,10 +115,10 @@ async def test_a_guest_pauses_takes_nothing_while_away_and_hands_back_after_two_
         figures = await raw(bus).hmget(bus.keys.named("device:0"), "samples", "tokens", "freed")
         assert figures == [b"3", b"12", b"1"]
         await put(bus, 2)
-        guest.newest_step = 1
+        guest.max_lag = guest.newest_step = max_lag
         assert not await lease.acquire(1.2)
-        assert guest.worker.held == 2, "one step was under way: they wait in the engine"
-        guest.newest_step = 2
+        assert guest.worker.held == 2, "as many steps as samples may lag: they wait in the engine"
+        guest.newest_step = max_lag + 1
         await until(lambda: guest.worker.held == 0)
         assert await bus.length(PROMPTS) == 3, "another replica generates them, and what the guest never took"
         other = await bus.reclaim(PROMPTS, Prompt, "rollout-0", PATIENCE_S, 8)

@@ -99,6 +99,7 @@ def rollout(
     group_size: int = 2,
     taking: asyncio.Event | None = None,
     turns: DeviceTurns | None = None,
+    max_groups: int = 4,
 ) -> Rollout:
     return Rollout(
         bus,
@@ -109,7 +110,7 @@ def rollout(
         WeightsSettings(deadline_s=PATIENCE_S),
         replica=name,
         patience=Patience(claim_after_s=PATIENCE_S, drain_s=drain_s),
-        max_groups=4,
+        max_groups=max_groups,
         group_size=group_size,
         taking=taking,
         turns=turns,
@@ -691,6 +692,21 @@ async def test_a_guest_takes_more_samples_while_they_end_in_time_and_fewer_once_
     assert status.values["room"] == 3, (
         "less a tenth for each of two groups that ended two steps later, then one in time"
     )
+
+
+async def test_a_guest_takes_fewer_samples_after_it_has_handed_some_back(bus: Bus, tmp_path: Path) -> None:
+    engine, status = Lent(), Status()
+    turns = DeviceTurns(Held(), engine, status, max_lag=lambda: 1)  # type: ignore[arg-type]
+    guest = rollout(bus, engine, status, "guest-0", turns=turns, max_groups=16)
+    await announce(bus, tmp_path, 0)
+    serving = Serving(guest)
+    await admit(bus, *(builders.prompt(group, samples=2) for group in range(4)))
+    await until(lambda: status.values.get("held") == 8)
+    assert status.values["room"] == 8, "a quarter of 16 groups of 2 samples"
+    await guest.hand_back()
+    assert status.values["room"] == 5, "less a tenth for each of four groups"
+    engine.may.set()
+    await serving.end()
 
 
 async def test_samples_that_end_together_travel_together_and_one_that_fails_is_redone_alone(
