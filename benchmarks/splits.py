@@ -38,7 +38,7 @@ BAR = 1.05
 _FOUR: Mapping[str, Any] = {"groups": 48, "steps": 13}
 _TAIL: Mapping[str, Any] = {"mean_tokens": 800, "tokens": 2048, "max_lag": 2, "steps": 14}
 _LONG: Mapping[str, Any] = {
-    "groups": 16, "tokens": 4000, "max_lag": 2, "steps": 14, "more": {"rollout.vllm.max_model_len": 4096},
+    "groups": 16, "tokens": 4000, "max_lag": 2, "steps": 26, "more": {"rollout.vllm.max_model_len": 4096},
 }  # fmt: skip
 _LONG_TAIL: Mapping[str, Any] = {**_LONG, "groups": 32, "mean_tokens": 2000}
 _LARGE: Mapping[str, Any] = {

@@ -38,8 +38,11 @@ _MFU_NARROW, _MFU = 0.42, 0.485
 """With heads of less than 128, and others, of a GPU that is busy."""
 _LAUNCH_S = 6e-3
 """Python's time per layer of a forward and backward pass."""
-_LAUNCH_SHARDED_S = 11.6e-3
-"""The same with ZeRO stage 3, which gathers each module's weights: of a forward, a backward or a repeated forward pass."""
+_LAUNCH_WHOLE_S, _LAUNCH_MODULES_S = 7.7e-3, 11.6e-3
+"""The same of a forward, a backward or a repeated forward pass with ZeRO stage 3, which gathers a layer's weights at once
+or module by module."""
+_MOST_WHOLE = 1e9
+"""Weights of a layer that are gathered at once (services/trainer/model/memory/whole_layers.py)."""
 _UPDATE_BYTES = 28.0
 """Read and written per weight in an optimizer step."""
 _PREFILL_MFU = 0.4
@@ -160,9 +163,16 @@ def train_seconds(work: Workload, cluster: Cluster, options: TrainerOptions, kep
     forward = forward_flops(round(own), round(own * mean / 2), round(own), sizes)
     again = (work.shape.layers - kept) / work.shape.layers
     computing = forward * (1 + BACKWARD + again) / (cluster.gpu.flops_per_s * mfu_of(work.shape))
-    per_layer = (1 + 1 + again) * _LAUNCH_SHARDED_S if options.zero_stage == 3 and options.ranks > 1 else _LAUNCH_S
-    launching = passes * work.shape.layers * per_layer
+    launching = passes * work.shape.layers * _launching(work, options, 1 + 1 + again)
     return max(computing, launching, passes * _gathering(work, cluster, options)) * work.passes
+
+
+def _launching(work: Workload, options: TrainerOptions, passes: float) -> float:
+    """Return the seconds of one layer."""
+    if options.zero_stage < 3 or options.ranks == 1:
+        return _LAUNCH_S
+    whole = not work.lora_rank and work.shape.decoder / work.shape.layers <= _MOST_WHOLE
+    return passes * (_LAUNCH_WHOLE_S if whole else _LAUNCH_MODULES_S)
 
 
 def prefill_seconds(work: Workload, cluster: Cluster, tensor_parallel: int) -> float:

@@ -1,4 +1,4 @@
-"""The only module that uses DeepSpeed: gradients over micro-batches and ranks, optimizer, checkpoints.
+"""What uses DeepSpeed: gradients over micro-batches and ranks, optimizer, checkpoints.
 
 The loss is a sum over tokens divided by the tokens of the *global* batch. DeepSpeed averages gradients over ranks,
 hence the factor ``ranks``. At ZeRO stage 3, every rank iterates :meth:`TrainingEngine.tensors` at the same point of its
@@ -23,7 +23,7 @@ from services.trainer.checkpoint import pickles
 from services.trainer.checkpoint.local_store import digest
 from services.trainer.checkpoint.manifests import CheckpointFile
 from services.trainer.model import adapter
-from services.trainer.model.memory import recomputation
+from services.trainer.model.memory import recomputation, whole_layers
 from services.trainer.model.memory.recomputation import Kept, Recomputation
 from services.trainer.model.memory.residency import Residency
 from services.trainer.model.memory.storages import Storages, tensors_in
@@ -93,6 +93,9 @@ class TrainingEngine:
         self.policy = place(policy, settings, device)
         self.policy.train()  # the modules concerned depend on checkpointing (``stochastic_layers``)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        self._sharded = settings.trainer.zero_stage == 3
+        if self._sharded:
+            whole_layers.mark(self.policy, settings.trainer.deepspeed.get("zero_optimization", {}))
         with uncompiled():  # DeepSpeed and bitsandbytes import an optimizer that calls torch's compiler
             engine, _, _, _ = deepspeed.initialize(
                 model=self.policy,
@@ -102,7 +105,6 @@ class TrainingEngine:
             )
         check_sizes(engine.optimizer, settings.trainer)
         self._engine: Any = engine
-        self._sharded = settings.trainer.zero_stage == 3
         if self._sharded:
             _gather_with_parents(self.policy)
         elif settings.trainer.zero_stage and settings.trainer.offload == "none":
