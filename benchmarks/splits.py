@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="some layouts, separated by commas")
     parser.add_argument("--out", type=Path, help="results are appended here at once")
     parser.add_argument("--compare", type=Path, help="compare the results in this file again, without a GPU")
-    parser.add_argument("--limit-s", type=float, default=150.0, help="for one run, its start included")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="for one run, its start included")
     parser.add_argument("--cold-s", type=float, default=60.0, help="more, for the first run of a call")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "penstock-splits")
     arguments = parser.parse_args()
