@@ -34,6 +34,8 @@ _LONGEST_LINE = 300
 _SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals of others: the kernel out of memory, an operator."""
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
+_GROUP_MARGIN = re.compile(r"^ *\+-[-+ \d]*$|^ +\| ")
+"""Around the errors of an exception group."""
 
 
 class ChildState(StrEnum):
@@ -256,7 +258,8 @@ class Child:
         if code > 0 and (sentence := self._sentence()):
             return sentence
         launcher = f'"replica": "{self.plan.name}.launcher"'  # its last line says only that a rank ended
-        last = next((line for line in reversed(self._written()) if launcher not in line), "")
+        lines = (_GROUP_MARGIN.sub("", line) for line in reversed(self._written()) if launcher not in line)
+        last = next(filter(None, lines), "")
         if code > 0 and _EXCEPTION.match(last):
             return _cut(last)
         return f"{how(code)}; the last line of its log: {_cut(last)}" if last else how(code)

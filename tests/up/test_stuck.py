@@ -168,6 +168,15 @@ async def test_the_last_words_of_a_rank_are_told_in_short_and_not_its_launchers(
     assert "x" * 301 not in output
 
 
+async def test_of_an_exception_group_the_last_error_is_told(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    inner = "ExceptionGroup('inner', [OSError(5, 'a disk'), ValueError('expected a step')])"
+    up.script("trainer-0", dying(f"raise ExceptionGroup('a task ended', [{inner}])"))
+    up.start()
+    _, output = up.wait()
+    assert "trainer-0 stopped (ValueError: expected a step); starts again" in output
+
+
 async def test_deaths_do_not_count_while_the_run_waits_for_its_bus_or_for_disk_space(tmp_path: Path) -> None:
     async def step() -> int | None:
         return 3

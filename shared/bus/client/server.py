@@ -39,6 +39,8 @@ _UNAVAILABLE = (
     TryAgainError,
     OSError,
 )
+_CLOSED = "the handler is closed"
+"""uvloop's sentence for a write to a connection that has just been closed, which redis-py takes for no lost one."""
 _BACKOFF = Backoff(0.05, longest_s=2.0)
 _LONGEST_VALUE = 512 * 1024**2
 """The server's ``proto-max-bulk-len``: it closes the connection of a client that sends more."""
@@ -191,6 +193,10 @@ async def _answered(command: Callable[[], Awaitable[R]]) -> R:
         if "MISCONF" not in str(error):
             raise
         raise BusUnavailable(f"the server cannot write its data to disk, so it takes no writes: {error}") from error
+    except RuntimeError as error:
+        if _CLOSED not in str(error):
+            raise
+        raise BusUnavailable(f"the server closed the connection: {error}") from error
     finally:
         if _cancels() > cancels:
             raise asyncio.CancelledError

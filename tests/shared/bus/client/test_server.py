@@ -1,4 +1,4 @@
-"""Commands that are asked in one iteration of the event loop go to the server together."""
+"""Commands that are asked in one iteration of the event loop go to the server together; a lost connection is waited for."""
 
 import asyncio
 from typing import Any
