@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import cast
@@ -344,6 +345,27 @@ async def test_a_zygote_that_dies_is_replaced_and_what_it_ran_is_no_score() -> N
         assert (ended.outcome, ended.detail) == (Outcome.SANDBOX_ERROR, "the warm interpreter died")
         await until(lambda: not psutil.pid_exists(program.pid))
         assert (await executor.run(Job("print(2)"))).stdout == "2\n"
+    finally:
+        await executor.close()
+
+
+async def test_a_program_whose_zygote_dies_before_it_is_confined_ends_too() -> None:
+    interpreter = Interpreter.find("")
+    (way,) = candidates("landlock", interpreter, 65_534, 1)
+    executor = Executor(way, ("stdlib",), slots=1, recycle_after=1000)
+    try:
+        await executor.start()
+        (zygote,) = children(interpreter.program)
+        slow_to_read = "#" * 10_000_000 + "\nwhile True: pass"
+        lost = asyncio.create_task(executor.run(Job(slow_to_read, limits=Limits(600.0, 600.0))))
+        path = Path(f"/proc/{zygote.pid}/task/{zygote.pid}/children")
+        while not (pids := path.read_text().split()):
+            await asyncio.sleep(0)
+        zygote.kill()
+        time.sleep(1.0)  # noqa: ASYNC251 (this process is too busy to close what the program reports to)
+        ended = await lost
+        assert (ended.outcome, ended.detail) == (Outcome.SANDBOX_ERROR, "the warm interpreter died")
+        await until(lambda: not psutil.pid_exists(int(pids[0])))
     finally:
         await executor.close()
 

@@ -130,16 +130,24 @@ def become(user: int) -> None:
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or /proc/self belongs to root
 
 
-def die_with_parent() -> None:
-    """Die with the parent; a change of user or user namespace resets this."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Die with the parent; a change of user or user namespace resets this.
+
+    Raises:
+        ProcessLookupError: ``parent`` has died before.
+    """
     check(_libc.prctl(_SET_PARENT_DEATH_SIGNAL, 9, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    if parent is not None and os.getppid() != parent:
+        raise ProcessLookupError("the warm interpreter has died")
 
 
-def confine(how: Confinement, bounds: Bounds) -> None:
-    """Confine this process; ``_libc`` and loaded modules stay usable."""
-    if how.tier == "namespace":
+def confine(how: Confinement, bounds: Bounds, parent: int) -> None:
+    """Confine this process, a child of ``parent``; ``_libc`` and loaded modules stay usable."""
+    if how.tier == "namespace":  # of which the parent is the first process: the kernel kills all with it
         _enter_namespaces(bounds)
-    die_with_parent()
+        die_with_parent()
+    else:
+        die_with_parent(parent)
     _limit(how, bounds)
     if how.tier == "unsafe":
         return

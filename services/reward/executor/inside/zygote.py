@@ -78,6 +78,7 @@ class Zygote:
             self._how = dataclasses.replace(self._how, ruleset=_moved_up(ruleset))
             os.close(ruleset)
         self._control = socket.socket(fileno=settings["control"])
+        self._pid = os.getpid()
         self._poll = select.poll()
         self._children: dict[int, ForkedProgram] = {}
         """By pid descriptor."""
@@ -186,7 +187,7 @@ class Zygote:
                 importlib.import_module("numpy").random.seed()
             bounds = message["bounds"] | {"memory_bytes": message["bounds"]["memory_bytes"] + self._base_bytes}
             signal.set_wakeup_fd(-1)
-            confinement.confine(self._how, confinement.Bounds(**bounds))
+            confinement.confine(self._how, confinement.Bounds(**bounds), self._pid)
         except BaseException as error:  # noqa: BLE001 (whatever it is, the program must not run)
             with contextlib.suppress(OSError):
                 os.write(report, f"error {type(error).__name__}: {error}\n".encode())
