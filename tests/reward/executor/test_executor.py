@@ -362,7 +362,7 @@ async def test_a_program_whose_zygote_dies_before_it_is_confined_ends_too() -> N
         while not (pids := path.read_text().split()):
             await asyncio.sleep(0)
         zygote.kill()
-        time.sleep(1.0)
+        time.sleep(1.0)  # so that what the program reports to stays open, the end of which would end it, too
         ended = await lost
         assert (ended.outcome, ended.detail) == (Outcome.SANDBOX_ERROR, "the warm interpreter died")
         await until(lambda: not psutil.pid_exists(int(pids[0])))
