@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks import plan_rates
 from benchmarks.plan_rates import CALIBRATING, CONFIGURATIONS, compared, rows_of
 from services.cli.plan import corrections, layout_of, make, preferences, settings_of
-from services.plan import report
+from services.plan import rates, report
 from services.plan.files import run_values
 from services.plan.hardware import GIB, parse_cluster
 from services.plan.layouts import Planner
@@ -25,6 +25,7 @@ from services.plan.measured import Corrections, measured, steady, under_mps
 from services.plan.memory import TrainerOptions, peak
 from services.plan.rates import decode_seconds, train_seconds
 from services.plan.workload import Lengths, Workload, workload_of
+from services.trainer.model.memory import whole_layers
 from shared.errors import SettingsError
 from shared.settings import Settings, loads
 
@@ -62,15 +63,22 @@ def work(*flags: str) -> Workload:
     return dataclasses.replace(workload_of(settings_of(None, flags), "0.5b"), lengths=Lengths(512, 512, 0.0))
 
 
-def test_gathering_each_modules_weights_takes_longer_than_small_micro_batches_compute() -> None:
-    work = workload_of(loads("", "a test", environment={}), "7b")
+def test_gathering_weights_takes_longer_than_small_micro_batches_compute() -> None:
+    work, cluster = workload_of(loads("", "a test", environment={}), "7b"), parse_cluster("2xH200")
     few, many = (
-        train_seconds(work, parse_cluster("2xH200"), TrainerOptions(2, stage, micro_batch_tokens=4096), 0, 131_072.0)
+        train_seconds(work, cluster, TrainerOptions(2, stage, micro_batch_tokens=4096), 0, 131_072.0)
         for stage in (1, 3)
     )
-    assert many > 1.3 * few
+    assert many > 1.2 * few
+    adapted = dataclasses.replace(work, lora_rank=8)  # gathered module by module
+    sharded = TrainerOptions(2, 3, micro_batch_tokens=4096)
+    assert train_seconds(adapted, cluster, sharded, 0, 131_072.0) > 1.3 * many
     alone = [train_seconds(work, CLUSTER, TrainerOptions(1, stage), 0, 8192.0) for stage in (1, 3)]
     assert alone[0] == alone[1]
+
+
+def test_the_plan_and_the_trainer_gather_the_same_layers_as_a_whole() -> None:
+    assert rates._MOST_WHOLE == whole_layers.MOST_NUMBERS
 
 
 def test_the_docs_say_how_long_a_decoding_step_of_a_small_model_is_planned_without_a_calibration() -> None:
