@@ -96,6 +96,8 @@ STORED = Path(splits.__file__).parent / "results"
         ("two-tail", "lend-two-tail"),
         ("two-tail", "lend-two-tail-2"),
         ("two-tail-4000", "lend-two-tail-4000"),
+        ("two-4000", "lend-two-4000"),
+        ("two-4000", "lend-two-4000-2"),
     ],
 )
 def test_the_runs_that_were_measured_are_predicted_within_the_bar(work: str, runs: str) -> None:

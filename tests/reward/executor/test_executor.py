@@ -330,13 +330,22 @@ async def test_a_peer_that_speaks_something_else_is_shown_the_door(process: Runn
     assert (await client.run(Job("print(1)"))).stdout == "1\n"
 
 
-async def test_a_zygote_that_dies_is_replaced_and_what_it_ran_is_no_score() -> None:
+@contextlib.asynccontextmanager
+async def warm(slots: int) -> AsyncIterator[tuple[Executor, psutil.Process]]:
+    """Yield an executor in this process and its warm interpreter."""
     interpreter = Interpreter.find("")
     (way,) = candidates("landlock", interpreter, 65_534, 1)
-    executor = Executor(way, ("stdlib",), slots=2, recycle_after=1000)
+    executor = Executor(way, ("stdlib",), slots=slots, recycle_after=1000)
     try:
         await executor.start()
         (zygote,) = children(interpreter.program)
+        yield executor, zygote
+    finally:
+        await executor.close()
+
+
+async def test_a_zygote_that_dies_is_replaced_and_what_it_ran_is_no_score() -> None:
+    async with warm(slots=2) as (executor, zygote):
         lost = asyncio.create_task(executor.run(Job("while True: pass", limits=Limits(60.0, 60.0))))
         await until(zygote.children)
         (program,) = zygote.children()
@@ -345,17 +354,10 @@ async def test_a_zygote_that_dies_is_replaced_and_what_it_ran_is_no_score() -> N
         assert (ended.outcome, ended.detail) == (Outcome.SANDBOX_ERROR, "the warm interpreter died")
         await until(lambda: not psutil.pid_exists(program.pid))
         assert (await executor.run(Job("print(2)"))).stdout == "2\n"
-    finally:
-        await executor.close()
 
 
 async def test_a_program_whose_zygote_dies_before_it_is_confined_ends_too() -> None:
-    interpreter = Interpreter.find("")
-    (way,) = candidates("landlock", interpreter, 65_534, 1)
-    executor = Executor(way, ("stdlib",), slots=1, recycle_after=1000)
-    try:
-        await executor.start()
-        (zygote,) = children(interpreter.program)
+    async with warm(slots=1) as (executor, zygote):
         slow_to_read = "#" * 10_000_000 + "\nwhile True: pass"
         lost = asyncio.create_task(executor.run(Job(slow_to_read, limits=Limits(600.0, 600.0))))
         path = Path(f"/proc/{zygote.pid}/task/{zygote.pid}/children")
@@ -366,17 +368,10 @@ async def test_a_program_whose_zygote_dies_before_it_is_confined_ends_too() -> N
         ended = await lost
         assert (ended.outcome, ended.detail) == (Outcome.SANDBOX_ERROR, "the warm interpreter died")
         await until(lambda: not psutil.pid_exists(int(pids[0])))
-    finally:
-        await executor.close()
 
 
 async def test_a_zygote_that_does_not_react_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter = Interpreter.find("")
-    (way,) = candidates("landlock", interpreter, 65_534, 1)
-    executor = Executor(way, ("stdlib",), slots=1, recycle_after=1000)
-    try:
-        await executor.start()
-        (zygote,) = children(interpreter.program)
+    async with warm(slots=1) as (executor, zygote):
         zygote.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as hasty:
             hasty.setattr("services.reward.executor.executor._REACTS_WITHIN_S", 0.5)
@@ -387,8 +382,6 @@ async def test_a_zygote_that_does_not_react_is_replaced(monkeypatch: pytest.Monk
         )
         assert (await executor.run(Job("print(2)"))).stdout == "2\n"
         assert not zygote.is_running() or zygote.status() == psutil.STATUS_ZOMBIE
-    finally:
-        await executor.close()
 
 
 async def test_a_client_finds_an_executor_that_came_back_and_says_so_while_there_is_none(tmp_path: Path) -> None:

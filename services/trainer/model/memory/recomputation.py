@@ -123,11 +123,15 @@ def _agreed(kept: Kept, device: torch.device) -> Kept:
     return Kept(layers, bool(logits))
 
 
-def _checkpointed(policy: nn.Module) -> list[Any]:
+def checkpointable(policy: nn.Module) -> list[Any]:
+    """Return the layers that transformers can checkpoint, in their order, perhaps with layers inside others."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    return [layer for layer in layers if layer.gradient_checkpointing]
+    return [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+def _checkpointed(policy: nn.Module) -> list[Any]:
+    return [layer for layer in checkpointable(policy) if layer.gradient_checkpointing]
 
 
 def _computed_again(function: Callable[..., Any], *args: Any) -> Any:

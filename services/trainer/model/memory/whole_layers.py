@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from services.trainer.batch.packing import micro_batch
+from services.trainer.model.memory.recomputation import checkpointable
 
 MOST_NUMBERS = 10**9
 """In a layer. DeepSpeed keeps as many gathered anyway (``stage3_max_live_parameters``)."""
@@ -37,12 +38,10 @@ def mark(policy: Any, zero_optimization: Mapping[str, Any]) -> list[nn.Module]:
 
 
 def _with_weights_of_their_own(policy: nn.Module) -> Iterator[nn.Module]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     uses = Counter(id(weight) for _, weight in policy.named_parameters(remove_duplicate=False))
     inside: set[nn.Module] = set()
-    for layer in policy.modules():
-        if layer in inside or not isinstance(layer, GradientCheckpointingLayer):
+    for layer in checkpointable(policy):
+        if layer in inside:
             continue
         inside.update(layer.modules())
         weights: list[Any] = list(layer.parameters())
