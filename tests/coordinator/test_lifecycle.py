@@ -274,7 +274,7 @@ async def test_a_coordinator_that_does_not_lead_says_what_the_one_that_leads_doe
     follower = make(bus, run)
     async with running(make(bus, run)) as parts:
         trainer = await Trainer(bus).start()
-        await until(lambda: _does(follower, "evaluating version 0"))
+        await until(lambda: _does(follower, "evaluating version 0: 0 of 5 problems have answers"))
         assert not (await follower.monitor.view()).closed
         async with replicas(bus):
             await trainer.step()

@@ -51,6 +51,9 @@ class Due:
     final: bool = False
 
 
+Progress = Callable[[int, int], Awaitable[None]]
+"""Takes the number of problems with an answer, and that of all, every few seconds."""
+
 GateCheck = Callable[[Evaluation], Awaitable[Evaluation]]
 """Adds the regression gate's verdict."""
 
@@ -86,7 +89,9 @@ class Evaluator:
     def sets(self) -> list[HeldOutSet]:
         return [held_out for held_out, _ in self._sets]
 
-    async def evaluate(self, version: PolicyVersion, step: int, due: Due) -> list[Evaluation] | None:
+    async def evaluate(
+        self, version: PolicyVersion, step: int, due: Due, progress: Progress | None = None
+    ) -> list[Evaluation] | None:
         """Evaluate ``version`` on the due sets, or continue the current evaluation.
 
         Returns None if interrupted, already evaluated, no longer the head, or unanswered; the streams are left empty.
@@ -96,7 +101,7 @@ class Evaluator:
             description, prompts = self._describe(version, step, due)
             if not await self._start(description, prompts):
                 return None
-        why = await self._collect(description)
+        why = await self._collect(description, progress)
         if why is None:
             await self._clear_streams()
             await self._end(description, [])
@@ -138,7 +143,7 @@ class Evaluator:
 
     # ---------------------------------------------------------------- collect
 
-    async def _collect(self, description: Description) -> str | None:
+    async def _collect(self, description: Description, progress: Progress | None) -> str | None:
         """Take answers; return why some are missing, or None if interrupted."""
         async for delivery in self._bus.own(EVAL_RESULTS, Experience, CONSUMER):
             await self._take(description, [delivery])
@@ -151,6 +156,8 @@ class Evaluator:
             if time.monotonic() >= reclaim_at_s:
                 deliveries += await self._bus.reclaim(EVAL_RESULTS, Experience, CONSUMER, _LOST_AFTER_S, 64)
                 servable = await self._appoint(description)
+                if progress is not None:
+                    await progress(await store.answered(self._bus), description.problems)
                 reclaim_at_s = time.monotonic() + _LOST_AFTER_S
             await self._take(description, deliveries)
             if (why := await self._over(description, servable=servable)) is not None:

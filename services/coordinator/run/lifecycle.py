@@ -188,8 +188,13 @@ class Lifecycle:
         if not next_due.initial and not (under_way is not None and under_way.initial):
             self._open()
         await self._ledger.note("doing", f"evaluating version {version}")
+
+        async def progress(answered: int, problems: int) -> None:
+            said = f"evaluating version {version}: {answered} of {problems} problems have answers"
+            await self._ledger.note("doing", said)
+
         try:
-            await self._evaluator.evaluate(version, step, next_due)
+            await self._evaluator.evaluate(version, step, next_due, progress)
         except BusFull as error:
             log.warning("evaluation waits for memory on the bus", extra={"error": str(error)})
             await asyncio.sleep(_FULL_S)
