@@ -4,6 +4,7 @@
 
     start(modules) ──▶ server: imports them, while this process does other work
     Context().Process(…).start() ──▶ server forks: no import again, but this process's environment as of the start
+    call(function)               ──▶ the same, and its result comes back
 
 A forked process ends with the one that started it, and the server with the last of both.
 """
@@ -11,9 +12,13 @@ A forked process ends with the one that started it, and the server with the last
 import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _started = False
 _forked_from = 0
@@ -73,3 +78,18 @@ class Context(ForkServerContext):
     """A multiprocessing context of the server's processes."""
 
     Process = _Process
+
+
+def call(function: Callable[[], T]) -> T:
+    """Return the result of ``function``, or raise its error, from a forked process; closures are allowed."""
+    import cloudpickle  # vLLM's
+
+    with ProcessPoolExecutor(1, mp_context=Context()) as executor:
+        result: T = executor.submit(_call, cloudpickle.dumps(function)).result()
+        return result
+
+
+def _call(pickled: bytes) -> Any:
+    import cloudpickle
+
+    return cloudpickle.loads(pickled)()

