@@ -43,19 +43,43 @@ def make(
             f"expected algorithm.imitation = 0 with penstock plan, found {settings.algorithm.imitation:g}: how many groups of a step are "
             "demonstrations, which are not generated, is not predicted; with 0, all of them are planned as generated, an upper bound"
         )
-    planner = Planner(workload_of(settings, model, lengths), parse_cluster(gpus), preferences(settings))
+    planner = Planner(work_of(settings, model, lengths), parse_cluster(gpus), preferences(settings))
     if calibrate is not None and not calibrate.exists():
         raise SettingsError(f"no run's folder or file of rates at {calibrate}: change --calibrate")
     if calibrate is not None and (rates := read_calibration(calibrate)) is not None:
         planner = dataclasses.replace(planner, cluster=rates.of(planner.cluster))
     elif calibrate is not None:
         figures, own = runs.read_run(calibrate)
-        of_run = with_mean(workload_of(own, model), figures.tokens)
+        of_run = with_mean(work_of(own, model), figures.tokens)
         corrected = corrections(figures, own, of_run, planner.cluster, mps=runs.under_mps(calibrate))
         work = planner.work if lengths is not None else with_mean(planner.work, figures.tokens)
         planner = dataclasses.replace(planner, corrections=corrected, work=work)
     candidates, problems = planner.compare()
     return Plan(planner, candidates, problems)
+
+
+def work_of(settings: Settings, model: str = "", lengths: Path | None = None) -> Workload:
+    """Return :func:`workload_of` with the data's prompts as replicas render them, where that can be done here."""
+    work = workload_of(settings, model, lengths)
+    tokens = _prompt_tokens(settings)
+    return work if tokens is None else dataclasses.replace(work, prompt_tokens=tokens, counts_prompts=True)
+
+
+def _prompt_tokens(settings: Settings) -> int | None:
+    """Return the mean prompt tokens as ``data check`` counts them; None if data or tokenizer are not on this machine.
+
+    Raises:
+        SettingsError: they are here, and cannot be read.
+    """
+    named = [*settings.data.sources, settings.policy.tokenizer_source[1]]
+    if not all(name and Path(name).exists() for name in named):
+        return None
+    try:
+        from services.cli.reports import data_check
+    except ModuleNotFoundError:  # a plain installation plans without the libraries of a run
+        return None
+    tokens = data_check.prompt_lengths(settings).tokens
+    return max(1, round(sum(tokens) / len(tokens))) if tokens else None
 
 
 def with_mean(work: Workload, tokens: float) -> Workload:

@@ -107,7 +107,7 @@ def _head(planner: Planner) -> str:
     return (
         f"{work.shape.name} ({work.shape.weights / 1e9:.2f}B weights{trained}) on {cluster.words}: {work.groups} groups of "
         f"{work.group_size} samples a step, max_lag {work.max_lag}\n"
-        f"prompts of {work.prompt_tokens:,} tokens, completions of {work.lengths.mean:,.0f}, at most {work.lengths.most:,}; "
+        f"prompts of {work.prompt_tokens:,} tokens{'' if work.counts_prompts else ' (estimated)'}, completions of {work.lengths.mean:,.0f}, at most {work.lengths.most:,}; "
         f"{planner.limit_bytes / GIB:.1f} GiB usable on a GPU"
     )
 

@@ -90,6 +90,7 @@ class Workload:
     groups: int
     group_size: int
     prompt_tokens: int
+    """On average."""
     lengths: Lengths
     max_lag: int
     steps: int
@@ -107,6 +108,8 @@ class Workload:
     """Where trainer and replicas take turns, these models do, too; else they have a GPU of their own."""
     unknown: tuple[str, ...] = ()
     """Settings of scoring models without a config.json here."""
+    counts_prompts: bool = False
+    """Whether prompts were rendered and counted; else their tokens are estimated from characters."""
 
     @property
     def slots(self) -> int:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from services.up.display import view
 from services.up.display.summary import text as closing
 from shared.errors import SettingsError
 from shared.settings import Settings, load, loads
+from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
 H200 = 140.4 * 2**30
@@ -418,3 +420,31 @@ def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
             layout = GpuLayout(placement, trained, parallel, own, borrowed=ranks // parallel)
             assert report.accepted(layout, one_host.cluster, one_host.work) == fits, (placement, ranks, parallel)
             assert not report.accepted(layout, two_hosts.cluster, two_hosts.work)
+
+
+TEMPLATE = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }} {% endfor %}{{ style }}"
+
+
+def test_prompts_are_counted_as_replicas_render_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.save(tmp_path / "model")
+    tiny.tokenizer(TEMPLATE).save_pretrained(tmp_path / "model")
+    rows = [{"messages": [{"role": "user", "content": "1" * length}], "answer": "1"} for length in (4, 8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = f'''
+        policy.model = "{tmp_path / "model"}"
+        data.path = "{tmp_path / "rows.jsonl"}"
+        data.system = "be terse"
+        data.chat_template = {{ style = "abc" }}
+    '''
+    (tmp_path / "run.toml").write_text(textwrap.dedent(run))
+    assert main(["data", "check", str(tmp_path / "run.toml")]) == 0
+    (mean,) = re.findall(r"prompt tokens: mean ([0-9]+)\.0, ", capsys.readouterr().out)
+    assert int(mean) > len("111111") + len("be terse") + len("abc"), "a token is a character"
+    assert main(["plan", str(tmp_path / "run.toml"), "--gpus", "1xH200", "--model", "0.5b"]) == 0
+    assert f"prompts of {mean} tokens, completions" in capsys.readouterr().out
+
+
+def test_prompts_that_cannot_be_counted_here_are_said_to_be_estimated(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x" * 400, "answer": "1"}) + "\n")
+    plan = make(settings_of(None, [f"--data.path={tmp_path / 'rows.jsonl'}"]), "1xH200", "0.5b")
+    assert "prompts of 100 tokens (estimated), completions" in report.text(plan)

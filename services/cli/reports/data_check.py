@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.coordinator.admission.dataset import Dataset, Problem
-from services.coordinator.service import load_data, order_of
+from services.coordinator.service import Data, load_data, order_of
 from services.up.display import console
 from shared.bus.messages import Sampling
 from shared.errors import PermanentError
@@ -48,12 +48,8 @@ class _Limits:
 def check(settings: Settings, shown: int) -> bool:
     """Print the report; return whether every measured prompt can be generated. Raises SettingsError."""
     logging.getLogger("services").addHandler(logging.NullHandler())  # the report names the bad rows
-    check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
-    data = load_data(settings)
-    tokenizer = open_tokenizer(settings.policy)
+    data, tokenizer, codec = _opened(settings)
     check_stop_texts(tokenizer, settings.sampling)
-    context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
-    codec = TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template)
     _say_counts(settings, data.train)
     for held_set, problems in data.held_out:
         console.say(
@@ -67,6 +63,21 @@ def check(settings: Settings, shown: int) -> bool:
     for notice in data.notices:
         console.say(f"\n{notice.level}: {notice.text}")
     return not lengths.refused
+
+
+def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
+    check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
+    data = load_data(settings)
+    tokenizer = open_tokenizer(settings.policy)
+    context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
+    return data, tokenizer, TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template)
+
+
+def prompt_lengths(settings: Settings) -> PromptLengths:
+    """Return what :func:`check` says about lengths. Raises SettingsError."""
+    logging.getLogger("services").addHandler(logging.NullHandler())
+    data, _, codec = _opened(settings)
+    return measure(data.train.problems, settings, codec)
 
 
 def measure(problems: Sequence[Problem], settings: Settings, codec: TokenizerCodec) -> PromptLengths:
