@@ -86,7 +86,7 @@ class Follower:
         puller: Puller,
         *,
         deadline_s: float,
-        probe_gap_nats: float,
+        probe_margin: float,
         give_up_s: float = 60.0,
         hold: Hold | None = None,
         pulling: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
@@ -97,7 +97,7 @@ class Follower:
         self._replica = replica
         self._puller = puller
         self._deadline_s = deadline_s
-        self._probe = ProbeCheck(bus, engine, status, replica, probe_gap_nats)
+        self._probe = ProbeCheck(bus, engine, status, replica, probe_margin)
         self._give_up_s = give_up_s
         self._hold = hold or Hold(bus, replica)
         self._pulling = pulling

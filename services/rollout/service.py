@@ -268,7 +268,7 @@ class Rollout:
             replica,
             puller,
             deadline_s=weights.deadline_s,
-            probe_gap_nats=weights.probe_gap_nats,
+            probe_margin=weights.probe_margin,
             hold=self._hold,
             pulling=contextlib.nullcontext if turns is None else turns.pulling,
         )

@@ -73,8 +73,7 @@ class Trainer:
         self._frozen = reference if isinstance(reference, nn.Module) else None
         self._phases = Phases(engine.device, self._components)
         self._learner = Learner(engine, settings, self._phases, critic, reference)
-        every, context = settings.internal.probe_every_versions, settings.rollout.vllm.max_model_len
-        self._prober = Prober(engine, settings.run.seed, every, context)
+        self._prober = Prober(engine, settings)
         self._root = settings.run_folder / "checkpoints"
         self._residencies = [part.residency for part in (engine, critic) if part is not None]
         if isinstance(reference, nn.Module):
@@ -162,6 +161,8 @@ class Trainer:
     def _train(self, command: Command, *, is_freed: bool) -> StepMade | StepSkipped:
         """``is_freed``: the snapshot is away, and is offered again if no step is made."""
         self._rung = command.rung
+        with self._phases.measure("probe"):
+            self._prober.prepare(command.groups)
         try:
             measured = self.update(command.groups, command.lags, command.learning_rate, contexts=command.contexts)
             if command.held_out:
@@ -196,7 +197,7 @@ class Trainer:
 
     def _publish(self, command: Command) -> Published:
         with self._phases.measure("probe"):
-            probe = self._prober.next()
+            probe = self._prober.next(command.texts)
         with self._phases.measure("snapshot"):
             weights = self._artifacts.publish(self._engine, command.version, self.step)
         return Published(weights, probe)
@@ -207,6 +208,7 @@ class Trainer:
         local_store.check_ranks(checkpoint, self._engine.ranks, self._settings.trainer.zero_stage)
         local_store.check_base(checkpoint, self._settings.policy)
         self._engine.load(folder / "engine")
+        self._prober.prepare((), replays=True)
         if self._critic is not None:
             if not (folder / "critic").is_dir():
                 raise SettingsError(
@@ -221,6 +223,7 @@ class Trainer:
     def _replay(self, command: Command) -> Replayed:
         """Repeat a journalled step, bit-identically with its plan and settings; its weights are published afterwards."""
         self._artifacts.free(self._rung)
+        self._prober.prepare(command.groups, replays=True)
         self.update(command.groups, command.lags, command.learning_rate, command.plan)
         made, known = self._learner.plan, command.plan
         if made is not None and (known is None or not known.settings):

@@ -37,6 +37,7 @@ _LOGPROB = FieldLimits(-80.0, 0.1)
 """Probabilities are at least e⁻⁸⁰; above 0 is rounding."""
 _LARGEST = float(np.finfo(np.float32).max)
 _ANY_LOGPROB = FieldLimits(-1e6, 0.1)
+_DIFFERENCE = FieldLimits(-1e6, 1e6)
 _TEACHER_LOGPROB = FieldLimits(-1e6, 0.0)
 _TOP_IDS = FieldLimits(0, (1 << 31) - 1, shape=(None, None))
 _TOP_LOGPROBS = FieldLimits(-1e6, 0.0, shape=(None, None))
@@ -221,6 +222,11 @@ def no_ids() -> Int32Array:
     return np.zeros(0, dtype=np.int32)
 
 
+def no_logprobs() -> Float32Array:
+    """Return an empty array."""
+    return np.zeros(0, dtype=np.float32)
+
+
 @columns(_check_samples)
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sample:
@@ -398,7 +404,7 @@ class StepPlan:
 class Probe:
     """Sequences with the trainer's logprobs, by which a replica checks its weights.
 
-    Concatenated; lengths [3, 2] give five ``token_ids`` and three ``logprobs``::
+    Concatenated; lengths [3, 2] give five ``token_ids``, and three of each of the others::
 
         token_ids   41  9  3 | 17  2
         logprobs        a  b |     c        nats, teacher-forced at temperature 1
@@ -407,13 +413,19 @@ class Probe:
     token_ids: Annotated[Int32Array, _INT32]
     lengths: Annotated[Int32Array, FieldLimits(1, (1 << 31) - 1)]
     logprobs: Annotated[Float32Array, _ANY_LOGPROB]
+    noise: Annotated[Float32Array, _DIFFERENCE] = dataclasses.field(default_factory=no_logprobs)
+    """What rounding to the replicas' number type changes in them; empty: not known (an older Penstock)."""
+    change: Annotated[Float32Array, _DIFFERENCE] = dataclasses.field(default_factory=no_logprobs)
+    """What the step changed in them, rounded otherwise than ``logprobs``; empty: not a step of this process."""
 
     def check(self) -> None:
         """Raise ValueError if the lengths disagree."""
         tokens, sequences = len(self.token_ids), len(self.lengths)
-        if int(self.lengths.sum(dtype=np.int64)) != tokens or len(self.logprobs) != tokens - sequences:
+        scored = (len(self.logprobs), len(self.noise) or len(self.logprobs), len(self.change) or len(self.logprobs))
+        if int(self.lengths.sum(dtype=np.int64)) != tokens or set(scored) != {tokens - sequences}:
             raise ValueError(
-                f"expected lengths and logprobs of {tokens} tokens, found {sequences} sequences and {len(self.logprobs)} logprobs"
+                f"expected lengths and logprobs of {tokens} tokens, found {sequences} sequences and {scored[0]} logprobs, "
+                f"{len(self.noise)} of their noise and {len(self.change)} changes"
             )
 
     def sequences(self) -> list[tuple[Int32Array, Float32Array]]:

@@ -60,8 +60,9 @@ class WeightsSettings(Section):
     shadow: Literal["auto", "full", "bucketed"] = Field(default="auto")
     """Where a replica receives weights: in a second copy (`full`), or bucket by bucket in the live ones while
     generation is held (`bucketed`). `auto`: full if it fits into memory."""
-    probe_gap_nats: PositiveFloat = Field(default=0.05)
-    """Mean absolute difference of a replica's logprobs from the trainer's above which the guard `probe` trips."""
+    probe_margin: PositiveFloat = Field(default=3.0)
+    """The guard `probe` trips where a replica's logprobs differ from the trainer's by more than this many times what
+    rounding changes in the trainer's own, on average. Raise it for an engine with quantized weights."""
     folder: Path | None = Field(default=None)
     """Folder of the snapshots. Empty: /dev/shm/penstock-<user>/<run id>-<hash of the run's folder>."""
     keep: Annotated[int, Field(ge=2)] = Field(default=4)

@@ -51,7 +51,7 @@ class Replica:
         self.engine, self.status, self.name = engine, Status(), name
         self.puller = Puller(engine.place, engine.ranks, DEADLINE_S, weights.secret)
         self.follower = Follower(
-            bus, engine, self.status, name, self.puller, deadline_s=DEADLINE_S, probe_gap_nats=0.05, **more
+            bus, engine, self.status, name, self.puller, deadline_s=DEADLINE_S, probe_margin=3.0, **more
         )
         self.task = asyncio.ensure_future(self.follower.run())
 
@@ -281,7 +281,8 @@ def probe(number: int) -> Probe:
             logits = tiny.model(100 + number)(input_ids=ids[None]).logits[0, :-1]
             logprobs.append(torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), ids[1:]].numpy())
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
-    return Probe(np.concatenate(rows), lengths, np.concatenate(logprobs))
+    scored = np.concatenate(logprobs)
+    return Probe(np.concatenate(rows), lengths, scored, noise=np.full_like(scored, FORWARD))
 
 
 @pytest.mark.parametrize(("scored", "alarms"), [(0, 0), (1, 1)])
@@ -305,7 +306,7 @@ async def test_a_probe_that_does_not_fit_is_an_alarm_and_generation_goes_on(
     assert alarmed() - before == alarms
     gap = REGISTRY.get_sample_value("penstock_rollout_probe_gap_nats")
     assert gap is not None
-    assert gap > 0.05 if alarms else gap < FORWARD
+    assert gap > 0.002 if alarms else gap < FORWARD
     events = [event for _, event in await bus.newest(streams.EVENTS, Event)]
     assert [event.name for event in events] == ["probe gap"] * alarms
     assert [failure.problem for failure in member.status.failures.values()] == ["version 0"] * alarms

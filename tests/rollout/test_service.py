@@ -325,7 +325,7 @@ async def test_a_waiter_is_sent_away_only_while_pulls_keep_failing(bus: Bus, tmp
     engine = ScriptedEngine()
     puller = Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret)
     follower = Follower(
-        bus, engine, Status(), "rollout-0", puller, deadline_s=PATIENCE_S, probe_gap_nats=0.05, give_up_s=0.0
+        bus, engine, Status(), "rollout-0", puller, deadline_s=PATIENCE_S, probe_margin=3.0, give_up_s=0.0
     )
     waiting = asyncio.ensure_future(follower.wait_for(PolicyVersion(1)))
     following = asyncio.ensure_future(follower.run())

@@ -46,6 +46,7 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("[trainer]\nlearnin_rate = 1", "trainer.learnin_rate: expected a known setting, found 'learnin_rate'; did you mean 'learning_rate'?"),
+        ("[weights]\nprobe_gap_nats = 0.4", "weights.probe_gap_nats no longer exists: use weights.probe_margin, a multiple of"),
         ("[trainr]\nranks = 1", "trainr: expected a known setting, found 'trainr'; did you mean 'trainer'?"),
         ('[run]\nsteps = "many"', "run.steps: expected a valid integer, unable to parse string as an integer, found 'many': change run.steps"),
         ("[sampling]\ngroup_size = 1", "sampling.group_size: expected greater than or equal to 2, found 1: change sampling.group_size"),
@@ -200,3 +201,7 @@ def test_runs_of_one_name_in_different_folders_keep_their_snapshots_apart() -> N
 def test_an_expression_that_names_no_scorer_is_refused_by_every_service() -> None:
     with pytest.raises(ValueError, match="expected the name of a scorer"):
         Settings.model_validate({"reward": {"expression": "anser"}})
+
+
+def test_a_replaced_setting_with_its_default_comes_from_an_earlier_run_and_is_left_out() -> None:
+    assert loads("[weights]\nprobe_gap_nats = 0.05\nkeep = 5", "test").weights.keep == 5

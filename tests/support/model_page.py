@@ -74,7 +74,7 @@ These are served, but with other logprobs than the trainer's. Use `rollout.engin
 """
 _GPU = """
 On a GPU, the same comparison with vLLM 0.26 on an H200 (float32 weights, attention and experts multiply in TF32). The largest gap after a start and two
-updates, in nats; above 0.1 the two disagree, and the guard `probe` pauses the run.
+updates, in nats; above 0.1 the two disagree, and the guard `probe` pauses a run in which that is beyond rounding.
 
 | model | gap |
 | --- | --- |

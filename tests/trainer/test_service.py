@@ -309,7 +309,7 @@ async def test_a_trainer_that_comes_back_serves_its_step_as_a_new_version_with_a
         assert (before.location, after.location) == ("", "")
         assert after.source != before.source
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
-        assert [record.probe is not None for record in await ledger.policies()] == [True, False, False, False, True]
+        assert [record.probe is not None for record in await ledger.policies()] == [False, True, False, False, True]
         assert after.probe is not None
         _assert_scored_by(after.probe, actual)
 

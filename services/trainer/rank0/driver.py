@@ -27,6 +27,7 @@ from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
 from services.trainer.rank0.branch import Branch, note_committed
+from services.trainer.rank0.first_texts import first_texts
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.lending import Lending, missing_samples
 from services.trainer.rank0.mailbox import results
@@ -440,7 +441,8 @@ class Driver:
     async def _get_ready(self) -> None:
         if self._differs or not await self._is_published():
             self._context.status.start.begin("publishing the first version")
-            command = Command(CommandKind.PUBLISH, version=self._branch.next_version())
+            texts = await first_texts(self._bus, self._settings, self._intake.vocabulary or 0)
+            command = Command(CommandKind.PUBLISH, version=self._branch.next_version(), texts=texts)
             published = await self._ask(command, results.Published)
             record, loaded = self._branch.record(self._step, published, {}), self._opening.loaded
             if loaded is not None and loaded.state.step != self._step:

@@ -1,77 +1,149 @@
-"""A few fixed sequences whose logprobs are published with a version, for replicas to verify their weights.
+"""Texts of the run whose logprobs are published with a version, for replicas to verify their weights.
 
-Token ids are random, from ``run.seed``; with windowed attention, one sequence exceeds a window by ``PAST_WINDOW``, up
-to the context and ``MOST_TOKENS``.
+::
+
+    batch of the step ──▶ a sample of some groups ──▶ logprobs before it (rounded)
+                                                       step
+    prompts of the data, before the first batch ────▶ logprobs after it, plain and rounded
+
+``rounded``: every module's output is multiplied by 1 + ε, with ε drawn uniformly within half a unit in the last place
+of the replicas' number type: what another order of the same computation may change. A replica judges its own distance
+from the plain logprobs by it (``services.rollout.probe_check``).
 """
 
-import logging
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
 from services.trainer.model.engine import TrainingEngine
+from services.trainer.model.layers.logits import forward_replaced
 from services.trainer.self_test.self_test import windows
-from shared.bus.messages import FinishReason, Int32Array, Probe, Sample
+from shared.bus.messages import Experience, FinishReason, Float32Array, Int32Array, Probe, Sample, no_logprobs
+from shared.settings import Settings
 
-log = logging.getLogger(__name__)
-
-SEQUENCES = 4
-TOKENS = 16
-PAST_WINDOW = 32
+SEQUENCES = 8
+TOKENS = 256
+"""Of a sequence but the longest, which may be as long as its logits or a window of the model require."""
 MOST_TOKENS = 2048
+MOST_LOGITS = 1 << 26
+"""An engine holds the logits of a whole sequence at once, beyond the memory that it has planned."""
+PAST_WINDOW = 128
+_HALF_UNIT = {"bfloat16": 2.0**-8, "float32": 2.0**-24}
+"""Largest rounding of a number, relative to it."""
+_TF32 = 2.0**-11
+"""On GPUs, attention kernels for float32 multiply in this precision."""
 
 
 class Prober:
-    """Scores the probe at every ``every``-th publication of this process, and the first (0: never); on the training
-    thread.
-
+    """Scores the probe of every n-th publication of this process, and of the first (``internal.probe_every_versions``;
+    0: never), if the run has replicas; on the training thread, collectively.
     """
 
-    def __init__(self, engine: TrainingEngine, seed: int, every: int, context_tokens: int = 0) -> None:
+    def __init__(self, engine: TrainingEngine, settings: Settings) -> None:
         self._engine = engine
-        self._every = every
-        self._publications = 0
+        self._every = 0 if settings.is_supervised else settings.internal.probe_every_versions
         policy: Any = engine.policy
-        self._sequences = draw(engine.vocabulary, seed, long_tokens(policy.model.config, context_tokens))
+        self._longest = longest_tokens(policy.model.config, settings.rollout.vllm.max_model_len)
+        dtype = settings.policy.dtype
+        self._rounding = _TF32 if dtype == "float32" and engine.device.type == "cuda" else _HALF_UNIT[dtype]
+        self._publications = 0
+        self._texts: list[Int32Array] = []
+        self._before: Float32Array | None = None
 
-    def next(self) -> Probe | None:
-        """Return the probe of the next version, or None if it carries none."""
-        due = self._every > 0 and self._publications % self._every == 0
+    @property
+    def _is_due(self) -> bool:
+        return self._every > 0 and self._publications % self._every == 0
+
+    def prepare(self, groups: Sequence[Experience], *, replays: bool = False) -> None:
+        """Choose texts of the step's ``groups``, and score them before it, if its version carries a probe."""
+        if self._is_due:
+            self._texts = choose([_longest(experience) for experience in groups], self._longest)
+            self._before = None if replays else self._score(seed=1)
+
+    def next(self, prompts: Sequence[Int32Array] = ()) -> Probe | None:
+        """Return the probe of the next version, or None if it carries none; ``prompts``: before the first batch."""
+        is_due, texts = self._is_due, self._texts or choose(prompts, self._longest)
+        if is_due and not texts:
+            return None  # the next version is due
         self._publications += 1
-        if not due:
+        if not is_due:
             return None
-        out = self._engine.evaluate(lay_out(self._sequences))
-        return Probe(
-            token_ids=np.concatenate(self._sequences),
-            lengths=np.array([len(sequence) for sequence in self._sequences], dtype=np.int32),
-            logprobs=out.policy_logprobs_N.float().cpu().numpy(),
-        )
+        self._texts = texts
+        plain, rounded = self._score(), self._score(seed=2)
+        change = no_logprobs() if self._before is None else rounded - self._before
+        self._texts, self._before = [], None
+        lengths = np.array([len(text) for text in texts], dtype=np.int32)
+        return Probe(np.concatenate(texts), lengths, plain, noise=rounded - plain, change=change)
+
+    def _score(self, seed: int | None = None) -> Float32Array:
+        policy: Any = self._engine.policy
+        with rounded(policy.model, 0.0 if seed is None else self._rounding, seed or 0):
+            logprobs_N: Tensor = self._engine.evaluate(lay_out(self._texts)).policy_logprobs_N
+        scored: Float32Array = logprobs_N.float().cpu().numpy()
+        return scored
 
 
-def long_tokens(config: Any, context_tokens: int = 0) -> int:
-    """Return the sequence length that exceeds the model's windows, or 0.
+def _longest(experience: Experience) -> Int32Array:
+    sample = max(experience.group.samples, key=lambda sample: len(sample.token_ids))
+    return np.concatenate([experience.group.prompt_token_ids, sample.token_ids])
 
-    ``context_tokens``: the run's longest sequence; 0: the model's.
+
+def longest_tokens(config: Any, context_tokens: int = 0) -> int:
+    """Return the tokens of the longest sequence, which passes the model's windows if ``context_tokens`` (0: the model's
+    own) and ``MOST_TOKENS`` allow it.
     """
-    own = int(getattr(config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS)
+    text = config.get_text_config()
+    own = int(getattr(text, "max_position_embeddings", None) or MOST_TOKENS)
     most = min(MOST_TOKENS, context_tokens or own, own) - 1  # an engine may need room for one more
-    reach = [window + PAST_WINDOW for window in windows(config)]
-    if beyond := [tokens for tokens in reach if tokens > most]:
-        log.info("the probe does not pass every window", extra={"needs_tokens": max(beyond), "most_tokens": most})
-    return max((tokens for tokens in reach if tokens <= most), default=0)
+    passing = [window + PAST_WINDOW for window in windows(config) if window + PAST_WINDOW <= most]
+    return max(2, min(most, max([MOST_LOGITS // int(text.vocab_size), *passing])))
 
 
-def draw(vocabulary: int, seed: int, long: int = 0) -> list[Int32Array]:
-    """Return ``SEQUENCES`` arrays of ``TOKENS`` token ids (int32), and one of length ``long`` if set."""
-    lot = np.random.default_rng(seed)
-    lengths = [TOKENS] * SEQUENCES + [long] * (long > 0)
-    return [lot.integers(0, vocabulary, length, dtype=np.int32) for length in lengths]
+def choose(texts: Sequence[Int32Array], longest: int) -> list[Int32Array]:
+    """Return up to ``SEQUENCES`` of ``texts``, spread over their lengths, cut to ``TOKENS``, or one to ``longest``."""
+    by_length = sorted((text for text in texts if len(text) > 1), key=len)
+    places = np.linspace(0, len(by_length) - 1, min(SEQUENCES, len(by_length)))
+    chosen = [by_length[round(place)] for place in places]
+    return [text[: min(TOKENS, longest)] for text in chosen[:-1]] + [text[:longest] for text in chosen[-1:]]
 
 
-def lay_out(sequences: list[Int32Array]) -> MicroBatch:
+def lay_out(sequences: Sequence[Int32Array]) -> MicroBatch:
     """Return the forward pass that scores all tokens of ``sequences`` but their first."""
     return micro_batch([PackedRow(sequence[:1], (_sample(sequence[1:]),), (0,)) for sequence in sequences])
+
+
+@contextlib.contextmanager
+def rounded(model: Any, by: float, seed: int) -> Iterator[None]:
+    """Round every module's output once more within the block, by up to ``by`` times each number; 0: not."""
+    if not by:
+        yield
+        return
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def again(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(again(part) for part in value)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        generator = generators.setdefault(value.device, torch.Generator(value.device).manual_seed(seed))
+        noise = torch.rand(value.shape, generator=generator, device=value.device) * 2 - 1
+        return (value + value * (by * noise)).to(value.dtype)
+
+    head = model.get_output_embeddings()
+    hidden = [module for module in model.modules() if module is not head]
+    hooks = [module.register_forward_hook(lambda _module, _inputs, output: again(output)) for module in hidden]
+    own = head.forward
+    try:
+        with forward_replaced(head, lambda hidden_ND: again(own(hidden_ND))):  # logprobs pass its hooks by
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _sample(token_ids: Int32Array) -> Sample:

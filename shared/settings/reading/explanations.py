@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from shared.settings.reading.replaced import REPLACED
 from shared.settings.root import Settings
 from shared.text.redaction import redacted
 
@@ -67,6 +68,8 @@ def explanation(problems: Sequence[Problem]) -> str:
     match first.type:
         case "value_error":
             return redacted(str(first.context["error"]))
+        case "extra_forbidden" if key in REPLACED:
+            return f"{key} no longer exists: use {REPLACED[key][1]}, or leave it out"
         case "extra_forbidden":
             known = list(dict.fromkeys(field for model in first.models for field in model.model_fields))
             close = difflib.get_close_matches(name, known, n=1)

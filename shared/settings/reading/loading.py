@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from shared.errors import SettingsError
 from shared.files.durable import write_whole
 from shared.settings.reading.explanations import Problem, explanation, located
+from shared.settings.reading.replaced import drop_defaults
 from shared.settings.root import Settings
 from shared.text.redaction import SECRET_NAME, redact
 
@@ -61,6 +62,7 @@ def _values(toml: str, name: str, flags: Sequence[str], environment: Mapping[str
         values = tomllib.loads(toml)
     except (ValueError, RecursionError) as error:  # ValueError: an integer of thousands of digits
         raise SettingsError(f"{name} is not TOML: {error}") from error
+    drop_defaults(values)
     for key, text in (_environment(environment) | _flags(flags)).items():
         _set(values, key, text)
     return values

@@ -6,18 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from services.rollout.probe_check import gap_of
 from services.trainer.batch.packing import PackedRow
 from services.trainer.model import adapter
 from services.trainer.model.critic import Critic
 from services.trainer.model.layers import mixers
 from services.trainer.model.policy import Policy, load_model, load_trunk
-from services.trainer.rank0 import probe
 from services.trainer.self_test import reached_weights, self_test, unmodified_model
 from shared.errors import SettingsError
 from shared.model.plain_model import ordinary_ids
@@ -311,21 +308,3 @@ def test_tokens_are_ordinary_and_cross_short_windows() -> None:
     config.text_config.max_position_embeddings = 32
     short = self_test.draw(model, torch.device("cpu"), 0)
     assert max(len(row.prompt_token_ids) + len(sample.token_ids) for row in short for sample in row.samples) == 32
-
-
-def test_a_probe_goes_beyond_windows_that_the_context_lets_a_sequence_pass() -> None:
-    from transformers import MistralConfig
-
-    config = MistralConfig(vocab_size=300, sliding_window=64, max_position_embeddings=4096)
-    assert probe.long_tokens(config) == 96
-    assert probe.long_tokens(config, context_tokens=96) == 0
-    assert probe.long_tokens(MistralConfig(sliding_window=None)) == 0
-    assert probe.long_tokens(MistralConfig(sliding_window=4096, max_position_embeddings=32768)) == 0
-    assert [len(sequence) for sequence in probe.draw(300, seed=0, long=96)] == [16, 16, 16, 16, 96]
-
-
-def test_a_probe_of_a_window_shows_in_the_last_tokens_alone() -> None:
-    short, long = np.full(15, 0.01, np.float32), np.full(95, 0.01, np.float32)
-    assert gap_of([short] * 4 + [long]) == pytest.approx((0.01, 0.01))
-    long[-24:] = 0.3  # beyond the window
-    assert gap_of([short] * 4 + [long]) == pytest.approx((0.3, 0.3))

@@ -90,12 +90,12 @@ def token_logprobs(
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     ids = support if support is not None else () if tops_NK is None else (tops_NK,)
-    with _forward(output, in_chunks):
+    with forward_replaced(output, in_chunks):
         return TokenLogprobs(*output(hidden_ND, targets_N, temperatures_N, *ids))
 
 
 @contextlib.contextmanager
-def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 import msgpack
+import numpy as np
 
 from services.trainer.checkpoint.manifests import CheckpointState
 from shared.bus.encoding import wire
-from shared.bus.messages import Experience, PolicyVersion, StepPlan
+from shared.bus.messages import Experience, Int32Array, PolicyVersion, StepPlan
 
 TURN_S = 2.0
 """Rank 0's maximum wait before it sends IDLE or WAIT."""
@@ -58,6 +59,8 @@ class Command:
     """Of optimizer states at rung 3, for FREE; None: all of them."""
     held_out: tuple[bytes, ...] = ()
     """Encoded demonstrations whose loss is reported with the step."""
+    texts: tuple[Int32Array, ...] = ()
+    """Token ids for the probe of a version that no step made."""
 
 
 def share(command: Command | None) -> Command:
@@ -93,13 +96,16 @@ def _write(command: Command) -> bytes:
         command.offload_bytes,
         command.version,
         command.held_out,
+        [text.tolist() for text in command.texts],
     )
     data: bytes = msgpack.packb(fields)
     return data
 
 
 def _read(data: bytes) -> Command:
-    kind, folder, payloads, lags, contexts, rate, raw, rung, offload_bytes, version, held_out = msgpack.unpackb(data)
+    kind, folder, payloads, lags, contexts, rate, raw, rung, offload_bytes, version, held_out, texts = msgpack.unpackb(
+        data
+    )
     plan = None if raw is None else wire.decode(raw, StepPlan)
     groups = decode_all(payloads)
     return Command(
@@ -115,6 +121,7 @@ def _read(data: bytes) -> Command:
         rung=int(rung),
         offload_bytes=offload_bytes,
         held_out=tuple(held_out),
+        texts=tuple(np.array(text, dtype=np.int32) for text in texts),
     )
 
 

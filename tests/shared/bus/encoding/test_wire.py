@@ -343,9 +343,13 @@ def test_a_record_written_before_there_was_a_probe_stays_readable_and_one_with_i
         ([4, 5, 6], [-1.0, -2.0]),
         ([7, 8], [-3.0]),
     ]
+    of_before = {**fields, "probe": {name: fields["probe"][name] for name in ("token_ids", "lengths", "logprobs")}}
+    before = wire.decode(msgpack.packb(of_before, default=wire._plain), PolicyRecord).probe
+    assert before is not None
+    assert (len(before.noise), len(before.change)) == (0, 0)
     del fields["probe"], fields["source"]
-    before = wire.decode(msgpack.packb(fields), PolicyRecord)
-    assert (before.source, before.probe) == ("", None)
+    oldest = wire.decode(msgpack.packb(fields), PolicyRecord)
+    assert (oldest.source, oldest.probe) == ("", None)
 
 
 def test_every_message_field_is_plain_data() -> None:

@@ -1,0 +1,41 @@
+"""Prompts of the run's data as token ids, for the probe of versions before the first batch."""
+
+import asyncio
+import dataclasses
+import logging
+
+from shared.bus.bus import Bus
+from shared.bus.messages import Int32Array
+from shared.bus.stores.experience.rehearsal import offered
+from shared.errors import PermanentError, SettingsError
+from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_ANY_CONTEXT = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Limits:
+    context_tokens: int
+    vocabulary: int
+
+
+async def first_texts(bus: Bus, settings: Settings, vocabulary: int) -> tuple[Int32Array, ...]:
+    """Return the prompts that the coordinator offers for trials, as replicas encode them; none if it has not offered any
+    yet, or the model has no tokenizer.
+    """
+    prompts = await offered(bus)
+    if not prompts:
+        return ()
+    from shared.model.tokenizer import TokenizerCodec, open_tokenizer
+
+    texts = []
+    try:
+        tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
+        codec = TokenizerCodec(tokenizer, _Limits(_ANY_CONTEXT, vocabulary), settings.data.chat_template)
+        for prompt in prompts:
+            texts.append(codec.encode(prompt))
+    except (SettingsError, PermanentError) as error:
+        log.info("the first version has no probe of the prompts", extra={"detail": str(error)})
+    return tuple(texts)
