@@ -51,9 +51,9 @@ def check(settings: Settings, shown: int) -> bool:
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
-    check_stop_texts(tokenizer, settings.sampling)
+    check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
     context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
-    codec = TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template)
+    codec = TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template, settings.reward)
     _say_counts(settings, data.train)
     for held_set, problems in data.held_out:
         console.say(

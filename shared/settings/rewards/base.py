@@ -1,6 +1,6 @@
 """Settings that every kind of ``[[reward.scorers]]`` has."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,13 @@ class BaseScorer(Section):
 
     name: str = Field(default="", pattern=r"^[a-z_][a-z0-9_]*$")
     """Name in reward.expression and in metrics. Default: its kind."""
+    reads: Literal["answer", "whole"] = Field(default="answer")
+    """What it reads: the `answer` after the reasoning (reward.reasoning), or the `whole` completion."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that it looks for, which stay in completions even if they are special tokens."""
+        return ()
 
     @model_validator(mode="before")
     @classmethod

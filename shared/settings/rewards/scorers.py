@@ -1,11 +1,17 @@
 """The kinds of ``[[reward.scorers]]`` (docs/rewards.md)."""
 
+import itertools
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from shared.settings.rewards.base import BaseScorer
 from shared.settings.rewards.models import ModelScorer
+
+
+def _tags(name: str) -> tuple[str, str]:
+    return f"<{name}>", f"</{name}>"
+
 
 AnswerPlace = Literal["whole", "boxed", "hashes", "last_number", "choice", "tag", "auto"]
 LenientRule = Literal["case", "prose", "added_unit", "units", "percent", "bases", "brackets", "whole", "restating"]
@@ -42,6 +48,10 @@ class AnswerScorer(BaseScorer):
         return cast("AnswerPlace", self.extract.partition(":")[0])
 
     @property
+    def markers(self) -> tuple[str, ...]:
+        return _tags(self.tag) if self.place == "tag" else ()
+
+    @property
     def tag(self) -> str:
         return self.extract.removeprefix("tag:") if self.extract.startswith("tag:") else "answer"
 
@@ -66,6 +76,8 @@ class FormatScorer(BaseScorer):
 
     kind: Literal["format"]
     """Checks the completion's form."""
+    reads: Literal["answer", "whole"] = Field(default="whole")
+    """What it reads: the `answer` after the reasoning (reward.reasoning), or the `whole` completion."""
     tags: tuple[Annotated[str, Field(pattern=r"^[^<>?+*]+[?+*]?$")], ...] = Field(default=())
     """Tags in their required order: "think" means <think>…</think> exactly once, "think?" at most once, "think+" at
     least once, "think*" any number of times."""
@@ -88,6 +100,11 @@ class FormatScorer(BaseScorer):
     """Whether the completion must end before its length limit."""
     weights: dict[FormatRule, PositiveFloat] = Field(default={})
     """Weight of a rule, by its name (default 1): {json = 3, length = 0.5}. `tags` applies to each tag."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        tags = [tag.rstrip("?+*") for tag in (*self.tags, self.json_tag) if tag]
+        return (*itertools.chain(*map(_tags, tags)), self.pattern.replace("\\", ""))
 
 
 class CodeScorer(BaseScorer):
@@ -116,6 +133,8 @@ class CodeScorer(BaseScorer):
 class ProcessScorer(BaseScorer):
     """A scorer that calls the user's functions in killable processes of its own."""
 
+    reads: Literal["answer", "whole"] = Field(default="whole")
+    """What it reads: the `answer` after the reasoning (reward.reasoning), or the `whole` completion."""
     processes: PositiveInt = Field(default=1)
     """Killable processes; each answers one call at a time."""
     timeout_s: PositiveFloat = Field(default=30.0)
@@ -179,7 +198,7 @@ class JudgeScorer(BaseScorer):
         "Rate the response from 0 (useless) to 10 (perfect). End with a line `Score: N`."
     )
     """User message, with {prompt}, {completion}, {answer} and {extra.COLUMN} filled in."""
-    pattern: str = Field(default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)")
+    pattern: str = Field(default=r"(?i)score[\s*_`\"]*[:=][\s*_`\"(\[]*(-?\d+(?:\.\d+)?)")
     """Where the verdict is in the judge's answer: the first group of this expression's last match, or, as
     `json:FIELD`, a field of the last JSON object that has it."""
     scale: tuple[float, float] | dict[str, float] = Field(default=(0.0, 10.0))
