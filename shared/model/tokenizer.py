@@ -125,8 +125,9 @@ def stop_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
         text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False, return_dict=False))
     except (TemplateError, ValueError, TypeError, KeyError, IndexError):
         return ends  # which messages it renders is said of each prompt
-    after: list[int] = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-    special = [token_id for token_id in after if token_id in special_tokens(tokenizer)]
+    _, answer, end = text.rpartition(_ANSWER)
+    known = special_tokens(tokenizer) if answer else {}
+    special = [token_id for token_id in tokenizer(end, add_special_tokens=False)["input_ids"] if token_id in known]
     return (*ends, *special[:1]) if special and not {*ends} & {*special} else ends
 
 
@@ -247,7 +248,7 @@ class TokenizerCodec:
             if message.role in _ASKING and self.plain(message.content) not in rendered:
                 raise PermanentError(
                     f"expected a chat template that renders every message of {prompt.problem}, but it leaves out the "
-                    f"{message.role}'s: put it into the user's message, or change data.system"
+                    f"{message.role}'s: use a tokenizer with another one (policy.tokenizer), or give prompts as texts"
                 )
 
     def plain(self, text: str) -> str:

@@ -118,8 +118,11 @@ class CodeScorer(BaseScorer):
     """Value of a program: 1 if it passes `all` tests, else 0; or the `share` of tests that it passes."""
     needs_block: bool = Field(default=True)
     """Whether a completion without a fenced block is `wrong_format`; otherwise its whole text is the program."""
+    preset: Literal["penstock", "livecodebench"] = Field(default="penstock")
+    """`livecodebench`: the program and standard outputs as that benchmark reads and compares them (docs/rewards.md)."""
     tolerance: NonNegativeFloat = Field(default=0.0)
-    """Numbers a and b are equal if |a - b| <= tolerance · max(1, |a|, |b|); 0: as Python compares them."""
+    """Numbers a and b are equal if |a - b| <= tolerance · max(1, |a|, |b|); 0: results as Python compares them, and
+    decimals of standard output by value (0.50 is 0.5)."""
     timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(default=5.0)
     """Maximum wall time and CPU time of one test, in seconds."""
     memory_mib: PositiveInt = Field(default=512)
@@ -128,6 +131,15 @@ class CodeScorer(BaseScorer):
     """Maximum output of one test; the executor's answer must fit into a frame of 64 MiB."""
     profile: Literal["stdlib", "numpy"] = Field(default="stdlib")
     """Interpreter: with the standard library only, or with numpy."""
+
+    @model_validator(mode="after")
+    def _as_published(self) -> "CodeScorer":
+        if self.preset == "livecodebench" and self.tolerance:
+            raise ValueError(
+                f'expected tolerance = 0 of scorer {self.name!r} with preset = "livecodebench", found {self.tolerance:g}: '
+                "change one of them in [[reward.scorers]]"
+            )
+        return self
 
 
 class ProcessScorer(BaseScorer):

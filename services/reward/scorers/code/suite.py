@@ -2,6 +2,7 @@ r"""Read a problem's tests from a dataset column, in the shapes of docs/rewards.
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 
 from services.reward.scorers.code import asserts
 from services.reward.scorers.code.assert_evaluation import Unsupported
@@ -33,7 +34,7 @@ def read_tests(column: Json) -> tuple[Test, ...]:
 
 def _parsed(text: str) -> Json:
     try:
-        value: Json = json.loads(text)
+        value: Json = json.loads(text, parse_int=lambda digits: int(Decimal(digits)))  # of any length
     except (ValueError, RecursionError):
         return [text]
     return value
@@ -90,6 +91,10 @@ def _call(function: Json, given: Json, expected: Json, *, wrapped: bool) -> Call
     name = _name(function)
     if not isinstance(given, list):
         raise BadTests(f"expected a list of arguments for {name}, found {_shown(given)}")
+    try:
+        json.dumps(given)
+    except ValueError as error:
+        raise BadTests(f"expected arguments for {name} without integers of more than 4,300 digits, found one") from error
     return CallTest(name, tuple(given), expected, wrapped)
 
 

@@ -14,10 +14,10 @@ import dataclasses
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from services.reward.executor.inside import comparison
+from services.reward.executor.inside import comparison, plain_data
 from services.reward.executor.protocol import Call, Execution, Job, Limits
 from services.reward.scorers.code import asserts, program_results
 from services.reward.scorers.code.assert_evaluation import evaluate
@@ -42,16 +42,17 @@ class Test(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """Run a program with standard input and compare its standard output (:func:`plain.same_text`)."""
+    """Run a program with standard input and compare its standard output (:func:`program_results.same_text`)."""
 
     stdin: str
     expected: str
+    same: Callable[[str, str, float], bool] = program_results.same_text
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         return Job(program, profile, stdin=self.stdin, limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str:
-        right = program_results.same_text(self.expected, execution.stdout, tolerance)
+        right = self.same(self.expected, execution.stdout, tolerance)
         return "" if right else _differs(self.expected, execution.stdout)
 
 
@@ -78,9 +79,8 @@ class CallTest:
             value = program_results.read(execution.values[0])
             right = any(comparison.equal(expected, value, tolerance) for expected in self._accepted)
         except Elsewhere:
-            return Call(
-                "matches", (execution.values[0], [json.dumps(accepted) for accepted in self._accepted], tolerance)
-            )
+            accepted = [json.dumps(plain_data.tagged(value, "the test")) for value in self._accepted]
+            return Call("matches", (execution.values[0], accepted, tolerance))
         except _WRONG as error:
             return f"the result cannot be compared ({type(error).__name__})"
         return "" if right else _differs(self.expected, value)
