@@ -202,6 +202,8 @@ class Demonstrations:
             )
         ids = whole[len(begin) :]
         last = max((place for place, token_id in enumerate(ids, 1) if token_id in self._ends), default=0)
+        while last > 1 and ids[last - 2] in self._ends:
+            last -= 1
         return np.array(ids[:last] if last else [*ids, end], dtype=np.int32)
 
     def _check_rendered(self, rendered: str, completion: str) -> None:

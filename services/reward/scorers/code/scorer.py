@@ -112,7 +112,7 @@ class CodeTester:
     async def score(self, group: RolloutGroup) -> list[Score]:
         """Raises PermanentError: the tests are missing or unreadable."""
         tests = self._tests(group.prompt)
-        function = next((test.function.rpartition(".")[2] for test in tests if not isinstance(test, ProgramTest)), "")
+        function = tests[0].function.rpartition(".")[2]
         programs = [self._program(sample, function) for sample in group.samples]
         different = list(dict.fromkeys(program for program in programs if isinstance(program, str)))
         self._count(programs, different)
@@ -131,7 +131,7 @@ class CodeTester:
         try:
             if field not in prompt.extra:
                 raise BadTests(f"expected tests, found the columns {', '.join(sorted(prompt.extra)) or 'none'}")
-            tests = read_tests(prompt.extra[field])
+            tests = read_tests(prompt.extra[field], prompt.extra.get("entry_point"))
             self._check_outputs(tests)
             self._check_profile(tests)
             if self._scorer.preset == "livecodebench":

@@ -33,6 +33,10 @@ _WRONG = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, M
 
 
 class Test(Protocol):
+    @property
+    def function(self) -> str:
+        """The function under test; empty: the whole program."""
+
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         """Return the job to run."""
 
@@ -47,6 +51,7 @@ class ProgramTest:
     stdin: str
     expected: str
     same: Callable[[str, str, float], bool] = program_results.same_text
+    function: str = ""
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         return Job(program, profile, stdin=self.stdin, limits=limits)
@@ -96,6 +101,10 @@ class AssertTest:
     split: SplitAssert
     given: tuple[str, ...] = ()
     """Precomputed values of ``given``, as tagged JSON text."""
+
+    @property
+    def function(self) -> str:
+        return self.split.function
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         calls = tuple(Call(self.split.function, expression=call) for call in self.split.calls)
