@@ -106,7 +106,7 @@ def make_scoring(settings: Settings, status: Status, bus: Bus | None = None, tur
     reference = Reference(settings, turns=turns) if settings.algorithm.reference_travels else None
     teller, teachers = None if bus is None else _teller(bus), Teachers(settings, turns)
     reasoning = Reasoning(settings.reward.reasoning_markers)
-    answers_of = {of.name: reasoning for of in settings.reward.scorers if of.reads == "answer"}
+    answers_of = {of.name: reasoning for of in settings.reward.scorers if of.reads_answer}
     return Scoring(
         scorers, expression, status, reference, teller, teachers=teachers, turns=turns, answers_of=answers_of
     )

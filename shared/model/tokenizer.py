@@ -79,7 +79,9 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the tokens that completions' texts lack, by id."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     ids = sorted({*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)})
-    return dict(zip(ids, tokenizer.batch_decode([[token_id] for token_id in ids], skip_special_tokens=False), strict=True))
+    return dict(
+        zip(ids, tokenizer.batch_decode([[token_id] for token_id in ids], skip_special_tokens=False), strict=True)
+    )
 
 
 class TextDecoder:
@@ -223,9 +225,7 @@ class TokenizerCodec:
 
     def texts(self, prompt_token_ids: Int32Array, completions: Sequence[Int32Array]) -> list[str]:
         """Return completions' texts, which begin with the reasoning's opening if the prompt ends with it."""
-        (end,) = self._tokenizer.batch_decode(
-            [prompt_token_ids[-_OPENING_TOKENS:].tolist()], skip_special_tokens=False
-        )
+        (end,) = self._tokenizer.batch_decode([prompt_token_ids[-_OPENING_TOKENS:].tolist()], skip_special_tokens=False)
         opening = self._reasoning.opening(end)
         return [opening + text for text in self.decode(completions)]
 

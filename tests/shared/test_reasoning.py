@@ -23,7 +23,10 @@ from tests.support import tiny
         ("<think>a<think>b</think>c", "c"),
         ("a</think>b</think>c", "c"),
         ("[THINK]5[/THINK]7", "7"),
-        ("<|channel|>analysis<|message|>Try \\boxed{3}, no.assistant<|channel|>final<|message|>\\boxed{4}", "\\boxed{4}"),
+        (
+            "<|channel|>analysis<|message|>Try \\boxed{3}, no.assistant<|channel|>final<|message|>\\boxed{4}",
+            "\\boxed{4}",
+        ),
         ("<|channel|>final<|message|>4", "4"),
         ("<|channel|>analysis<|message|>\\boxed{3}", ""),
         ("<|channel>thought\n5<channel|>7", "7"),
@@ -71,7 +74,11 @@ def test_special_tokens_that_scorers_look_for_stay_in_texts() -> None:
     )
     ids = tokenizer("<think>12</think><hidden>46", add_special_tokens=False)["input_ids"]
     scorers = [{"kind": "format", "tags": ["think"]}]
-    for reward in ({}, {"reasoning": "none", "scorers": scorers}, {"reasoning": "none", "scorers": [{"kind": "answer", "extract": "tag:think"}]}):
+    for reward in (
+        {},
+        {"reasoning": "none", "scorers": scorers},
+        {"reasoning": "none", "scorers": [{"kind": "answer", "extract": "tag:think"}]},
+    ):
         markers = Settings.model_validate({"reward": reward}).reward.markers
         assert TextDecoder(tokenizer, markers)([ids]) == ["<think>12</think>46"]
         check_stop_texts(tokenizer, SamplingSettings(stop=("</think>",)), markers)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+
 def smollm2() -> Any:
     from transformers import AutoTokenizer
 

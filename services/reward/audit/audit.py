@@ -108,7 +108,7 @@ async def audit(
     lost: Counter[str] = Counter()
     doubts = list(_signs(chosen, groups, settings, least, checked))
     reasoning = Reasoning(settings.reward.reasoning_markers)
-    answers = {scorer.name for scorer in settings.reward.scorers if scorer.reads == "answer"}
+    answers = {scorer.name for scorer in settings.reward.scorers if scorer.reads_answer}
     variants = [
         dataclasses.replace(variant, reasoning=reasoning if variant.of in answers else None)
         for variant in _variants(settings, executor)

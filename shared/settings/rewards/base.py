@@ -12,8 +12,11 @@ class BaseScorer(Section):
 
     name: str = Field(default="", pattern=r"^[a-z_][a-z0-9_]*$")
     """Name in reward.expression and in metrics. Default: its kind."""
-    reads: Literal["answer", "whole"] = Field(default="answer")
-    """What it reads: the `answer` after the reasoning (reward.reasoning), or the `whole` completion."""
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether it reads completions without their reasoning (reward.reasoning)."""
+        return True
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -24,3 +27,14 @@ class BaseScorer(Section):
     @classmethod
     def _named(cls, values: Any) -> Any:
         return {"name": values.get("kind", ""), **values} if isinstance(values, dict) else values
+
+
+class OpinionScorer(BaseScorer):
+    """A scorer that may want to see the reasoning."""
+
+    reads: Literal["answer", "whole"] = Field(default="answer")
+    """What it reads: the `answer` after the reasoning (reward.reasoning), or the `whole` completion."""
+
+    @property
+    def reads_answer(self) -> bool:
+        return self.reads == "answer"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.settings.rewards.base import BaseScorer
+from shared.settings.rewards.base import BaseScorer, OpinionScorer
 from shared.settings.rewards.models import ModelScorer
 
 
@@ -76,8 +76,6 @@ class FormatScorer(BaseScorer):
 
     kind: Literal["format"]
     """Checks the completion's form."""
-    reads: Literal["answer", "whole"] = Field(default="whole")
-    """What it reads: the `answer` after the reasoning (reward.reasoning), or the `whole` completion."""
     tags: tuple[Annotated[str, Field(pattern=r"^[^<>?+*]+[?+*]?$")], ...] = Field(default=())
     """Tags in their required order: "think" means <think>…</think> exactly once, "think?" at most once, "think+" at
     least once, "think*" any number of times."""
@@ -102,6 +100,10 @@ class FormatScorer(BaseScorer):
     """Weight of a rule, by its name (default 1): {json = 3, length = 0.5}. `tags` applies to each tag."""
 
     @property
+    def reads_answer(self) -> bool:
+        return False
+
+    @property
     def markers(self) -> tuple[str, ...]:
         tags = [tag.rstrip("?+*") for tag in (*self.tags, self.json_tag) if tag]
         return (*itertools.chain(*map(_tags, tags)), self.pattern.replace("\\", ""))
@@ -118,7 +120,7 @@ class CodeScorer(BaseScorer):
     """Value of a program: 1 if it passes `all` tests, else 0; or the `share` of tests that it passes."""
     needs_block: bool = Field(default=True)
     """Whether a completion without a fenced block is `wrong_format`; otherwise its whole text is the program."""
-    preset: Literal["penstock", "livecodebench"] = Field(default="penstock")
+    preset: Literal["own", "livecodebench"] = Field(default="own")
     """`livecodebench`: the program and standard outputs as that benchmark reads and compares them (docs/rewards.md)."""
     tolerance: NonNegativeFloat = Field(default=0.0)
     """Numbers a and b are equal if |a - b| <= tolerance · max(1, |a|, |b|); 0: results as Python compares them, and
@@ -142,7 +144,7 @@ class CodeScorer(BaseScorer):
         return self
 
 
-class ProcessScorer(BaseScorer):
+class ProcessScorer(OpinionScorer):
     """A scorer that calls the user's functions in killable processes of its own."""
 
     reads: Literal["answer", "whole"] = Field(default="whole")
@@ -191,7 +193,7 @@ class TrlScorer(ProcessScorer):
         return self
 
 
-class JudgeScorer(BaseScorer):
+class JudgeScorer(OpinionScorer):
     """A language model that judges completions, behind any endpoint that speaks OpenAI's chat completions."""
 
     kind: Literal["judge"]

@@ -15,7 +15,13 @@ from tests.support import builders, reasoning_gym_scorer
 from tests.support.real_tokenizers import folder_of
 
 NOT_ROWS = {
-    *("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"),  # an entry has none of its right answers
+    *(
+        "boxnet",
+        "graph_color",
+        "propositional_logic",
+        "rubiks_cube",
+        "rush_hour",
+    ),  # an entry has none of its right answers
     *("arc_agi", "rearc"),  # their graders expect tuples, which no row has
     "composite",  # of others
 }

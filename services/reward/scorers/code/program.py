@@ -17,7 +17,9 @@ _MOST_INDENT = 3
 """Spaces before a closing fence, beyond those of the opening."""
 _WORKS = re.compile(r"[\w\])][ \t]*\(|(?<![=!<>])=(?!=)|^[ \t]*(?:def|class|import|from)[ \t]", re.MULTILINE)
 _LITERALS = re.compile(r"(?:[\s\d\[\](){},.:+-]|True|False|None|'[^'\n]*'|\"[^\"\n]*\")*")
-_OUTPUT = re.compile(r"\b(?:in|out)puts?\b|\b(?:results?|prints?|printed|returns?|returned|gives|displays?)\b", re.IGNORECASE)
+_OUTPUT = re.compile(
+    r"\b(?:in|out)puts?\b|\b(?:results?|prints?|printed|returns?|returned|gives|displays?)\b", re.IGNORECASE
+)
 _DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 _BOUND = re.compile(r"^[ \t]*((?:async[ \t]+)?(?:def|class)[ \t]+)?(\w+)[ \t]*(\(|:[^=\n]*=(?!=)|=(?!=))", re.MULTILINE)
 _NO_CODE = re.compile(

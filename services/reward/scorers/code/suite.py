@@ -51,7 +51,9 @@ def _checked(text: str, function: str) -> Json:
         raise BadTests(f"expected one function check(candidate) in Python, found {text[:80]!r}") from error
     for name in (each for each in ast.walk(check) if isinstance(each, ast.Name)):
         name.id = function if name.id == check.args.args[0].arg else name.id
-    asserts_only = [each for each in check.body if not (isinstance(each, ast.Assert) and ast.unparse(each.test) == "True")]
+    asserts_only = [
+        each for each in check.body if not (isinstance(each, ast.Assert) and ast.unparse(each.test) == "True")
+    ]
     return {"asserts": [ast.unparse(each) for each in asserts_only], "fn_name": function}
 
 
@@ -109,7 +111,9 @@ def _call(function: Json, given: Json, expected: Json, *, wrapped: bool) -> Call
     try:
         json.dumps(given)
     except ValueError as error:
-        raise BadTests(f"expected arguments for {name} without integers of more than 4,300 digits, found one") from error
+        raise BadTests(
+            f"expected arguments for {name} without integers of more than 4,300 digits, found one"
+        ) from error
     return CallTest(name, tuple(given), expected, wrapped)
 
 
