@@ -37,11 +37,10 @@ class Reasoning:
 
     def opening(self, prompt: str) -> str:
         """Return the end of ``prompt`` that opens the reasoning, such as ``<think>\\n``, or nothing."""
-        last = None
-        for last in self._marker.finditer(prompt):
-            pass
-        is_open = last is not None and last[0] in self._openings and not prompt[last.end() :].strip()
-        return prompt[last.start() :] if last is not None and is_open else ""
+        last = max(self._marker.finditer(prompt), key=re.Match.start, default=None)
+        if last is None or last[0] not in self._openings or prompt[last.end() :].strip():
+            return ""
+        return prompt[last.start() :]
 
     def answer(self, text: str) -> str:
         """Return ``text`` without its reasoning.

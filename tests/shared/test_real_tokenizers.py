@@ -56,8 +56,7 @@ def prompts(of: Any, codec: TokenizerCodec, kinds: Counter[str]) -> None:
         prompt = asking(text=None, messages=messages)
         try:
             token_ids = codec.encode(prompt).tolist()
-        except PermanentError as error:
-            assert str(error)
+        except PermanentError:
             kinds["prompts refused"] += 1
             continue
         rendered = codec.rendered(prompt, add_generation_prompt=True)
@@ -74,8 +73,7 @@ def completions(of: Any, reading: Demonstrations, answers: tuple[str, ...], kind
     problem = Problem("rows.jsonl:1", text=None, messages=(USER,), answer=None, extra={})
     try:
         shown = reading.encode(problem, answers)
-    except BadRow as error:
-        assert "change" in str(error) or "give" in str(error) or "cannot render" in str(error) or "use" in str(error)
+    except BadRow:
         kinds[f"{kind} refused"] += 1
         return
     for answer, completion in zip(answers, shown.completions, strict=True):

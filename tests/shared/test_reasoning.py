@@ -83,7 +83,7 @@ def test_special_tokens_that_scorers_look_for_stay_in_texts() -> None:
         assert TextDecoder(tokenizer, markers)([ids]) == ["<think>12</think>46"]
         check_stop_texts(tokenizer, SamplingSettings(stop=("</think>",)), markers)
     assert TextDecoder(tokenizer)([ids]) == ["1246"]
-    with pytest.raises(SettingsError, match="without special tokens in sampling.stop"):
+    with pytest.raises(SettingsError, match=r"without special tokens in sampling\.stop"):
         check_stop_texts(tokenizer, SamplingSettings(stop=("<hidden>",)), markers)
 
 

@@ -2,9 +2,9 @@
 
 1. No programs: blocks in another language, of literals (``4``: an output), or that begin with a prompt (``>>> f(2)``);
    without a language also those without a call, an assignment or a definition, and where one is labelled as Python, all.
-2. The program is the last that defines the function under test, or else the last that is no example: one that defines
-   nothing and uses what an earlier one defines (``print(f(2))``).
-3. If the last program is not closed there is none: a truncated completion is not scored by an earlier draft.
+2. The program is the last that defines the function under test, or else the last but examples, which define nothing and
+   use what an earlier block defines (``print(f(2))``).
+3. If the last program is not closed, it does not count, and nothing else does: a truncated completion is not scored by an earlier draft.
 4. Without a block there is no program, or the whole text if ``needs_block`` is off.
 """
 

@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 
 from shared.errors import SettingsError
 from shared.model.model_source import check_model
-from shared.model.tokenizer import UNUSABLE, Tokenizer, first_line
+from shared.model.tokenizer import UNUSABLE, Tokenizer, first_line, stop_tokens
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
