@@ -4,7 +4,7 @@
    without a language also those without a call, an assignment or a definition, and where one is labelled as Python, all.
 2. The program is the last that defines the function under test, or else the last but examples, which define nothing and
    use what an earlier block defines (``print(f(2))``).
-3. If the last program is not closed, it does not count, and nothing else does: a truncated completion is not scored by an earlier draft.
+3. If the last program is not closed, no other is chosen: a truncated completion is not scored by an earlier draft.
 4. Without a block there is no program, or the whole text if ``needs_block`` is off.
 """
 
