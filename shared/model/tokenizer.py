@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
         return_dict: bool,
         **arguments: Any,
     ) -> Any:
-        """Return a conversation's tokens, or its text without ``tokenize``; with a generation prompt, up to the next assistant's turn."""
+        """Return a conversation's tokens, or its text; with a generation prompt, up to the next assistant's turn."""
 
     def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
         """Return the texts of token ids."""
@@ -95,11 +95,12 @@ class TextDecoder:
         )
         self._shows = len(self._hidden) < len(special)
 
-    def __call__(self, completions: Sequence[Sequence[int]]) -> list[str]:
+    def __call__(self, completions: Sequence[Int32Array | list[int]]) -> list[str]:
         """Return the texts of token ids."""
+        ids_of: list[list[int]] = [np.asarray(token_ids).tolist() for token_ids in completions]
         if not self._shows:
-            return self._tokenizer.batch_decode([list(ids) for ids in completions], skip_special_tokens=True)
-        kept = [[token_id for token_id in ids if token_id not in self._hidden] for ids in completions]
+            return self._tokenizer.batch_decode(ids_of, skip_special_tokens=True)
+        kept = [[token_id for token_id in token_ids if token_id not in self._hidden] for token_ids in ids_of]
         return self._tokenizer.batch_decode(kept, skip_special_tokens=False)
 
 
@@ -165,9 +166,11 @@ class PromptReader(Protocol):
 
 
 class TokenizerCodec:
-    """Args:
-    template_arguments: of the chat template.
-    reward: what of a completion its scorers look for.
+    """Prompts to tokens, and tokens to texts.
+
+    Args:
+        template_arguments: of the chat template.
+        reward: what of a completion its scorers look for.
     """
 
     def __init__(

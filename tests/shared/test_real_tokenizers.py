@@ -38,12 +38,15 @@ def tokenizer(name: str) -> Any:
     return make()
 
 
-def reader(folder: Path, of: Any, monkeypatch: pytest.MonkeyPatch) -> Demonstrations:
-    monkeypatch.setattr(demonstrations, "open_tokenizer", lambda _: of)
+def settings_of(folder: Path) -> Settings:
     policy = {"model": str(tiny.save(folder))}
-    settings = Settings.model_validate(
+    return Settings.model_validate(
         {"policy": policy, "algorithm": {"loss": "cross_entropy"}, "rollout": {"vllm": {"max_model_len": 1 << 20}}}
     )
+
+
+def reader(settings: Settings, of: Any, monkeypatch: pytest.MonkeyPatch) -> Demonstrations:
+    monkeypatch.setattr(demonstrations, "open_tokenizer", lambda _: of)
     reading = Demonstrations(settings)
     reading._vocabulary = 1 << 20
     reading._codec._vocabulary = 1 << 20
@@ -103,12 +106,12 @@ def test_every_public_template_is_rendered_whole_and_once_or_refused(
     name: str, counts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, kinds = tokenizer(name), Counter[str]()
-    templates = real_tokenizers.templates()
+    settings, templates = settings_of(tmp_path), real_tokenizers.templates()
     assert len(templates) == 72
     for template in templates.values():
         monkeypatch.setattr(of, "chat_template", template)
-        prompts(of, TokenizerCodec(of, Limits(), None, Settings().reward), kinds)
-        reading = reader(tmp_path, of, monkeypatch)
+        reading = reader(settings, of, monkeypatch)
+        prompts(of, reading._codec, kinds)
         completions(of, reading, ANSWERS[:1], kinds, "demonstrations")
         completions(of, reading, (THOUGHT,), kinds, "thoughtful demonstrations")
         completions(of, reading, ANSWERS, kinds, "pairs")

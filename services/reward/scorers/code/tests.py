@@ -84,7 +84,7 @@ class CallTest:
             value = program_results.read(execution.values[0])
             right = any(comparison.equal(expected, value, tolerance) for expected in self._accepted)
         except Elsewhere:
-            accepted = [json.dumps(plain_data.tagged(value, "the test")) for value in self._accepted]
+            accepted: list[Json] = [json.dumps(plain_data.tagged(value, "the test")) for value in self._accepted]
             return Call("matches", (execution.values[0], accepted, tolerance))
         except _WRONG as error:
             return f"the result cannot be compared ({type(error).__name__})"
