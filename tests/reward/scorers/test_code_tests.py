@@ -232,6 +232,17 @@ def test_no_expected_output_is_in_what_is_sent_inside(column: Any) -> None:
         assert "SECRET" not in repr(test.job("def f(): pass", "stdlib", Limits()))
 
 
+def test_the_check_of_humaneval_is_its_asserts_about_the_rows_function() -> None:
+    check = "META = {}\ndef check(candidate):\n    assert True\n    assert candidate(2) == 4\n"
+    (test,) = read_tests(check, "f")
+    assert isinstance(test, AssertTest)
+    assert (test.function, test.split.calls) == ("f", ("f(2)",))
+    for wrong in (check + "def g(): pass", "def check(): assert f(2) == 4", check + "    for x in range(3): pass\n"):
+        with pytest.raises(BadTests):
+            read_tests(wrong, "f")
+    assert isinstance(read_tests('[{"input": "def check(x)", "output": "1"}]', "f")[0], ProgramTest)
+
+
 def test_a_method_of_solution_is_called_where_the_program_has_that_class() -> None:
     test = CallTest("f", (1,), 2)
     assert test.job("class Solution:\n    def f(self, x): ...", "stdlib", Limits()).calls[0].function == "Solution.f"

@@ -21,7 +21,8 @@ class BadTests(Exception):
 def read_tests(column: Json, entry_point: Json = None) -> tuple[Test, ...]:
     """Read the column. ``entry_point``: the function that HumanEval's ``check`` is called with. Raises BadTests."""
     if isinstance(column, str):
-        column = _checked(column, _name(entry_point)) if _CHECK in column else _parsed(column)
+        is_check = entry_point is not None and column.lstrip()[:1] not in ("[", "{") and _CHECK in column
+        column = _checked(column, _name(entry_point)) if is_check else _parsed(column)
     if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
         tests = list(_columns(column["inputs"], column["outputs"], column.get("fn_name")))
     elif isinstance(column, dict) and "asserts" in column:
@@ -47,10 +48,11 @@ def _checked(text: str, function: str) -> Json:
     """Return the asserts of ``def check(candidate)``, about ``function``. Raises BadTests: it has other statements."""
     try:
         (check,) = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+        (candidate,) = check.args.args
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadTests(f"expected one function check(candidate) in Python, found {text[:80]!r}") from error
     for name in (each for each in ast.walk(check) if isinstance(each, ast.Name)):
-        name.id = function if name.id == check.args.args[0].arg else name.id
+        name.id = function if name.id == candidate.arg else name.id
     asserts_only = [
         each for each in check.body if not (isinstance(each, ast.Assert) and ast.unparse(each.test) == "True")
     ]
