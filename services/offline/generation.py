@@ -31,9 +31,9 @@ class LocalPolicy:
             raise PenstockError(f"generation needs penstock[rollout]: {error}: install it") from error
         self._settings, self._version = settings, PolicyVersion(version)
         tokenizer = open_tokenizer(settings.policy)
-        check_stop_texts(tokenizer, settings.sampling)
+        check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
         self._opened = open_model(settings.policy, tokenizer, settings.run.device, settings.rollout.vllm.max_model_len)
-        self._codec = TokenizerCodec(tokenizer, self._opened, settings.data.chat_template)
+        self._codec = TokenizerCodec(tokenizer, self._opened, settings.data.chat_template, settings.reward)
 
     def check(self, prompt: Prompt) -> None:
         """Raise PermanentError if ``prompt`` cannot be generated."""
@@ -78,6 +78,6 @@ class LocalPolicy:
     def _group(
         self, prompt: Prompt, request: GenerationRequest, generated: Sequence[GeneratedSample], started_at_s: float
     ) -> RolloutGroup:
-        texts = self._codec.decode([sample.token_ids for sample in generated])
+        texts = self._codec.texts(request.prompt_token_ids, [sample.token_ids for sample in generated])
         samples = with_texts(generated, texts, supports=False)
         return RolloutGroup(prompt, request.prompt_token_ids, samples, "local", started_at_s, time.time())

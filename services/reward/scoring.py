@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
@@ -33,6 +33,7 @@ from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
 from shared.process.memory_timeline import Held
 from shared.process.telemetry import Status
+from shared.reasoning import Reasoning
 from shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,12 @@ def _of_places(logprobs: Float32Array | None, group: RolloutGroup, places: Seque
     return np.concatenate([parts[place] for place in places])
 
 
+def without_reasoning(group: RolloutGroup, reasoning: Reasoning) -> RolloutGroup:
+    """Return the group with the answers of its completions as their texts."""
+    answers = [dataclasses.replace(sample, text=reasoning.answer(sample.text)) for sample in group.samples]
+    return dataclasses.replace(group, samples=tuple(answers))
+
+
 class Scoring:
     """Turn groups into experience.
 
@@ -95,6 +102,7 @@ class Scoring:
         tell: writes an event.
         redo: the waits before missing scores are asked for again.
         turns: when models have their device.
+        answers_of: finds the reasoning that a scorer, by its name, does not read; others read whole completions.
     """
 
     def __init__(
@@ -107,9 +115,11 @@ class Scoring:
         redo: Backoff = _REDO,
         teachers: Teachers | None = None,
         turns: Turns | None = None,
+        answers_of: Mapping[str, Reasoning] | None = None,
     ) -> None:
         self._scorers = scorers
         self._turns = turns or Turns()
+        self._answers_of = answers_of or {}
         self._redo_waits = redo
         self._reference = reference
         self._teachers = teachers
@@ -215,7 +225,8 @@ class Scoring:
         trained = group.prompt.purpose is not Purpose.EVALUATE
         models: list[Teacher] = [self._reference] if trained and self._reference is not None else []
         teachers = self._teachers.of(group) if trained and self._teachers is not None else []
-        asked = asyncio.gather(*(self._timed(scorer, group) for scorer in scorers), return_exceptions=True)
+        read = [self._part_read(scorer, group) for scorer in scorers]
+        asked = asyncio.gather(*map(self._timed, scorers, read), return_exceptions=True)
         reading = asyncio.gather(*(self._read(model, group) for model in (*models, *teachers)), return_exceptions=True)
         answers, logprobs = await asyncio.gather(asked, reading)
         columns: list[list[Score]] = []
@@ -229,8 +240,13 @@ class Scoring:
                     f"expected {len(group.samples)} scores of scorer {scorer.name!r}, found {len(answer)}: a bug in it"
                 )
             columns.append(answer)
-        read = [_raised(part) for part in logprobs]
-        return columns, read[0].logprobs_N if models else None, taught(group, read[len(models) :])
+        readings = [_raised(part) for part in logprobs]
+        return columns, readings[0].logprobs_N if models else None, taught(group, readings[len(models) :])
+
+    def _part_read(self, scorer: Scorer, group: RolloutGroup) -> RolloutGroup:
+        """Return the group with what the scorer reads of its completions."""
+        reasoning = self._answers_of.get(scorer.name)
+        return group if reasoning is None else without_reasoning(group, reasoning)
 
     async def _timed(self, scorer: Scorer, group: RolloutGroup) -> list[Score]:
         started_s = time.monotonic()

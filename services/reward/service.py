@@ -51,6 +51,7 @@ from shared.process.device import DeviceLease, leased
 from shared.process.importing import importing
 from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell, tell_changed
+from shared.reasoning import Reasoning
 from shared.settings import Settings
 from shared.settings.rewards.models import ModelScorer
 from shared.settings.rewards.scorers import (
@@ -104,7 +105,11 @@ def make_scoring(settings: Settings, status: Status, bus: Bus | None = None, tur
     expression = Expression(settings.reward.expression, [scorer.name for scorer in scorers])
     reference = Reference(settings, turns=turns) if settings.algorithm.reference_travels else None
     teller, teachers = None if bus is None else _teller(bus), Teachers(settings, turns)
-    return Scoring(scorers, expression, status, reference, teller, teachers=teachers, turns=turns)
+    reasoning = Reasoning(settings.reward.reasoning_markers)
+    answers_of = {of.name: reasoning for of in settings.reward.scorers if of.reads_answer}
+    return Scoring(
+        scorers, expression, status, reference, teller, teachers=teachers, turns=turns, answers_of=answers_of
+    )
 
 
 def _teller(bus: Bus) -> Tell:

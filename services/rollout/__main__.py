@@ -82,12 +82,12 @@ async def _open_vllm(
     from services.rollout.engines.transformers.loading import check_for_vllm
     from services.rollout.engines.vllm.several.start import open_engines
     from services.rollout.engines.vllm.start import start_server
-    from shared.model.tokenizer import check_stop_texts, open_tokenizer
+    from shared.model.tokenizer import check_stop_texts, open_tokenizer, stop_tokens
 
     await asyncio.to_thread(start_server)
     weights = settings.weights
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
-    check_stop_texts(tokenizer, settings.sampling)
+    check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
     await asyncio.to_thread(check_for_vllm, settings.policy)
     hosts = hosts_of(settings.rollout, host)
     engine, choice = await open_engines(
@@ -95,7 +95,7 @@ async def _open_vllm(
         vllm_settings(settings, replica, hosts),
         hosts,
         beside_trainer=bool(settings.common_gpus),
-        stop=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+        stop=stop_tokens(tokenizer),
         logprobs=settings.internal.logprobs,
         kv=weights.kv,
         update=weights.update,
@@ -105,7 +105,7 @@ async def _open_vllm(
     )
     secret.listen(engine.share_secret)
     await explain(choice.engines, choice.reason)
-    return engine, TokenizerCodec(tokenizer, engine, settings.data.chat_template)
+    return engine, TokenizerCodec(tokenizer, engine, settings.data.chat_template, settings.reward)
 
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
@@ -160,7 +160,7 @@ async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -
         from shared.model.tokenizer import check_stop_texts, open_tokenizer
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
-    check_stop_texts(tokenizer, settings.sampling)
+    check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
     context = settings.rollout.vllm.max_model_len
     opened = await asyncio.to_thread(open_model, settings.policy, tokenizer, settings.run.device, context)
     await asyncio.to_thread(try_out, opened)
@@ -174,7 +174,7 @@ async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -
         deadline_s=settings.weights.deadline_s,
         drain=settings.weights.update == "drain",
     )
-    return engine, TokenizerCodec(tokenizer, opened, settings.data.chat_template)
+    return engine, TokenizerCodec(tokenizer, opened, settings.data.chat_template, settings.reward)
 
 
 async def run(settings: Settings, replica: str) -> None:

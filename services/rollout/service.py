@@ -199,7 +199,7 @@ class Generation:
     ) -> RolloutGroup:
         self._count(prompt.purpose, generated)
         samples = [sample for each in generated for sample in each.samples]
-        texts = self._codec.decode([sample.token_ids for sample in samples])
+        texts = self._codec.texts(token_ids, [sample.token_ids for sample in samples])
         return RolloutGroup(
             prompt=prompt,
             prompt_token_ids=token_ids,

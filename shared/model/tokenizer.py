@@ -1,5 +1,6 @@
 """Open a policy's tokenizer, and convert prompts with it; messages use the chat template."""
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +13,23 @@ from shared.bus.messages import Int32Array, Prompt
 from shared.errors import PermanentError, SettingsError
 from shared.model.model_source import check_tokenizer
 from shared.process.importing import importing
+from shared.reasoning import Reasoning
 
 if TYPE_CHECKING:
     from shared.settings import PolicySettings, SamplingSettings
+    from shared.settings.rewards.reward import RewardSettings
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 """Raised by transformers for missing files, no network (OSError), an unknown architecture, a bad name (ValueError),
 config.json fields (KeyError, TypeError), shapes (RuntimeError), or a missing package (ImportError).
 """
 _RECENT_PROMPTS = 64
+_ASKING = ("system", "developer", "user")
+_ANSWER = "0815"
+_FLAG = re.compile(r"(?<!\S)/(?:no_?)?think\b")
+"""What templates read from messages, and leave out."""
+_OPENING_TOKENS = 32
+"""Tokens of a prompt's end in which an opening of the reasoning is looked for."""
 
 
 class Tokenizer(Protocol):
@@ -40,11 +49,14 @@ class Tokenizer(Protocol):
         tokenize: bool,
         return_dict: bool,
         **arguments: Any,
-    ) -> list[int]:
-        """Return a conversation's tokens; with a generation prompt, up to the next assistant's turn."""
+    ) -> Any:
+        """Return a conversation's tokens, or its text; with a generation prompt, up to the next assistant's turn."""
 
     def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
         """Return the texts of token ids."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
 
 
 def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
@@ -63,13 +75,72 @@ def open_tokenizer(policy: "PolicySettings") -> Tokenizer:
     return tokenizer
 
 
-def check_stop_texts(tokenizer: Tokenizer, sampling: "SamplingSettings") -> None:
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the tokens that completions' texts lack, by id."""
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    ids = sorted({*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)})
+    return dict(
+        zip(ids, tokenizer.batch_decode([[token_id] for token_id in ids], skip_special_tokens=False), strict=True)
+    )
+
+
+class TextDecoder:
+    """Decodes completions without special tokens, except those that one of ``markers`` contains, such as ``<think>``."""
+
+    def __init__(self, tokenizer: Tokenizer, markers: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        special = special_tokens(tokenizer) if markers else {}
+        self._hidden = frozenset(
+            token_id for token_id, text in special.items() if not any(text in marker for marker in markers)
+        )
+        self._shows = len(self._hidden) < len(special)
+
+    def __call__(self, completions: Sequence[Int32Array | list[int]]) -> list[str]:
+        """Return the texts of token ids."""
+        ids_of: list[list[int]] = [np.asarray(token_ids).tolist() for token_ids in completions]
+        if not self._shows:
+            return self._tokenizer.batch_decode(ids_of, skip_special_tokens=True)
+        kept = [[token_id for token_id in token_ids if token_id not in self._hidden] for token_ids in ids_of]
+        return self._tokenizer.batch_decode(kept, skip_special_tokens=False)
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer puts before it (``<s>``) once, also if the text has them."""
+    whole: list[int] = tokenizer(text)["input_ids"]
+    bare: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    added = next((n for n in range(len(whole) - len(bare), 0, -1) if whole[n : n + len(bare)] == bare), 0)
+    while added and whole[added : 2 * added] == whole[:added]:
+        whole = whole[added:]
+    return whole
+
+
+def stop_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a completion: the tokenizer's, and where its chat template ends answers with another special
+    token (Gemma's ``<end_of_turn>``), that one.
+    """
+    from jinja2 import TemplateError
+
+    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    if not tokenizer.chat_template:
+        return ends
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False, return_dict=False))
+    except (TemplateError, ValueError, TypeError, KeyError, IndexError):
+        return ends  # which messages it renders is said of each prompt
+    _, answer, end = text.rpartition(_ANSWER)
+    known = special_tokens(tokenizer) if answer else {}
+    special = [token_id for token_id in tokenizer(end, add_special_tokens=False)["input_ids"] if token_id in known]
+    return (*ends, *special[:1]) if special and not {*ends} & {*special} else ends
+
+
+def check_stop_texts(tokenizer: Tokenizer, sampling: "SamplingSettings", markers: Sequence[str] = ()) -> None:
     """Raise SettingsError if a text that ends completions has a special token, which decoded completions lack."""
+    decode = TextDecoder(tokenizer, markers)
     texts = [*sampling.stop, *(text for source in sampling.by_dataset for text in sampling.of(source).stop)]
     for text in texts:
         token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        plain, whole = (tokenizer.batch_decode([token_ids], skip_special_tokens=skips)[0] for skips in (True, False))
-        if plain != whole:
+        if decode([token_ids]) != tokenizer.batch_decode([token_ids], skip_special_tokens=False):
             raise SettingsError(
                 f"expected texts without special tokens in sampling.stop, found {text!r}, which no completion's text "
                 "contains: leave it out if it is one of the model's own end tokens, which end completions anyway"
@@ -95,11 +166,27 @@ class PromptReader(Protocol):
 
 
 class TokenizerCodec:
+    """Prompts to tokens, and tokens to texts.
+
+    Args:
+        template_arguments: of the chat template.
+        reward: what of a completion its scorers look for.
+    """
+
     def __init__(
-        self, tokenizer: Tokenizer, reader: PromptReader, template_arguments: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        reader: PromptReader,
+        template_arguments: Mapping[str, Any] | None = None,
+        reward: "RewardSettings | None" = None,
     ) -> None:
         self._template_arguments = dict(template_arguments or {})
         self._tokenizer = tokenizer
+        self.decode = TextDecoder(tokenizer, reward.markers if reward else ())
+        """Returns the texts of token ids."""
+        special = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, filter(None, special))) or r"(?!)")
+        self._reasoning = Reasoning(reward.reasoning_markers if reward else {})
         self._context_tokens = reader.context_tokens
         self._vocabulary = reader.vocabulary
         self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
@@ -139,13 +226,15 @@ class TokenizerCodec:
             )
         return token_ids
 
-    def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        return self._tokenizer.batch_decode([ids.tolist() for ids in completions], skip_special_tokens=True)
+    def texts(self, prompt_token_ids: Int32Array, completions: Sequence[Int32Array]) -> list[str]:
+        """Return completions' texts, which begin with the reasoning's opening if the prompt ends with it."""
+        (end,) = self._tokenizer.batch_decode([prompt_token_ids[-_OPENING_TOKENS:].tolist()], skip_special_tokens=False)
+        opening = self._reasoning.opening(end)
+        return [opening + text for text in self.decode(completions)]
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if prompt.text is not None:
-            token_ids: list[int] = self._tokenizer(prompt.text)["input_ids"]
-            return token_ids
+            return encode_text(self._tokenizer, prompt.text)
         if prompt.messages is None:
             raise PermanentError(f"expected text or messages in {prompt.problem}, found other content")
         if self._tokenizer.chat_template is None:
@@ -153,10 +242,32 @@ class TokenizerCodec:
                 f"expected a text in {prompt.problem}, as this tokenizer has no chat template, but found "
                 "messages: change data.prompt_field or policy.tokenizer"
             )
+        self._check_whole(prompt)
         return self.render(prompt, add_generation_prompt=True)
+
+    def _check_whole(self, prompt: Prompt) -> None:
+        rendered = self.plain(self.rendered(prompt, add_generation_prompt=True))
+        for message in prompt.messages or ():
+            if message.role in _ASKING and self.plain(message.content) not in rendered:
+                raise PermanentError(
+                    f"expected a chat template that renders every message of {prompt.problem}, but it leaves out the "
+                    f"{message.role}'s: use a tokenizer with another one (policy.tokenizer), or give prompts as texts"
+                )
+
+    def plain(self, text: str) -> str:
+        """Return ``text`` without white space, special tokens, and what chat templates read from messages."""
+        return "".join(self._special.sub("", _FLAG.sub("", text)).split())
 
     def render(self, prompt: Prompt, *, add_generation_prompt: bool) -> list[int]:
         """Return the tokens of a prompt's messages; raises PermanentError."""
+        token_ids: list[int] = self._render(prompt, add_generation_prompt, tokenize=True)
+        return token_ids
+
+    def rendered(self, prompt: Prompt, *, add_generation_prompt: bool) -> str:
+        """Return the text of a prompt's messages; raises PermanentError."""
+        return str(self._render(prompt, add_generation_prompt, tokenize=False))
+
+    def _render(self, prompt: Prompt, add_generation_prompt: bool, *, tokenize: bool) -> Any:
         from jinja2 import TemplateError
 
         turns = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
@@ -164,7 +275,7 @@ class TokenizerCodec:
             return self._tokenizer.apply_chat_template(
                 turns,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
                 **{"strftime_now": clock_of(prompt), **self._template_arguments},
             )

@@ -117,6 +117,31 @@ async def test_every_sample_gets_every_scorers_word_and_one_reward() -> None:
     assert experience.score_s > 0
 
 
+async def test_answers_are_scored_without_their_reasoning_and_forms_with_it() -> None:
+    texts = (
+        "<think>\nFirst, 12 plus 34.\n</think>\n<answer>\\boxed{46}</answer>",
+        "<think>\nIs it \\boxed{46}?",
+        "<think>\\boxed{46}, no</think>\n<answer>\\boxed{47}</answer>",
+        "<think>\\boxed{47}, no</think>\n<answer>\\boxed{46}</answer>",
+        "\\boxed{46}",
+    )
+    reward = {
+        "scorers": [
+            {"kind": "answer", "mode": "numeric", "extract": "boxed"},
+            {"kind": "format", "tags": ["think", "answer"], "nothing_outside": True},
+        ],
+    }
+    group = builders.group(0, texts)
+    experience = await make_scoring(Settings.model_validate({"reward": reward}), Status())(group)
+    values = [[score.value for score in scores.scores] for scores in experience.scores]
+    assert values == [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 0.0]]
+    assert experience.scores[1].scores[0].status is ScoreStatus.WRONG_FORMAT
+    assert [sample.text for sample in experience.group.samples] == list(texts), "what is recorded is whole"
+    unseparated = {"reward": {**reward, "reasoning": "none"}}
+    experience = await make_scoring(Settings.model_validate(unseparated), Status())(group)
+    assert [scores.scores[0].value for scores in experience.scores] == [1.0, 1.0, 0.0, 1.0, 1.0]
+
+
 async def test_all_scorers_of_a_group_run_at_once() -> None:
     meeting = asyncio.Barrier(2)
 

@@ -49,7 +49,7 @@ def check(settings: Settings, shown: int) -> bool:
     """Print the report; return whether every measured prompt can be generated. Raises SettingsError."""
     logging.getLogger("services").addHandler(logging.NullHandler())  # the report names the bad rows
     data, tokenizer, codec = _opened(settings)
-    check_stop_texts(tokenizer, settings.sampling)
+    check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
     _say_counts(settings, data.train)
     for held_set, problems in data.held_out:
         console.say(
@@ -70,7 +70,7 @@ def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
     context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
-    return data, tokenizer, TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template)
+    return data, tokenizer, TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template, settings.reward)
 
 
 def prompt_lengths(settings: Settings) -> PromptLengths:

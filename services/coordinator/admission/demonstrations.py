@@ -34,7 +34,7 @@ from shared.bus.messages import (
 )
 from shared.errors import PermanentError, SettingsError
 from shared.model.context import own_context, read_config
-from shared.model.tokenizer import TokenizerCodec, open_tokenizer
+from shared.model.tokenizer import TokenizerCodec, encode_text, open_tokenizer, stop_tokens
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class Demonstrations:
         self._context = settings.rollout.vllm.max_model_len or own_context(config) or _UNLIMITED
         limits = _Limits(self._context, vocabulary if isinstance(vocabulary, int) else _UNLIMITED)
         self._tokenizer = open_tokenizer(settings.policy)
-        self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template)
-        self._vocabulary = limits.vocabulary
+        self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)
+        self._vocabulary, self._ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))
         self._most = settings.trainer.micro_batch_tokens
         self._field = settings.data.completion_field
         self._rejected, self._prompt_field = settings.data.rejected_field, settings.data.prompt_field
@@ -187,21 +187,33 @@ class Demonstrations:
     def _completion_ids(self, prompt: Prompt, prompt_ids: Int32Array, completion: str) -> Int32Array:
         end, begin = self._tokenizer.eos_token_id, prompt_ids.tolist()
         if prompt.messages is None:
-            whole = self._tokenizer(f"{prompt.text}{completion}")["input_ids"]
+            whole = encode_text(self._tokenizer, f"{prompt.text}{completion}")
             if whole[: len(begin)] != begin:  # a token would span both; a policy continues the prompt's own tokens
                 whole = [*begin, *self._tokenizer(completion, add_special_tokens=False)["input_ids"]]
             ids = whole[len(begin) :]
             return np.array(ids if ids[-1:] == [end] else [*ids, end], dtype=np.int32)
-        answered = (*prompt.messages, ChatMessage(_ASSISTANT, completion))
-        whole = self._codec.render(dataclasses.replace(prompt, messages=answered), add_generation_prompt=False)
+        answered = dataclasses.replace(prompt, messages=(*prompt.messages, ChatMessage(_ASSISTANT, completion)))
+        self._check_rendered(self._codec.rendered(answered, add_generation_prompt=False), completion)
+        whole = self._codec.render(answered, add_generation_prompt=False)
         if whole[: len(begin)] != begin or len(whole) == len(begin):
             raise BadRow(
                 "expected a chat template that renders an answered conversation as the prompt and what follows it, found "
                 "another beginning: change data.chat_template, or give prompt and completion as texts"
             )
         ids = whole[len(begin) :]
-        last = len(ids) - ids[::-1].index(end) if end in ids else len(ids)
-        return np.array(ids[:last], dtype=np.int32)
+        last = max((place for place, token_id in enumerate(ids, 1) if token_id in self._ends), default=0)
+        while last > 1 and ids[last - 2] in self._ends:
+            last -= 1
+        return np.array(ids[:last] if last else [*ids, end], dtype=np.int32)
+
+    def _check_rendered(self, rendered: str, completion: str) -> None:
+        text, plain = self._codec.plain(rendered), self._codec.plain(completion)
+        if not text.endswith(plain):
+            change = "puts text after it" if plain in text else "leaves a part of it out"
+            raise BadRow(
+                f"expected a chat template that renders the {_ASSISTANT}'s message as it is, and ends it with special tokens of "
+                f"the tokenizer, but it {change}: change policy.tokenizer, or give prompt and completion as texts"
+            )
 
 
 class Kind:

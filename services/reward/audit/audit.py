@@ -18,6 +18,7 @@ from services.reward.scorers.format.scorer import FormatChecker
 from services.reward.scorers.scorer import Scorer
 from shared.bus.messages import FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
 from shared.errors import PermanentError
+from shared.reasoning import Reasoning
 from shared.settings import Settings
 from shared.settings.rewards.scorers import AnswerScorer, CodeScorer, FormatScorer
 
@@ -80,6 +81,11 @@ class _Variant:
     """"shuffled" or "mutated" tests."""
     tests_field: str = ""
     boxes_only: bool = False
+    reasoning: Reasoning | None = None
+    """What of completions it does not read."""
+
+    def text(self, completion: RecordedCompletion) -> str:
+        return completion.text if self.reasoning is None else self.reasoning.answer(completion.text)
 
 
 def choose(
@@ -101,7 +107,12 @@ async def audit(
     checked: Counter[str] = Counter()
     lost: Counter[str] = Counter()
     doubts = list(_signs(chosen, groups, settings, least, checked))
-    variants = _variants(settings, executor)
+    reasoning = Reasoning(settings.reward.reasoning_markers)
+    answers = {scorer.name for scorer in settings.reward.scorers if scorer.reads_answer}
+    variants = [
+        dataclasses.replace(variant, reasoning=reasoning if variant.of in answers else None)
+        for variant in _variants(settings, executor)
+    ]
     try:
         for variant in variants:
             await variant.scorer.start()
@@ -168,7 +179,7 @@ async def _rescore(
     places = [
         place
         for place, each in _rewarded(group, least)
-        if each.values.get(variant.of, 0.0) > 0 and not (variant.boxes_only and "\\boxed" not in each.text)
+        if each.values.get(variant.of, 0.0) > 0 and not (variant.boxes_only and "\\boxed" not in variant.text(each))
     ]
     column = _tests(variant, group, seed)
     if not places or (variant.suites and not column):
@@ -208,18 +219,18 @@ def _again(group: AuditedGroup, places: Sequence[int], variant: _Variant, column
     prompt = Prompt(
         GroupId(group.group), group.problem, sampling, text=group.question, answer=group.answer, extra=extra
     )
-    samples = tuple(_sample(group.completions[place]) for place in places)
+    samples = tuple(_sample(each, variant.text(each)) for each in map(group.completions.__getitem__, places))
     return RolloutGroup(prompt, np.zeros(1, np.int32), samples, "audit", 0.0, 0.0)
 
 
-def _sample(completion: RecordedCompletion) -> Sample:
+def _sample(completion: RecordedCompletion, text: str) -> Sample:
     tokens = np.zeros(completion.tokens, dtype=np.int32)
     return Sample(
         token_ids=tokens,
         behavior_logprobs=tokens.astype(np.float32),
         version_spans=np.array([[0, 0]], dtype=np.int32),
         finish_reason=completion.finish,
-        text=completion.text,
+        text=text,
     )
 
 

@@ -126,6 +126,8 @@ class Isolation:
             "-B",
             "-X",
             "utf8",
+            "-X",
+            "int_max_str_digits=0",
             "-c",
             _START.format(package),
             json.dumps(settings),

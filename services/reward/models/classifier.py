@@ -19,7 +19,7 @@ from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Prompt
 from shared.errors import PermanentError, SettingsError
 from shared.model.plain_model import eager_attention, ordinary_ids
-from shared.model.tokenizer import clock_of
+from shared.model.tokenizer import clock_of, encode_text
 from shared.process.memory_timeline import Held
 from shared.settings.rewards.models import ModelScorer, ModelWork
 
@@ -87,7 +87,7 @@ class Classifier:
             turns = [{"role": "user", "content": prompt.text or ""}]
         if not self._uses_template():
             start = prompt.text if prompt.text is not None else "".join(turn["content"] + "\n" for turn in turns)
-            return [self._fitted(self._tokenizer(start + completion)["input_ids"]) for completion in completions]
+            return [self._fitted(encode_text(self._tokenizer, start + completion)) for completion in completions]
         return [
             self._fitted(self._templated([*turns, {"role": "assistant", "content": completion}], prompt))
             for completion in completions

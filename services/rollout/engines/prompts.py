@@ -14,7 +14,10 @@ class Codec(Protocol):
         """Return a prompt's token ids; raises PermanentError if it can never be generated."""
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
-        """Return completions' texts, without special tokens."""
+        """Return the texts of token ids, without special tokens that no scorer looks for."""
+
+    def texts(self, prompt_token_ids: Int32Array, completions: Sequence[Int32Array]) -> list[str]:
+        """Return completions' texts, which begin with the reasoning's opening if the prompt ends with it."""
 
 
 class CharacterCodec:
@@ -29,3 +32,6 @@ class CharacterCodec:
 
     def decode(self, completions: Sequence[Int32Array]) -> list[str]:
         return ["".join(chr(code) for code in ids.tolist() if code != self.stop) for ids in completions]
+
+    def texts(self, prompt_token_ids: Int32Array, completions: Sequence[Int32Array]) -> list[str]:
+        return self.decode(completions)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from shared.settings.rewards.base import BaseScorer
+from shared.settings.rewards.base import OpinionScorer
 from shared.settings.section import Section
 
 
@@ -46,7 +46,7 @@ class ModelWork(ModelsSettings):
     """CPU threads of forward passes; 0: as torch decides."""
 
 
-class ModelScorer(BaseScorer):
+class ModelScorer(OpinionScorer):
     """A reward model: any sequence classifier in Hugging Face form, or a trunk with a scalar head."""
 
     kind: Literal["model"]

@@ -1,10 +1,12 @@
 """``[reward]`` and ``[reward.executor]``; the tables of scorers are in ``scorers.py`` and ``models.py``."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from shared.reasoning import KNOWN
 from shared.settings.rewards.models import ModelsSettings, TeacherSettings
 from shared.settings.rewards.scorers import AnswerScorer, Scorer
 from shared.settings.section import Section
@@ -36,6 +38,9 @@ class RewardSettings(Section):
     """Reward as a formula of the scorers' values: `0.9 * answer + 0.1 * format`. Empty: the mean of those that apply."""
     scorers: tuple[Scorer, ...] = Field(default=(AnswerScorer(kind="answer"),), min_length=1)
     """Scorers, each a table [[reward.scorers]] with a kind; all run concurrently."""
+    reasoning: Literal["auto", "none"] | tuple[str, str] = Field(default="auto")
+    """Texts between which the policy's reasoning is, such as ["<reason>", "</reason>"], which is no part of its answer.
+    `auto`: those of the known model families; `none`: all of a completion is its answer (docs/rewards.md, "Reasoning")."""
     teachers: tuple[TeacherSettings, ...] = Field(default=())
     """Teachers, each a table [[reward.teachers]] (docs/rewards.md, "Teachers")."""
     models: ModelsSettings = Field(default=ModelsSettings())
@@ -45,3 +50,24 @@ class RewardSettings(Section):
     replica sees all GPUs."""
     executor: ExecutorSettings = Field(default=ExecutorSettings())
     """The process that runs model-written code."""
+
+    @property
+    def reasoning_markers(self) -> Mapping[str, str]:
+        """The closing of each opening."""
+        if isinstance(self.reasoning, tuple):
+            return {self.reasoning[0]: self.reasoning[1]}
+        return KNOWN if self.reasoning == "auto" else {}
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that stay in completions even if they are special tokens."""
+        pairs = self.reasoning_markers
+        return (*pairs, *pairs.values(), *(text for scorer in self.scorers for text in scorer.markers))
+
+    @model_validator(mode="after")
+    def _opens_and_closes(self) -> "RewardSettings":
+        if isinstance(self.reasoning, tuple) and not (all(self.reasoning) and len(set(self.reasoning)) == 2):
+            raise ValueError(
+                f"expected two different texts around the reasoning, found {list(self.reasoning)}: change reward.reasoning"
+            )
+        return self

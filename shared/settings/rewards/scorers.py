@@ -1,11 +1,17 @@
 """The kinds of ``[[reward.scorers]]`` (docs/rewards.md)."""
 
+import itertools
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.settings.rewards.base import BaseScorer
+from shared.settings.rewards.base import BaseScorer, OpinionScorer
 from shared.settings.rewards.models import ModelScorer
+
+
+def _tags(name: str) -> tuple[str, str]:
+    return f"<{name}>", f"</{name}>"
+
 
 AnswerPlace = Literal["whole", "boxed", "hashes", "last_number", "choice", "tag", "auto"]
 LenientRule = Literal["case", "prose", "added_unit", "units", "percent", "bases", "brackets", "whole", "restating"]
@@ -40,6 +46,10 @@ class AnswerScorer(BaseScorer):
     def place(self) -> AnswerPlace:
         """`extract` without its parameter."""
         return cast("AnswerPlace", self.extract.partition(":")[0])
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return _tags(self.tag) if self.place == "tag" else ()
 
     @property
     def tag(self) -> str:
@@ -89,6 +99,15 @@ class FormatScorer(BaseScorer):
     weights: dict[FormatRule, PositiveFloat] = Field(default={})
     """Weight of a rule, by its name (default 1): {json = 3, length = 0.5}. `tags` applies to each tag."""
 
+    @property
+    def reads_answer(self) -> bool:
+        return False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        tags = [tag.rstrip("?+*") for tag in (*self.tags, self.json_tag) if tag]
+        return (*itertools.chain(*map(_tags, tags)), self.pattern.replace("\\", ""))
+
 
 class CodeScorer(BaseScorer):
     """Runs the completion's program on the problem's tests, isolated by the executor (docs/rewards.md, "Code")."""
@@ -101,8 +120,11 @@ class CodeScorer(BaseScorer):
     """Value of a program: 1 if it passes `all` tests, else 0; or the `share` of tests that it passes."""
     needs_block: bool = Field(default=True)
     """Whether a completion without a fenced block is `wrong_format`; otherwise its whole text is the program."""
+    preset: Literal["own", "livecodebench"] = Field(default="own")
+    """`livecodebench`: the program and standard outputs as that benchmark reads and compares them (docs/rewards.md)."""
     tolerance: NonNegativeFloat = Field(default=0.0)
-    """Numbers a and b are equal if |a - b| <= tolerance · max(1, |a|, |b|); 0: as Python compares them."""
+    """Numbers a and b are equal if |a - b| <= tolerance · max(1, |a|, |b|); 0: results as Python compares them, and
+    decimals of standard output by value (0.50 is 0.5)."""
     timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(default=5.0)
     """Maximum wall time and CPU time of one test, in seconds."""
     memory_mib: PositiveInt = Field(default=512)
@@ -112,10 +134,21 @@ class CodeScorer(BaseScorer):
     profile: Literal["stdlib", "numpy"] = Field(default="stdlib")
     """Interpreter: with the standard library only, or with numpy."""
 
+    @model_validator(mode="after")
+    def _as_published(self) -> "CodeScorer":
+        if self.preset == "livecodebench" and self.tolerance:
+            raise ValueError(
+                f'expected tolerance = 0 of scorer {self.name!r} with preset = "livecodebench", found {self.tolerance:g}: '
+                "change one of them in [[reward.scorers]]"
+            )
+        return self
 
-class ProcessScorer(BaseScorer):
+
+class ProcessScorer(OpinionScorer):
     """A scorer that calls the user's functions in killable processes of its own."""
 
+    reads: Literal["answer", "whole"] = Field(default="whole")
+    """What it reads: the `answer` after the reasoning (reward.reasoning), or the `whole` completion."""
     processes: PositiveInt = Field(default=1)
     """Killable processes; each answers one call at a time."""
     timeout_s: PositiveFloat = Field(default=30.0)
@@ -160,7 +193,7 @@ class TrlScorer(ProcessScorer):
         return self
 
 
-class JudgeScorer(BaseScorer):
+class JudgeScorer(OpinionScorer):
     """A language model that judges completions, behind any endpoint that speaks OpenAI's chat completions."""
 
     kind: Literal["judge"]
@@ -179,7 +212,7 @@ class JudgeScorer(BaseScorer):
         "Rate the response from 0 (useless) to 10 (perfect). End with a line `Score: N`."
     )
     """User message, with {prompt}, {completion}, {answer} and {extra.COLUMN} filled in."""
-    pattern: str = Field(default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)")
+    pattern: str = Field(default=r"(?i)score[\s*_`\"]*[:=][\s*_`\"(\[]*(-?\d+(?:\.\d+)?)")
     """Where the verdict is in the judge's answer: the first group of this expression's last match, or, as
     `json:FIELD`, a field of the last JSON object that has it."""
     scale: tuple[float, float] | dict[str, float] = Field(default=(0.0, 10.0))

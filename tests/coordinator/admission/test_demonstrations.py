@@ -10,12 +10,14 @@ from services.cli import plan as plans
 from services.coordinator.admission.admission import Admission, terms_of
 from services.coordinator.admission.bus_full import Shortage
 from services.coordinator.admission.curriculum import Curriculum
-from services.coordinator.admission.dataset import Dataset, rows_to_try
+from services.coordinator.admission.dataset import Dataset, Problem, rows_to_try
+from services.coordinator.admission.demonstrations import Demonstrations
 from services.coordinator.service import load_data, order_of
 from shared.bus import streams
 from shared.bus.bus import Bus
-from shared.bus.messages import Experience, Purpose
+from shared.bus.messages import ChatMessage, Experience, Purpose
 from shared.errors import SettingsError
+from shared.model.tokenizer import stop_tokens
 from shared.settings import Settings
 from tests.coordinator.admission.test_admission import start
 from tests.support import tiny
@@ -67,6 +69,42 @@ def test_messages_that_end_with_the_assistants_are_a_prompt_and_its_completion(t
     assert first[1] == [4, END], "what follows the turn's end is not trained"
 
 
+TURN = "{% for m in messages %}{{ m.role[0] }}={{ m.content }}{{ END }}{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("end", "ids"),
+    [
+        ("''", [4, END]),
+        ("eos_token", [4, END]),
+        ("eos_token + ' '", [4, END]),
+        ("eos_token + eos_token", [4, END]),
+    ],
+    ids=["GLM-4", "DeepSeek", "ChatML", "twice"],
+)
+def test_an_answer_ends_with_an_end_token_whether_the_template_writes_one(
+    tmp_path: Path, end: str, ids: list[int]
+) -> None:
+    of = settings(tmp_path, [{"messages": [USER, ASSISTANT]}], TURN.replace("END", end))
+    assert [completion for _, completion in loaded(of)] == [ids]
+
+
+def test_where_the_template_ends_answers_with_another_special_token_both_generation_and_demonstrations_end_there(
+    tmp_path: Path,
+) -> None:
+    of = settings(tmp_path, [{"messages": [USER, ASSISTANT]}])
+    tokenizer = tiny.tokenizer(TURN.replace("END", "'<end_of_turn> '"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
+    tokenizer.save_pretrained(of.policy.model)
+    end_of_turn = len(tokenizer) - 1
+    assert stop_tokens(tokenizer) == (END, end_of_turn)
+    reading = Demonstrations(of)
+    reading._vocabulary = reading._codec._vocabulary = len(tokenizer)
+    problem = Problem("rows.jsonl:1", None, (ChatMessage("user", "1+1"),), None, {})
+    assert reading.encode(problem, ["2"]).completion.token_ids.tolist() == [4, end_of_turn]
+
+
 @pytest.mark.parametrize(
     ("row", "template", "sentence"),
     [
@@ -85,6 +123,17 @@ def test_messages_that_end_with_the_assistants_are_a_prompt_and_its_completion(t
             {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]},
             "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}",
             "expected a chat template that renders an answered conversation as the prompt and what follows it",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "because 2"}]},
+            TURN.replace("m.content", "m.content.split('because ')[-1]"),
+            "but it leaves a part of it out: change policy.tokenizer, or give prompt and completion as texts",
+        ),
+        ({"messages": [USER, ASSISTANT]}, TURN.replace("END", "'end'"), "but it puts text after it: change policy"),
+        (
+            {"messages": [{"role": "system", "content": "think"}, USER, ASSISTANT]},
+            "{% for m in messages if m.role != 'system' %}{{ m.role[0] }}={{ m.content }}{% endfor %}",
+            r"renders every message of .*rows.jsonl:1, but it leaves out the system's",
         ),
     ],
 )

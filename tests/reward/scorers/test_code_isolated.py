@@ -48,6 +48,12 @@ async def score(tester: CodeTester, program: str, tests: Any) -> Score:
         ("def e(x):\n    return x + 1\ndef d(x):\n    return x - 1", ["assert d(e(5)) == 5 and not d(1)"]),
         ("import random, time\ndef f(n):\n    return [random.random() for _ in range(n)]", ["assert len(f(3)) == 3 and 0 <= f(1)[0] < 1"]),
         ("def f():\n    return 3 * 0.1", ["assert abs(f() - 0.3) < 1e-9"]),
+        ("print(10**5000)", [{"input": "", "output": "1" + "0" * 5000}]),
+        ("print(len(str(int(input()))))", [{"input": "7" * 5000, "output": "5000"}]),
+        ("def f(n):\n    return 10**n", ["assert f(5000) == 10**5000"]),
+        ("def f(n):\n    return [10**n]", {"fn_name": "f", "inputs": [[5000]], "outputs": [[10**5000]]}),
+        ("def f(n):\n    return (10**n, {})", '{"fn_name": "f", "inputs": [[5000]], "outputs": [[1' + "0" * 5000 + ", {}]]}"),
+        ("print(0.1 + 0.4)", [{"input": "", "output": "0.50"}]),
     ],
 )  # fmt: skip
 async def test_right_programs_pass_in_a_named_tier(tester: CodeTester, program: str, tests: Any) -> None:

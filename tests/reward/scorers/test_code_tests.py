@@ -2,8 +2,10 @@
 
 import ast
 import builtins
+import contextlib
 import json
 import math
+import time as time_module
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -17,11 +19,13 @@ from services.reward.executor.inside import comparison, plain_data
 from services.reward.executor.protocol import Call, Execution, Limits, Outcome
 from services.reward.scorers.code import asserts, program_results
 from services.reward.scorers.code.assert_evaluation import Unsupported, evaluate
-from services.reward.scorers.code.program import NoProgram, program_of
+from services.reward.scorers.code.program import NoProgram, last_block, program_of
 from services.reward.scorers.code.suite import BadTests, read_tests
 from services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest
 
 F = "```"
+SQUARE = "def f(x):\n    return x * x\n"
+DOCTEST = f'def f(x):\n    """Square.\n\n    {F}\n    >>> f(2)\n    {F}\n    """\n    return x * x\n'
 
 
 class _Text(str):
@@ -52,11 +56,25 @@ def holds(source: str, *values: Any, tolerance: float = 0.0) -> bool:
         (f"{F}{F}\nprint(1)\n{F}\n{F}{F}\n", f"print(1)\n{F}\n"),
         (f"1. So:\n   {F}python\n   if x:\n       y\n  z\n   {F}\n", "if x:\n    y\nz\n"),
         (f"{F}python\r\nprint(1)\r\n{F}\r\n", "print(1)\n"),
-        (f"{F}python\n{F}", ""),
+        (f"{F}python\n{SQUARE}{F}\nExample output:\n{F}\n4\n{F}", SQUARE),
+        (f"{F}python\n{SQUARE}{F}\n{F}\nprint(f(2))\n{F}", SQUARE),
+        (f"{F}python\n{SQUARE}{F}\nFor example:\n{F}python\nprint(f(2))  # 4\n{F}", SQUARE),
+        (f"{F}python\n{SQUARE}{F}\n{F}python\n>>> f(2)\n4\n{F}", SQUARE),
+        (f"{F}python\n{SQUARE}{F}\n{F}python\n[4, 'x', None]\n{F}", SQUARE),
+        (f"{F}\n{SQUARE}{F}\nThe output is:\n{F}\nHello (world)\n{F}", SQUARE),
+        (f"{F}python\n{SQUARE}{F}\nSample input:\n{F}\n2 3\n", SQUARE),
+        (f"{F}python\n{SQUARE}{F}\n{F}python\nfrom m import f\nprint(f(2))\n{F}", "from m import f\nprint(f(2))\n"),
+        (f"{F}python\n{SQUARE}{F}\n{F}python\nprint('f')  # f\n{F}", "print('f')  # f\n"),
+        (f"{F}python\n{DOCTEST}{F}\n", DOCTEST),
+        (f"{F}python\nx = 1\n    {F}\nprint(x)\n   {F}\n", f"x = 1\n    {F}\nprint(x)\n"),
     ],
-    ids=["one", "last", "others", "unclosed-other", "tilde", "longer", "indented", "crlf", "empty"],
+    ids=[
+        *("one", "last", "others", "unclosed-other", "tilde", "longer", "indented", "crlf"),
+        *("output", "unlabelled-example", "example", "prompt", "literals", "unlabelled-output", "unclosed-input"),
+        *("imported", "not-used", "doctest", "inner-fence"),
+    ],
 )
-def test_the_last_fenced_block_in_python_is_the_program(text: str, program: str) -> None:
+def test_the_last_fenced_block_that_is_a_program_in_python_is_the_program(text: str, program: str) -> None:
     assert program_of(text) == program
 
 
@@ -72,6 +90,51 @@ def test_the_last_fenced_block_in_python_is_the_program(text: str, program: str)
 def test_a_completion_without_a_whole_block_holds_no_program(text: str, sentence: str) -> None:
     with pytest.raises(NoProgram, match=sentence):
         program_of(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{F}python\n{F}",
+        f"{F}\n4\n{F}",
+        f"{F}python\n{SQUARE}{F}\nBetter:\n{F}\ndef f(x):",
+        f"{F}python\n{SQUARE}{F}\nBetter:\n{F}python\n",
+    ],
+)
+def test_outputs_and_unfinished_programs_are_none(text: str) -> None:
+    with pytest.raises(NoProgram):
+        program_of(text)
+
+
+def test_the_last_block_that_defines_the_function_under_test_is_the_program() -> None:
+    other = "def main():\n    print(f(2))\nmain()\n"
+    text = f"{F}python\n{SQUARE}{F}\n{F}python\n{other}{F}"
+    assert program_of(text, function="f") == SQUARE
+    assert program_of(text) == program_of(text, function="g") == other
+    method = "class Solution:\n    def f(self, x):\n        return x\n"
+    assert program_of(f"{F}python\n{method}{F}\n{F}python\n{other}{F}", function="f") == method
+    named = "f = lambda x: x * x\n"
+    assert program_of(f"{F}python\n{SQUARE}{F}\n{F}python\n{named}{F}\n{F}python\n{other}{F}", function="f") == named
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["'" * 3, '"', "def f(", "x" + " " * 50, "[", "'\\", f"\n{F}\nf(1)\n{F}\n", "a=", "#'", ">>> ", "f" + "'" * 3],
+)
+def test_a_hostile_text_is_searched_in_linear_time(part: str) -> None:
+    def seconds(count: int) -> float:
+        started_s = time_module.process_time()
+        with contextlib.suppress(NoProgram):
+            program_of(f"{F}python\n{SQUARE}{F}\n{F}python\n{part * count}\n{F}", function="g")
+        return time_module.process_time() - started_s
+
+    assert seconds(20_000) < 60 * seconds(2_000) + 0.5, "ten times the text, not a hundred times the work"
+
+
+def test_livecodebench_reads_what_is_between_the_last_two_fences() -> None:
+    assert last_block(f"{F}python\nold\n{F}\n{F}\n4\n{F} {F}") == "4"
+    with pytest.raises(NoProgram, match="LiveCodeBench"):
+        last_block(f"print(1)\n{F}")
 
 
 def test_where_no_block_is_needed_the_whole_text_is_the_program_unless_there_is_one() -> None:
@@ -169,6 +232,17 @@ def test_no_expected_output_is_in_what_is_sent_inside(column: Any) -> None:
         assert "SECRET" not in repr(test.job("def f(): pass", "stdlib", Limits()))
 
 
+def test_the_check_of_humaneval_is_its_asserts_about_the_rows_function() -> None:
+    check = "META = {}\ndef check(candidate):\n    assert True\n    assert candidate(2) == 4\n"
+    (test,) = read_tests(check, "f")
+    assert isinstance(test, AssertTest)
+    assert (test.function, test.split.calls) == ("f", ("f(2)",))
+    for wrong in (check + "def g(): pass", "def check(): assert f(2) == 4", check + "    for x in range(3): pass\n"):
+        with pytest.raises(BadTests):
+            read_tests(wrong, "f")
+    assert isinstance(read_tests('[{"input": "def check(x)", "output": "1"}]', "f")[0], ProgramTest)
+
+
 def test_a_method_of_solution_is_called_where_the_program_has_that_class() -> None:
     test = CallTest("f", (1,), 2)
     assert test.job("class Solution:\n    def f(self, x): ...", "stdlib", Limits()).calls[0].function == "Solution.f"
@@ -225,7 +299,15 @@ def test_no_tolerance_makes_a_word_that_is_no_finite_number_an_integer(word: str
         ("1 2", "1  2", False),
         ("1\n\n2", "1\n2", False),
         (" 1", "1", False),
-        ("1.0", "1", False),
+        ("1.0", "1", True),
+        ("0.5 -3 1e2", "0.50 -3.0 100", True),
+        ("0.5", "0.51", False),
+        ("007", "7", False),
+        ("0101 0.5", "101 0.5", False),
+        ("x 0.5", "x 0.50", False),
+        ("0.5", "nan", False),
+        ("1e999999999", "1", False),
+        ("1" * 5000 + ".0", "1" * 5000, False),
         ("a\x0bb", "a\nb", False),
     ],
 )
@@ -296,7 +378,6 @@ def test_an_assert_holds_for_what_its_calls_should_return(source: str, values: t
         ("assert f(1) == 5", _Text("")),
         ("assert f(1) == 5", _Text("[")),
         ("assert f(1) == 5", _Text("[" * 10_000)),
-        ("assert f(1) == 5", _Text("9" * 5_000)),
     ],
 )
 def test_an_assert_does_not_hold_for_what_is_merely_like_it_nor_for_forged_text(source: str, value: Any) -> None:
@@ -318,6 +399,7 @@ def test_an_assert_does_not_hold_for_what_is_merely_like_it_nor_for_forged_text(
         ("assert Counter(f(1)) == {1: 2}", [1, 1]),
         ("assert [x for x in f(1)] == [2]", [2]),
         ("assert f(1).lower() == 'a'", "A"),
+        ("assert f(1) == 5", _Text("9" * 5_000)),
     ],
 )
 def test_what_is_large_or_not_simple_is_left_to_a_clean_interpreter(source: str, value: Any) -> None:

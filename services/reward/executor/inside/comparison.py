@@ -68,9 +68,10 @@ def holds(check: str, texts: Mapping[str, str], tolerance: float) -> str:
 
 
 def matches(text: str, accepted: Sequence[str], tolerance: float) -> str:
-    value = json.loads(text)
-    right = any(other == value or equal(other, value, tolerance) for other in map(json.loads, accepted))
-    return "" if right else f"expected {reprlib.repr(json.loads(accepted[0]))}, found {reprlib.repr(value)}"
+    """Compare a result, as JSON text, with values as tagged JSON texts; return "" or how it differs."""
+    value, others = json.loads(text), [plain_data.rebuilt(json.loads(tagged)) for tagged in accepted]
+    right = any(other == value or equal(other, value, tolerance) for other in others)
+    return "" if right else f"expected {reprlib.repr(others[0])}, found {reprlib.repr(value)}"
 
 
 def within(member: Any, whole: Any, tolerance: float) -> bool:

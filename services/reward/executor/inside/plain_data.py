@@ -22,7 +22,7 @@ from typing import Any
 DEEPEST = 100
 _LONGEST_ITERATOR = 100_000
 _LONG_INT = 1 << 10_000
-"""Larger ones may exceed ``sys.set_int_max_str_digits``."""
+"""Larger ones may have more digits than the service reads (``sys.set_int_max_str_digits``)."""
 _SCALARS = frozenset((bool, float, str, type(None)))
 _AS_JSON = frozenset(("tuple", "deque", "range", "iterator", "dict_keys", "dict_values"))
 _EXPECTED = (
@@ -112,6 +112,8 @@ def _untagged(value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
+    if tag == "int":
+        return int(content, 16)
     if tag == "range":
         return list(_bounded(iter(range(*content)), where))
     if tag in _AS_JSON:

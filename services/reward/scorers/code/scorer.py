@@ -17,7 +17,7 @@ from prometheus_client import Counter, Histogram
 from services.reward.executor.client import ExecutorClient
 from services.reward.executor.protocol import MIB, Call, Execution, Job, Limits, Outcome
 from services.reward.scorers.code import program_results
-from services.reward.scorers.code.program import NoProgram, program_of
+from services.reward.scorers.code.program import NoProgram, last_block, program_of
 from services.reward.scorers.code.suite import BadTests, read_tests
 from services.reward.scorers.code.tests import COMPARING, AssertTest, ProgramTest, Test
 from services.reward.scorers.scorer import unavailable, valued
@@ -112,7 +112,8 @@ class CodeTester:
     async def score(self, group: RolloutGroup) -> list[Score]:
         """Raises PermanentError: the tests are missing or unreadable."""
         tests = self._tests(group.prompt)
-        programs = [self._program(sample) for sample in group.samples]
+        function = tests[0].function.rpartition(".")[2]
+        programs = [self._program(sample, function) for sample in group.samples]
         different = list(dict.fromkeys(program for program in programs if isinstance(program, str)))
         self._count(programs, different)
         try:
@@ -130,9 +131,14 @@ class CodeTester:
         try:
             if field not in prompt.extra:
                 raise BadTests(f"expected tests, found the columns {', '.join(sorted(prompt.extra)) or 'none'}")
-            tests = read_tests(prompt.extra[field])
+            tests = read_tests(prompt.extra[field], prompt.extra.get("entry_point"))
             self._check_outputs(tests)
             self._check_profile(tests)
+            if self._scorer.preset == "livecodebench":
+                same = program_results.same_text_as_livecodebench
+                tests = tuple(
+                    dataclasses.replace(test, same=same) if isinstance(test, ProgramTest) else test for test in tests
+                )
         except BadTests as error:
             raise self._refusal(prompt, error) from error
         return tests
@@ -189,9 +195,11 @@ class CodeTester:
                     f"{len(test.expected.encode())} bytes"
                 )
 
-    def _program(self, sample: Sample) -> str | Score:
+    def _program(self, sample: Sample, function: str) -> str | Score:
         try:
-            return program_of(sample.text, needs_block=self._scorer.needs_block)
+            if self._scorer.preset == "livecodebench":
+                return last_block(sample.text)
+            return program_of(sample.text, needs_block=self._scorer.needs_block, function=function)
         except NoProgram as error:
             return valued(self.name, ScoreStatus.WRONG_FORMAT, 0.0, str(error))
 

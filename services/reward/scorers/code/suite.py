@@ -1,7 +1,9 @@
 r"""Read a problem's tests from a dataset column, in the shapes of docs/rewards.md, "The tests"."""
 
+import ast
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 
 from services.reward.scorers.code import asserts
 from services.reward.scorers.code.assert_evaluation import Unsupported
@@ -9,15 +11,18 @@ from services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest
 from shared.bus.messages import Json
 
 SHAPES = '[{input, output}, …], {"inputs": […], "outputs": […], "fn_name": …}, ["assert …", …] or {"asserts": […], "fn_name": …}'
+_CHECK = "def check("
 
 
 class BadTests(Exception):
     """No tests can be read."""
 
 
-def read_tests(column: Json) -> tuple[Test, ...]:
+def read_tests(column: Json, entry_point: Json = None) -> tuple[Test, ...]:
+    """Read the column. ``entry_point``: the function that HumanEval's ``check`` is called with. Raises BadTests."""
     if isinstance(column, str):
-        column = _parsed(column)
+        is_check = entry_point is not None and column.lstrip()[:1] not in ("[", "{") and _CHECK in column
+        column = _checked(column, _name(entry_point)) if is_check else _parsed(column)
     if isinstance(column, dict) and {"inputs", "outputs"} <= column.keys():
         tests = list(_columns(column["inputs"], column["outputs"], column.get("fn_name")))
     elif isinstance(column, dict) and "asserts" in column:
@@ -33,10 +38,25 @@ def read_tests(column: Json) -> tuple[Test, ...]:
 
 def _parsed(text: str) -> Json:
     try:
-        value: Json = json.loads(text)
+        value: Json = json.loads(text, parse_int=lambda digits: int(Decimal(digits)))  # of any length
     except (ValueError, RecursionError):
         return [text]
     return value
+
+
+def _checked(text: str, function: str) -> Json:
+    """Return the asserts of ``def check(candidate)``, about ``function``. Raises BadTests: it has other statements."""
+    try:
+        (check,) = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+        (candidate,) = check.args.args
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BadTests(f"expected one function check(candidate) in Python, found {text[:80]!r}") from error
+    for name in (each for each in ast.walk(check) if isinstance(each, ast.Name)):
+        name.id = function if name.id == candidate.arg else name.id
+    asserts_only = [
+        each for each in check.body if not (isinstance(each, ast.Assert) and ast.unparse(each.test) == "True")
+    ]
+    return {"asserts": [ast.unparse(each) for each in asserts_only], "fn_name": function}
 
 
 def _columns(inputs: Json, outputs: Json, function: Json) -> Iterator[Test]:
@@ -90,6 +110,12 @@ def _call(function: Json, given: Json, expected: Json, *, wrapped: bool) -> Call
     name = _name(function)
     if not isinstance(given, list):
         raise BadTests(f"expected a list of arguments for {name}, found {_shown(given)}")
+    try:
+        json.dumps(given)
+    except ValueError as error:
+        raise BadTests(
+            f"expected arguments for {name} without integers of more than 4,300 digits, found one"
+        ) from error
     return CallTest(name, tuple(given), expected, wrapped)
 
 

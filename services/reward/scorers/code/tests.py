@@ -14,10 +14,10 @@ import dataclasses
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from services.reward.executor.inside import comparison
+from services.reward.executor.inside import comparison, plain_data
 from services.reward.executor.protocol import Call, Execution, Job, Limits
 from services.reward.scorers.code import asserts, program_results
 from services.reward.scorers.code.assert_evaluation import evaluate
@@ -33,6 +33,10 @@ _WRONG = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError, M
 
 
 class Test(Protocol):
+    @property
+    def function(self) -> str:
+        """The function under test; empty: the whole program."""
+
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         """Return the job to run."""
 
@@ -42,16 +46,18 @@ class Test(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """Run a program with standard input and compare its standard output (:func:`plain.same_text`)."""
+    """Run a program with standard input and compare its standard output (:func:`program_results.same_text`)."""
 
     stdin: str
     expected: str
+    same: Callable[[str, str, float], bool] = program_results.same_text
+    function: str = ""
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         return Job(program, profile, stdin=self.stdin, limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str:
-        right = program_results.same_text(self.expected, execution.stdout, tolerance)
+        right = self.same(self.expected, execution.stdout, tolerance)
         return "" if right else _differs(self.expected, execution.stdout)
 
 
@@ -78,9 +84,8 @@ class CallTest:
             value = program_results.read(execution.values[0])
             right = any(comparison.equal(expected, value, tolerance) for expected in self._accepted)
         except Elsewhere:
-            return Call(
-                "matches", (execution.values[0], [json.dumps(accepted) for accepted in self._accepted], tolerance)
-            )
+            accepted: list[Json] = [json.dumps(plain_data.tagged(value, "the test")) for value in self._accepted]
+            return Call("matches", (execution.values[0], accepted, tolerance))
         except _WRONG as error:
             return f"the result cannot be compared ({type(error).__name__})"
         return "" if right else _differs(self.expected, value)
@@ -96,6 +101,10 @@ class AssertTest:
     split: SplitAssert
     given: tuple[str, ...] = ()
     """Precomputed values of ``given``, as tagged JSON text."""
+
+    @property
+    def function(self) -> str:
+        return self.split.function
 
     def job(self, program: str, profile: str, limits: Limits) -> Job:
         calls = tuple(Call(self.split.function, expression=call) for call in self.split.calls)

@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 
 from shared.errors import SettingsError
 from shared.model.model_source import check_model
-from shared.model.tokenizer import UNUSABLE, Tokenizer, first_line
+from shared.model.tokenizer import UNUSABLE, Tokenizer, first_line, stop_tokens
 from shared.process.importing import importing
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
     settle_rope(model, context_tokens)
     model = model.eval().requires_grad_(False).to(place)
     config = model.config.get_text_config()
-    stop = {*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id), *_ids(tokenizer.eos_token_id)}
+    stop = {*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id), *stop_tokens(tokenizer)}
     return OpenedModel(
         model=model,
         parameters=dict(model.state_dict(keep_vars=True)),

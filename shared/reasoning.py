@@ -1,0 +1,56 @@
+"""Separate a completion's reasoning from its answer (docs/rewards.md, "Reasoning").
+
+::
+
+    prompt … <think>\\n | First, 2 plus 2.\\n</think>\\n\\boxed{4}      the prompt ends with the opening: text begins with it
+                        | <think>First, 2 plus                        cut before the closing: there is no answer
+"""
+
+import re
+from collections.abc import Mapping
+
+KNOWN: Mapping[str, str] = {
+    "<think>": "</think>",
+    "<|channel|>": "<|channel|>final<|message|>",
+    "<|channel>": "<channel|>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<seed:think>": "</seed:think>",
+    "<mm:think>": "</mm:think>",
+    "<|plamo:begin_think:plamo|>": "<|plamo:end_think:plamo|>",
+}
+"""Closing by opening, as vLLM's reasoning parsers name them: DeepSeek, GLM, Nemotron and Qwen; gpt-oss; Gemma 4; Mistral;
+Cohere; Seed; MiniMax; PLaMo."""
+
+
+class Reasoning:
+    """Finds reasoning by ``markers``, closing by opening.
+
+    >>> Reasoning(KNOWN).answer("<think>5? No.</think> It is 7."), Reasoning(KNOWN).answer("<think> 5")
+    (' It is 7.', '')
+    """
+
+    def __init__(self, markers: Mapping[str, str]) -> None:
+        self._openings = frozenset(markers)
+        longest_first = sorted({*markers, *markers.values()}, key=len, reverse=True)
+        self._marker = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def opening(self, prompt: str) -> str:
+        """Return the end of ``prompt`` that opens the reasoning, such as ``<think>\\n``, or nothing."""
+        last = max(self._marker.finditer(prompt), key=re.Match.start, default=None)
+        if last is None or last[0] not in self._openings or prompt[last.end() :].strip():
+            return ""
+        return prompt[last.start() :]
+
+    def answer(self, text: str) -> str:
+        """Return ``text`` without its reasoning.
+
+        What precedes a closing without an opening is reasoning, and so is what follows an opening without a closing.
+        """
+        answer, start, inside = "", 0, False
+        for marker in self._marker.finditer(text):
+            opens = marker[0] in self._openings
+            if opens and not inside:
+                answer += text[start : marker.start()]
+            start, inside = marker.end(), opens
+        return answer if inside else answer + text[start:]
