@@ -359,7 +359,7 @@ def load_data(settings: Settings) -> Data:
     """Load the datasets. Raises SettingsError: one is unusable."""
     evaluation, scorers = settings.evaluation, settings.reward.scorers
     names = [scorer.name for scorer in scorers]
-    comparing = [scorer.name for scorer in scorers if isinstance(scorer, AnswerScorer)]
+    comparing = [scorer for scorer in scorers if isinstance(scorer, AnswerScorer)]
     demonstrations = None
     if settings.is_supervised:
         demonstrations, comparing = Demonstrations(settings), []
@@ -392,7 +392,10 @@ def _doubts(
     settings: Settings, train: dataset.Dataset, held_out: Sequence[tuple[HeldOutSet, dataset.Dataset]]
 ) -> Iterator[NoticeView]:
     if train.bad_rows:
-        text = f"{train.bad_rows} rows of {', '.join(settings.data.sources)} cannot be used; `penstock data check` names them and the reasons"
+        text = (
+            f"{train.bad_rows} rows of {', '.join(settings.data.sources)} cannot be used, the first {train.bad[0]}; "
+            "`penstock data check` names all"
+        )
         yield notice("bad rows", "warning", text)
     prompts = Training(train.problems) if held_out else None
     for held_set, problems in held_out:

@@ -102,7 +102,7 @@ async def _rewards(scoring: Scoring, group: RolloutGroup) -> list[float]:
 
 def _problems(settings: Settings, held_set: HeldOutSet, most: int | None) -> list[dataset.Problem]:
     names = [scorer.name for scorer in settings.reward.scorers]
-    comparing = [scorer.name for scorer in settings.reward.scorers if isinstance(scorer, AnswerScorer)]
+    comparing = [scorer for scorer in settings.reward.scorers if isinstance(scorer, AnswerScorer)]
     setting = settings.evaluation.setting_of(held_set)
     loaded = dataset.load(held_set.path, settings.data, setting, names, comparing)
     chosen = dataset.subset(len(loaded), len(loaded) if most is None else most, settings.run.seed)

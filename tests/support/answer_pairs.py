@@ -885,6 +885,114 @@ def _calculus_restated(lot: random.Random) -> tuple[str, str]:
     )  # fmt: skip
 
 
+# --- tiny factors: equal for off = 0, different for off = 1, however small both are
+
+Tiny = Callable[[random.Random, int], tuple[str, str]]
+TINY: dict[str, Tiny] = {}
+
+
+def _tiny(rule: Tiny) -> Tiny:
+    name = rule.__name__.strip("_")
+    TINY[name] = rule
+    EQUAL[f"{name}_equal"] = lambda lot: rule(lot, 0)
+    UNEQUAL[f"{name}_unequal"] = lambda lot: rule(lot, 1)
+    return rule
+
+
+def _places(lot: random.Random) -> int:
+    return lot.randint(13, 60)
+
+
+@_tiny
+def _poisson(lot: random.Random, off: int) -> tuple[str, str]:
+    mean, count = lot.randint(30, 90), lot.randint(2, 40)
+    return (
+        rf"\frac{{e^{{-{mean}}}{mean}^{{{count}}}}}{{{count}!}}",
+        rf"e^{{-{mean}}}\cdot\frac{{{mean}^{{{count - 1 + off}}}}}{{{count - 1}!}}\cdot\frac{{{mean}}}{{{count}}}",
+    )
+
+
+@_tiny
+def _binomial(lot: random.Random, off: int) -> tuple[str, str]:
+    n = lot.randint(60, 120)
+    k = lot.randint(2, n // 2 - 1)
+    return (
+        rf"\frac{{{n}!}}{{{k}!\,{n - k}!\,2^{{{n}}}}}",
+        rf"\binom{{{n}}}{{{k + off}}}\left(\frac{{1}}{{2}}\right)^{{{n}}}",
+    )
+
+
+@_tiny
+def _birthdays(lot: random.Random, off: int) -> tuple[str, str]:
+    people = lot.randint(5, 60)
+    return (
+        rf"1-\frac{{365!}}{{{365 - people}!\cdot365^{{{people}}}}}",
+        rf"1-\frac{{364!}}{{{365 - people + off}!\cdot365^{{{people - 1}}}}}",
+    )
+
+
+@_tiny
+def _near_one(lot: random.Random, off: int) -> tuple[str, str]:
+    n = lot.randint(30, 400)
+    return rf"1-e^{{-{n}}}", rf"\frac{{e^{{{n + off}}}-1}}{{e^{{{n + off}}}}}"
+
+
+@_tiny
+def _near_one_in_powers_of_ten(lot: random.Random, off: int) -> tuple[str, str]:
+    n = _places(lot)
+    return rf"\ln(1+10^{{-{n}}})", rf"\ln(10^{{{n}}}+1)-{n + off}\ln 10" if off == 0 else rf"\ln(1+10^{{-{n + 1}}})"
+
+
+@_tiny
+def _root_of_a_power_of_ten(lot: random.Random, off: int) -> tuple[str, str]:
+    a, b, n = lot.randint(2, 40), lot.choice((2, 3, 5, 7, 11)), _places(lot)
+    return rf"\sqrt{{{a * a * b}}}\cdot10^{{-{n}}}", rf"\frac{{{a + off}\sqrt{{{b}}}}}{{10^{{{n}}}}}"
+
+
+@_tiny
+def _small_conjugate(lot: random.Random, off: int) -> tuple[str, str]:
+    a, n = lot.choice((2, 3, 5, 6, 7, 10)), _places(lot)
+    sign = "-" if off else "+"
+    return (
+        rf"\frac{{\sqrt{{{a}}}+1}}{{10^{{{n}}}}}",
+        rf"\frac{{{a - 1}}}{{(\sqrt{{{a}}}{'-' if sign == '+' else '+'}1)\cdot10^{{{n}}}}}",
+    )
+
+
+@_tiny
+def _reciprocal_factorial(lot: random.Random, off: int) -> tuple[str, str]:
+    n = lot.randint(16, 60)
+    return rf"\frac{{\pi}}{{{n}!}}", rf"\frac{{{n + 1 + off}\pi}}{{{n + 1}!}}"
+
+
+@_tiny
+def _sine(lot: random.Random, off: int) -> tuple[str, str]:
+    n = _places(lot)
+    angle = lot.randint(1, 9)
+    return rf"10^{{-{n}}}\sin({2 * angle})", rf"\frac{{{2 + off}\sin({angle})\cos({angle})}}{{10^{{{n}}}}}"
+
+
+@_tiny
+def _logarithm(lot: random.Random, off: int) -> tuple[str, str]:
+    n, power = _places(lot), lot.randint(2, 9)
+    return rf"10^{{-{n}}}\ln({2**power})", rf"{power + off}\cdot10^{{-{n}}}\ln(2)"
+
+
+@_tiny
+def _small_letters(lot: random.Random, off: int) -> tuple[str, str]:
+    n, a = lot.randint(30, 120), lot.randint(1, 9)
+    return rf"e^{{-{n}}}(x^2-{a * a})", rf"\frac{{(x-{a})(x+{a + off})}}{{e^{{{n}}}}}"
+
+
+@_tiny
+def _factor_of_both(lot: random.Random, off: int) -> tuple[str, str]:
+    n, a, b = _places(lot), lot.randint(2, 9), lot.randint(2, 9)
+    return (
+        rf"\frac{{e^{{{a}}}+\pi^{{{b}}}}}{{10^{{{n}}}}}",
+        rf"10^{{-{n}}}\pi^{{{b}}}+\frac{{e^{{{a + off}}}}}{{10^{{{n}}}}}",
+    )
+
+
 def pairs(seed: int, each: int = EACH) -> Iterator[Pair]:
     """Yield up to ``each`` different pairs of every rule; some rules have fewer."""
     for rules, equal in ((EQUAL, True), (UNEQUAL, False)):

@@ -12,13 +12,14 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from services.coordinator.admission import dataset_files
+from services.coordinator.admission import dataset_files, references
 from services.coordinator.admission.dataset_files import BadRow, DatasetRow
 from services.coordinator.admission.demonstrations import Demonstration, Demonstrations, Kind
 from services.coordinator.admission.row_filter import RowFilter
@@ -26,6 +27,7 @@ from shared.bus.encoding import wire
 from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
 from shared.errors import SettingsError
 from shared.settings import DataSettings
+from shared.settings.rewards.scorers import AnswerScorer
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +143,7 @@ def load(
     data: DataSettings,
     setting: str,
     scorers: Sequence[str] = (),
-    comparing: Collection[str] = (),
+    comparing: Sequence[AnswerScorer] = (),
     condition: str = "",
     demonstrations: Demonstrations | None = None,
     teachers: Sequence[str] = (),
@@ -167,14 +169,32 @@ def load(
             log.warning("bad row skipped", extra={"row": name, "reason": str(error)})
             if len(bad) > max(data.max_bad_rows, _SHOWN - 1):
                 break
+    problems, unusable = _usable(problems, comparing)
+    bad += unusable
     _check_loaded(source, data, setting, len(problems), bad, filtered)
     return Dataset(tuple(problems), len(bad), filtered, bad=tuple(bad))
+
+
+def _usable(problems: list[Problem], comparing: Sequence[AnswerScorer]) -> tuple[list[Problem], list[str]]:
+    """Return the problems whose reference an answer can equal, and why the others are bad."""
+    asked = [
+        (place, scorer)
+        for place, problem in enumerate(problems)
+        for scorer in _applying(problem, comparing)
+        if problem.demonstration is None
+    ]
+    refusals = references.check([(scorer, problems[place].answer or "") for place, scorer in asked])
+    bad = {place: error for (place, _), error in zip(asked, refusals, strict=True) if error is not None}
+    sentences = [f"{problems[place].source}: {error}" for place, error in sorted(bad.items())]
+    for sentence in sentences:
+        log.warning("bad row skipped", extra={"row": sentence.partition(": ")[0], "reason": sentence})
+    return [problem for place, problem in enumerate(problems) if place not in bad], sentences
 
 
 def load_training(
     data: DataSettings,
     scorers: Sequence[str] = (),
-    comparing: Collection[str] = (),
+    comparing: Sequence[AnswerScorer] = (),
     demonstrations: Demonstrations | None = None,
     teachers: Sequence[str] = (),
 ) -> Dataset:
@@ -319,19 +339,23 @@ def _turns(value: object, field: str) -> Iterator[ChatMessage]:
 def _answer(value: object, field: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     raise BadRow(f"expected text or a number in {field!r}, found {_shown(value)}")
 
 
-def _check_answer(problem: Problem, field: str, comparing: Collection[str]) -> None:
+def _check_answer(problem: Problem, field: str, comparing: Sequence[AnswerScorer]) -> None:
     """Raise BadRow if an applicable scorer lacks its reference answer."""
-    applying = [name for name in comparing if not problem.scorers or name in problem.scorers]
+    applying = _applying(problem, comparing)
     if applying and not (problem.answer or "").strip():
         raise BadRow(
-            f"expected a reference answer in {field!r} for scorer {applying[0]!r}, but it is empty: add it, or change "
+            f"expected a reference answer in {field!r} for scorer {applying[0].name!r}, but it is empty: add it, or change "
             f"data.answer_field"
         )
+
+
+def _applying(problem: Problem, comparing: Sequence[AnswerScorer]) -> list[AnswerScorer]:
+    return [scorer for scorer in comparing if not problem.scorers or scorer.name in problem.scorers]
 
 
 def _names(row: Mapping[str, object], field: str, known: Sequence[str], plural: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The kinds of ``[[reward.scorers]]`` (docs/rewards.md)."""
 
 import itertools
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -16,6 +16,8 @@ def _tags(name: str) -> tuple[str, str]:
 AnswerPlace = Literal["whole", "boxed", "hashes", "last_number", "choice", "tag", "auto"]
 LenientRule = Literal["case", "prose", "added_unit", "units", "percent", "bases", "brackets", "whole", "restating"]
 """The names of the rules that let an answer count that is not exactly the reference (docs/rewards.md, "Leniency")."""
+AnswerPreset = Literal["own", "strict", "math-verify", "qwen-math"]
+_QWEN_TOLERANCE = 1e-4
 
 
 class AnswerScorer(BaseScorer):
@@ -39,8 +41,33 @@ class AnswerScorer(BaseScorer):
     that the reference does not have; `units`, `percent` signs and number `bases` that only one side has;
     `brackets` of points, sets and lists; the tolerance for `whole` numbers; `restating` the question, such as
     12+34 for 46."""
+    preset: AnswerPreset = Field(default="own")
+    """Whose verdicts to reproduce: our `own`, by `lenient` and `tolerance`; `strict`, ours without leniency;
+    `math-verify`, the library on the whole completion; `qwen-math`, the grader of Qwen2.5-Math's evaluation."""
     needs_stop: bool = Field(default=False)
     """Whether a completion that was cut at its length limit is `wrong_format`."""
+
+    @model_validator(mode="after")
+    def _check_preset(self) -> "AnswerScorer":
+        fields = type(self).model_fields
+        changed = [name for name in ("lenient", "tolerance") if getattr(self, name) != fields[name].default]
+        if self.preset != "own" and (changed or self.mode != "math"):
+            raise ValueError(
+                f'expected preset = "own" beside {" and ".join(changed) or "this mode"}, which preset = '
+                f'"{self.preset}" sets by itself: leave one of them out'
+            )
+        return self
+
+    @property
+    def forgiven(self) -> frozenset[LenientRule]:
+        """The lenient rules of the preset."""
+        of = {"own": self.lenient, "qwen-math": [rule for rule in get_args(LenientRule) if rule != "whole"]}
+        return frozenset(of.get(self.preset, ()))
+
+    @property
+    def closeness(self) -> float:
+        """The tolerance of the preset."""
+        return {"own": self.tolerance, "qwen-math": _QWEN_TOLERANCE}.get(self.preset, 0.0)
 
     @property
     def place(self) -> AnswerPlace:
@@ -61,7 +88,7 @@ class AnswerScorer(BaseScorer):
 
     def strict(self) -> "AnswerScorer":
         """Return these settings with every leniency off."""
-        return self.model_copy(update={"lenient": (), "tolerance": 0.0})
+        return self.model_copy(update={"preset": "own", "lenient": (), "tolerance": 0.0})
 
 
 FormatRule = Literal["tags", "order", "outside", "pattern", "length", "tokens", "scripts", "json", "stop"]

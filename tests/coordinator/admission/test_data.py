@@ -16,6 +16,7 @@ from services.coordinator.service import load_data
 from shared.bus.messages import ChatMessage
 from shared.errors import SettingsError
 from shared.settings import DataSettings
+from shared.settings.rewards.scorers import AnswerScorer
 from tests.support.coordinator_players import settings
 
 ROOT = Path(__file__).parents[3]
@@ -284,9 +285,30 @@ def test_a_row_without_a_reference_answer_is_bad_where_a_scorer_that_applies_com
     rows = [{"prompt": "a", "by": "format"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": " "}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = DataSettings.model_validate({"path": path, "scorers_field": "by"})
-    loaded = dataset.load(path, settings, "data.path", ["answer", "format"], ["answer"])
+    loaded = dataset.load(path, settings, "data.path", ["answer", "format"], [AnswerScorer(kind="answer")])
     assert ([problem.text for problem in loaded.problems], loaded.bad_rows) == (["a", "b"], 1)
     assert len(dataset.load(path, settings, "data.path", ["answer", "format"])) == 3
+
+
+def test_a_reference_that_no_answer_can_equal_is_a_bad_row_that_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    answers = [
+        "4",
+        "$x=-1$ or $x=1$",
+        r"$\$ 3040$",
+        "min at $x=1$, max at $2$ or so",
+        float("nan"),
+        "",
+        r"1;$\frac{8}{9}$",
+    ]
+    path.write_text("".join(json.dumps({"prompt": "a", "answer": answer}) + "\n" for answer in answers))
+    settings = DataSettings.model_validate({"path": path, "max_bad_rows": 3})
+    loaded = dataset.load(path, settings, "data.path", ["answer"], [AnswerScorer(kind="answer")])
+    assert [problem.answer for problem in loaded.problems] == [answers[0], answers[1], answers[2], answers[6]]
+    assert [sentence.partition(": ")[0] for sentence in loaded.bad] == [f"odd.jsonl:{line}" for line in (5, 6, 4)]
+    assert "'min at $x=1$, max at $2$ or so', which does not even equal itself" in loaded.bad[2]
+    with pytest.raises(SettingsError, match=r"odd\.jsonl:1: expected one of the letters ABCDE"):
+        dataset.load(path, settings, "data.path", ["answer"], [AnswerScorer(kind="answer", extract="choice")])
 
 
 def test_a_dataset_of_few_rows_that_are_all_bad_names_them(tmp_path: Path) -> None:
@@ -295,7 +317,7 @@ def test_a_dataset_of_few_rows_that_are_all_bad_names_them(tmp_path: Path) -> No
     with pytest.raises(
         SettingsError, match=r"found a bad one(.|\n)*few\.jsonl:1: expected a reference answer in 'answer'"
     ):
-        dataset.load(path, DataSettings(path=str(path)), "data.path", ["answer"], ["answer"])
+        dataset.load(path, DataSettings(path=str(path)), "data.path", ["answer"], [AnswerScorer(kind="answer")])
 
 
 def test_overlap_counts_prompts_word_for_word_and_but_for_case_and_spacing(tmp_path: Path) -> None:

@@ -54,6 +54,20 @@ async def score(answer_matcher: AnswerMatcher, reference: str, text: str) -> Sco
         ("boxed", r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         ("boxed", r"\boxed{\frac{1}{2}", None),
         ("boxed", r"\boxed{}", None),
+        ("boxed", r"\boxed{1} and \boxed{-2}", "1, -2"),
+        ("boxed", r"$x=\boxed{1}$, or $x = \boxed{2}$", "1, 2"),
+        ("boxed", r"first \boxed{C}, on second thoughts \boxed{E}", "E"),
+        ("boxed", r"\boxed{1} and \boxed{2", None),
+        ("boxed", r"`\boxed{42}`. I wrote it inside \boxed as you asked.", "42"),
+        ("boxed", r"`\boxed{42}` is what I put in `\boxed{...}`", "42"),
+        ("choice", r"$\boxed{\langle H\rangle \ll \Delta E}$ … **Answer: D**", "D"),
+        ("choice", r"\boxed{E: A polygenic score}", "E"),
+        ("choice", r"\boxed{D. Both A and B}", "D"),
+        ("choice", r"\boxed{A. or B}", None),
+        ("choice", r"\boxed{A) B) C)} The answer is A", None),
+        ("last_number", "it is not 5", None),
+        ("last_number", "more than 5, x > 5, f(5), 5!", None),
+        ("last_number", "about 5 million", "5 million"),
         ("boxed", r"$\boxed5$", "5"),
         ("boxed", r"\boxed 12.", "12"),
         ("boxed", r"\boxed {5}", "5"),
@@ -274,6 +288,51 @@ async def mathematics() -> AsyncIterator[AnswerMatcher]:
         ("5", "We add 2 and 3, so the answer is 5.", 1.0),
         ("5", "We add 2 and 3, so the answer is 6.", 0.0),
         ("46", "12+34", 0.0),
+        ("46", r"\frac{12+34}{1}", 0.0),
+        (r"\boxed{1} and \boxed{-2}", r"\boxed{1,-2}", 1.0),
+        (r"\boxed{1} and \boxed{-2}", r"$\boxed{1}$ and $\boxed{-2}$", 1.0),
+        (r"\boxed{1} and \boxed{-2}", r"\boxed{-2}", 0.0),
+        ("-2", r"\boxed{1}$ and $\boxed{-2}", 0.0),
+        ("$5$ or $9$", r"\boxed{5 \text{ or } 9}", 1.0),
+        ("$5$ or $9$", r"\boxed{5, 9}", 1.0),
+        ("$x=-1$ or $x=1$", r"\boxed{-1, 1}", 1.0),
+        ("$48$,$384$", r"\boxed{48, 384}", 1.0),
+        (r"1;$\frac{8}{9}$", r"\boxed{\frac{8}{9}, 1}", 1.0),
+        (r"$\$ 3040$", r"\boxed{3040}", 0.0),
+        (r"$\$ 3040$", r"\boxed{\$3040}", 1.0),
+        ("5", "The answer is more than 5.", 0.0),
+        ("5", "It is more than 5.", 0.0),
+        ("5", r"\boxed{\text{at least }5}", 0.0),
+        ("5", "It cannot be 5.", 0.0),
+        ("5", "Up to 5.", 0.0),
+        ("5", "The answer is 5 million.", 0.0),
+        ("5,000,000", "The answer is 5 million.", 1.0),
+        ("60", r"\boxed{5 \text{ dozen}}", 1.0),
+        ("5", r"\boxed{5\text{ negative}}", 0.0),
+        ("5", r"\boxed{5 factorial}", 0.0),
+        ("5", r"\boxed{5'}", 0.0),
+        ("5", r"\boxed{5\ldots}", 0.0),
+        ("x^2=-1", "x^2=-2", 0.0),
+        (r"\frac{1}{2}45^3", r"\frac{91125}{2}", 1.0),
+        (r"\frac{e^{-20}20^{10}}{10!}", r"\frac{e^{-20}20^{11}}{11!}", 0.0),
+        (r"1-\frac{365!}{335!\cdot365^{30}}", r"1-\frac{365!}{336!\cdot365^{29}}", 0.0),
+        (r"1-\frac{365!}{335!\cdot365^{30}}", r"\boxed{1-e^{-100}}", 0.0),
+        (r"\frac{100!}{50!\,50!\,2^{100}}", r"\frac{100!}{49!\,51!\,2^{100}}", 0.0),
+        ("1-e^{-50}", "1-e^{-60}", 0.0),
+        (r"\sqrt2\cdot10^{-18}", r"\sqrt2\cdot10^{-17}", 0.0),
+        (r"\frac{\sqrt2+1}{10^{20}}", r"\frac{\sqrt2-1}{10^{20}}", 0.0),
+        (r"\frac{1}{20!}", r"\frac{1}{21!}", 0.0),
+        (r"\ln(1+10^{-30})", r"\ln(1+10^{-31})", 0.0),
+        (r"\{\sqrt2\cdot10^{-18}, 1\}", r"\{\sqrt2\cdot10^{-17}, 1\}", 0.0),
+        (r"(\frac{\pi}{30!}, e^{-50}]", r"(\frac{\pi}{31!}, e^{-50}]", 0.0),
+        ("(5,3]", "(7,2]", 0.0),
+        (r"\emptyset", r"\{\}", 1.0),
+        (r"\begin{pmatrix}e^{-50}\\1\end{pmatrix}", r"\begin{pmatrix}e^{-60}\\1\end{pmatrix}", 0.0),
+        (r"y = e^{-50}\sin x", r"y = e^{-60}\sin x", 0.0),
+        (r"\frac{20!}{20^{20}}", r"\frac{19!}{20^{19}}", 1.0),
+        (r"\sqrt{2+\sqrt3}", r"\frac{\sqrt6+\sqrt2}{2}", 1.0),
+        (r"e^{\pi\sqrt{163}}", "640320^3+744", 0.0),
+        (r"0.1\cdot10^{-400}\sqrt2", r"0.2\cdot10^{-500}\sqrt2", 0.0),
     ],
 )
 async def test_mathematics_is_compared_by_value(
@@ -306,6 +365,35 @@ async def test_bold_text_and_worked_sums_are_read_as_a_person_reads_them(
 ) -> None:
     scored = await score(mathematics, "#### 18", text)
     assert (scored.status, scored.value) == (ScoreStatus.OK, value)
+
+
+@pytest.mark.parametrize(
+    ("preset", "reference", "text", "value"),
+    [
+        ("math-verify", "18", "It is $18$ apples, or not", 1.0),
+        ("math-verify", r"\frac{1}{3}", "so $0.3333333$", 1.0),
+        ("math-verify", "1-e^{-50}", r"$\boxed{1-e^{-60}}$", 0.0),
+        ("qwen-math", r"50\%", r"\boxed{50}", 1.0),
+        ("qwen-math", r"\frac{1}{3}", r"\boxed{0.33333}", 1.0),
+        ("strict", "Oslo", "oslo", 0.0),
+        ("strict", r"\frac{1}{3}", r"\boxed{0.33333333}", 0.0),
+    ],
+)
+async def test_a_preset_gives_the_verdict_of_what_it_is_named_after(
+    preset: str, reference: str, text: str, value: float
+) -> None:
+    of_preset = matcher(command=COMMAND, timeout_s=20.0, preset=preset)
+    try:
+        assert (await score(of_preset, reference, text)).value == value
+    finally:
+        await of_preset.close()
+
+
+def test_a_preset_beside_a_leniency_of_ones_own_is_refused() -> None:
+    with pytest.raises(ValueError, match='expected preset = "own" beside lenient'):
+        matcher(preset="math-verify", lenient=["case"])
+    with pytest.raises(ValueError, match='expected preset = "own" beside this mode'):
+        matcher(mode="exact", preset="strict")
 
 
 @pytest.mark.parametrize(
@@ -344,7 +432,7 @@ async def test_an_endless_comparison_is_killed_and_the_next_one_works() -> None:
     await hasty.start()
     before = _matchers()
     try:
-        endless, other = await hasty.score(asked(r"\sqrt{46}", rf"\boxed{{{'1e1/' * 40}7}}", r"It is $\sqrt{46}$."))
+        endless, other = await hasty.score(asked(r"\pi!", r"\boxed{(\pi-1)!\pi}", r"It is $\pi!$."))
         assert (endless.status, endless.value, endless.detail) == (ScoreStatus.TIMEOUT, 0.0, "no answer within 2 s")
         assert (other.status, other.value) == (ScoreStatus.OK, 1.0)
         assert _matchers() == before, "a fork of the same process went on"

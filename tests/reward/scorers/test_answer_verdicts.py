@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from services.reward.scorers.answer import extraction, matching, notation, prose, shapes, units, words
 from services.reward.scorers.answer.extraction import extract
-from services.reward.scorers.answer.mathematics import plain_mathematics, plain_numbers
+from services.reward.scorers.answer.mathematics import comparison, plain_mathematics, plain_numbers
 from services.reward.scorers.answer.scorer import AnswerMatcher
 from shared.bus.messages import Score
 from shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
@@ -203,7 +203,18 @@ def test_what_fails_in_this_process_is_left_to_computer_algebra(monkeypatch: pyt
 
 
 def test_the_examples_in_the_docstrings_of_the_reader_hold() -> None:
-    modules = (extraction, matching, notation, plain_mathematics, plain_numbers, prose, shapes, units, words)
+    modules = (
+        extraction,
+        matching,
+        notation,
+        plain_mathematics,
+        plain_numbers,
+        prose,
+        shapes,
+        units,
+        words,
+        comparison,
+    )
     results = [doctest.testmod(module) for module in modules]
     assert [result.failed for result in results] == [0] * len(modules)
     assert all(result.attempted for result in results)

@@ -1,17 +1,29 @@
 """Find the answer in a completion."""
 
 import re
+from collections import deque
 from functools import lru_cache
 
-from services.reward.scorers.answer.notation import ascii_signs, last
+from services.reward.scorers.answer.notation import JOINT, JOINT_WORD, SCALE_WORDS, ascii_signs, last
 from shared.settings.rewards.scorers import AnswerPlace
 
 _NUMBER = re.compile(
-    r"(?<![A-Za-z_0-9.\\^])(?<!\^\{)(?:(?<![)\]}])[-+](?=[0-9.]))?"  # sign, unless it is an operator
+    r"(?<![A-Za-z_0-9.\\^])(?<!\^\{)(?<!qrt\{)(?<!\}\{)(?<![A-Za-z]\()(?<!\bnot )(?<!\bthan )(?<!\bleast )(?<!\bmost )"
+    r"(?<![<>≠≤≥] )(?<![<>≠≤≥·×*])(?<!eq )"
+    r"(?:(?<![)\]}])[-+](?=[0-9.])|(?<== )-\s(?=[0-9.]))?"  # sign, unless it is an operator
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?(?:/[0-9]+)?(?:\\?%)?(?!\^|\.[0-9])"
+    rf"(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?(?:/[0-9]+)?(?:\s?\\?%|\s(?:{SCALE_WORDS}))?"
+    r"(?!\^|!|\.[0-9]|[xyznk](?![A-Za-z])|\s?(?:\\times|\\cdot|[×·*])\s?[0-9])"
 )
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?:\{|(?P<bare>[-+]?[0-9][0-9.,]*(?<![.,])|[A-Za-z]))")
+_BOX = re.compile(
+    r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*"
+    r"(?:\{|(?P<bare>[-+]?[0-9][0-9.,]*(?<![.,])|[A-Za-z](?=\s*(?:[$.,;)\]]|\\[)\]]|\Z))))"
+)
+_PLACEHOLDER = re.compile(r"(?:[.…\s]|\\[lcv]?dots)+|(?i:(?:(?:your|the|final)\s+)*(?:answer|result))")
+"""Contents of a box that sentences only talk about."""
+_BETWEEN_BOXES = re.compile(rf"(?:{JOINT}|\s*[A-Za-z](?:_\{{?\w+\}}?)?\s*=)*")
+_LONGEST_JOINT = 60
+_MOST_BOXES = 16
 _COMMENT = re.compile(r"(?<=\s)%[^\n]*\n")
 _LONGEST_BOXED = 10_000
 """In characters; a longer unclosed box counts as cut off."""
@@ -47,17 +59,35 @@ def extract(text: str, place: AnswerPlace, tag: str = "answer", letters: str = "
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the contents of the last ``\boxed{…}``; None if it is missing or cut off.
+    r"""Return the contents of the last box, or of the boxes that are listed there; None if missing or cut off.
 
-    >>> boxed(r"$\boxed5$"), boxed(r"\fbox {5}")
-    ('5', '5')
+    >>> boxed(r"$\boxed5$"), boxed(r"\fbox {5}"), boxed(r"\boxed{1} and $\boxed{-2}$"), boxed(r"\boxed{1}. So \boxed{2}.")
+    ('5', '5', '1, -2', '2')
     """
-    match = last(_BOX, text)
-    if match is None:
-        return None
-    if match["bare"] is not None:
-        return match["bare"]
-    start = match.end()
+    listed = list[str]()
+    start = -1
+    for match in reversed(deque(_BOX.finditer(text), _MOST_BOXES)):
+        contents, end = _contents(text, match)
+        between = text[end:start]
+        if listed and not _joins(between):
+            break
+        if not contents:
+            return ", ".join(listed) or None
+        if _PLACEHOLDER.fullmatch(contents) is None:
+            listed[:0] = [contents] if contents not in listed else []
+            start = match.start()
+    return ", ".join(listed) or None
+
+
+def _joins(text: str) -> bool:
+    return len(text) <= _LONGEST_JOINT and bool(JOINT_WORD.search(text) and _BETWEEN_BOXES.fullmatch(text))
+
+
+def _contents(text: str, box: re.Match[str]) -> tuple[str | None, int]:
+    """Return the contents of a box, None if it is cut off, and its end."""
+    if box["bare"] is not None:
+        return box["bare"], box.end()
+    start = box.end()
     depth, escaped = 1, False
     for index in range(start, min(len(text), start + _LONGEST_BOXED)):
         character = text[index]
@@ -70,8 +100,8 @@ def boxed(text: str) -> str | None:
         elif character == "}":
             depth -= 1
             if depth == 0:
-                return _COMMENT.sub("\n", text[start:index]).strip() or None
-    return None
+                return _COMMENT.sub("\n", text[start:index]).strip(), index + 1
+    return None, len(text)
 
 
 def tagged(text: str, tag: str) -> str | None:
@@ -126,8 +156,11 @@ def choice(text: str, letters: str = "ABCDE") -> str | None:
     >>> choice("Paris is in France, so the answer is (B).")
     'B'
     """
-    if _BOX.search(text) is not None:
-        return letter_alone(text, letters)
+    box = boxed(text)
+    if box is not None and (letter := _bare_letter(box, letters)) is not None:
+        return letter
+    if box is not None and re.fullmatch(rf"(?:[{letters}]|[\W_]|\b(?:text|or|and)\b)*", box):
+        return None  # several letters
     text = text[-_CHOICE_WITHIN:]
     statement = last(_said(letters), text)
     if statement is not None:
@@ -180,8 +213,10 @@ def _said(letters: str) -> re.Pattern[str]:
 def _bare_letter(text: str, letters: str) -> str | None:
     r"""Match ``\text{(b)}``, ``B.``, ``(B) 7``, ``**B**``."""
     bare = re.sub(r"\\(?:textbf|textit|text|mathrm|mathbf)\s*|[{}$*`]", "", text).strip()
-    match = re.fullmatch(rf"\(?([{letters}{letters.lower()}])(?:[).:](?P<more>\s.*)?)?\.?", bare)
-    if match is None or re.search(rf"(?<![A-Za-z])\(?[{letters}](?![A-Za-z0-9'’])", match["more"] or ""):
+    match = re.fullmatch(rf"\(?([{letters}{letters.lower()}])(?:[).:](?P<option>\s.*)?)?\.?", bare)
+    if match is None or re.search(
+        rf"^\s*\(?[{letters}]\)?\s*$|(?:^|[\s(])[{letters}][).:]|^\s*(?:or|and|[/,&|])", match["option"] or ""
+    ):
         return None
     return match[1].upper()
 

@@ -38,8 +38,13 @@ _ARITHMETIC = re.compile(r"(?<=[0-9})%])\s*(?:[-+*/]|\\times|\\cdot|\\div)\s*(?!
 _ONLY_NUMBERS = re.compile(r"(?:[0-9.,\s(){}+*/%-]|\\(?:times|cdot|div|frac|%))+")
 _COMPUTED = re.compile(rf"{_ONLY_NUMBERS.pattern}(?:={_ONLY_NUMBERS.pattern})+")
 """``12 + 34 = 46``: numbers only."""
-_FRACTION_TEXT = re.compile(r"[-+]?\s*(?:[0-9.,]+\s*/\s*[0-9.,]+|\\frac\s*(?:\{[^{}]*\}\s*\{[^{}]*\}|[0-9]{2}))")
+_FRACTION_TEXT = re.compile(
+    r"[-+]?\s*(?:[0-9.,]+\s*/\s*[0-9.,]+|\\frac\s*(?:\{\s*[-+]?[0-9.,]+\s*\}\s*\{\s*[-+]?[0-9.,]+\s*\}|[0-9]{2}))"
+)
 _DEGREES_INSIDE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*\^\\circ")
+_READ = re.compile(r"(?:[A-Za-z0-9\s+\-*/^_{}()\[\]|.,!=<>&\\:;%]|(?<=[A-Za-z)])')+")
+"""Characters that computer algebra reads; it drops others, such as the prime of ``5'``."""
+_DOTS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.")
 _FUNCTIONS = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
@@ -216,7 +221,7 @@ def _comparable(expected: Reading, given: Reading) -> bool:
         return False
     if len(expected.core) == len(given.core) == 1 and expected.core.isalpha() and given.core.isalpha():
         return expected.core == given.core
-    if swaps_case(expected.core, given.core):
+    if swaps_case(expected.core, given.core) or bool(_DOTS.search(expected.core)) != bool(_DOTS.search(given.core)):
         return False
     related = [relations.is_relation(reading.core) for reading in (expected, given)]
     if related[0] != related[1]:
@@ -227,7 +232,7 @@ def _comparable(expected: Reading, given: Reading) -> bool:
 def _is_mathematics(core: str) -> bool:
     if plain_numbers.read(core) is not None:
         return True
-    return bool(core) and "$" not in core and not (has_words(core) or is_text(core) or shapes.beyond_infinity(core))
+    return _READ.fullmatch(core) is not None and not (has_words(core) or is_text(core) or shapes.beyond_infinity(core))
 
 
 def _of_quantities(expected: Reading, given: Reading) -> Iterator[Attempt]:

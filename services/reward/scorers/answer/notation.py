@@ -6,6 +6,8 @@ Digits of any script, Unicode signs (``√3``, ``x²``, ``–5``), cosmetic LaTe
 import re
 import unicodedata
 from collections import deque
+from fractions import Fraction
+from itertools import pairwise
 
 LONGEST = 1_000
 """In characters; longer text is not rewritten."""
@@ -56,6 +58,22 @@ _LOOKS = (
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
 )  # fmt: skip
 _DRESS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+_SCALES: dict[str, int | Fraction] = {
+    **{"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12},
+    **{"half": Fraction(1, 2), "halve": Fraction(1, 2), "third": Fraction(1, 3), "fifth": Fraction(1, 5)},
+    **{"sixth": Fraction(1, 6), "eighth": Fraction(1, 8), "tenth": Fraction(1, 10), "hundredth": Fraction(1, 100)},
+    **{"thousandth": Fraction(1, 1000), "millionth": Fraction(1, 10**6)},
+}
+SCALE_WORDS = "|".join(_SCALES)
+"""Words after a number that multiply it."""
+_SCALED = re.compile(rf"(?<![\w.,])([0-9][0-9,]*(?:\.[0-9]+)?)((?:\s|\\[,; ]|\\text\s*\{{)*)({SCALE_WORDS})s?\b")
+_WORD = r"\\text\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;、]"
+JOINT_WORD = re.compile(_WORD)
+"""What joins the members of a list."""
+JOINT = rf"(?:{_WORD}|[\s$&]|\\[,;:!()\[\] ]|\\q?quad(?![A-Za-z]))"
+_SPAN = r"(?<!\\)\$[^$]+\$|\\\((?:(?!\\\)).)+\\\)"
+_MEMBER = rf"(?:{_SPAN}|[-+]?[0-9]+(?:\.[0-9]+)?)"
+_SPANS = re.compile(rf"{_MEMBER}(?:\s*(?:{_WORD})\s*{_MEMBER})*")
 _BOXES = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{(?P<inside>.*)\}", re.DOTALL)
 
 
@@ -71,12 +89,33 @@ def plain(text: str) -> str:
     text = re.sub(r"\s+", " ", text)
     if not text.isascii():
         text = ascii_signs(text)
-    text = bare(text)
+    text = bare(_list_of_spans(text))
+    if _SCALED.search(text) is not None:
+        text = _SCALED.sub(_scaled, text)
     if "\\" in text or "~" in text or "{" in text:
+        text = text.replace(r"\text{}", "")
         for pattern, replacement in _LOOKS:
             text = pattern.sub(replacement, text)
         text = bare(text)
     return text
+
+
+def _list_of_spans(text: str) -> str:
+    """Return the list of which each member is mathematics between delimiters of its own: ``5 or 9`` of ``$5$ or $9$``."""
+    listed = text.rstrip(".")
+    if text.count("$") + text.count(r"\(") < 2 or _SPANS.fullmatch(listed) is None:
+        return text
+    ends = [(match.start(), match.end()) for match in re.finditer(_MEMBER, listed)]
+    joints = [listed[end:start].strip() for (_, end), (start, _) in pairwise(ends)]
+    members = [bare(listed[start:end]) for start, end in ends]
+    words = [f" {joint} " if joint[-1:].isalpha() or joint.startswith("\\") else ", " for joint in joints]
+    return "".join(part for pair in zip(members, [*words, ""], strict=True) for part in pair)
+
+
+def _scaled(match: re.Match[str]) -> str:
+    value = Fraction(match[1].replace(",", "")) * _SCALES[match[3]]
+    written = f"{value.numerator}" if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return written + (r"\text{" if r"\text" in match[2] else "")
 
 
 def ascii_signs(text: str) -> str:
@@ -113,7 +152,7 @@ def bare(text: str) -> str:
                 len(text) > 2 * len(opening)
                 and text.startswith(opening)
                 and text.endswith(closing)
-                and opening not in inside
+                and opening not in inside.replace("\\$", "")
             ):
                 text = inside.strip()
         box = _BOXES.fullmatch(text)

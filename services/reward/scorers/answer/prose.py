@@ -19,13 +19,14 @@ _SAID = re.compile(
     r"(?i)\banswer\b[*_]{0,2}(?:\s+(?!is\b)[a-z]+){0,6}?\s*[*_]{0,2}\s*(?:\bis\b|\bequals\b|[:=])\s*[:*_]{0,3}\s*"
 )
 _STATES = re.compile(
-    r"(?i)(?:\b(?:is|are|equals?|gets?|gives?|makes?|be|has|have|to|obtain|yields?|costs?|earns?)\b|[=:])\s*"
+    r"(?i)(?:\b(?:is|are|equals?|gets?|gives?|makes?|has|have|obtain|yields?|costs?|earns?|(?:must|will|should) be"
+    r"|(?:equal|equals|comes?|adds? up|sums? up|amounts?|simplifies|reduces|evaluates|leads) to)\b|[=:])\s*"
 )
 _FORMULA = re.compile(r"(?<!\\)\$\$(.{1,600}?)(?<!\\)\$\$|(?<![\\$])\$(?!\$)([^$\n]{1,600}?)(?<!\\)\$|\\\((.{1,600}?)\\\)|\\\[(.{1,600}?)\\\]", re.DOTALL)  # fmt: skip
 _NUMBER = re.compile(
     r"(?<![\w.\\])[-+]?(?:\\?\$)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?(?:\\?%)?(?![\w^])"
 )
-_HEDGED = re.compile(r"(?i)\b(?:may|maybe|might|could|perhaps|possibly|probably|either|neither|nor|not|never|or|wrong|incorrect|unless|guess|no|instead|but|except|without)\b|n't\b|\?")  # fmt: skip
+_HEDGED = re.compile(r"(?i)\b(?:may|maybe|might|could|perhaps|possibly|probably|either|neither|nor|not|never|cannot|or|wrong|incorrect|unless|guess|no|instead|but|except|without)\b|n't\b|\?")  # fmt: skip
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 _CLAUSE = re.compile(
     r"(?i)\s*(?:,\s*(?:so|which|because|since|as|where|and)|\b(?:because|since|which|after|when|where|for|in total|altogether|every|each|left|remaining)\b).*$"
@@ -93,7 +94,7 @@ def _last_claim(sentence: str) -> str | None:
         if claim and len(_NUMBER.findall(claim)) == 1 and _NUMBER.match(claim):
             return claim
     numbers = list(_NUMBER.finditer(sentence))
-    return numbers[0][0] if len(numbers) == 1 else None
+    return bare(_CLAUSE.sub("", sentence)) if len(numbers) == 1 and numbers[0].start() == 0 else None
 
 
 def _ends_stating(text: str) -> bool:

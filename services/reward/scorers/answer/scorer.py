@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import logging
 import math
+import re
 import sys
 from collections.abc import Iterable
 from fractions import Fraction
@@ -21,7 +22,7 @@ from services.reward.scorers.scorer import is_cut, unavailable, valued
 from services.reward.scorers.turns import Turns
 from services.reward.subprocess_pool.cache import Recent
 from services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
-from shared.bus.messages import Json, Prompt, RolloutGroup, Sample, Score, ScoreStatus
+from shared.bus.messages import Json, RolloutGroup, Sample, Score, ScoreStatus
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.settings.rewards import scorers
 
@@ -30,9 +31,12 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.comparison")
 TIMEOUT_S = 1.0
 """CPU time of one comparison; honest formulas take milliseconds."""
+_LONGEST_COMPLETION = 20_000
+"""In characters; with the preset math-verify the end of a longer completion is read."""
 PROCESSES = 2
 """While one process is busy, the other answers."""
 _REMEMBERED = 4096
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _STATED = "stated"
 """Suffix of a letter stated in prose."""
 _WANTED = {"boxed": r"\boxed{…}", "hashes": "#### before the answer", "last_number": "a number", "choice": "a letter"}
@@ -64,13 +68,14 @@ class AnswerMatcher:
         self._scorer = scorer
         self._answer_field = answer_field
         self._timeout_s = timeout_s
-        if not math.isfinite(scorer.tolerance):
+        if not math.isfinite(scorer.closeness):
             raise SettingsError(
                 f"expected a finite tolerance of scorer {scorer.name!r}, found {scorer.tolerance}: "
                 "change tolerance in [[reward.scorers]]"
             )
-        self._tolerance = Fraction(repr(scorer.tolerance))
-        self._lenient = frozenset(scorer.lenient)
+        self._tolerance = Fraction(repr(scorer.closeness))
+        self._lenient = scorer.forgiven
+        self._library = scorer.preset == "math-verify"
         self._processes = Processes(command, processes, scorer.name, computes=True)
         self._remembered = Recent(_REMEMBERED)
         self._turns = Turns()
@@ -90,30 +95,41 @@ class AnswerMatcher:
 
     async def score(self, group: RolloutGroup) -> list[Score]:
         """Raises PermanentError: the reference is missing or unusable in this mode."""
-        reference = self._reference(group.prompt)
+        reference = self.reference(group.prompt.answer, group.prompt.problem)
         answers = [await self._turns.take(partial(self._answer, sample)) for sample in group.samples]
         scores = await self._scores(reference, (answer for answer in answers if isinstance(answer, str)))
         return [scores[answer] if isinstance(answer, str) else answer for answer in answers]
 
-    def _reference(self, prompt: Prompt) -> str:
-        text = (prompt.answer or "").strip()
+    def reference(self, text: str | None, problem: str = "this row") -> str:
+        """Return the reference in ``text``. Raises PermanentError: it is missing or unusable in this mode."""
+        text = (text or "").strip()
         if not text:
             raise PermanentError(
-                f"expected an answer for scorer {self.name!r} in the column {self._answer_field!r} of {prompt.problem}, "
+                f"expected an answer for scorer {self.name!r} in the column {self._answer_field!r} of {problem}, "
                 "but it is empty: change data.answer_field"
             )
+        if self._library:
+            return text
         reference = self._extract(text) or text
         if self._scorer.place == "choice" and reference not in self._scorer.choices:
             raise PermanentError(
-                f"expected one of the letters {self._scorer.choices} as the answer of {prompt.problem}, found "
+                f"expected one of the letters {self._scorer.choices} as the answer of {problem}, found "
                 f"{reference[:80]!r}: change the data, or extract of scorer {self.name!r} in [[reward.scorers]]"
             )
         if self._scorer.mode == "numeric" and not _is_number(reference):
             raise PermanentError(
-                f"expected a number as the answer of {prompt.problem}, found {reference[:80]!r}: "
+                f"expected a number as the answer of {problem}, found {reference[:80]!r}: "
                 f"change the data, or mode of scorer {self.name!r} in [[reward.scorers]]"
             )
         return reference
+
+    async def matches_itself(self, reference: str) -> bool:
+        """Whether the reference, written where a completion writes it, without dollar signs, is worth 1, or cannot be
+        compared here.
+        """
+        written = _DOLLAR.sub("", reference).strip() if self._scorer.mode == "math" else reference
+        scores = await self._scores(reference, [written])
+        return scores[written].value in (1.0, None)
 
     def _extract(self, text: str) -> str | None:
         return extraction.extract(text, self._scorer.place, self._scorer.tag, self._scorer.choices)
@@ -123,6 +139,8 @@ class AnswerMatcher:
             return self._wrong_format("cut at its length limit")
         if self._scorer.place == "choice":
             return self._choice(sample.text)
+        if self._library and self._scorer.place == "auto":
+            return sample.text[-_LONGEST_COMPLETION:]
         answer = self._extract(sample.text)
         if answer is None:
             return self._wrong_format(f"expected {_WANTED.get(self._scorer.place, 'an answer')}, found none")
@@ -152,6 +170,8 @@ class AnswerMatcher:
         if self._scorer.place == "choice":
             letter, _, stated = answer.partition(" ")
             return self._judged(letter == reference, letter, ("prose",) if stated else ())
+        if self._library:
+            return self._remembered.get(reference, answer)
         if answer == reference or self._scorer.mode == "exact":
             return self._judged(answer == reference, answer)
         if (equality := self._equal_as_written(reference, answer)) is not None:
@@ -233,10 +253,14 @@ class AnswerMatcher:
 
     async def _compare_slowly(self, reference: str, answer: str) -> Score:
         score = self._judged(False, answer)
+        if self._library:
+            text = answer if self._scorer.place == "auto" else rf"\boxed{{{answer}}}"
+            equality = await self._ask({"reference": reference, "completion": text})
+            return equality if isinstance(equality, Score) else self._judged(equality.equal, answer)
         for attempt in self._attempts(reference, answer):
             rules = set(attempt.rules)
             for pair in attempt.pairs:
-                equality = self._equal_here(*pair) or await self._ask(*pair)
+                equality = self._equal_here(*pair) or await self._ask(self._question(*pair))
                 if isinstance(equality, Score):
                     score = equality
                     break
@@ -247,8 +271,10 @@ class AnswerMatcher:
                 return self._judged(True, answer, tuple(sorted(rules)))
         return score
 
-    async def _ask(self, reference: str, answer: str) -> Equality | Score:
-        question: dict[str, Json] = {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
+    def _question(self, reference: str, answer: str) -> dict[str, Json]:
+        return {"reference": reference, "answer": answer, "tolerance": float(self._tolerance)}
+
+    async def _ask(self, question: dict[str, Json]) -> Equality | Score:
         verdict = await self._processes.ask(question, self._timeout_s)
         if verdict.get("status") != "ok":
             return valued(self.name, ScoreStatus(str(verdict.get("status"))), 0.0, str(verdict.get("detail")))

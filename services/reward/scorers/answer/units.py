@@ -42,6 +42,7 @@ _CURRENCIES = {
     "₹": "rupee",
 }
 _PLACEHOLDERS = {"unit", "square unit", "cubic unit", "sq unit", "cu unit", "units squared", "units cubed"}
+_PLURALS = {"people", "persons", "children", "men", "women", "mice", "geese", "teeth", "fish", "sheep", "deer", "dice"}
 _CURRENCY = re.compile(r"(?P<sign>[-+]?)\s*(?P<currency>\\?\$|€|£|¥|₹|\\euro|\\pounds)\s*(?=[-+]?[0-9.\\(])")
 _RATE = re.compile(r"(?<=[0-9}])(?:\s+per\s+|\s*/\s*)[A-Za-z]{1,20}$")
 _AFTER_CURRENCY = re.compile(r"\s*(?P<currency>\\\$|\$|€|£|¥|₹)$")
@@ -115,12 +116,19 @@ def read_unit(named: str) -> Unit | None:
     for place, part in enumerate(re.split(r"\s*/\s*|\s+per\s+", named)):
         for name in part.split("*"):
             atom = _power(name.strip())
-            if atom is None:
+            if atom is None or not (place or _is_unit(name.strip())):
                 return None
             factor = factor / atom.factor if place else factor * atom.factor
             for dimension, exponent in atom.dimensions:
                 dimensions[dimension] = dimensions.get(dimension, 0) + (-exponent if place else exponent)
     return Unit(factor, tuple(sorted((name, power) for name, power in dimensions.items() if power)))
+
+
+def _is_unit(name: str) -> bool:
+    """Whether ``name`` is in the table, or a noun in the plural: not ``more``, ``negative`` or ``factorial``."""
+    match = _NAME.match(name)
+    last = (match["name"] if match else name).split(" ")[-1].lower()
+    return _atom(match["name"] if match else name) is not None or last in _PLURALS or _singular(last) != last
 
 
 def _power(name: str) -> Unit | None:

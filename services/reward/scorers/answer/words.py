@@ -4,44 +4,21 @@ import re
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WRAPPED = re.compile(r"\\text\s*\{([^{}]*)\}")
-_FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "log",
-        "ln",
-        "lg",
-        "exp",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "sqrt",
-        "pi",
-        "mod",
-        "gcd",
-        "lcm",
-        "max",
-        "min",
-        "det",
-        "lim",
-    ]
-)
+_FUNCTIONS = frozenset((
+    "sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "lg", "exp", "arcsin", "arccos", "arctan", "sinh", "cosh",
+    "tanh", "sqrt", "pi", "mod", "gcd", "lcm", "max", "min", "det", "lim",
+))  # fmt: skip
 _RUN = re.compile(r"[^\W\d_]{2,}")
 _VOWELS = frozenset("aeiou")
 _TEXT = re.compile(r"[^\W\d_](?:[^\W\d_]|[\s'.,!?&-])*")
-_TRIMMED = " \t\n.,'\""
+_TRIMMED = " \t\n.,"
+_QUOTED = re.compile(r"(['\"])(.*)\1")
 
 
 def unwrapped(text: str) -> str:
     r"""Strip ``\text{…}`` around words and parentheses around the whole."""
     text = re.sub(r"\s+", " ", _WRAPPED.sub(r" \1 ", text)).strip(_TRIMMED)
+    text = _QUOTED.sub(r"\2", text) if _QUOTED.fullmatch(text) else text
     if text.startswith("(") and text.endswith(")") and "(" not in text[1:]:
         text = text[1:-1].strip(_TRIMMED)
     return text
@@ -95,38 +72,10 @@ def _is_word(run: str) -> bool:
     )
 
 
-_SHORT = frozenset(
-    [
-        "am",
-        "an",
-        "as",
-        "at",
-        "be",
-        "by",
-        "do",
-        "go",
-        "he",
-        "hi",
-        "if",
-        "in",
-        "is",
-        "it",
-        "me",
-        "my",
-        "no",
-        "of",
-        "oh",
-        "ok",
-        "on",
-        "or",
-        "ox",
-        "so",
-        "to",
-        "up",
-        "us",
-        "we",
-    ]
-)
+_SHORT = frozenset((
+    "am", "an", "as", "at", "be", "by", "do", "go", "he", "hi", "if", "in", "is", "it", "me", "my", "no", "of", "oh",
+    "ok", "on", "or", "ox", "so", "to", "up", "us", "we",
+))  # fmt: skip
 
 
 def _is_product(letters: str) -> bool:

@@ -3,6 +3,7 @@ r"""Compare pairs of formulas with ``math-verify``: the program of a matcher pro
 ::
 
     question   {"reference": "\\frac{1}{2}", "answer": "0.5", "tolerance": 1e-06}
+    question   {"reference": "4", "completion": "So it is $4$."}: math-verify's own verdict
     answer     {"status": "ok", "equal": true, "rounded": false, "detail": ""}
 
 Decimals are read as fractions; ``rounded`` means equal within the tolerance only. Computer algebra may hang or
@@ -11,16 +12,23 @@ exhaust memory, so the parent kills a late process, and math-verify's signal-bas
 
 import contextlib
 import logging
+import re
 import sys
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from services.reward.scorers.answer.mathematics import bounds, latex_parser
+from services.reward.scorers.answer.mathematics.proven_equality import exact, replace_steps
 from services.reward.subprocess_pool import child
 
 _DEEPEST = 16
 """The parser's time grows exponentially with nesting: minutes at depth 20."""
+_NUMBER_NEXT = re.compile(r"\s*[0-9]")
+_IS_VALUE = re.compile(r"(?<!\\begin\{array)\}$|\\sqrt(?:\[[^\[\]]*\])?$|(?<![\\a-z][a-z]{2})(?<!\\ln)(?<!\\lg)\^$")
+"""Before a group that is a value by itself: the second argument of a fraction, the argument of a root, a power."""
+_MATHEMATICS = ("$", r"\boxed", r"\(", r"\[")
+"""Marks of mathematics in text; a reference in LaTeX without one is all mathematics."""
 _MEMORY_BYTES = 2 * 1024**3
 _DIGITS = 30
 _WARM_UP = (
@@ -45,7 +53,27 @@ def read(text: str) -> list[Any]:
 
     if depth(text) > _DEEPEST:
         raise ValueError(f"nested deeper than {_DEEPEST}")
+    text = with_products(text)
     return list(parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True))
+
+
+def with_products(text: str) -> str:
+    r"""Write the product of a group and the number after it, which the parser reads digit by digit or as a sum.
+
+    >>> print(with_products(r"\frac{e^{-2}20^{3}}{(2)45}"), with_products(r"\frac{1}2"), with_products(r"\log_{2}8"))
+    \frac{e^{-2}\cdot 20^{3}}{(2)\cdot 45} \frac{1}2 \log_{2}8
+    """
+    opened, inserted = list[int](), list[int]()
+    for place, character in enumerate(text):
+        if character in "({":
+            opened.append(place)
+        elif character in ")}" and opened:
+            before = text[: opened.pop()]
+            if _NUMBER_NEXT.match(text, place + 1) and (character == ")" or _IS_VALUE.search(before)):
+                inserted.append(place + 1)
+    for place in reversed(inserted):
+        text = rf"{text[:place]}\cdot {text[place:].lstrip()}"
+    return text
 
 
 def depth(text: str) -> int:
@@ -72,7 +100,7 @@ def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, ob
         return _verdict("wrong_format", "no mathematics found")
     pairs = list(product(_read_reference(reference), candidates))
     try:
-        open_pairs = [pair for pair in ((_exact(a), _exact(b)) for a, b in pairs) if not bounds.differ(*pair)]
+        open_pairs = [pair for pair in ((exact(a), exact(b)) for a, b in pairs) if not bounds.differ(*pair)]
         if any(map(_too_large, open_pairs)):
             return _verdict("timeout", "computing it would take too long")
         if any(_same(*pair) for pair in open_pairs):
@@ -81,6 +109,20 @@ def compare(reference: str, answer: str, tolerance: float = 0.0) -> dict[str, ob
     except (MemoryError, RecursionError) as error:
         return _verdict("crashed", f"comparing it raised {type(error).__name__}")
     return _verdict("ok", equal=rounded, rounded=rounded)
+
+
+def grade(reference: str, completion: str) -> dict[str, object]:
+    """Return math-verify's own verdict with its default settings, but for the steps of :mod:`proven_equality`."""
+    from math_verify import parse, verify
+
+    replace_steps()
+    is_text = any(mark in reference for mark in _MATHEMATICS) or not re.search(r"[\\{}^_]", reference)
+    text = reference if is_text else rf"\boxed{{{reference}}}"
+    try:
+        expected, given = (parse(side, parsing_timeout=None) for side in (text, completion))
+        return _verdict("ok", equal=bool(verify(expected, given, timeout_seconds=None)))
+    except (MemoryError, RecursionError) as error:
+        return _verdict("crashed", f"comparing it raised {type(error).__name__}")
 
 
 def _too_large(pair: tuple[Any, Any]) -> bool:
@@ -96,24 +138,14 @@ def _read_reference(text: str) -> tuple[Any, ...]:
     return (text,)
 
 
-def _exact(expression: Any) -> Any:
-    """Return decimals as fractions, and i as a number beside exponentials."""
-    from sympy import Float, I, Rational, Symbol, exp
-
-    if not hasattr(expression, "atoms"):
-        return expression
-    fractions = {number: Rational(str(number)) for number in expression.atoms(Float) if number.is_finite}
-    exact = expression.xreplace(fractions) if fractions else expression
-    if exact.has(exp):
-        exact = exact.xreplace({symbol: I for symbol in exact.atoms(Symbol) if symbol.name == "i"})
-    return exact
-
-
 def _same(reference: Any, candidate: Any) -> bool:
     from math_verify import verify
-    from sympy import Symbol
+    from sympy import S, Symbol
 
+    replace_steps()
     try:
+        if reference is S.EmptySet and candidate is S.EmptySet:
+            return False  # intervals whose ends are the wrong way round; the empty set itself is compared as text
         if isinstance(reference, Symbol) or isinstance(
             candidate, Symbol
         ):  # math-verify confuses x with X, and no with on
@@ -160,13 +192,13 @@ def _near_members(reference: Any, candidate: Any, tolerance: float) -> bool:
 
 
 def _near_numbers(reference: Any, candidate: Any, tolerance: float) -> bool:
-    expected, given = _exact(reference).doit(), _exact(candidate).doit()
+    expected, given = exact(reference).doit(), exact(candidate).doit()
     if expected == given:
         return True
     if expected.is_integer or given.is_integer or expected.free_symbols or given.free_symbols:
         return False
-    a, b = complex(expected.evalf(_DIGITS)), complex(given.evalf(_DIGITS))
-    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+    difference, *sides = (part.evalf(_DIGITS, strict=True) for part in (expected - given, expected, given))
+    return bool(abs(difference) <= tolerance * max(map(abs, sides)))
 
 
 def _verdict(status: str, detail: str = "", *, equal: bool = False, rounded: bool = False) -> dict[str, object]:
@@ -178,7 +210,7 @@ def _prepare() -> child.Answerer:
     latex_parser.predict_quickly()
     for reference, answer in _WARM_UP:
         compare(reference, answer)
-    return lambda question: compare(**question)
+    return lambda question: grade(**question) if "completion" in question else compare(**question)
 
 
 if __name__ == "__main__":
