@@ -63,7 +63,7 @@ from shared.settings.algorithm import Preset
 ROOT = Path(__file__).parent.parent
 LEARNING_RATE, WARMUP_STEPS = 4e-4, 5
 """Those of both examples."""
-RECOMMENDED = "grpo"
+RECOMMENDED = "dapo"
 """What docs/algorithms.md recommends at every lag; the last line says how far it is behind the best."""
 _DRAWS = 4
 """Rounds of groups drawn for a step with dynamic sampling."""
@@ -71,6 +71,8 @@ _DRAWS = 4
 NEAR = (0.8, 1.2)
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     **{preset: {"preset": preset, **TUNED.get(preset, {})} for preset in get_args(Preset)},
+    "grpo, clip 0.28": {"preset": "grpo", "clip": (0.2, 0.28)},
+    "grpo, dynamic sampling": {"preset": "grpo", "dynamic_sampling": True},
     "grpo, two minibatches": {"preset": "grpo", "minibatches": 2},
     "grpo, dual clip 2": {"preset": "grpo", "dual_clip": 2.0},
     "tis, mask 0.8 … 1.2": {"preset": "tis", "correction": "token_mask", "correction_band": NEAR},
@@ -276,12 +278,12 @@ def train(cell: Cell) -> dict[str, Any]:
     for step in range(1, cell.steps + 1):
         version = step - len(versions)
         actor.model.load_state_dict(versions[0])
-        batch = _batch(actor, run, step, version)
+        batch, drawn = _batch(actor, run, step, version)
         rows.append(learns.learn(batch, {PolicyVersion(version): step - 1 - version}, step))
-        rows[-1]["reward"] = float(np.mean([group.rewards.mean() for group in batch]))
+        rows[-1] |= {"reward": float(np.mean([group.rewards.mean() for group in batch])), "drawn": drawn / len(batch)}
         versions.append(_copy(engine))
     actor.model.load_state_dict(versions[-1])
-    names = ("reward", "kl_mean", "ess", "clip_fraction", "masked_fraction", "entropy", "grad_norm")
+    names = ("reward", "drawn", "kl_mean", "ess", "clip_fraction", "masked_fraction", "entropy", "grad_norm")
     figures = {name: round(statistics.fmean(row[name] for row in rows), 5) for name in names}
     right = {"before": round(before, 4), "after": round(actor.right(), 4)}
     return {**dataclasses.asdict(cell), **right, **figures, "seconds": round(time.perf_counter() - started_s, 1)}
@@ -292,18 +294,20 @@ def _copy(engine: PlainEngine) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in policy.model.state_dict().items()}
 
 
-def _batch(actor: Actor, run: Settings, step: int, version: int) -> list[Experience]:
-    """Return the groups of a step; with dynamic sampling, groups without signal are replaced."""
+def _batch(actor: Actor, run: Settings, step: int, version: int) -> tuple[list[Experience], int]:
+    """Return the groups of a step, and how many were drawn; with dynamic sampling, those without signal are replaced."""
     wanted, algorithm, found = run.algorithm.groups_per_step, run.algorithm, list[Experience]()
     lot, generator = np.random.default_rng([run.run.seed, step]), torch.Generator(run.run.device)
     generator.manual_seed(int(lot.integers(1 << 62)))
     order, rounds = lot.permutation(len(task_of(run).train)), _DRAWS if algorithm.dynamic_sampling else 1
-    for places in np.split(order[: rounds * wanted], rounds):
-        drawn = actor.groups(places.tolist(), version, generator)
-        found += [each for each in drawn if rounds == 1 or has_signal(shaped_rewards(each, algorithm))]
-        if len(found) >= wanted:
-            break
-    return found[:wanted] if len(found) >= wanted else (found + drawn)[:wanted]
+    for first in range(0, rounds * wanted, wanted):
+        drawn = actor.groups(order[first : first + wanted].tolist(), version, generator)
+        for place, group in enumerate(drawn, start=1):
+            if rounds == 1 or has_signal(shaped_rewards(group, algorithm)):
+                found.append(group)
+            if len(found) == wanted:
+                return found, first + place
+    return (found + drawn)[:wanted], rounds * wanted
 
 
 def task_of(run: Settings) -> Task:

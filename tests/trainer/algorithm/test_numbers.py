@@ -181,7 +181,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"preset": "cispo"},
     "policy gradient": {"preset": "reinforce"},
     **{
-        kind: {"preset": "reinforce", "correction": kind, "correction_band": (0.0, math.inf)}
+        kind: {"preset": "reinforce", "correction": kind, "correction_band": (0.0 if "mask" in kind else 0.5, math.inf)}
         for kind in ("token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask")
     },
 }

@@ -195,7 +195,7 @@ def test_while_the_critic_warms_up_the_policy_stays_and_the_critic_learns() -> N
 
 
 def test_the_critic_comes_to_explain_the_returns() -> None:
-    trained = Rank(settings(preset="ppo", critic={"learning_rate": 3e-3, "decay": 1.0, "clip": 0.0}))
+    trained = Rank(settings(preset="ppo", critic={"learning_rate": 3e-3, "decay": 1.0}))
     explained = [trained.learn(batch(), step)["explained_variance"] for step in range(1, 31)]
     assert explained[0] == pytest.approx(0.0, abs=ULPS)
     assert explained[-1] > 0.5
@@ -256,7 +256,7 @@ def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggreg
     whole = {
         "token": sum(float(each.sum()) for each in logprobs) / 28,
         "sequence": sum(float(each.mean()) for each in logprobs) / 8,
-        "constant": sum(float(each.sum()) for each in logprobs) / (8 * 8),
+        "constant": sum(float(each.sum()) for each in logprobs) / 28,  # max_new_tokens bounds samples
     }
     first = {name: value for name, value in chosen.items() if name != "epochs"}
     for cap in (4096, 18):
