@@ -361,7 +361,7 @@ class AlgorithmSettings(Section):
         clips = self.loss in ("clip", "gspo", "cispo")
         yield "clip", clips or self.is_supervised, f'algorithm.loss = "{self.loss}", which does not clip'
         yield "clip.0", self.loss != "cispo", 'algorithm.loss = "cispo", whose weights have no lower bound'
-        for name in ("clip", "dual_clip"):
+        for name in ("loss", "clip", "dual_clip") if clips else ():
             yield (
                 name, several or self.proximal != "recomputed",
                 'algorithm.proximal = "recomputed" and one update a step (algorithm.minibatches), in which the ratio is 1',
@@ -375,6 +375,8 @@ class AlgorithmSettings(Section):
         masks = self.correction.endswith("_mask") or not weighs
         yield "correction_band.0", masks, f'algorithm.correction = "{self.correction}", which has no lower bound'
         yield "aggregation", self.loss != "dpo", 'algorithm.loss = "dpo", whose mean is over pairs'
+        bounded = not self.is_supervised or self.aggregation != "constant"
+        yield "aggregation", bounded, 'algorithm.loss = "cross_entropy", as max_new_tokens bounds no demonstration'
         yield (
             "dpo_beta",
             self.loss == "dpo",

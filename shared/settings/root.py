@@ -206,6 +206,7 @@ class Settings(Section):
             _check_trainer,
             _check_slots,
             _check_sampling,
+            _check_overlong,
             _check_pairs,
             _check_supervised,
             _check_mixture,
@@ -385,6 +386,16 @@ def _check_sampling(settings: Settings) -> None:
         raise ValueError(
             'expected algorithm.reference = "trainer" with top_p, top_k, min_p or min_new_tokens in [sampling], found '
             '"reward", whose logprobs are over all tokens and not over those that could be drawn: change one of them'
+        )
+
+
+def _check_overlong(settings: Settings) -> None:
+    share, sampling = settings.algorithm.overlong[0], settings.sampling
+    tokens = min(part.max_new_tokens for part in (sampling, *map(sampling.of, settings.data.sources)))
+    if share and int(share * tokens) == 0:
+        raise ValueError(
+            f"expected algorithm.overlong to reach a token of sampling.max_new_tokens, found {share:g} of {tokens}, which is none: raise one "
+            "of them, or set algorithm.overlong = [0, 1]"
         )
 
 

@@ -21,7 +21,6 @@ An advantage never falls as the reward rises. ``r + c`` changes none of ``grpo``
 those of ``dr_grpo`` and ``rloo``.
 """
 
-import math
 from typing import Literal, get_args
 
 import numpy as np
@@ -40,32 +39,32 @@ _EPSILON = 1e-4  # as in the reference implementations
 
 
 def group_advantages(rewards_S: Float32Array, kind: GroupAdvantage) -> Float32Array:
-    """Return one advantage per sample of one group (float32, S); exactly 0 for equal rewards.
+    """Return one advantage per sample of a group (float32, S, or of many groups, … × S); exactly 0 for equal rewards.
 
     MaxRL's mean estimates a probability of success: a group whose mean is not positive has advantages of 0.
 
     >>> group_advantages(np.array([1, 0, 0, 1], dtype=np.float32), "dr_grpo").tolist()
     [0.5, -0.5, -0.5, 0.5]
     """
-    centred_S = centred(rewards_S)
-    scale = 1.0
+    centred_S, scale = centred(rewards_S), np.ones(1)
     if kind == "rloo":
-        scale = max(1, len(rewards_S) - 1) / len(rewards_S)
+        samples = rewards_S.shape[-1]
+        scale = np.array(max(1, samples - 1) / samples)
     elif kind == "grpo":
-        scale = float(centred_S.std()) + _EPSILON
+        scale = centred_S.std(-1, keepdims=True) + _EPSILON
     elif kind == "maxrl":
-        mean = float(rewards_S[0]) - float(centred_S[0])
-        scale = mean + _EPSILON if mean > 0 else math.inf
+        mean = rewards_S[..., :1] - centred_S[..., :1]
+        scale = np.where(mean > 0, mean + _EPSILON, np.inf)
     return (centred_S / scale).astype(np.float32)
 
 
 def centred(rewards_S: Float32Array) -> Float64Array:
-    """Return the rewards minus their mean (float64, S); exactly 0 if all are equal.
+    """Return the rewards minus their group's mean (float64, … × S); exactly 0 if all are equal.
 
     Subtracting r_0 first avoids rounding.
     """
-    shifted_S = rewards_S.astype(np.float64) - np.float64(rewards_S[0])
-    result_S: Float64Array = shifted_S - shifted_S.mean()
+    shifted_S = rewards_S.astype(np.float64) - rewards_S[..., :1].astype(np.float64)
+    result_S: Float64Array = shifted_S - shifted_S.mean(-1, keepdims=True)
     return result_S
 
 
