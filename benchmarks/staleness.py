@@ -295,7 +295,7 @@ def _copy(engine: PlainEngine) -> dict[str, Tensor]:
 
 
 def _batch(actor: Actor, run: Settings, step: int, version: int) -> tuple[list[Experience], int]:
-    """Return the groups of a step, and how many were drawn; with dynamic sampling, those without signal are replaced."""
+    """Return the groups of a step, with dynamic sampling those with signal, and how many were drawn."""
     wanted, algorithm, found = run.algorithm.groups_per_step, run.algorithm, list[Experience]()
     lot, generator = np.random.default_rng([run.run.seed, step]), torch.Generator(run.run.device)
     generator.manual_seed(int(lot.integers(1 << 62)))
@@ -389,10 +389,11 @@ def _shown(values: Sequence[float], best: float) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the cells of an ``--out`` file, of a whole output, or of its last object."""
+    """Return the cells of an ``--out`` file, of a whole output, of its last object, or of a results file."""
     if not path.exists():
         return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+    text = path.read_text()
+    rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"')] or [json.loads(text)]
     cells = [cell for row in rows for cell in row.get("cells", [row])]
     return list({tuple(cell[name] for name in ("task", "variant", "lag", "seed")): cell for cell in cells}.values())
 

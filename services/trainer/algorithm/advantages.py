@@ -89,8 +89,8 @@ def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings) -> Floa
     """Return the group's rewards minus length penalties (float32, S).
 
     If all completions are the same, each has their mean reward: a text has no advantage over itself. Rewards that
-    differ (a judge's noise) would cancel up to rounding, and AdamW, which divides by the gradient's size, would move the
-    weights by what is left.
+    differ (a judge's noise) would cancel up to rounding, and AdamW, which divides by the gradient's size, would move
+    the weights by what is left.
     """
     max_tokens, samples = experience.group.prompt.sampling.max_new_tokens, experience.group.samples
     rewards_S, (share, penalty) = experience.rewards, algorithm.overlong

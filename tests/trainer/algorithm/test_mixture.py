@@ -315,12 +315,12 @@ def test_a_steps_report_counts_demonstrations_apart() -> None:
     drawn, shown = batch(equal=(0,))[:2], demonstrated(batch()[2:])
     contexts = [0] * 8 + [1] + [0] * 7
     alone, mixed = (
-        batch_figures(drawn, 3, {}, contexts[8:]),
-        batch_figures([*shown, *drawn], 3, {}, contexts, is_mixed=True),
+        batch_figures(drawn, 3, {}, contexts[8:], most_tokens=99),
+        batch_figures([*shown, *drawn], 3, {}, contexts, most_tokens=99, is_mixed=True),
     )
     assert mixed.metrics == {**alone.metrics, "demonstrations": 2.0}
     assert (mixed.metrics["zero_std_groups"], mixed.metrics["masked_tokens"]) == (1.0, 1.0)
     assert mixed.lag_counts == alone.lag_counts
     assert (mixed.samples, mixed.tokens) == (alone.samples + 8, alone.tokens + 28)
-    only = batch_figures(shown, 3, {}, is_mixed=True)
+    only = batch_figures(shown, 3, {}, most_tokens=99, is_mixed=True)
     assert (only.metrics, only.samples, only.lag_counts) == ({"demonstrations": 2.0}, 8, {})

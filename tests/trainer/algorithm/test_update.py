@@ -233,6 +233,15 @@ def test_the_moments_are_those_of_all_values() -> None:
     assert diagnostics.explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == pytest.approx(0.75)
 
 
+def pair_of(experience: Experience) -> Experience:
+    """Return a group of a best and a worst sample, so that preferences train all of its tokens."""
+    samples = experience.group.samples[:2]
+    return dataclasses.replace(
+        experience, group=dataclasses.replace(experience.group, samples=samples), rewards=np.array([1, 0], np.float32),
+        scores=experience.scores[:2],
+    )  # fmt: skip
+
+
 def demonstrated(groups: list[Experience]) -> list[Experience]:
     return [
         dataclasses.replace(
@@ -241,6 +250,34 @@ def demonstrated(groups: list[Experience]) -> list[Experience]:
         )
         for e in groups
     ]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"aggregation": "token"}, {"preset": "dr_grpo"}, {"preset": "gspo"}, {"preset": "dpo"}]
+)
+def test_entropy_and_kl_are_nats_per_token_with_any_loss(algorithm: dict[str, Any]) -> None:
+    kl = {} if algorithm.get("preset") == "dpo" else {"kl": {"coefficient": 0.1, "estimator": "k2"}}
+    groups = [pair_of(each) for each in batch()] if not kl else batch()
+    measured = Rank(settings(entropy_bonus=0.1, **algorithm, **kl)).learn(groups)
+    assert measured["entropy_loss"] == pytest.approx(-0.1 * measured["entropy"], rel=GRADIENT)
+    if kl:
+        assert measured["reference_kl_loss"] == pytest.approx(0.1 * measured["reference_kl"], abs=FORWARD)
+    assert measured["loss"] == pytest.approx(
+        sum(measured[name] for name in measured if name.endswith("_loss")), abs=ULPS
+    )
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo", "maxrl", "dapo", "cispo", "tis", "dpo"])
+def test_rewards_that_differ_for_one_text_move_no_weight(preset: str) -> None:
+    def of_one_text(experience: Experience) -> Experience:
+        samples = (experience.group.samples[1],) * 4
+        return dataclasses.replace(experience, group=dataclasses.replace(experience.group, samples=samples))
+
+    trained = Rank(settings(preset=preset))
+    before = trained.weights()
+    measured = trained.learn([of_one_text(each) for each in batch()])
+    assert measured["grad_norm"] == 0.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained.weights().items())
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])

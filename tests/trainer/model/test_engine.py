@@ -247,6 +247,22 @@ def test_a_large_model_in_groups_makes_the_steps_of_one_group(
     assert moved_apart(parts.weights(), whole.weights(), dict(tiny.model(0).named_parameters())) < MOVEMENT
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_loaded_optimizer_has_the_options_of_its_run(tmp_path: Path, zero_stage: int) -> None:
+    def options_of(stepper: Stepper) -> list[tuple[Any, ...]]:
+        found: Any = stepper.engine.optimizer.param_groups
+        return [(tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in found]
+
+    first = Stepper(settings(zero_stage, weight_decay=0.1))
+    first.step(1)
+    first.engine.save(tmp_path)
+    second = Stepper(settings(zero_stage, weight_decay=0.2, adam_betas=(0.8, 0.9), adam_eps=1e-6))
+    second.engine.load(tmp_path)
+    assert options_of(second) == [((0.8, 0.9), 1e-6, 0.2), ((0.8, 0.9), 1e-6, 0.0)]
+    with pytest.raises(SettingsError, match=r"with its trainer.weight_decay \(0 or not\)"):
+        Stepper(settings(zero_stage)).engine.load(tmp_path)
+
+
 @pytest.mark.parametrize("choice", ["adamw", "adamw_8bit"])
 def test_a_checkpoint_holds_the_states_of_all_groups_and_one_of_other_groups_is_refused(
     tmp_path: Path, choice: str, request: pytest.FixtureRequest

@@ -25,7 +25,7 @@ MAX_LOG_RATIO = 20.0
 """Largest exponentiated log ratio, as in verl (``verl/trainer/ppo/core_algos.py``, on ``negative_approx_kl``).
 float32 overflows at 88.7, and infinity · 0 is not a number.
 """
-K3_TANGENT_AT = 2.6107
+K3_TANGENT_AT = 2.61087
 """The log ratio at which k3 is 10 nats."""
 
 
