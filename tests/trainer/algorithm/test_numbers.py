@@ -49,12 +49,12 @@ def test_maxrl_gives_no_advantage_where_the_mean_is_no_probability_of_success() 
 
 
 def test_a_text_has_no_advantage_over_itself() -> None:
-    same = builders.experience(0, (1.0, 0.0, 0.25))
-    assert advantages.shaped_rewards(same, AlgorithmSettings()).tolist() == pytest.approx([1.25 / 3] * 3)
+    same = builders.experience(0, (1.0, 0.5, 0.25))
+    assert advantages.shaped_rewards(same, AlgorithmSettings()).tolist() == pytest.approx([1.75 / 3] * 3)
     other = dataclasses.replace(same.group.samples[0], token_ids=np.array([0, 1, 3], dtype=np.int32))
     group = dataclasses.replace(same.group, samples=(*same.group.samples[:2], other))
     differs = dataclasses.replace(same, group=group)
-    assert advantages.shaped_rewards(differs, AlgorithmSettings()).tolist() == [1.0, 0.0, 0.25]
+    assert advantages.shaped_rewards(differs, AlgorithmSettings()).tolist() == [1.0, 0.5, 0.25]
 
 
 def test_a_group_of_equal_rewards_has_no_signal() -> None:
