@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithms")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    found = {mode: Run(mode, arguments).simulate() for mode in MODES}
+    modes = {mode: Run(mode, arguments).simulate() for mode in MODES}
     heads = (
         "`on_stale`",
         "samples trained",
@@ -179,12 +179,12 @@ def main() -> None:
         "tokens trained of generated",
     )
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    for mode, each in found.items():
+    for mode, each in modes.items():
         cells = [
             " / ".join(f"{value:.2f}" for value in each[key]) for key in ("samples", "tokens", "middle_of_trained")
         ]
         print(f"| `{mode}` | {' | '.join(cells)} | {each['ticks_a_step']:.0f} | {each['trained_of_generated']:.2f} |")
-    print(json.dumps({"benchmark": "stale_modes", **vars(arguments), "modes": found}))
+    print(json.dumps({"benchmark": "stale_modes", **vars(arguments), "modes": modes}))
 
 
 if __name__ == "__main__":

@@ -296,18 +296,18 @@ def _copy(engine: PlainEngine) -> dict[str, Tensor]:
 
 def _batch(actor: Actor, run: Settings, step: int, version: int) -> tuple[list[Experience], int]:
     """Return the groups of a step, with dynamic sampling those with signal, and how many were drawn."""
-    wanted, algorithm, found = run.algorithm.groups_per_step, run.algorithm, list[Experience]()
+    needed, algorithm, kept = run.algorithm.groups_per_step, run.algorithm, list[Experience]()
     lot, generator = np.random.default_rng([run.run.seed, step]), torch.Generator(run.run.device)
     generator.manual_seed(int(lot.integers(1 << 62)))
     order, rounds = lot.permutation(len(task_of(run).train)), _DRAWS if algorithm.dynamic_sampling else 1
-    for first in range(0, rounds * wanted, wanted):
-        drawn = actor.groups(order[first : first + wanted].tolist(), version, generator)
+    for first in range(0, rounds * needed, needed):
+        drawn = actor.groups(order[first : first + needed].tolist(), version, generator)
         for place, group in enumerate(drawn, start=1):
             if rounds == 1 or has_signal(shaped_rewards(group, algorithm)):
-                found.append(group)
-            if len(found) == wanted:
-                return found, first + place
-    return (found + drawn)[:wanted], rounds * wanted
+                kept.append(group)
+            if len(kept) == needed:
+                return kept, first + place
+    return (kept + drawn)[:needed], rounds * needed
 
 
 def task_of(run: Settings) -> Task:
@@ -344,10 +344,10 @@ Means = Mapping[tuple[str, int], Mapping[str, list[float]]]
 
 def by_place(rows: Iterable[Mapping[str, Any]]) -> Means:
     """Return the figures of all seeds by (task, lag) and variant."""
-    found: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    means: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in sorted(rows, key=lambda row: row["seed"]):
-        found[row["task"], row["lag"]][row["variant"]].append(row["after"])
-    return found
+        means[row["task"], row["lag"]][row["variant"]].append(row["after"])
+    return means
 
 
 def behind(means: Means, variant: str) -> dict[str, float]:

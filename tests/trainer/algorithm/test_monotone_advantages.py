@@ -36,7 +36,7 @@ def rewards() -> Rewards:
     return np.choose(np.arange(GROUPS)[:, None] % len(kinds), kinds).astype(np.float32)
 
 
-def of_preset(preset: Preset, rewards_GS: Rewards) -> npt.NDArray[np.floating[Any]]:
+def of_preset(preset: Preset, rewards_GS: Rewards) -> Any:
     """Return the advantage of each sample's first token (G × S), as ``token_advantages`` computes it."""
     algorithm = AlgorithmSettings(preset=preset)
     if algorithm.advantage in GROUP_ADVANTAGES:
@@ -75,7 +75,7 @@ def test_within_a_group_an_advantage_never_falls_as_the_reward_rises(preset: Pre
 
 def graded() -> Rewards:
     """Return multiples of a quarter, of which sums and differences are exact; no group's are all equal."""
-    drawn = np.random.default_rng(2).integers(0, 9, (1000, 8)).astype(np.float32) / 4
+    drawn = np.random.default_rng(2).integers(0, 9, (1000, 8)).astype(np.float32) / np.float32(4)
     drawn[:, 0], drawn[:, 1] = 0.0, 2.25
     return drawn
 
@@ -106,7 +106,7 @@ def test_a_factor_of_all_rewards_is_one_of_the_advantages_where_they_are_only_ce
 
 
 def test_an_advantage_that_divides_by_a_mean_of_any_sign_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reversed_where_negative(rewards_GS: Rewards, _: str) -> Rewards:
+    def reversed_where_negative(rewards_GS: Rewards, _: str) -> Any:
         return (advantages.centred(rewards_GS) / (rewards_GS.mean(-1, keepdims=True) + EPSILON)).astype(np.float32)
 
     monkeypatch.setattr(f"{__name__}.group_advantages", reversed_where_negative)

@@ -192,7 +192,7 @@ def test_a_setting_changes_the_update_or_is_refused(run: str) -> None:
 
 
 def test_every_setting_is_tried_and_accepted_somewhere() -> None:
-    nested = {"kl": KlSettings, "critic": CriticSettings}
+    nested: dict[str, Any] = {"kl": KlSettings, "critic": CriticSettings}
     every = {
         f"{table}.{name}" if table else name
         for table, of in {"": AlgorithmSettings, **nested}.items()

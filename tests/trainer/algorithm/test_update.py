@@ -256,7 +256,7 @@ def demonstrated(groups: list[Experience]) -> list[Experience]:
     "algorithm", [{"aggregation": "token"}, {"preset": "dr_grpo"}, {"preset": "gspo"}, {"preset": "dpo"}]
 )
 def test_entropy_and_kl_are_nats_per_token_with_any_loss(algorithm: dict[str, Any]) -> None:
-    kl = {} if algorithm.get("preset") == "dpo" else {"kl": {"coefficient": 0.1, "estimator": "k2"}}
+    kl: dict[str, Any] = {} if algorithm.get("preset") == "dpo" else {"kl": {"coefficient": 0.1, "estimator": "k2"}}
     groups = [pair_of(each) for each in batch()] if not kl else batch()
     measured = Rank(settings(entropy_bonus=0.1, **algorithm, **kl)).learn(groups)
     assert measured["entropy_loss"] == pytest.approx(-0.1 * measured["entropy"], rel=GRADIENT)

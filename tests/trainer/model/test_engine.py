@@ -250,8 +250,8 @@ def test_a_large_model_in_groups_makes_the_steps_of_one_group(
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_a_loaded_optimizer_has_the_options_of_its_run(tmp_path: Path, zero_stage: int) -> None:
     def options_of(stepper: Stepper) -> list[tuple[Any, ...]]:
-        found: Any = stepper.engine.optimizer.param_groups
-        return [(tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in found]
+        groups: Any = stepper.engine.optimizer.param_groups
+        return [(tuple(group["betas"]), group["eps"], group["weight_decay"]) for group in groups]
 
     first = Stepper(settings(zero_stage, weight_decay=0.1))
     first.step(1)

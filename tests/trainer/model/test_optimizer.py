@@ -1,5 +1,7 @@
 """Laws of the optimizer: where its states are, and what decays."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ def test_an_offloaded_optimizer_updates_on_the_host_by_one_kernel_and_as_on_the_
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_matrices_decay_and_norms_and_biases_do_not(zero_stage: int) -> None:
+def test_matrices_decay_and_norms_and_biases_do_not(zero_stage: Literal[0, 1, 3]) -> None:
     layers = nn.ModuleList([nn.Embedding(4, 3), nn.Linear(3, 2), nn.LayerNorm(2)])
     decaying = {"0.weight", "1.weight"}
     names = {id(parameter): name for name, parameter in layers.named_parameters()}
