@@ -18,9 +18,11 @@ from shared.settings.algorithm import Preset
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"clip": (0.2, 0.28)},
+    "dapo": {"overlong": (0.0, 1.0)},
     "ppo": {"critic": {"learning_rate": 1e-3}},
 }
-"""Overrides for a small model; GSPO's bounds assume steps a thousand times smaller."""
+"""Overrides for a small model; GSPO's bounds assume steps a thousand times smaller, and DAPO's buffer, a fifth
+of 4 tokens, has no token."""
 LEARNING_RATES: Mapping[str, float] = {}
 """Overrides."""
 LORA = "lora_grpo"

@@ -23,7 +23,11 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
             "the settings file is missing: penstock sft my-run.toml; continue one by penstock up --resume"
         )
     has_pairs = is_given("data.rejected_field", config, flags)
-    flags = [*flags, "--algorithm.preset=dpo" if has_pairs else "--algorithm.loss=cross_entropy"]
+    of_pairs = [
+        "--algorithm.preset=dpo",
+        "--algorithm.clip=[0.2, 0.2]",
+    ]  # of the file's run with rewards; it has no use here
+    flags = [*flags, *(of_pairs if has_pairs else ["--algorithm.loss=cross_entropy"])]
     if epochs is not None:
         settings = load(config, flags)
         logging.getLogger("services.coordinator").addHandler(logging.NullHandler())  # the run reports its bad rows

@@ -8,7 +8,7 @@ import numpy as np
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge, Histogram
 
-from services.trainer.batch.staleness import trained_lags
+from services.trainer.batch.staleness import are_long, trained_lags
 from shared.bus.messages import Experience, FinishReason, PolicyVersion, Purpose
 
 STEP = Gauge("penstock_trainer_step", "Committed optimizer steps.")
@@ -16,7 +16,7 @@ VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy vers
 SAMPLES = PrometheusCounter("penstock_trainer_samples_total", "Samples trained on.")
 TOKENS = PrometheusCounter("penstock_trainer_tokens_total", "Generated tokens trained on.")
 LEFT = PrometheusCounter("penstock_trainer_groups_untrained_total", "Groups dropped without training.", ["reason"])
-for _reason in ("stale", "fenced", "no_signal", "filtered", "nonfinite", "requeued", "buried"):
+for _reason in ("stale", "fenced", "too_long", "no_signal", "filtered", "nonfinite", "requeued", "buried"):
     LEFT.labels(_reason)  # export 0, so that the first increase shows
 CHECKPOINTS_FAILED = PrometheusCounter(
     "penstock_trainer_checkpoint_failures_total", "Checkpoints that storage refused; the previous one is kept."
@@ -77,6 +77,9 @@ GAUGES = {
     "preference_margin": Gauge("penstock_trainer_preference_margin", "Mean reward margin of the last step's pairs."),
     "grad_norm": Gauge("penstock_trainer_grad_norm", "Global gradient norm before clipping."),
     "learning_rate": Gauge("penstock_trainer_learning_rate", "Learning rate of the last step."),
+    "too_long_samples": Gauge(
+        "penstock_trainer_too_long_samples", "Samples of the last step's groups that fit no forward pass, not trained."
+    ),
     "truncated_fraction": Gauge("penstock_trainer_truncated_ratio", "Share of samples cut at the length limit."),
     "demonstrations": Gauge(
         "penstock_trainer_demonstrations", "Demonstrations of the last step, trained beside samples of the policy."
@@ -113,14 +116,15 @@ def batch_figures(
     steps_of_versions: Mapping[PolicyVersion, int],
     contexts: Sequence[int] = (),
     *,
+    most_tokens: int,
     is_mixed: bool = False,
 ) -> BatchFigures:
     """Return the figures of a batch trained after ``step`` steps; ``contexts`` as in its command.
 
-    With ``is_mixed``, they are of the groups that a policy generated; samples and tokens are of all.
+    Samples of more than ``most_tokens``, with their prompts, were not trained for that. With ``is_mixed``, they are of the groups that a policy generated; samples and tokens are of all.
     """
     if is_mixed:
-        return _of_mixture(batch, step, steps_of_versions, contexts)
+        return _of_mixture(batch, step, steps_of_versions, contexts, most_tokens)
     samples = [sample for experience in batch for sample in experience.group.samples]
     contexts, first = contexts or (0,) * len(samples), 0
     lags: Counter[int] = Counter()
@@ -129,13 +133,15 @@ def batch_figures(
         lags.update(trained_lags(group, step, steps_of_versions, contexts[first:end]))
         first = end
     lengths = [len(sample.token_ids) for sample in samples]
-    stale = [context for context, length in zip(contexts, lengths, strict=True) if context == length]
+    whole = [context for context, length in zip(contexts, lengths, strict=True) if context == length]
+    long = sum(sum(are_long(experience.group, most_tokens)) for experience in batch)
     metrics = {
         **_reward_figures([each for each in batch if each.group.prompt.purpose is not Purpose.DEMONSTRATE]),
         "lag_mean": sum(lag * count for lag, count in lags.items()) / lags.total(),
         "lag_max": float(max(lags)),
-        "stale_samples": float(len(stale)),
-        "masked_tokens": float(sum(contexts) - sum(stale)),
+        "stale_samples": float(len(whole) - long),
+        "too_long_samples": float(long),
+        "masked_tokens": float(sum(contexts) - sum(whole)),
         "unscored_samples": float(sum(e.group.prompt.sampling.samples - len(e.group.samples) for e in batch)),
         "response_tokens_mean": sum(lengths) / len(samples),
         "truncated_fraction": sum(s.finish_reason is FinishReason.LENGTH for s in samples) / len(samples),
@@ -148,7 +154,11 @@ def batch_figures(
 
 
 def _of_mixture(
-    batch: Sequence[Experience], step: int, steps_of_versions: Mapping[PolicyVersion, int], contexts: Sequence[int]
+    batch: Sequence[Experience],
+    step: int,
+    steps_of_versions: Mapping[PolicyVersion, int],
+    contexts: Sequence[int],
+    most_tokens: int,
 ) -> BatchFigures:
     drawn, shown, kept, first = [], [], list[int](), 0
     for experience in batch:
@@ -161,7 +171,7 @@ def _of_mixture(
         first = end
     figures = BatchFigures({}, Counter(), 0, 0)
     if drawn:
-        figures = batch_figures(drawn, step, steps_of_versions, kept)
+        figures = batch_figures(drawn, step, steps_of_versions, kept, most_tokens=most_tokens)
     samples = [sample for experience in shown for sample in experience.group.samples]
     return BatchFigures(
         {**figures.metrics, "demonstrations": float(len(shown))},

@@ -4,7 +4,7 @@ A preset is a table of overrides of the defaults below; a key that is given expl
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -56,7 +56,8 @@ class KlSettings(Section):
     coefficient: NonNegativeFloat = Field(default=0.0)
     """Cost of a nat; 0: no penalty, and no reference is held."""
     estimator: Literal["k1", "k2", "k3"] = Field(default="k3")
-    """Estimator per token. In a reward: k1. In a loss: k2 or k3, because the gradient of k1 is noise around 0."""
+    """Estimator per token. In a reward: k1. In a loss: k2 or k3; k1 is refused there, as its gradient is noise around
+    0."""
     where: Literal["loss", "reward"] = Field(default="loss")
     """Added to the `loss` of each token, or subtracted from the `reward` (of each token for gae and reinforce_pp,
     else summed over the sample before the group is compared)."""
@@ -106,8 +107,9 @@ class AlgorithmSettings(Section):
     """Longest wait of a step for earlier groups with on_stale = "wait", in seconds."""
     advantage: str = Field(default="grpo")
     """How rewards become advantages: within the group (grpo divides by its deviation, dr_grpo does not, rloo leaves
-    the sample itself out, maxrl divides by the mean), over the batch (reinforce_pp), by a critic (gae), or by your own
-    function of a group's rewards, `package.module:function`. none: rewards are not learned from, only distillation."""
+    the sample itself out, maxrl divides by the mean of rewards that are at least 0), over the batch (reinforce_pp), by
+    a critic (gae), or by your own function of a group's rewards, `package.module:function`. none: rewards are not
+    learned from, only distillation."""
     distillation: NonNegativeFloat = Field(default=0.0)
     """Weight of the teacher: this times (log teacher − log policy) is added to the advantage of each token; 0: no
     teacher."""
@@ -144,7 +146,8 @@ class AlgorithmSettings(Section):
     """Where the clipped ratio starts: behavior logprobs, those of the weights before this step (one more forward
     pass), or an interpolation of behavior and policy by lag."""
     aggregation: Literal["token", "sequence", "constant"] = Field(default="token")
-    """Loss of a batch: the mean over its tokens, over its samples' means, or the sum over samples × max_new_tokens."""
+    """Policy loss of a batch: the mean over its tokens, over its samples' means, or the sum over samples ×
+    max_new_tokens. KL and entropy bonus are means over tokens."""
     entropy_bonus: NonNegativeFloat = Field(default=0.0)
     """Coefficient of the policy's entropy (nats per token) in the objective."""
     epochs: Annotated[int, Field(ge=1, le=8)] = Field(default=1)
@@ -232,7 +235,7 @@ class AlgorithmSettings(Section):
         by_loss = {
             "policy_gradient": self._of_policy_gradient, "dpo": self._of_dpo, "cross_entropy": self._of_demonstrations,
         }  # fmt: skip
-        return by_loss.get(self.loss, self._of_ratio)() or self._of_teacher() or self._of_parts()
+        return by_loss.get(self.loss, self._of_ratio)() or self._of_teacher() or self._of_parts() or self._unread()
 
     def _of_ratio(self) -> str:
         start = f'with algorithm.loss = "{self.loss}"'
@@ -340,6 +343,56 @@ class AlgorithmSettings(Section):
             )
         return ""
 
+    def _unread(self) -> str:
+        """Return that a setting was changed which nothing reads beside the others, or nothing."""
+        plain, preset = AlgorithmSettings.model_construct(), AlgorithmSettings.model_construct(**PRESETS[self.preset])
+        for name, is_read, others in self._readers():
+            value = _at(self, name)
+            if not is_read and value not in (_at(plain, name), _at(preset, name)):
+                return (
+                    f"expected algorithm.{name} to be left out with {others}, found {shown(value)}, which has no effect: change one "
+                    "of them"
+                )
+        return ""
+
+    def _readers(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield a setting (or a part, by its index), whether it changes anything, and beside what it would not."""
+        several = self.epochs * self.minibatches > 1
+        clips = self.loss in ("clip", "gspo", "cispo")
+        yield "clip", clips or self.is_supervised, f'algorithm.loss = "{self.loss}", which does not clip'
+        yield "clip.0", self.loss != "cispo", 'algorithm.loss = "cispo", whose weights have no lower bound'
+        for name in ("loss", "clip", "dual_clip") if clips else ():
+            yield (
+                name, several or self.proximal != "recomputed",
+                'algorithm.proximal = "recomputed" and one update a step (algorithm.minibatches), in which the ratio is 1',
+            )  # fmt: skip
+            yield (
+                name, self.max_lag > 0 or self.proximal != "log_linear",
+                'algorithm.proximal = "log_linear" and algorithm.max_lag = 0, where the ratio is 1',
+            )  # fmt: skip
+        weighs = self.correction not in ("ratio", "none", "ignored")
+        yield "correction_band", weighs, f'algorithm.correction = "{self.correction}", which has no weights'
+        masks = self.correction.endswith("_mask") or not weighs
+        yield "correction_band.0", masks, f'algorithm.correction = "{self.correction}", which has no lower bound'
+        yield "aggregation", self.loss != "dpo", 'algorithm.loss = "dpo", whose mean is over pairs'
+        bounded = not self.is_supervised or self.aggregation != "constant"
+        yield "aggregation", bounded, 'algorithm.loss = "cross_entropy", as max_new_tokens bounds no demonstration'
+        yield (
+            "dpo_beta",
+            self.loss == "dpo",
+            'another algorithm.loss than "dpo" (a KL penalty is algorithm.kl.coefficient)',
+        )
+        for name in ("kl.estimator", "kl.where"):
+            yield name, self.kl.coefficient > 0, "algorithm.kl.coefficient = 0"
+        yield "reference", self.needs_reference, 'algorithm.kl.coefficient = 0 and another algorithm.loss than "dpo"'
+        for name in CriticSettings.model_fields:
+            yield f"critic.{name}", self.needs_critic, 'another algorithm.advantage than "gae"'
+        yield "critic.clip", several, "one update a step (algorithm.minibatches), in which no value has changed yet"
+        yield "wait_s", self.on_stale == "wait", 'another algorithm.on_stale than "wait"'
+        yield "overlong", self.advantage != "none", 'algorithm.advantage = "none", which reads no rewards'
+        yield "overlong.1", self.overlong[0] > 0, "a share of 0 in algorithm.overlong"
+        yield "overlong.0", self.overlong[1] > 0, "a penalty of 0 in algorithm.overlong"
+
     def _of_parts(self) -> str:
         if self.dynamic_sampling and self.advantage in ("gae", "reinforce_pp") and self.loss != "dpo":
             return (
@@ -365,6 +418,18 @@ class AlgorithmSettings(Section):
                 f"expected algorithm.correction_band to contain the ratio 1, found [{low:g}, {high:g}]: change "
                 "algorithm.correction_band"
             )
+        if self.kl.coefficient and self.kl.where == "loss" and self.kl.estimator == "k1":
+            return (
+                'expected algorithm.kl.estimator "k2" or "k3" with kl.where = "loss", where the gradient of k1 is noise around 0, found '
+                '"k1": change algorithm.kl.estimator, or set algorithm.kl.where = "reward"'
+            )
+        if self.advantage == "maxrl" and (
+            min(self.overlong) > 0 or (self.kl.coefficient and self.kl.where == "reward")
+        ):
+            return (
+                'expected no algorithm.overlong and no algorithm.kl.where = "reward" with algorithm.advantage = "maxrl", which divides by '
+                "the mean of rewards that must be at least 0, and these make them negative: change one of them"
+            )
         if self.kl.target and not self.kl.coefficient:
             return (
                 "expected algorithm.kl.coefficient > 0 to start from with kl.target, found 0: set it, such as to 0.01"
@@ -379,3 +444,14 @@ class AlgorithmSettings(Section):
             'algorithm.correction ("ratio", or "token_tis" with a recomputed proximal), or algorithm.max_lag = 0; '
             'algorithm.correction = "ignored" runs without one'
         )
+
+
+def _at(table: Any, name: str) -> Any:
+    """Return a setting by its path within the table, or a part of it by its index.
+
+    >>> _at(AlgorithmSettings(), "clip.0"), _at(AlgorithmSettings(), "kl.where")
+    (0.2, 'loss')
+    """
+    for key in name.split("."):
+        table = table[int(key)] if key.isdigit() else getattr(table, key)
+    return table

@@ -206,6 +206,7 @@ class Settings(Section):
             _check_trainer,
             _check_slots,
             _check_sampling,
+            _check_overlong,
             _check_pairs,
             _check_supervised,
             _check_mixture,
@@ -338,6 +339,12 @@ def _check_engines(settings: Settings) -> None:
 
 
 def _check_trainer(settings: Settings) -> None:
+    least = 1 + max(1, settings.sampling.min_new_tokens)
+    if settings.trainer.micro_batch_tokens < least:
+        raise ValueError(
+            f"expected trainer.micro_batch_tokens >= {least}, for a prompt and a completion of at least sampling.min_new_tokens, found "
+            f"{settings.trainer.micro_batch_tokens}: nothing could be trained; change one of them"
+        )
     if settings.trainer.zero_stage == 0 and settings.policy.dtype == "bfloat16":
         raise ValueError(
             'expected trainer.zero_stage >= 1 with policy.dtype = "bfloat16", found 0: there DeepSpeed steps as for float16, '
@@ -385,6 +392,16 @@ def _check_sampling(settings: Settings) -> None:
         raise ValueError(
             'expected algorithm.reference = "trainer" with top_p, top_k, min_p or min_new_tokens in [sampling], found '
             '"reward", whose logprobs are over all tokens and not over those that could be drawn: change one of them'
+        )
+
+
+def _check_overlong(settings: Settings) -> None:
+    share, sampling = settings.algorithm.overlong[0], settings.sampling
+    tokens = min(part.max_new_tokens for part in (sampling, *map(sampling.of, settings.data.sources)))
+    if share and int(share * tokens) == 0:
+        raise ValueError(
+            f"expected algorithm.overlong to reach a token of sampling.max_new_tokens, found {share:g} of {tokens}, which is none: raise one "
+            "of them, or set algorithm.overlong = [0, 1]"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.settings.section import Section
+from shared.settings.section import Section, shown
 
 DEEPSPEED_KEYS = {
     "train_batch_size": "algorithm.groups_per_step",
@@ -81,8 +81,10 @@ class TrainerSettings(Section):
     """Learning rate at the end of `linear` and `cosine`."""
     adam_betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999))
     """AdamW's decay rates of the first and the second moment."""
+    adam_eps: PositiveFloat = Field(default=1e-8)
+    """What AdamW adds to the root of the second moment. Gradients far below it move no weight."""
     weight_decay: NonNegativeFloat = Field(default=0.0)
-    """AdamW's weight decay."""
+    """AdamW's weight decay, of matrices and embeddings: norms, biases and other vectors have none."""
     max_grad_norm: PositiveFloat = Field(default=1.0)
     """Global norm to which gradients are clipped."""
     micro_batch_tokens: PositiveInt = Field(default=16_384)
@@ -136,6 +138,22 @@ class TrainerSettings(Section):
                 f'expected trainer.offload = "none" with trainer.optimizer = "adamw_8bit", found "{self.offload}": its '
                 "moments are small enough to stay; change one of them"
             )
+        for name, value, default, needed in (
+            (
+                "final_learning_rate",
+                self.final_learning_rate,
+                0.0,
+                self.schedule == "constant" and 'schedule "linear" or "cosine"',
+            ),
+            ("rendezvous", self.rendezvous, "", self.nodes == 1 and "nodes > 1"),
+            ("node", self.node, 0, self.nodes == 1 and "nodes > 1"),
+            ("store.endpoint", self.store.endpoint, "", not self.store.uri and "store.uri"),
+            ("store.counts", self.store.counts, "stored", not self.store.uri and "store.uri"),
+        ):
+            if needed and value != default:
+                raise ValueError(
+                    f"expected trainer.{needed} with trainer.{name}, which has no effect otherwise, found {shown(value)}: change one of them"
+                )
         if self.nodes > 1 and (not self.rendezvous or self.node >= self.nodes):
             raise ValueError(
                 f"expected trainer.rendezvous and trainer.node < {self.nodes} with trainer.nodes = {self.nodes}, found "

@@ -94,7 +94,7 @@ def test_a_critic_that_only_warms_up_is_refused() -> None:
         Settings.model_validate({"run": {"steps": 5}, "algorithm": {"preset": "ppo", "critic": {"warmup_steps": 5}}})
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "maxrl", "my_package.advantages:mine"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "my_package.advantages:mine"])
 def test_a_penalty_in_the_reward_of_a_whole_sample_is_not_masked(advantage: str) -> None:
     penalised = {"advantage": advantage, "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}}
     assert algorithm(**penalised).compares_whole_samples

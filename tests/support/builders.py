@@ -37,7 +37,7 @@ def prompt(
 
 def sample(text: str = "46", version: int = 0, finish: FinishReason = FinishReason.STOP, tokens: int = 3) -> Sample:
     return Sample(
-        token_ids=np.arange(tokens, dtype=np.int32),
+        token_ids=np.array([int(text != "46"), *range(1, tokens)], dtype=np.int32),
         behavior_logprobs=np.full(tokens, -0.5, dtype=np.float32),
         version_spans=np.array([[0, version]], dtype=np.int32),
         finish_reason=finish,

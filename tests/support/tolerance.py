@@ -10,8 +10,8 @@ that choose their optimizer use :func:`smooth_adam`.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 import torch
@@ -53,15 +53,10 @@ def moved_apart(
 @contextlib.contextmanager
 def smooth_adam(epsilon: float = 1e-4) -> Iterator[None]:
     """Use an Adam with ε far above a gradient's rounding, so that steps are continuous in the gradient."""
-    from services.trainer.model import engine
-    from services.trainer.model.optimizer import adamw as made
+    from services.trainer.model import optimizer
 
-    @functools.wraps(made)
-    def smooth(*arguments: object) -> torch.optim.Optimizer:
-        optimizer = made(*arguments)  # type: ignore[arg-type]
-        for group in optimizer.param_groups:
-            group["eps"] = epsilon
-        return optimizer
+    def moments(trainer: Any) -> dict[str, Any]:
+        return {"betas": trainer.adam_betas, "eps": epsilon}
 
-    with mock.patch.object(engine, "adamw", smooth):
+    with mock.patch.object(optimizer, "_moments", moments):
         yield

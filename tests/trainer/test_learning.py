@@ -91,7 +91,10 @@ async def test_the_example_learns_while_the_trainer_lends_its_device(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [("--algorithm.preset=ppo", "--algorithm.critic.learning_rate=1e-3"), ("--algorithm.preset=dpo",)],
+    [
+        ("--algorithm.preset=ppo", "--algorithm.critic.learning_rate=1e-3"),
+        ("--algorithm.preset=dpo", "--algorithm.clip=[0.2, 0.2]"),
+    ],
     ids=["ppo", "dpo"],
 )
 async def test_other_presets_learn(tmp_path: Path, flags: tuple[str, ...]) -> None:

@@ -22,6 +22,10 @@ from shared.settings import Settings
 
 _ENDS = 5
 """Steps averaged at each end."""
+_UNTRAINED = {
+    "stale": "stale_samples", "too_long": "too_long_samples", "unscored": "unscored_samples",
+    "out_of_memory": "dropped_out_of_memory",
+}  # fmt: skip
 _PACKAGES = (
     *("penstock", "numpy", "msgpack", "redis", "pydantic", "fastapi", "uvicorn", "pyarrow"),
     *("torch", "transformers", "deepspeed", "math-verify", "vllm"),
@@ -60,6 +64,8 @@ class Summary:
     groups_admitted: int
     counts: dict[str, int]
     """trained, dropped:<reason>, dead:<stream>."""
+    samples_untrained: dict[str, int]
+    """Of trained groups: stale, too_long, unscored, out_of_memory."""
     head: int | None
     evaluations: int
     started_at_s: float
@@ -121,6 +127,7 @@ def summarize(
         score_turn_s_mean=sum(_figures(steps, "score_turn_s")) / score_turns if score_turns else None,
         groups_admitted=status.cursor,
         counts=dict(counts),
+        samples_untrained={reason: int(sum(_figures(steps, name))) for reason, name in _UNTRAINED.items()},
         head=status.head,
         evaluations=len({evaluation.version for evaluation in evaluations}),
         started_at_s=status.created_at_s,

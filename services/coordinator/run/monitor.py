@@ -16,7 +16,7 @@ from prometheus_client import Gauge
 from services.coordinator.evaluation.results import Evaluation, read_evaluations
 from services.coordinator.records.summary import training_seconds
 from services.coordinator.run.guards import read_guards
-from services.coordinator.run.notices import changed_code, compose, dead_letters
+from services.coordinator.run.notices import changed_code, compose, dead_letters, too_long
 from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
 from shared.advice import advice
 from shared.bus import streams
@@ -195,6 +195,7 @@ class Monitor:
                 [
                     *changed_code(look.changes),
                     *dead_letters(look.dead, self._dead_reason, status),
+                    *too_long(self._history, look.counts.get("dropped:too_long", 0)),
                     *self._standing(),
                 ],
             ),

@@ -6,6 +6,7 @@ from typing import Literal
 
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.schemas.run import GuardView, NoticeView
+from shared.bus.messages import StepReport
 from shared.bus.stores.policy.ledger import RunState, RunStatus
 from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 from shared.bus.stores.run.functions import Change
@@ -32,6 +33,18 @@ def compose(
 
 def changed_code(changes: Sequence[Change]) -> list[NoticeView]:
     return [notice(f"code of {change.function}", "warning", change.sentence) for change in changes]
+
+
+def too_long(reports: Sequence[StepReport], groups: int) -> list[NoticeView]:
+    """Return the notice of samples of the newest steps, and of groups of the run, that fit no forward pass."""
+    samples = int(sum(report.metrics.get("too_long_samples", 0.0) for report in reports))
+    if not samples + groups:
+        return []
+    text = (
+        f"{samples} samples of the last {len(reports)} steps, and {groups} whole groups of the run, are longer than "
+        "trainer.micro_batch_tokens and were not trained: raise it, or lower sampling.max_new_tokens"
+    )
+    return [notice("long samples", "warning", text)]
 
 
 def dead_letters(count: int, newest: str, status: RunStatus) -> list[NoticeView]:

@@ -5,7 +5,7 @@ Within a group (``S`` samples of one prompt; ``r_i`` a sample's reward, mean and
     grpo      A_i = (r_i − mean) / (std + ε)          Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, eq. 4
     dr_grpo   A_i = r_i − mean                        Liu et al. 2025, arXiv:2503.20783, §3.2
     rloo      A_i = r_i − mean of the others          Ahmadian et al. 2024, arXiv:2402.14740
-    maxrl     A_i = (r_i − mean) / mean               Tajwar et al. 2026, arXiv:2602.02710 (rewards ≥ 0)
+    maxrl     A_i = (r_i − mean) / mean               Tajwar et al. 2026, arXiv:2602.02710; rewards ≥ 0, else 0
 
 Per token (``N`` tokens, ``lengths_S`` of each sample; ``r_t`` includes the sample's reward at its last token; ``V_t``
 the critic's value before token t)::
@@ -15,6 +15,10 @@ the critic's value before token t)::
     reinforce_pp_baseline  the same, with the group's mean subtracted (there §3.2)
 
 The last two are ``gae`` with V = 0, γ = λ = 1. All three are normalised over the batch. std divides by S.
+
+An advantage never falls as the reward rises. ``r + c`` changes none of ``grpo``, ``dr_grpo``, ``rloo`` and
+``reinforce_pp`` (``_baseline``); ``k r`` changes none of ``grpo``, ``maxrl`` and ``reinforce_pp`` but for ε, and scales
+those of ``dr_grpo`` and ``rloo``.
 """
 
 from typing import Literal, get_args
@@ -35,29 +39,32 @@ _EPSILON = 1e-4  # as in the reference implementations
 
 
 def group_advantages(rewards_S: Float32Array, kind: GroupAdvantage) -> Float32Array:
-    """Return one advantage per sample of one group (float32, S); exactly 0 for equal rewards.
+    """Return one advantage per sample of a group (float32, S, or of many groups, … × S); exactly 0 for equal rewards.
+
+    MaxRL's mean estimates a probability of success: a group whose mean is not positive has advantages of 0.
 
     >>> group_advantages(np.array([1, 0, 0, 1], dtype=np.float32), "dr_grpo").tolist()
     [0.5, -0.5, -0.5, 0.5]
     """
-    centred_S = centred(rewards_S)
-    scale = 1.0
+    centred_S, scale = centred(rewards_S), np.ones(1)
     if kind == "rloo":
-        scale = max(1, len(rewards_S) - 1) / len(rewards_S)
+        samples = rewards_S.shape[-1]
+        scale = np.array(max(1, samples - 1) / samples)
     elif kind == "grpo":
-        scale = float(centred_S.std()) + _EPSILON
+        scale = centred_S.std(-1, keepdims=True) + _EPSILON
     elif kind == "maxrl":
-        scale = float(rewards_S[0]) - float(centred_S[0]) + _EPSILON
+        mean = rewards_S[..., :1] - centred_S[..., :1]
+        scale = np.where(mean > 0, mean + _EPSILON, np.inf)
     return (centred_S / scale).astype(np.float32)
 
 
 def centred(rewards_S: Float32Array) -> Float64Array:
-    """Return the rewards minus their mean (float64, S); exactly 0 if all are equal.
+    """Return the rewards minus their group's mean (float64, … × S); exactly 0 if all are equal.
 
     Subtracting r_0 first avoids rounding.
     """
-    shifted_S = rewards_S.astype(np.float64) - np.float64(rewards_S[0])
-    result_S: Float64Array = shifted_S - shifted_S.mean()
+    shifted_S = rewards_S.astype(np.float64) - rewards_S[..., :1].astype(np.float64)
+    result_S: Float64Array = shifted_S - shifted_S.mean(-1, keepdims=True)
     return result_S
 
 
@@ -79,14 +86,21 @@ def overlong_penalty(lengths_S: IntArray, max_tokens: int, buffer_tokens: int) -
 
 
 def shaped_rewards(experience: Experience, algorithm: AlgorithmSettings) -> Float32Array:
-    """Return the group's rewards minus length penalties (float32, S)."""
-    max_tokens = experience.group.prompt.sampling.max_new_tokens
-    share, penalty = algorithm.overlong
-    if not share:
-        return experience.rewards
-    lengths_S = np.array([len(sample.token_ids) for sample in experience.group.samples], dtype=np.int64)
-    penalty_S = overlong_penalty(lengths_S, max_tokens, int(share * max_tokens))
-    return experience.rewards + np.float32(penalty) * penalty_S
+    """Return the group's rewards minus length penalties (float32, S).
+
+    If all completions are the same, each has their mean reward: a text has no advantage over itself. Rewards that
+    differ (a judge's noise) would cancel up to rounding, and AdamW, which divides by the gradient's size, would move
+    the weights by what is left.
+    """
+    max_tokens, samples = experience.group.prompt.sampling.max_new_tokens, experience.group.samples
+    rewards_S, (share, penalty) = experience.rewards, algorithm.overlong
+    if share:
+        lengths_S = np.array([len(sample.token_ids) for sample in samples], dtype=np.int64)
+        penalty_S = overlong_penalty(lengths_S, max_tokens, int(share * max_tokens))
+        rewards_S = rewards_S + np.float32(penalty) * penalty_S
+    if has_signal(rewards_S) and all(np.array_equal(sample.token_ids, samples[0].token_ids) for sample in samples):
+        return np.full_like(rewards_S, rewards_S.mean())
+    return rewards_S
 
 
 def token_rewards(rewards_S: Float64Array, penalties_N: Float64Array, lengths_S: IntArray) -> Float64Array:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch.distributed as dist
 
-from services.trainer.algorithm.loss.aggregation import Count, Stream
+from services.trainer.algorithm.loss.aggregation import STREAMS, Count, Stream
 from services.trainer.algorithm.loss.dpo import best_and_worst
 from services.trainer.batch import token_data
 from services.trainer.batch.oom_split import rows_by_place
@@ -75,7 +75,7 @@ def _counts(
         for place, length in zip(micro_batch.places_S, micro_batch.lengths_S, strict=True):
             lengths[demonstrated_M[place] and not pairs].append(int(length))
     sampled, demonstrated = (Count(sum(lengths[kind]), len(lengths[kind])) for kind in (False, True))
-    return {"rl": sampled, "ce": demonstrated, "reference_kl": sampled, "distillation": sampled}
+    return {stream: demonstrated if stream == "ce" else sampled for stream in STREAMS}
 
 
 def _rows(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from services.trainer.algorithm import functions
 from services.trainer.algorithm.advantages import shaped_rewards
 from services.trainer.algorithm.diagnostics import StepSums, explained_variance, moments
-from services.trainer.algorithm.loss.aggregation import Count, divisor
+from services.trainer.algorithm.loss.aggregation import Count, Stream, divisor, of_stream
 from services.trainer.algorithm.loss.kl import next_coefficient
 from services.trainer.algorithm.loss.objective import Objective, objective
 from services.trainer.algorithm.minibatches import Minibatch, lay_out
@@ -39,7 +39,7 @@ _NO_LAGS: Mapping[PolicyVersion, int] = collections.defaultdict(int)
 """Where nothing is trained."""
 _OF_BATCHES = {"preset", "groups_per_step", "max_lag", "on_stale", "wait_s", "dynamic_sampling", "filter"}
 """Settings of the algorithm that determine batches, which a replay has, and not their updates."""
-_OF_UPDATES = {"adam_betas", "weight_decay", "max_grad_norm", "packing", "kernels", "logits"}
+_OF_UPDATES = {"adam_betas", "adam_eps", "weight_decay", "max_grad_norm", "packing", "kernels", "logits"}
 
 
 class Learner:
@@ -118,7 +118,7 @@ class Learner:
         return measured | self._look_back(inputs, measured.get("reference_kl"), drawn)
 
     def _backward(self, minibatch: Minibatch, update: "_Update") -> None:
-        divisors = {stream: self._divisor(count) for stream, count in minibatch.counts.items()}
+        divisors = {stream: self._divisor(stream, count) for stream, count in minibatch.counts.items()}
         for part, last in update.passes.results(minibatch.inputs, minibatch.rows, self._objective):
             streams = {stream: whole / divisors[stream] for stream, whole in part.sums.items()}
             loss = torch.stack(list(streams.values())).sum()
@@ -166,10 +166,11 @@ class Learner:
         together = 2 if self._algorithm.loss == "dpo" else 1
         return ForwardPasses(self._policy, (self._settings.run.seed, step), together, misfits)
 
-    def _divisor(self, count: Count) -> float:
-        if self._algorithm.loss == "dpo":
+    def _divisor(self, stream: Stream, count: Count) -> float:
+        if self._algorithm.loss == "dpo" and stream == "rl":
             return max(1.0, count.samples / 2)
-        return divisor(self._algorithm.aggregation, count, self._settings.sampling.max_new_tokens)
+        how = of_stream(stream, self._algorithm.aggregation)
+        return divisor(how, count, self._settings.sampling.max_new_tokens)
 
     def _rate(self, step: int, peak: float) -> float:
         if self._critic is not None and step <= self._algorithm.critic.warmup_steps:

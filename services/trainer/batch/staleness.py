@@ -68,6 +68,18 @@ def find_contexts(
     return tuple(contexts)
 
 
+def without_long(group: RolloutGroup, contexts: Sequence[int], most_tokens: int) -> tuple[int, ...]:
+    """Return the contexts with all tokens of each sample that is, with its prompt, longer than ``most_tokens``."""
+    long = are_long(group, most_tokens)
+    pairs = zip(group.samples, contexts, long, strict=True)
+    return tuple(len(sample.token_ids) if is_long else context for sample, context, is_long in pairs)
+
+
+def are_long(group: RolloutGroup, most_tokens: int) -> list[bool]:
+    """Say of each sample whether it is, with its prompt, longer than ``most_tokens``, and fits no forward pass."""
+    return [len(group.prompt_token_ids) + len(sample.token_ids) > most_tokens for sample in group.samples]
+
+
 def _context(sample: Sample, step: int, steps_of_versions: Steps, max_lag: int) -> int:
     end = len(sample.token_ids)
     for start, version in reversed(sample.version_spans.tolist()):

@@ -28,7 +28,7 @@ from services.trainer.model.memory.recomputation import Kept, Recomputation
 from services.trainer.model.memory.residency import Residency
 from services.trainer.model.memory.storages import Storages, tensors_in
 from services.trainer.model.named_tensors import Published, published, unique
-from services.trainer.model.optimizer import adamw, check_sizes
+from services.trainer.model.optimizer import adamw, check_sizes, set_options
 from services.trainer.rank_group import host_group, meet_at_storage
 from shared.errors import SettingsError, WeightsError
 from shared.files import durable
@@ -93,6 +93,7 @@ class TrainingEngine:
         self.policy = place(policy, settings, device)
         self.policy.train()  # the modules concerned depend on checkpointing (``stochastic_layers``)
         parameters = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        self._trainer = settings.trainer
         self._sharded = settings.trainer.zero_stage == 3
         if self._sharded:
             whole_layers.mark(self.policy, settings.trainer.deepspeed.get("zero_optimization", {}))
@@ -330,11 +331,12 @@ class TrainingEngine:
             if not any(words in str(error) for words in _OTHER_GROUPS):
                 raise
             raise SettingsError(
-                f"the checkpoint in {folder} has the optimizer's states of a large model in other groups than this "
-                "version of Penstock: continue with the version that wrote it, or start a run from its weights"
+                f"the checkpoint in {folder} has the optimizer's states in other groups than this run: continue with the "
+                "version of Penstock that wrote it, and with its trainer.weight_decay (0 or not), or start a run from its weights"
             ) from error
         if loaded is None:
             raise RuntimeError(f"no DeepSpeed checkpoint in {folder}")
+        set_options(self._engine.optimizer, self._trainer)
         _unmap(self._engine.optimizer)
 
     def _forget_states(self) -> None:

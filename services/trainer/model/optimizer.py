@@ -21,17 +21,31 @@ _COUNTED = 2**31 - 1
 
 
 def adamw(parameters: list[nn.Parameter], trainer: TrainerSettings, device: str) -> torch.optim.Optimizer:
-    """Loshchilov and Hutter 2019, arXiv:1711.05101."""
-    options: dict[str, Any] = {
-        "lr": trainer.learning_rate,
-        "betas": trainer.adam_betas,
-        "weight_decay": trainer.weight_decay,
-    }
-    groups = list(_groups(parameters, trainer.zero_stage))
+    """Loshchilov and Hutter 2019, arXiv:1711.05101; norms, biases and other vectors do not decay, as in transformers."""
+    options: dict[str, Any] = {"lr": trainer.learning_rate, "weight_decay": trainer.weight_decay, **_moments(trainer)}
+    decaying = [each for each in parameters if not trainer.weight_decay or len(_shape(each)) > 1]
+    spared = [each for each in parameters if trainer.weight_decay and len(_shape(each)) < 2]
+    groups = [*_groups(decaying, trainer.zero_stage)]
+    groups += [{**group, "weight_decay": 0.0} for group in _groups(spared, trainer.zero_stage)]
     if trainer.optimizer == "adamw_8bit":
         made: torch.optim.Optimizer = _import_bitsandbytes().optim.AdamW8bit(groups, **options)
         return made
     return torch.optim.AdamW(groups, **options, fused=device == "cuda")
+
+
+def set_options(optimizer: Any, trainer: TrainerSettings) -> None:
+    """Set the run's options in an optimizer that has those of a checkpoint."""
+    for group in optimizer.param_groups:
+        group.update(_moments(trainer), weight_decay=trainer.weight_decay if group["weight_decay"] else 0.0)
+
+
+def _moments(trainer: TrainerSettings) -> dict[str, Any]:
+    return {"betas": trainer.adam_betas, "eps": trainer.adam_eps}
+
+
+def _shape(parameter: nn.Parameter) -> Sequence[int]:
+    shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)  # whole, at ZeRO stage 3
+    return shape
 
 
 def check_sizes(optimizer: Any, trainer: TrainerSettings) -> None:
@@ -51,6 +65,8 @@ def check_sizes(optimizer: Any, trainer: TrainerSettings) -> None:
 
 def _groups(parameters: Sequence[nn.Parameter], zero_stage: int) -> Iterator[dict[str, Any]]:
     """Yield parameter groups in order; ZeRO stage 3 has its own, and steps them one after the other."""
+    if not parameters:
+        return
     if zero_stage == 3 or sum(parameter.numel() for parameter in parameters) <= _LARGE:
         yield {"params": list(parameters)}
         return

@@ -343,7 +343,8 @@ class Driver:
             )
         )
         is_mixed = self._settings.algorithm.is_mixed
-        figures = batch_figures(groups, self._step, self._branch.steps, contexts, is_mixed=is_mixed)
+        most = self._settings.trainer.micro_batch_tokens
+        figures = batch_figures(groups, self._step, self._branch.steps, contexts, most_tokens=most, is_mixed=is_mixed)
         result = await self._result(Result)
         await self._device.confirm()
         if isinstance(result, StepSkipped):
@@ -411,7 +412,7 @@ class Driver:
 
     async def _left(self) -> dict[str, float]:
         left = await self._intake.take_left()
-        dropped = ("stale", "fenced", "no_signal", "filtered", "nonfinite")
+        dropped = ("stale", "fenced", "too_long", "no_signal", "filtered", "nonfinite")
         return {"requeued": float(left["requeued"]), **{f"dropped_{reason}": float(left[reason]) for reason in dropped}}
 
     async def _skip(self, batch: list[Taken], skipped: StepSkipped) -> None:

@@ -6,7 +6,8 @@ Groups are used in the order of admission, and pending on the bus until their st
                 (``on_stale = "requeue"``), or their first tokens are not trained (``"mask"``). With ``"wait"`` a step
                 waits for groups admitted before those of its batch
     fenced      a token of a revoked version: dropped
-    too_long    a sample (with preferences: a pair) does not fit into a forward pass: dropped
+    too_long    no sample fits into a forward pass (where whole samples are compared: one does not): dropped. Others are
+                trained without those that do not; if none of the groups in flight fits, the run is paused
     no_signal   equal rewards with algorithm.dynamic_sampling: dropped, and another is generated in its slot
                 (Yu et al. 2025, DAPO, arXiv:2503.14476, §3.2)
     filtered    not kept by algorithm.filter: dropped, and another is generated in its slot; buried if it fails
@@ -35,13 +36,13 @@ import numpy as np
 
 from services.trainer.algorithm.advantages import has_signal, shaped_rewards
 from services.trainer.algorithm.group_filter import Filter
-from services.trainer.batch.staleness import Granularity, find_contexts, is_fenced
+from services.trainer.batch.staleness import Granularity, are_long, find_contexts, is_fenced, without_long
 from services.trainer.metrics import LEFT
 from shared.bus.assembly import part_of_group
 from shared.bus.bus import Bus, Delivery, EntryId
 from shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose, RolloutGroup
 from shared.bus.stores.experience.signals import SignalChange, signal
-from shared.bus.stores.policy.ledger import Ledger, Standing
+from shared.bus.stores.policy.ledger import Ledger, RunState, Standing
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EXPERIENCE
 from shared.errors import MessageError
@@ -97,6 +98,7 @@ class Intake:
         self._useless = 0  # groups dropped without signal since the last batch
         self._filter: Filter | None = None
         self._filtered = 0  # groups that the user's filter did not keep since then
+        self._unfit = 0  # groups of which nothing fits into a forward pass, since the last that does
         self._without_signal: list[tuple[GroupId, str, float]] = []
         self._full_at_s: float | None = None  # since when a batch waits for earlier groups
 
@@ -196,9 +198,11 @@ class Intake:
         if standing.trained:
             await self._drop(delivery, "duplicate", "a group with this id was trained already")
             return
-        if (tokens := self._longest_tokens(experience)) > self._settings.trainer.micro_batch_tokens:
-            await self._drop(delivery, "too_long", f"{tokens} tokens > trainer.micro_batch_tokens")
+        if not self._fits(experience):
+            await self._drop(delivery, "too_long", f"{self._tokens(experience)} tokens > trainer.micro_batch_tokens")
+            await self._note_unfit(experience)
             return
+        self._unfit = 0
         if self._is_useless(experience):
             self._useless += 1
             self._without_signal.append((experience.group_id, experience.group.prompt.problem, 0.0))
@@ -256,6 +260,11 @@ class Intake:
                 f"expected the teacher's {top_k} most probable tokens at every position with algorithm.distillation_top_k = {top_k}, found "
                 f"{number} for {group.prompt.problem}: start the reward service with the same settings"
             )
+        if algorithm.advantage == "maxrl" and not is_shown and (least := float(experience.rewards.min())) < 0:
+            raise MessageError(
+                'expected rewards of at least 0 with algorithm.advantage = "maxrl", which divides by their mean, found '
+                f"{least:g} for {group.prompt.problem}: change reward.expression, or algorithm.advantage"
+            )
         if algorithm.reference_travels and not is_shown and experience.reference_logprobs is None:
             raise MessageError(
                 'expected reference logprobs with algorithm.reference = "reward", found none: start the reward service with '
@@ -288,10 +297,34 @@ class Intake:
             detail = f"{algorithm.filter} has not kept {self._filtered} groups since the last batch: correct it, or change algorithm.filter"
             await tell(self._bus, "trainer", "filter keeps little", detail, groups=self._filtered)
 
-    def _longest_tokens(self, experience: Experience) -> int:
+    def _fits(self, experience: Experience) -> bool:
+        """Whether a sample fits into a forward pass; where whole samples are compared, whether all that are do."""
+        most = self._settings.trainer.micro_batch_tokens
+        if self._settings.algorithm.compares_whole_samples:
+            return self._tokens(experience) <= most
+        return not all(are_long(experience.group, most))
+
+    def _tokens(self, experience: Experience) -> int:
+        """Return the most tokens that a forward pass must have room for."""
         together = 2 if self._settings.algorithm.loss == "dpo" else 1
         lengths = sorted(len(sample.token_ids) for sample in experience.group.samples)
         return len(experience.group.prompt_token_ids) + sum(lengths[-together:])
+
+    async def _note_unfit(self, experience: Experience) -> None:
+        """Pause a run of which no group fits into a forward pass: no step would ever be made."""
+        self._unfit += 1
+        if self._unfit < self._settings.slots:
+            return
+        self._unfit = 0
+        reason = (
+            f"nothing can be trained: none of the last {self._settings.slots} groups fits trainer.micro_batch_tokens = "
+            f"{self._settings.trainer.micro_batch_tokens}, the newest has {self._tokens(experience)} tokens: raise it, or lower "
+            "sampling.max_new_tokens"
+        )
+        paused, _ = await self._ledger.transition(RunState.PAUSED, reason, [RunState.RUNNING])
+        if paused:
+            log.error("run paused", extra={"reason": reason})
+            await tell(self._bus, "trainer", "nothing can be trained", reason)
 
     async def next_batch(self, step: int, wait_s: float) -> list[Taken] | None:
         """Return the groups of the step after ``step``, or None if too few arrive within ``wait_s``."""
@@ -388,14 +421,15 @@ class Intake:
             contexts: tuple[int, ...] = (0,) * len(group.samples)  # no policy drew demonstrations: they are never stale
             if not _is_shown(taken.experience):
                 contexts = find_contexts(group, step, self._steps_of_versions, algorithm.max_lag, how)
+            trained = without_long(group, contexts, self._settings.trainer.micro_batch_tokens)
             if is_fenced(group, revoked):
                 leave = self._drop(taken.delivery, "fenced", f"{detail} at step {step}")
             elif any(contexts) and algorithm.on_stale == "requeue":
                 leave = self._requeue(taken, step)
-            elif contexts == tuple(len(sample.token_ids) for sample in group.samples):
+            elif trained == tuple(len(sample.token_ids) for sample in group.samples):
                 leave = self._drop(taken.delivery, "stale", f"{detail} at step {step}")
             else:
-                fresh[group_id] = contexts
+                fresh[group_id] = trained
                 continue
             del self._held[group_id]
             await leave

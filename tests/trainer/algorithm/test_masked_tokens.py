@@ -188,7 +188,7 @@ def test_contexts_supports_and_unscored_samples_hold_together_in_any_forward_pas
 
 
 def test_the_critic_learns_from_trained_tokens_alone_and_sees_the_whole_samples_return() -> None:
-    with_critic = Rank(settings(preset="ppo", critic={"decay": 1.0, "clip": 0.0}))
+    with_critic = Rank(settings(preset="ppo", critic={"decay": 1.0}))
     assert with_critic.learner._critic is not None
     before = with_critic.weights()
     value_loss = with_critic.learn(batch(), contexts=FLAT)["value_loss"]

@@ -107,6 +107,11 @@ def aggregated(terms: Sequence[Tensor], aggregation: str) -> Tensor:
     }[aggregation]
 
 
+def of_demonstrations(aggregation: str) -> str:
+    """Return how demonstrations are aggregated, whose lengths max_new_tokens does not bound."""
+    return "token" if aggregation == "constant" else aggregation
+
+
 def cross_entropy(sample: Sample, logprobs_TV: Tensor) -> Tensor:
     return -logprobs_TV[torch.arange(len(sample.token_ids)), torch.from_numpy(sample.token_ids).long()]
 
@@ -129,7 +134,7 @@ def kl_to_most_probable(sample: Sample, logprobs_TV: Tensor) -> Tensor:
 
 def gradient_of_cross_entropy(groups: Sequence[Experience], aggregation: str) -> Tensor:
     policy = Bigrams()
-    aggregated(of_samples_alone(policy, groups, cross_entropy), aggregation).backward()
+    aggregated(of_samples_alone(policy, groups, cross_entropy), of_demonstrations(aggregation)).backward()
     assert policy.logits_VV.grad is not None
     return policy.logits_VV.grad
 
@@ -173,7 +178,7 @@ def test_a_teachers_most_probable_tokens_and_demonstrations_are_two_streams_each
     taught, shown = with_tops(batch()[:2], 5, 3), demonstrated(batch()[2:])
     policy = Bigrams()
     kl = 0.7 * aggregated(of_samples_alone(policy, taught, kl_to_most_probable), aggregation)
-    imitated = WEIGHT * aggregated(of_samples_alone(policy, shown, cross_entropy), aggregation)
+    imitated = WEIGHT * aggregated(of_samples_alone(policy, shown, cross_entropy), of_demonstrations(aggregation))
     (kl + imitated).backward()
     assert policy.logits_VV.grad is not None
     only: dict[str, Any] = {"advantage": "none", "distillation": 0.7, "distillation_top_k": 3, "imitation": WEIGHT}
@@ -310,12 +315,12 @@ def test_a_steps_report_counts_demonstrations_apart() -> None:
     drawn, shown = batch(equal=(0,))[:2], demonstrated(batch()[2:])
     contexts = [0] * 8 + [1] + [0] * 7
     alone, mixed = (
-        batch_figures(drawn, 3, {}, contexts[8:]),
-        batch_figures([*shown, *drawn], 3, {}, contexts, is_mixed=True),
+        batch_figures(drawn, 3, {}, contexts[8:], most_tokens=99),
+        batch_figures([*shown, *drawn], 3, {}, contexts, most_tokens=99, is_mixed=True),
     )
     assert mixed.metrics == {**alone.metrics, "demonstrations": 2.0}
     assert (mixed.metrics["zero_std_groups"], mixed.metrics["masked_tokens"]) == (1.0, 1.0)
     assert mixed.lag_counts == alone.lag_counts
     assert (mixed.samples, mixed.tokens) == (alone.samples + 8, alone.tokens + 28)
-    only = batch_figures(shown, 3, {}, is_mixed=True)
+    only = batch_figures(shown, 3, {}, most_tokens=99, is_mixed=True)
     assert (only.metrics, only.samples, only.lag_counts) == ({"demonstrations": 2.0}, 8, {})

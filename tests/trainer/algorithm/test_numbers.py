@@ -1,5 +1,6 @@
 """Formulas of the update rule, with numbers worked by hand."""
 
+import dataclasses
 import math
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from services.trainer.batch import token_data
 from services.trainer.model import critic
 from services.trainer.model.layers.logits import TokenLogprobs
 from shared.settings.algorithm import AlgorithmSettings
+from tests.support import builders
 from tests.support.tolerance import ULPS
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
@@ -39,6 +41,20 @@ def test_maxrl_divides_by_the_mean_so_that_rare_success_counts_more() -> None:
         [0.75 / 0.2501, *[-0.25 / 0.2501] * 3]
     )
     assert group_advantages(rewards(0, 0), "maxrl").tolist() == [0.0, 0.0]
+
+
+def test_maxrl_gives_no_advantage_where_the_mean_is_no_probability_of_success() -> None:
+    for group in ((-1, 1, -1, -1), (1, -1, 0, 0), (0, 0, 0, -0.2)):
+        assert group_advantages(rewards(*group), "maxrl").tolist() == [0.0] * 4
+
+
+def test_a_text_has_no_advantage_over_itself() -> None:
+    same = builders.experience(0, (1.0, 0.5, 0.25))
+    assert advantages.shaped_rewards(same, AlgorithmSettings()).tolist() == pytest.approx([1.75 / 3] * 3)
+    other = dataclasses.replace(same.group.samples[0], token_ids=np.array([0, 1, 3], dtype=np.int32))
+    group = dataclasses.replace(same.group, samples=(*same.group.samples[:2], other))
+    differs = dataclasses.replace(same, group=group)
+    assert advantages.shaped_rewards(differs, AlgorithmSettings()).tolist() == [1.0, 0.5, 0.25]
 
 
 def test_a_group_of_equal_rewards_has_no_signal() -> None:
@@ -144,6 +160,14 @@ def test_gspo_clips_whole_samples_by_their_mean_ratio() -> None:
     assert loss.clipped_high_N.tolist() == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("mean", "has_gradient"), [(19.0, True), (21.0, False)])
+def test_beyond_the_bound_a_sequences_ratio_has_no_gradient(mean: float, has_gradient: bool) -> None:
+    policy, lengths = torch.tensor([mean, mean], requires_grad=True), torch.tensor([2])
+    losses.sequence_clipped_ratio(policy, torch.zeros(2), -torch.ones(2), lengths, 0.2, 0.2).loss_N.sum().backward()
+    assert policy.grad is not None
+    assert (policy.grad > 0).tolist() == [has_gradient] * 2
+
+
 def test_gspos_token_form_has_the_gradient_of_its_sequence_form() -> None:
     lengths, anchor = torch.tensor([2, 3]), torch.tensor([-1.0, -0.7, -0.2, -2.0, -1.1])
     token = torch.tensor([-1.1, -0.6, -0.3, -1.8, -1.0], requires_grad=True)
@@ -181,7 +205,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"preset": "cispo"},
     "policy gradient": {"preset": "reinforce"},
     **{
-        kind: {"preset": "reinforce", "correction": kind, "correction_band": (0.0, math.inf)}
+        kind: {"preset": "reinforce", "correction": kind, "correction_band": (0.0 if "mask" in kind else 0.5, math.inf)}
         for kind in ("token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask")
     },
 }
@@ -283,6 +307,16 @@ def test_the_three_estimates_of_a_token() -> None:
     assert kl.estimate(sampled, other, "k1").tolist() == [1.0, -1.0]
     assert kl.estimate(sampled, other, "k2").tolist() == [0.5, 0.5]
     assert kl.estimate(sampled, other, "k3").tolist() == pytest.approx([math.exp(-1), math.e - 2], abs=ULPS)
+
+
+def test_k3_continues_as_its_tangent_from_ten_nats() -> None:
+    at = kl.K3_TANGENT_AT
+    sampled = torch.tensor([at - 1e-3, at, at + 1.0, 12.0, 40.0], dtype=torch.float64, requires_grad=True)
+    values = kl.estimate(-sampled, torch.zeros(5, dtype=torch.float64), "k3")
+    assert values.tolist()[1] == pytest.approx(10.0, abs=1e-3)
+    assert (values[2:] - values[1]).tolist() == pytest.approx([(x - at) * (math.exp(at) - 1) for x in (at + 1, 12, 40)])
+    (gradient,) = torch.autograd.grad(values.sum(), sampled)
+    assert gradient.tolist() == pytest.approx([math.exp(at - 1e-3) - 1] + [math.exp(at) - 1] * 4)
 
 
 def test_k1_and_k3_are_right_on_average() -> None:

@@ -182,7 +182,7 @@ def test_figures_are_of_a_policy_that_drew_the_tokens_itself_and_there_are_no_re
         1.0,
         0.0,
     )
-    figures = batch_figures(groups, 1, {PolicyVersion(0): 0})
+    figures = batch_figures(groups, 1, {PolicyVersion(0): 0}, most_tokens=99)
     assert (figures.samples, figures.tokens) == (
         2 * GROUPS,
         sum(len(s.token_ids) for each in groups for s in each.group.samples),

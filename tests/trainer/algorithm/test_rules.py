@@ -16,7 +16,7 @@ from services.trainer.algorithm.loss.kl import estimate
 from services.trainer.algorithm.loss.losses import clipped_ratio
 from services.trainer.algorithm.schedule import learning_rate
 from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
-from services.trainer.batch.staleness import find_contexts, is_fenced, lag_steps, token_lags
+from services.trainer.batch.staleness import are_long, find_contexts, is_fenced, lag_steps, token_lags, without_long
 from services.trainer.metrics import batch_figures
 from services.trainer.model.policy import Policy
 from shared.bus.messages import FinishReason, PolicyVersion, Sample
@@ -124,17 +124,33 @@ def test_lags_are_counted_of_trained_samples_and_every_sample_is_accounted_for()
     made = builders.experience(0, (1.0, 0.0))
     prompt = dataclasses.replace(made.group.prompt, sampling=builders.prompt(samples=3).sampling)
     group = dataclasses.replace(made.group, prompt=prompt, samples=samples)
-    figures = batch_figures([dataclasses.replace(made, group=group)], 8, STEPS, (2, 6))
+    figures = batch_figures([dataclasses.replace(made, group=group)], 8, STEPS, (2, 6), most_tokens=9)
     assert (figures.samples, figures.tokens, dict(figures.lag_counts)) == (1, 4, {5: 1})
     names = ("stale_samples", "masked_tokens", "unscored_samples", "lag_mean", "response_tokens_mean")
     assert [figures.metrics[name] for name in names] == [1.0, 2.0, 1.0, 5.0, 6.0]
+
+
+def test_a_sample_that_fits_no_forward_pass_loses_itself_and_is_counted_apart_from_stale_ones() -> None:
+    samples = (
+        spanned((0, 9)),
+        dataclasses.replace(builders.sample(tokens=3), version_spans=np.array([[0, 9]])),
+        spanned((0, 3)),
+    )
+    of = dataclasses.replace(builders.group(texts=("1", "2", "3")), samples=samples)  # a prompt of 3 tokens
+    assert are_long(of, 8) == [True, False, True]
+    contexts = without_long(of, (0, 1, 0), 8)
+    assert contexts == (6, 1, 6)
+    made = dataclasses.replace(builders.experience(0, (1.0, 0.0, 1.0)), group=of)
+    figures = batch_figures([made], 8, STEPS, contexts, most_tokens=8)
+    assert (figures.samples, figures.tokens) == (1, 2)
+    assert [figures.metrics[name] for name in ("too_long_samples", "stale_samples", "masked_tokens")] == [2.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(("last", "equal"), [(0.9, 1.0), (0.8, 0.0)])
 def test_groups_of_equal_rewards_are_counted_whatever_their_mean_rounds_to(last: float, equal: float) -> None:
     made = builders.experience(0, (*[0.9] * 11, last))
     assert float(np.full(12, 0.9, np.float32).std()) > 0.0
-    assert batch_figures([made], 0, {}).metrics["zero_std_groups"] == equal
+    assert batch_figures([made], 0, {}, most_tokens=9).metrics["zero_std_groups"] == equal
 
 
 def test_context_is_computed_and_not_trained() -> None:

@@ -195,7 +195,7 @@ def test_while_the_critic_warms_up_the_policy_stays_and_the_critic_learns() -> N
 
 
 def test_the_critic_comes_to_explain_the_returns() -> None:
-    trained = Rank(settings(preset="ppo", critic={"learning_rate": 3e-3, "decay": 1.0, "clip": 0.0}))
+    trained = Rank(settings(preset="ppo", critic={"learning_rate": 3e-3, "decay": 1.0}))
     explained = [trained.learn(batch(), step)["explained_variance"] for step in range(1, 31)]
     assert explained[0] == pytest.approx(0.0, abs=ULPS)
     assert explained[-1] > 0.5
@@ -233,6 +233,15 @@ def test_the_moments_are_those_of_all_values() -> None:
     assert diagnostics.explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])) == pytest.approx(0.75)
 
 
+def pair_of(experience: Experience) -> Experience:
+    """Return a group of a best and a worst sample, so that preferences train all of its tokens."""
+    samples = experience.group.samples[:2]
+    return dataclasses.replace(
+        experience, group=dataclasses.replace(experience.group, samples=samples), rewards=np.array([1, 0], np.float32),
+        scores=experience.scores[:2],
+    )  # fmt: skip
+
+
 def demonstrated(groups: list[Experience]) -> list[Experience]:
     return [
         dataclasses.replace(
@@ -241,6 +250,34 @@ def demonstrated(groups: list[Experience]) -> list[Experience]:
         )
         for e in groups
     ]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"aggregation": "token"}, {"preset": "dr_grpo"}, {"preset": "gspo"}, {"preset": "dpo"}]
+)
+def test_entropy_and_kl_are_nats_per_token_with_any_loss(algorithm: dict[str, Any]) -> None:
+    kl: dict[str, Any] = {} if algorithm.get("preset") == "dpo" else {"kl": {"coefficient": 0.1, "estimator": "k2"}}
+    groups = [pair_of(each) for each in batch()] if not kl else batch()
+    measured = Rank(settings(entropy_bonus=0.1, **algorithm, **kl)).learn(groups)
+    assert measured["entropy_loss"] == pytest.approx(-0.1 * measured["entropy"], rel=GRADIENT)
+    if kl:
+        assert measured["reference_kl_loss"] == pytest.approx(0.1 * measured["reference_kl"], abs=FORWARD)
+    assert measured["loss"] == pytest.approx(
+        sum(measured[name] for name in measured if name.endswith("_loss")), abs=ULPS
+    )
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo", "maxrl", "dapo", "cispo", "tis", "dpo"])
+def test_rewards_that_differ_for_one_text_move_no_weight(preset: str) -> None:
+    def of_one_text(experience: Experience) -> Experience:
+        samples = (experience.group.samples[1],) * 4
+        return dataclasses.replace(experience, group=dataclasses.replace(experience.group, samples=samples))
+
+    trained = Rank(settings(preset=preset))
+    before = trained.weights()
+    measured = trained.learn([of_one_text(each) for each in batch()])
+    assert measured["grad_norm"] == 0.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trained.weights().items())
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -256,7 +293,7 @@ def test_each_stream_is_divided_by_its_own_tokens_however_they_are_packed(aggreg
     whole = {
         "token": sum(float(each.sum()) for each in logprobs) / 28,
         "sequence": sum(float(each.mean()) for each in logprobs) / 8,
-        "constant": sum(float(each.sum()) for each in logprobs) / (8 * 8),
+        "constant": sum(float(each.sum()) for each in logprobs) / 28,  # max_new_tokens bounds samples
     }
     first = {name: value for name, value in chosen.items() if name != "epochs"}
     for cap in (4096, 18):

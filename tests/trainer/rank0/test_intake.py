@@ -22,7 +22,7 @@ from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
 from shared.bus.encoding import wire
 from shared.bus.keys import GENERATING
 from shared.bus.messages import Event, Experience, PolicyVersion, Prompt, Purpose, RolloutGroup, Sample
-from shared.bus.stores.policy.ledger import Ledger
+from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
 from shared.settings import Settings
@@ -99,6 +99,76 @@ async def test_a_batch_is_the_groups_admitted_first_and_they_stay_pending(bus: B
     assert batch is not None
     assert [taken.experience.group.prompt.group_id for taken in batch] == [3, 5]
     assert (await bus.depth(EXPERIENCE)).pending == 3
+
+
+def of_lengths(group_id: int, *lengths: int, rewards: tuple[float, ...] = (1.0, 0.0)) -> Experience:
+    """Return a group with a prompt of 3 tokens and samples of these lengths."""
+    made = builders.experience(group_id, rewards)
+    samples = tuple(builders.sample(tokens=length) for length in lengths)
+    return dataclasses.replace(made, group=dataclasses.replace(made.group, samples=samples))
+
+
+def limited(most_tokens: int, **algorithm: Any) -> Settings:
+    return Settings.model_validate(
+        {"algorithm": {"groups_per_step": 2, **algorithm}, "trainer": {"micro_batch_tokens": most_tokens}}
+    )
+
+
+async def send(bus: Bus, experience: Experience) -> None:
+    await bus.append(EXPERIENCE, {"id": str(experience.group_id), "data": wire.encode(experience)})
+
+
+async def test_a_sample_that_fits_no_forward_pass_loses_itself_and_not_its_group(bus: Bus) -> None:
+    for experience in (of_lengths(0, 5, 6), of_lengths(1, 5, 5), of_lengths(2, 6, 6)):
+        await send(bus, experience)
+    intake = Intake(bus, Live(bus, limited(8)), {V(0): 0})
+    async with filling(intake):
+        batch = await intake.next_batch(0, wait_s=PATIENCE_S)
+        await until(lambda: intake.left["too_long"] == 1)
+    assert batch is not None
+    assert {taken.experience.group_id: taken.contexts for taken in batch} == {0: (0, 6), 1: (0, 0)}
+    assert await bus.counts() == {"dropped:too_long": 1}
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"preset": "dpo"}, {"kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}}]
+)
+async def test_where_whole_samples_are_compared_a_long_one_takes_its_group_along(
+    bus: Bus, algorithm: dict[str, Any]
+) -> None:
+    await send(bus, of_lengths(0, 2, 16))
+    intake = Intake(bus, Live(bus, limited(18, **algorithm)), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: intake.left["too_long"] == 1)
+
+
+async def test_a_run_of_which_no_group_fits_a_forward_pass_is_paused(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    for group_id in range(4):  # slots: two groups a step, a lag of 1
+        assert (await ledger.status()).state is RunState.RUNNING
+        await send(bus, of_lengths(group_id, 6, 7))
+    intake = Intake(bus, Live(bus, limited(8)), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: intake.left["too_long"] == 4)
+        status = await ledger.status()
+        while status.state is not RunState.PAUSED:
+            await asyncio.sleep(0.01)
+            status = await ledger.status()
+    assert (
+        "none of the last 4 groups fits trainer.micro_batch_tokens = 8, the newest has 10 tokens: raise it"
+        in status.reason
+    )
+
+
+async def test_rewards_below_zero_are_buried_where_they_would_be_learned_in_reverse(bus: Bus) -> None:
+    await send(bus, of_lengths(0, 2, 2, rewards=(1.0, -1.0)))
+    await send(bus, of_lengths(1, 2, 2, rewards=(1.0, 0.0)))
+    intake = Intake(bus, Live(bus, limited(8, preset="maxrl")), {V(0): 0})
+    async with filling(intake):
+        await until(lambda: intake.left["buried"] == 1 and len(intake._held) == 1)
+    assert await bus.counts() == {"dead:experience": 1}
 
 
 async def test_what_a_trainer_that_died_had_taken_is_taken_again_however_much_it_is(bus: Bus) -> None:

@@ -2,8 +2,9 @@
 
 A batch's loss is the sum of its *streams*, each over tokens of its own::
 
-    rl             the policy loss, with the entropy bonus      tokens that a policy drew
+    rl             the policy loss                              tokens that a policy drew
     ce             −log π of each token, × ``imitation``        tokens of demonstrations
+    entropy        − the entropy bonus                          as rl
     reference_kl   the KL penalty, with kl.where = "loss"       as rl
     distillation   the KL to the teacher's top k (``top_k``)    as rl
 
@@ -14,6 +15,9 @@ memory changes it. ``N`` tokens, ``lengths_S`` of each sample; tokens and sample
     token      Σ_t loss_t / tokens                      equal weight of tokens       DAPO, arXiv:2503.14476, eq. 8
     sequence   Σ_i (1/|y_i|) Σ_t loss_t / samples       equal weight of samples      GRPO, arXiv:2402.03300, eq. 3
     constant   Σ_t loss_t / (samples × longest)         independent of lengths       Dr. GRPO, arXiv:2503.20783
+
+Entropy and KL, whose coefficients are per nat of a token, are means over tokens with any loss, preferences too; so is
+``ce`` with ``constant``, as ``longest`` bounds samples and not demonstrations (:func:`of_stream`).
 """
 
 import dataclasses
@@ -23,7 +27,7 @@ import torch
 from torch import Tensor
 
 Aggregation = Literal["token", "sequence", "constant"]
-Stream = Literal["rl", "ce", "reference_kl", "distillation"]
+Stream = Literal["rl", "ce", "entropy", "reference_kl", "distillation"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 
@@ -33,6 +37,12 @@ class Count:
 
     tokens: int
     samples: int
+
+
+def of_stream(stream: Stream, aggregation: Aggregation) -> Aggregation:
+    """Return how a stream is aggregated, given ``algorithm.aggregation``."""
+    per_token = stream in ("entropy", "reference_kl") or (stream == "ce" and aggregation == "constant")
+    return "token" if per_token else aggregation
 
 
 def total(loss_N: Tensor, lengths_S: Tensor, aggregation: Aggregation) -> Tensor:

@@ -11,7 +11,7 @@
     policy_gradient  −A π                                           Williams 1992, REINFORCE
 
 ``sg`` stops the gradient. A token is *clipped* if the bound removed its gradient (for CISPO: limited its weight).
-Ratios are at most e^20 (``kl.bounded``).
+Ratios are at most e^20 (``kl.bounded``), and beyond have no gradient; GSPO's are those of whole sequences.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithm.loss.aggregation import sequence_means, spread
-from services.trainer.algorithm.loss.kl import bounded
+from services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, bounded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ def sequence_clipped_ratio(
     with torch.no_grad():
         mean_N = spread(sequence_means(policy_logprobs_N - anchor_logprobs_N, lengths_S), lengths_S)
         sequence_ratio_N = torch.exp(bounded(mean_N))
-    ratio_N = sequence_ratio_N * torch.exp(policy_logprobs_N - policy_logprobs_N.detach())
+    moved_N = torch.where(mean_N > MAX_LOG_RATIO, 0.0, policy_logprobs_N - policy_logprobs_N.detach())
+    ratio_N = sequence_ratio_N * torch.exp(moved_N)
     return _clip(ratio_N, advantages_N, clip_low, clip_high, 0.0)
 
 

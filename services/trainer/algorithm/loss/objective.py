@@ -1,4 +1,4 @@
-"""The objective of a forward pass by ``[algorithm]``, by stream (``aggregation``): loss × correction − entropy, KL.
+"""The objective of a forward pass by ``[algorithm]``, by stream (``aggregation``): loss × correction, entropy, KL.
 
 Demonstrations are taken out first: the loss of samples does not see them.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from services.trainer.algorithm import functions
 from services.trainer.algorithm.diagnostics import TokenFigures
 from services.trainer.algorithm.loss import corrections, losses
-from services.trainer.algorithm.loss.aggregation import Stream, sequence_sums, total
+from services.trainer.algorithm.loss.aggregation import Stream, of_stream, sequence_sums, total
 from services.trainer.algorithm.loss.dpo import dpo
 from services.trainer.algorithm.loss.kl import estimate
 from services.trainer.algorithm.loss.top_k import top_k_kl
@@ -55,7 +55,7 @@ def _drawn(inputs: LossInputs, out: TokenLogprobs) -> TokenLogprobs:
 def _imitated(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> Tensor:
     """Return the undivided cross-entropy of the demonstrations."""
     logprobs_N = inputs.chosen(out.policy_logprobs_N, demonstrated=True)
-    return total(-logprobs_N, inputs.lengths(demonstrated=True), algorithm.aggregation)
+    return total(-logprobs_N, inputs.lengths(demonstrated=True), of_stream("ce", algorithm.aggregation))
 
 
 def _of_samples(
@@ -78,11 +78,11 @@ def _of_samples(
     if algorithm.distillation_top_k:
         losses_N["distillation"] = algorithm.distillation * _teacher_kl(inputs, out)
     if algorithm.entropy_bonus:
-        loss_N = loss_N - algorithm.entropy_bonus * out.entropy_N
+        losses_N["entropy"] = -algorithm.entropy_bonus * out.entropy_N
     losses_N["rl"] = loss_N
     figures = _figures(inputs, out, algorithm, (loss.clipped_low_N, loss.clipped_high_N, masked_N))
-    sums = {name: total(each_N, inputs.lengths_S, algorithm.aggregation) for name, each_N in losses_N.items()}
-    return Objective(sums, figures)
+    how = {name: of_stream(name, algorithm.aggregation) for name in losses_N}
+    return Objective({name: total(losses_N[name], inputs.lengths_S, how[name]) for name in losses_N}, figures)
 
 
 def _anchor(inputs: LossInputs, policy_logprobs_N: Tensor, algorithm: AlgorithmSettings) -> Tensor:
@@ -146,10 +146,10 @@ def _preferences(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSet
         sequence_sums(inputs.reference_logprobs_N, inputs.lengths_S),
         algorithm.dpo_beta,
     )
-    whole = loss.loss_P.sum()
+    sums: dict[Stream, Tensor] = {"rl": loss.loss_P.sum()}
     if algorithm.entropy_bonus:
-        whole = whole - algorithm.entropy_bonus * sequence_sums(out.entropy_N, inputs.lengths_S).sum()
-    return Objective({"rl": whole}, _unclipped(inputs, out, algorithm), loss.margins_P)
+        sums["entropy"] = -algorithm.entropy_bonus * out.entropy_N.sum()
+    return Objective(sums, _unclipped(inputs, out, algorithm), loss.margins_P)
 
 
 def _unclipped(inputs: LossInputs, out: TokenLogprobs, algorithm: AlgorithmSettings) -> TokenFigures:
