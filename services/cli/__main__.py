@@ -108,7 +108,7 @@ def up(
 
     `PENSTOCK__BUS__URL=rediss://:secret@host:6379 penstock up my-run.toml`
     """
-    from services.up import prepare
+    from services.up import leftovers, prepare
     from services.up.continuation import RunEnded
     from services.up.display import summary
     from services.up.metrics.prometheus import find_program
@@ -125,21 +125,23 @@ def up(
             prepared = prepare.prepare(config, resume, flags)
     except RunEnded as error:
         console.say(f"{error}\n\n{summary.text(error.folder, resumable=False)}")
+        leftovers.check_ended(error.folder)
         raise typer.Exit from error
     _supervise("up", prepared, prometheus=prometheus)
 
 
 def _supervise(command: str, prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
-    from services.up import run
+    from services.up import leftovers, run
     from services.up.display import summary
 
-    ending = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
-    if ending.sentence:
-        console.warn(f"penstock {command}: {ending.sentence}")
-        console.warn(f"logs: {prepared.folder / 'logs'}")
-    else:
+    ended = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
+    ending = leftovers.judge(prepared, ended)
+    if not ended.sentence:
         interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
         console.say(f"\n{summary.text(prepared.folder, interrupted)}")
+    if ending.sentence:
+        console.warn(f"logs: {prepared.folder / 'logs'}")
+        console.warn(f"penstock {command}: {ending.sentence}")
     raise typer.Exit(ending.code)
 
 

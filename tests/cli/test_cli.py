@@ -305,7 +305,7 @@ def test_a_run_that_is_refused_once_started_names_the_command_that_started_it(
     monkeypatch.setattr("services.cli.supervised.prepared", lambda *_: prepared)
     monkeypatch.setattr("services.up.run.go", lambda *_: Ending(2, "the data are refused"))
     assert main([command, "run.toml"]) == 2
-    assert capsys.readouterr().err == f"penstock {command}: the data are refused\nlogs: {tmp_path / 'logs'}\n"
+    assert capsys.readouterr().err == f"logs: {tmp_path / 'logs'}\npenstock {command}: the data are refused\n"
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.records.jsonl import finite
 from shared.bus.messages import Json
-from shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
+from shared.bus.stores.policy.ledger import ENDED, POLICY, RunState, RunStatus
 from shared.bus.stores.run.functions import History, Source
 from shared.files.durable import write_whole
 from shared.settings import Settings
@@ -69,6 +69,18 @@ class Summary:
     """Of the user's own: SHA-256 of the source file, and the version after which it was used (null: from the start)."""
     bus: str
     versions: dict[str, str]
+    missing: dict[str, str]
+    """By what the run was to leave and did not (policy, checkpoint, trackers): why."""
+
+
+def missing(status: RunStatus) -> dict[str, str]:
+    """Return what an ended run lacks: what could not be written, and a finished run's policy unless it is known to be written."""
+    found = dict(status.missing)
+    if status.state is not RunState.FINISHED or status.policy_step == status.step:
+        found.pop(POLICY, None)
+    else:
+        found.setdefault(POLICY, "the trainer had not written it when the run ended")
+    return found
 
 
 def training_seconds(status: RunStatus, steps: int, now_s: float) -> float:
@@ -129,6 +141,7 @@ def summarize(
         functions={name: [_source(each) for each in sources] for name, sources in (functions or {}).items()},
         bus=bus,
         versions=versions(),
+        missing=missing(status),
     )
 
 

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = "coordinator"
 ENDED_REASON = "run_ended"
+_LONGEST_EXPORT_S = 3600.0
 _FULL_S = 1.0
 """Retry delay while the bus is full."""
 _STATE_FILE = "run_state.json"
@@ -207,7 +208,7 @@ class Lifecycle:
         if await self._is_closed():
             return False
         await self._ledger.note("doing", "ending: waiting for the trainer")
-        await self._wait_for_trainer()
+        await self._wait_for_trainer(state)
         await self.close(state)
         return True
 
@@ -258,13 +259,17 @@ class Lifecycle:
         summary.write(result, self._folder)
         await asyncio.to_thread(write_report, self._folder)
 
-    async def _wait_for_trainer(self) -> None:
-        """Wait up to ``bus.drain_s`` for the trainer's heartbeat after the last commit."""
+    async def _wait_for_trainer(self, state: RunState) -> None:
+        """Wait for the trainer's heartbeat after the last commit: up to ``bus.drain_s``, or as long as it writes the policy."""
         committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
-        until_s = time.monotonic() + self._settings.bus.drain_s
+        longest_s = _LONGEST_EXPORT_S if state is RunState.FINISHED else self._settings.bus.drain_s
+        until_s = time.monotonic() + max(longest_s, self._settings.bus.drain_s)
+        drained_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s:
             beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
             if all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats):
+                return
+            if time.monotonic() > drained_s and not any(beat.state == "working" for beat in beats):
                 return
             await asyncio.sleep(0.1)
 

@@ -189,13 +189,17 @@ def load_trunk(settings: PolicySettings, model: str, dtype: torch.dtype, context
     return attention.decoder_of(whole), int(whole.config.get_text_config().hidden_size)
 
 
-def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySettings, folder: Path) -> None:
+def on_host(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return copies in the host's memory."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+
+
+def export(model: Any, tensors: Mapping[str, Tensor], settings: PolicySettings, folder: Path) -> None:
     """Write ``model`` with ``tensors`` and the tokenizer in Hugging Face form, atomically."""
     from transformers import AutoTokenizer
 
-    whole = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
     with whole_folder(folder) as beside:
-        _save(model, whole, beside)
+        _save(model, tensors, beside)
         AutoTokenizer.from_pretrained(
             settings.tokenizer or settings.model, trust_remote_code=settings.trust_remote_code
         ).save_pretrained(beside)
@@ -223,5 +227,5 @@ def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: 
 
     with whole_folder(folder) as beside:
         (beside / "adapter_config.json").write_bytes(configuration)
-        copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in factors.items()}
+        copies = {name: tensor.contiguous() for name, tensor in on_host(factors.items()).items()}
         save_file(copies, beside / "adapter_model.safetensors")

@@ -17,6 +17,7 @@ function head() {
     el("div", { class: "head" }, el("h1", {}, run), el("span", { class: "state" }, state)),
     el("p", { class: "soft" }, `a Penstock run, ${at} UTC`),
     el("p", { class: "soft" }, summary.reason ?? ""),
+    ...Object.entries(summary.missing ?? {}).map(([artifact, why]) => el("p", { class: "bad" }, `without its ${artifact}: ${why}`)),
     ...doubts.map((doubt) => el("p", { class: "bad" }, doubt)),
   ];
 }

@@ -52,6 +52,9 @@ CANNOT_CONTINUE = "the run cannot continue: "
 
 
 _SELF_TEST = "self_test:"
+_MISSING = "missing:"
+POLICY, CHECKPOINT = "policy", "checkpoint"
+"""What a run leaves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +88,10 @@ class RunStatus:
     """``internal.pod_template`` of the coordinators that have released the ended run's workloads; or empty."""
     self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
     """By part (policy, critic): outcome of the newest self-test."""
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    """By what the run is to leave (policy, checkpoint): why its newest one could not be written."""
+    policy_step: int | None = None
+    """Step of the policy that was written at an end of the run."""
     gpu_s: float = 0.0
     """GPU-seconds held by the run's processes."""
     gpu_until_s: float = 0.0
@@ -220,6 +227,15 @@ class Ledger(Policies):
     async def note_self_test(self, part: str, outcome: str) -> None:
         """Record the outcome of a self-test."""
         await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
+
+    async def note_missing(self, artifact: str, why: str) -> None:
+        """Record why ``artifact`` could not be written; "" if it was."""
+        name = f"{_MISSING}{artifact}"
+        await (self._bus.write(RUN, "HSET", name, why) if why else self._bus.write(RUN, "HDEL", name))
+
+    async def note_policy(self, step: int) -> None:
+        """Record that the policy after ``step`` is written in Hugging Face form."""
+        await self._bus.write(RUN, "HSET", "policy_step", step)
 
     async def admit(
         self,
@@ -417,14 +433,16 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         doing=fields.get("doing", ""),
         closed="closed_at_s" in fields,
         released=fields.get("released", ""),
-        self_tests={
-            name.removeprefix(_SELF_TEST): outcome
-            for name, outcome in sorted(fields.items())
-            if name.startswith(_SELF_TEST)
-        },
+        self_tests=_of_kind(_SELF_TEST, fields),
+        missing=_of_kind(_MISSING, fields),
+        policy_step=int(fields["policy_step"]) if "policy_step" in fields else None,
         gpu_s=gpu_s,
         gpu_until_s=gpu_until_s,
     )
+
+
+def _of_kind(prefix: str, fields: Mapping[str, str]) -> dict[str, str]:
+    return {name.removeprefix(prefix): said for name, said in sorted(fields.items()) if name.startswith(prefix)}
 
 
 def _entries(groups: Sequence[Prompt | Experience]) -> int:
