@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
@@ -49,6 +50,7 @@ from services.coordinator.run.lifecycle import SOURCE, Lifecycle, create
 from services.coordinator.run.monitor import Monitor
 from services.coordinator.run.notices import notice
 from services.coordinator.run.release import Release
+from services.coordinator.run.run_clock import RunClock
 from services.coordinator.schemas.run import NoticeView
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
@@ -90,6 +92,7 @@ class Coordinator:
     operations: Operations
     devices: DeviceGrants
     gpu_hours: GpuHours
+    clock: RunClock
     release: Release
     lease: Lease
     api: Parts
@@ -98,6 +101,7 @@ class Coordinator:
         """Run the leader's loops under ``term``, until ``stop``."""
         self.api.ledger.term = term
         self.recorder.reopen()
+        await self.clock.resume(time.time())
         async with asyncio.TaskGroup() as inner:
             tasks = [inner.create_task(loop()) for loop in self.leading]
             await stop.wait()
@@ -119,6 +123,7 @@ class Coordinator:
             self.operations.run,
             self.devices.run,
             self.gpu_hours.run,
+            self.clock.run,
             self.release.run,
         )
 
@@ -305,6 +310,7 @@ def assemble(
         operations,
         devices,
         gpu_hours,
+        RunClock(bus, ledger, settings.run.steps),
         release,
         lease,
         api,

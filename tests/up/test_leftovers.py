@@ -88,8 +88,20 @@ async def test_a_policy_that_cannot_be_written_is_the_last_line_and_the_exit_cod
 ) -> None:
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / ".policy.tmp").touch()  # where the policy's folder is to be written
-    flags = ["--run.id=blocked", f"--run.folder={tmp_path}", "--run.steps=2", "--trainer.warmup_steps=0", "--algorithm.groups_per_step=4"]
-    words = ["sft", "config/arithmetic.toml", *flags, "--data.completion_field=answer", f"--evaluation.path={forge.FEW_PROBLEMS}"]
+    flags = [
+        "--run.id=blocked",
+        f"--run.folder={tmp_path}",
+        "--run.steps=2",
+        "--trainer.warmup_steps=0",
+        "--algorithm.groups_per_step=4",
+    ]
+    words = [
+        "sft",
+        "config/arithmetic.toml",
+        *flags,
+        "--data.completion_field=answer",
+        f"--evaluation.path={forge.FEW_PROBLEMS}",
+    ]
     with (tmp_path / "out.txt").open("w") as output:
         process = forge.start("services.cli", words, output)
     assert await asyncio.to_thread(process.wait, 500) == 1

@@ -47,6 +47,8 @@ _LONGEST_EXPORT_S = 3600.0
 _FULL_S = 1.0
 """Retry delay while the bus is full."""
 _STATE_FILE = "run_state.json"
+_NOTE_EVERY_S = 10.0
+"""What the run's clock may lose with the bus."""
 _COMPLETE = "every step is committed"
 
 
@@ -98,6 +100,7 @@ class Lifecycle:
         self._poll_s = poll_s
         self._offer = offer
         self._seen: RunStatus | None = None
+        self._note_again_s = 0.0
         self._wake = asyncio.Event()
         self.gate_open = False
         self.closed = False
@@ -120,8 +123,9 @@ class Lifecycle:
         if not status.created_at_s:
             await self._create()
             return True
-        if _notable(self._seen) != _notable(status):
+        if _notable(self._seen) != _notable(status) or time.monotonic() > self._note_again_s:
             await asyncio.to_thread(note_state, self._folder, status)
+            self._note_again_s = time.monotonic() + _NOTE_EVERY_S
         self._seen = status
         if status.state is RunState.FINISHED and status.step < self._settings.run.steps and status.head is not None:
             return await self._extend(status.step)
@@ -288,8 +292,11 @@ def note_state(folder: Path, status: RunStatus) -> None:
         "state": status.state.value,
         "reason": status.reason,
         "created_at_s": status.created_at_s,
+        "changed_at_s": status.changed_at_s,
         "paused_s": status.paused_s,
+        "alive_s": status.alive_s,
         **({} if status.first_admission_s is None else {"first_admission_s": status.first_admission_s}),
+        **({} if status.last_commit_s is None else {"last_commit_s": status.last_commit_s}),
         **({"closed_at_s": status.changed_at_s} if status.closed else {}),
     }
     with contextlib.suppress(OSError):  # a full disk: the state before stays

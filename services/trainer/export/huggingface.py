@@ -192,5 +192,8 @@ def _write(weights: PolicyWeights, settings: Settings, folder: Path, *, adapter:
             "they are missing: policy.model has changed since the run was started"
         )
     export(
-        model, on_host((name, whole[name] if whole else part.merged()) for name, part in initial.items()), policy, folder
+        model,
+        on_host((name, whole[name] if whole else part.merged()) for name, part in initial.items()),
+        policy,
+        folder,
     )
