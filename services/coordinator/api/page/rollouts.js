@@ -20,7 +20,7 @@ function groupOf(group, open, showProblem) {
   return el("details", { class: "card", open, "data-key": group.id },
     el("summary", {}, `step ${figure(group.step)} · v${versions.join(", v")} · mean reward ${figure(mean)} · ${asked.slice(0, 80)}`),
     el("p", { class: "soft" }, `asked (${group.problem}, by ${group.replica})`), el("pre", {}, asked),
-    showProblem === null ? "" : el("p", {}, el("button", { type: "button", class: "quiet", onclick: (event) => { event.stopPropagation(); showProblem(group.problem); } }, "This problem in all versions")),
+    showProblem === null ? "" : el("p", {}, el("button", { type: "button", class: "quiet", onclick: (event) => { event.stopPropagation(); showProblem(group.row_id); } }, "This problem in all versions")),
     group.answer === null ? "" : [el("p", { class: "soft" }, "answer"), el("pre", {}, group.answer)],
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, el("th", { class: "number" }, "reward"), el("th", { class: "number" }, "times"), el("th", {}, "completion"), el("th", {}, "scores"))),
