@@ -81,6 +81,10 @@ def up(
         typer.Option("--from", metavar="RUN[@STEP]", help="Begin with the weights of another run's checkpoint."),
     ] = "",
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With --from: continue its optimizer too.")] = False,
+    accept_changed_inputs: Annotated[
+        bool,
+        typer.Option("--accept-changed-inputs", help="With --resume: continue with data or models that have changed."),
+    ] = False,
     prometheus: Annotated[
         bool,
         typer.Option("--prometheus", help="Also run the local Prometheus, with its data in the run's folder."),
@@ -122,7 +126,7 @@ def up(
 
             prepared = prepared_from(config, resume, flags, start_from, optimizer=optimizer)
         else:
-            prepared = prepare.prepare(config, resume, flags)
+            prepared = prepare.prepare(config, resume, flags, accept_changed_inputs=accept_changed_inputs)
     except RunEnded as error:
         console.say(f"{error}\n\n{summary.text(error.folder, resumable=False)}")
         leftovers.check_ended(error.folder)

@@ -18,6 +18,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from services.coordinator.admission import dataset
 from services.coordinator.admission.admission import Admission, terms_of
 from services.coordinator.admission.bus_full import Shortage
@@ -62,6 +64,7 @@ from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.stores.run.registry import keep_registered, registered_settings
 from shared.errors import SettingsError
 from shared.files.durable import LEAST_BYTES, free_bytes
+from shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
 from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell
 from shared.settings import Settings
@@ -101,7 +104,7 @@ class Coordinator:
         """Run the leader's loops under ``term``, until ``stop``."""
         self.api.ledger.term = term
         self.recorder.reopen()
-        await self.clock.resume(time.time())
+        await self.clock.resume(psutil.Process().create_time(), time.time())
         async with asyncio.TaskGroup() as inner:
             tasks = [inner.create_task(loop()) for loop in self.leading]
             await stop.wait()
@@ -141,7 +144,10 @@ async def start(settings: Settings, replica: str) -> None:
     """Coordinate one run until stopped. Raises SettingsError: folder, dataset, port or bus is unusable."""
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
+    inputs = await asyncio.to_thread(check_inputs, settings, folder)
     data = await asyncio.to_thread(load_data, settings)
+    changed = [notice(f"changed input {number}", "warning", text) for number, text in enumerate(inputs.accepted, 1)]
+    data = dataclasses.replace(data, notices=(*data.notices, *changed))
     server = ApiServer(settings.coordinator.host, settings.coordinator.port)
     try:
         async with serve(settings, "coordinator", replica) as context:
@@ -359,6 +365,14 @@ def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder |
     if train.sizes:
         order = MixedOrder(train.sizes, list(data.sources.values()), seed, shuffle=data.shuffle)
     return Curriculum(train, order, seed) if data.curriculum else order
+
+
+def check_inputs(settings: Settings, folder: Path) -> Inputs:
+    """Return what the run was started with, noted if it is new. Raises SettingsError: something is another now."""
+    inputs = settle_inputs(settings, folder)
+    if read_inputs(folder) is None:
+        inputs.write(folder / INPUTS)
+    return inputs
 
 
 def load_data(settings: Settings) -> Data:

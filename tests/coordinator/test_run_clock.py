@@ -46,9 +46,9 @@ async def put_beat(bus: Bus, started_at_s: float, seen_at_s: float, service: str
 
 async def test_a_stop_of_any_length_is_no_training_time_and_is_counted_once(bus: Bus) -> None:
     clock = await stopped_run(bus)
-    await clock.resume(STOPPED_S + HOUR_S)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
     assert await training_s(bus, STOPPED_S + HOUR_S) == 1000.0
-    await clock.resume(STOPPED_S + HOUR_S + 1)  # another leader
+    await clock.resume(STOPPED_S + HOUR_S + 1, STOPPED_S + HOUR_S + 1)  # another leader
     assert await training_s(bus, STOPPED_S + HOUR_S + 60) == 1060.0
     status = await Ledger(bus).status()
     assert status.resumed_s == STOPPED_S + HOUR_S, "from which on no commit is missed"
@@ -58,16 +58,23 @@ async def test_a_stop_of_any_length_is_no_training_time_and_is_counted_once(bus:
 async def test_a_new_leader_beside_processes_that_ran_all_the_time_skips_nothing(bus: Bus) -> None:
     clock = await stopped_run(bus)
     await put_beat(bus, BEGUN_S, STOPPED_S + HOUR_S - 2)
-    await clock.resume(STOPPED_S + HOUR_S)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
     assert await training_s(bus, STOPPED_S + HOUR_S) == 1000.0 + HOUR_S
 
 
-async def test_processes_that_have_just_started_hide_no_stop(bus: Bus) -> None:
+async def test_what_processes_did_before_the_leader_led_hides_no_stop(bus: Bus) -> None:
     clock = await stopped_run(bus)
-    await put_beat(bus, STOPPED_S + HOUR_S - 3, STOPPED_S + HOUR_S - 1)
+    await put_beat(bus, STOPPED_S + HOUR_S - 9, STOPPED_S + HOUR_S - 1)
     await put_beat(bus, BEGUN_S, STOPPED_S + HOUR_S, "coordinator")
-    await clock.resume(STOPPED_S + HOUR_S)
-    assert await training_s(bus, STOPPED_S + HOUR_S) == 1000.0
+    await bus.write(RUN, "HSET", "last_commit_s", STOPPED_S + HOUR_S - 2)
+    await clock.resume(STOPPED_S + HOUR_S - 7, STOPPED_S + HOUR_S)
+    assert await training_s(bus, STOPPED_S + HOUR_S) == 1009.0, "since the first process began"
+
+
+async def test_a_coordinator_that_was_there_all_the_time_skips_nothing(bus: Bus) -> None:
+    clock = await stopped_run(bus)
+    await clock.resume(BEGUN_S, STOPPED_S + HOUR_S)
+    assert (await Ledger(bus).status()).paused_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ async def test_a_stop_while_a_run_does_not_train_is_not_counted_twice(bus: Bus, 
     clock = await stopped_run(bus)
     for name, value in (("state", state.value), ("step", step), ("changed_at_s", STOPPED_S - 3)):
         await bus.write(RUN, "HSET", name, value)
-    await clock.resume(STOPPED_S + HOUR_S)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
     assert await training_s(bus, STOPPED_S + HOUR_S) == 997.0
     assert (await Ledger(bus).status()).paused_s == 0.0
 
@@ -87,7 +94,7 @@ async def test_a_run_whose_bus_was_lost_while_it_was_stopped_keeps_its_time(bus:
     note_state(tmp_path, await ledger.status())
     await empty(bus)
     await create(ledger, tmp_path)
-    await clock.resume(STOPPED_S + HOUR_S)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
     assert await training_s(bus, STOPPED_S + HOUR_S) == 1000.0
     status = await ledger.status()
     assert (status.last_commit_s, status.changed_at_s) == (STOPPED_S - 3, BEGUN_S)

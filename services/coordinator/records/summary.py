@@ -69,6 +69,8 @@ class Summary:
     """Of the user's own: SHA-256 of the source file, and the version after which it was used (null: from the start)."""
     bus: str
     versions: dict[str, str]
+    changed_inputs: list[str]
+    """Files that changed, and with which the run was continued."""
     missing: dict[str, str]
     """By what the run was to leave and did not (policy, checkpoint, trackers): why."""
 
@@ -101,6 +103,7 @@ def summarize(
     lines: Iterable[dict[str, Json]],
     bus: str,
     functions: History | None = None,
+    changed_inputs: Sequence[str] = (),
 ) -> Summary:
     """``lines`` are metrics.jsonl."""
     steps = one_line_a_step(lines)
@@ -141,6 +144,7 @@ def summarize(
         functions={name: [_source(each) for each in sources] for name, sources in (functions or {}).items()},
         bus=bus,
         versions=versions(),
+        changed_inputs=list(changed_inputs),
         missing=missing(status),
     )
 

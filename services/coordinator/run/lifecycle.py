@@ -35,6 +35,7 @@ from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.stores.run.functions import read_functions
 from shared.errors import BusFull
 from shared.files.durable import write_whole
+from shared.inputs import read_inputs
 from shared.process.telemetry import tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
@@ -259,7 +260,9 @@ class Lifecycle:
         counts = await self._bus.counts()
         lines = read(self._folder / "metrics.jsonl")
         functions = await read_functions(self._bus)
-        result = summary.summarize(self._settings, status, counts, evaluated, lines, self._bus.server, functions)
+        inputs, server = read_inputs(self._folder), self._bus.server
+        changed = inputs.accepted if inputs is not None else ()
+        result = summary.summarize(self._settings, status, counts, evaluated, lines, server, functions, changed)
         summary.write(result, self._folder)
         await asyncio.to_thread(write_report, self._folder)
 

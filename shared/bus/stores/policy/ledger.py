@@ -229,11 +229,11 @@ class Ledger(Policies):
         """Publish the leader's activity; no effect from others."""
         await self._bus.script("note", term=self._term(), field=name, text=said)
 
-    async def skip_time(self, status: RunStatus, since_s: float, now_s: float) -> None:
-        """Count the time since ``since_s``, in which no process ran, as a pause; once for what was read in ``status``."""
+    async def skip_time(self, status: RunStatus, gap_s: float, now_s: float) -> None:
+        """Count ``gap_s``, in which no process ran, as a pause; once for what was read in ``status``."""
         gpu_time = f"{status.gpu_s!r} {max(now_s, status.gpu_until_s)!r}"
         await self._bus.script(
-            "skip_time", expected_alive_s=repr(status.alive_s), since_s=since_s, now_s=repr(now_s), gpu_time=gpu_time
+            "skip_time", expected_alive_s=repr(status.alive_s), gap_s=gap_s, now_s=repr(now_s), gpu_time=gpu_time
         )
 
     async def note_self_test(self, part: str, outcome: str) -> None:
