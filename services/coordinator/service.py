@@ -69,7 +69,7 @@ from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
-from shared.settings.guards import GuardsSettings
+from shared.settings.guards import OF_GENERATION, Guard, GuardsSettings
 from shared.settings.rewards.scorers import AnswerScorer
 
 _CLOSE_WITHIN_S = 8.0
@@ -252,7 +252,7 @@ def assemble(
     guards = Guards(
         bus,
         ledger,
-        _guards(settings),
+        fitting_guards(settings),
         groups_per_step,
         monitor.view,
         monitor.reports,
@@ -323,10 +323,13 @@ def assemble(
     )
 
 
-def _guards(settings: Settings) -> GuardsSettings:
-    """With a teacher, groups with equal rewards have signal."""
+def fitting_guards(settings: Settings) -> GuardsSettings:
+    """With a teacher, groups with equal rewards have signal; without generation, nothing is to be said of replicas and rewards."""
     guards = settings.guards
-    return guards.model_copy(update={"off": (*guards.off, "no_signal")}) if settings.algorithm.distillation else guards
+    unfit: tuple[Guard, ...] = (
+        OF_GENERATION if settings.is_supervised else ("no_signal",) * bool(settings.algorithm.distillation)
+    )
+    return guards.model_copy(update={"off": (*guards.off, *unfit)})
 
 
 def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:

@@ -21,7 +21,7 @@ from shared.files.durable import write_whole
 from shared.settings import Settings
 
 _ENDS = 5
-"""Steps averaged at each end."""
+"""Steps averaged at each end, of which none is in both."""
 _PACKAGES = (
     *("penstock", "numpy", "msgpack", "redis", "pydantic", "fastapi", "uvicorn", "pyarrow"),
     *("torch", "transformers", "deepspeed", "math-verify", "vllm"),
@@ -44,6 +44,7 @@ class Summary:
     tokens_per_s: float
     """Trained response tokens."""
     reward_first: float | None
+    """Mean over the first steps (``ends``)."""
     reward_last: float | None
     lag_mean: float | None
     lag_max: int | None
@@ -110,7 +111,7 @@ def summarize(
     samples = int(sum(_figures(steps, "samples")))
     tokens = sum(_figure(step, "samples") * _figure(step, "response_tokens_mean") for step in steps)
     training_s = training_seconds(status, settings.run.steps, time.time())
-    rewards = _figures(steps, "reward_mean")
+    reward_first, reward_last = ends(steps, "reward_mean")
     lag_mean, lag_max = _lag(steps)
     of_first = [evaluation for evaluation in evaluations if evaluation.set == evaluations[0].set]
     return Summary(
@@ -124,8 +125,8 @@ def summarize(
         samples=samples,
         samples_per_s=samples / training_s if training_s else 0.0,
         tokens_per_s=tokens / training_s if training_s else 0.0,
-        reward_first=_mean(rewards[:_ENDS]),
-        reward_last=_mean(rewards[-_ENDS:]),
+        reward_first=reward_first,
+        reward_last=reward_last,
         lag_mean=lag_mean,
         lag_max=lag_max,
         gpu_hours=status.gpu_s / 3600.0,
@@ -195,8 +196,16 @@ def _figure(step: dict[str, Json], name: str) -> float:
     return sum(_figures([step], name))
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def ends(steps: Sequence[dict[str, Json]], name: str) -> tuple[float | None, float | None]:
+    """Return a metric's means over the first and over the last steps.
+
+    >>> ends([{"loss": 4.0}, {"loss": 2.0}, {}, {"loss": 3.0}, {"loss": 1.0}], "loss")
+    (3.0, 2.0)
+    """
+    values = _figures(steps, name)
+    count = max(1, min(_ENDS, len(values) // 2))
+    first, last = values[:count], values[-count:]
+    return (sum(first) / count, sum(last) / count) if values else (None, None)
 
 
 def _switch_seconds(steps: Sequence[dict[str, Json]]) -> float:
