@@ -103,7 +103,7 @@ class Presence:
                 continue
 
     async def note_told(self, stop: asyncio.Event) -> None:
-        """Note, once the process is told to stop, that its end is no death, however long it takes."""
+        """Once the process is to stop, note that its end is no death, however long it takes."""
         await stop.wait()
         await note_told(self._bus, self._replica)
 

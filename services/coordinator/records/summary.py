@@ -21,7 +21,7 @@ from shared.files.durable import write_whole
 from shared.settings import Settings
 
 _ENDS = 5
-"""Steps averaged at each end, of which none is in both."""
+"""Steps averaged at each end, which do not overlap."""
 _PACKAGES = (
     *("penstock", "numpy", "msgpack", "redis", "pydantic", "fastapi", "uvicorn", "pyarrow"),
     *("torch", "transformers", "deepspeed", "math-verify", "vllm"),
@@ -78,12 +78,12 @@ class Summary:
 
 def missing(status: RunStatus) -> dict[str, str]:
     """Return what an ended run lacks: what could not be written, and a finished run's policy unless it is known to be written."""
-    found = dict(status.missing)
+    lacks = dict(status.missing)
     if status.state is not RunState.FINISHED or status.policy_step == status.step:
-        found.pop(POLICY, None)
+        lacks.pop(POLICY, None)
     else:
-        found.setdefault(POLICY, "the trainer had not written it when the run ended")
-    return found
+        lacks.setdefault(POLICY, "the trainer had not written it when the run ended")
+    return lacks
 
 
 def training_seconds(status: RunStatus, steps: int, now_s: float) -> float:

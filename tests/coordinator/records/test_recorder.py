@@ -148,8 +148,8 @@ def test_the_first_and_the_last_reward_share_no_step_and_are_the_report_s(
 ) -> None:
     steps: list[dict[str, Any]] = [{"step": step, "reward_mean": reward} for step, reward in enumerate(rewards, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    found = summarize(Settings(), STATUS, {}, [], steps, "")
-    assert (found.reward_first, found.reward_last) == expected
+    summary = summarize(Settings(), STATUS, {}, [], steps, "")
+    assert (summary.reward_first, summary.reward_last) == expected
     assert records(tmp_path)["ends"]["reward_mean"] == list(expected)  # type: ignore[index, call-overload]
 
 

@@ -19,7 +19,7 @@ LEFT = key(
     "left:<replica>",
     "string",
     "until the next start",
-    "exists if the replica's last process left in order, or was told to",
+    "exists if the replica's last process left in order, or was to stop",
 )
 
 MISSED_HEARTBEATS = 5
@@ -85,7 +85,7 @@ async def beat_once(bus: Bus, beat: Heartbeat, heartbeat_s: float) -> None:
 
 
 async def note_told(bus: Bus, replica: str) -> None:
-    """Note that the replica was told to stop."""
+    """Note that the replica has received a request to stop."""
     await bus.write(LEFT.of(replica), "SET", "1")
 
 
