@@ -1,6 +1,6 @@
 """The run's summary, from the bus and metrics.jsonl only.
 
-``training_s`` runs from the first admission to the last commit, without pauses.
+``training_s`` runs from the first admission to the last commit, without pauses and without stops of all processes.
 """
 
 import dataclasses
