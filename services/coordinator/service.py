@@ -326,9 +326,8 @@ def assemble(
 def fitting_guards(settings: Settings) -> GuardsSettings:
     """With a teacher, groups with equal rewards have signal; without generation, nothing is to be said of replicas and rewards."""
     guards = settings.guards
-    unfit: tuple[Guard, ...] = (
-        OF_GENERATION if settings.is_supervised else ("no_signal",) * bool(settings.algorithm.distillation)
-    )
+    unfit: tuple[Guard, ...] = ("no_signal",) if settings.algorithm.distillation else ()
+    unfit = OF_GENERATION if settings.is_supervised else unfit
     return guards.model_copy(update={"off": (*guards.off, *unfit)})
 
 
