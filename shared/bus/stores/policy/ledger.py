@@ -173,7 +173,6 @@ class Ledger(Policies):
         fields: dict[str, Argument] = {"state": RunState.CREATED.value}
         if lost is not None:
             fields = {
-                "state": lost.state.value,
                 "reason": lost.reason,
                 "changed_at_s": lost.changed_at_s or now_s,
                 "paused_s": lost.paused_s,
@@ -182,6 +181,7 @@ class Ledger(Policies):
             }
             if lost.closed:
                 fields["closed_at_s"] = now_s
+            fields["state"] = lost.state.value
         for name, value in fields.items():
             await self._bus.write(RUN, "HSETNX", name, value)
         # last, as its absence says that the run must be created
