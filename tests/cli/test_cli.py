@@ -301,7 +301,7 @@ def test_a_run_that_is_refused_once_started_names_the_command_that_started_it(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepared = SimpleNamespace(folder=tmp_path)
-    monkeypatch.setattr("services.up.prepare.prepare", lambda *_: prepared)
+    monkeypatch.setattr("services.up.prepare.prepare", lambda *_, **__: prepared)
     monkeypatch.setattr("services.cli.supervised.prepared", lambda *_: prepared)
     monkeypatch.setattr("services.up.run.go", lambda *_: Ending(2, "the data are refused"))
     assert main([command, "run.toml"]) == 2
