@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,9 @@ class Run:
         for file in (self.train, self.heldout):
             file.write_text(ROWS)
         self.model = write_model(folder / "model")
-        (self.folder / INPUTS).write_text("")
-        (self.folder / INPUTS).unlink()
         self.settle().write(self.folder / INPUTS)
 
-    def settle(self, *, accept: bool = False, **changed: object) -> Inputs:
+    def settle(self, *, accept: bool = False, **changed: Any) -> Inputs:
         values = {
             "data": {"path": self.train},
             "evaluation": {"path": self.heldout},
@@ -36,7 +35,7 @@ class Run:
         }
         return settle_inputs(Settings.model_validate({**values, **changed}), self.folder, accept=accept)
 
-    def refusal(self, **changed: object) -> str:
+    def refusal(self, **changed: Any) -> str:
         with pytest.raises(SettingsError) as caught:
             self.settle(**changed)
         return str(caught.value)

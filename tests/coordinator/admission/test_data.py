@@ -47,7 +47,7 @@ def test_a_row_becomes_text_answer_and_the_rest_and_a_number_keeps_its_type(tmp_
 
 
 def test_a_row_has_the_same_id_wherever_it_is_and_another_one_another(tmp_path: Path) -> None:
-    rows = [
+    rows: list[dict[str, object]] = [
         {"prompt": "1+1=", "answer": "2"},
         {"prompt": "1+1=", "answer": "3"},
         {"prompt": "2+2=", "answer": "4", "level": 1},
