@@ -81,6 +81,10 @@ def up(
         typer.Option("--from", metavar="RUN[@STEP]", help="Begin with the weights of another run's checkpoint."),
     ] = "",
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With --from: continue its optimizer too.")] = False,
+    accept_changed_inputs: Annotated[
+        bool,
+        typer.Option("--accept-changed-inputs", help="With --resume: continue with data or models that have changed."),
+    ] = False,
     prometheus: Annotated[
         bool,
         typer.Option("--prometheus", help="Also run the local Prometheus, with its data in the run's folder."),
@@ -108,7 +112,7 @@ def up(
 
     `PENSTOCK__BUS__URL=rediss://:secret@host:6379 penstock up my-run.toml`
     """
-    from services.up import prepare
+    from services.up import leftovers, prepare
     from services.up.continuation import RunEnded
     from services.up.display import summary
     from services.up.metrics.prometheus import find_program
@@ -122,24 +126,26 @@ def up(
 
             prepared = prepared_from(config, resume, flags, start_from, optimizer=optimizer)
         else:
-            prepared = prepare.prepare(config, resume, flags)
+            prepared = prepare.prepare(config, resume, flags, accept_changed_inputs=accept_changed_inputs)
     except RunEnded as error:
         console.say(f"{error}\n\n{summary.text(error.folder, resumable=False)}")
+        leftovers.check_ended(error.folder)
         raise typer.Exit from error
     _supervise("up", prepared, prometheus=prometheus)
 
 
 def _supervise(command: str, prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
-    from services.up import run
+    from services.up import leftovers, run
     from services.up.display import summary
 
-    ending = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
-    if ending.sentence:
-        console.warn(f"penstock {command}: {ending.sentence}")
-        console.warn(f"logs: {prepared.folder / 'logs'}")
-    else:
+    ended = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
+    ending = leftovers.judge(prepared, ended)
+    if not ended.sentence:
         interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
         console.say(f"\n{summary.text(prepared.folder, interrupted)}")
+    if ending.sentence:
+        console.warn(f"logs: {prepared.folder / 'logs'}")
+        console.warn(f"penstock {command}: {ending.sentence}")
     raise typer.Exit(ending.code)
 
 

@@ -14,8 +14,11 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 from services.coordinator.admission import dataset
 from services.coordinator.admission.admission import Admission, terms_of
@@ -49,6 +52,7 @@ from services.coordinator.run.lifecycle import SOURCE, Lifecycle, create
 from services.coordinator.run.monitor import Monitor
 from services.coordinator.run.notices import notice
 from services.coordinator.run.release import Release
+from services.coordinator.run.run_clock import RunClock
 from services.coordinator.schemas.run import NoticeView
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
@@ -60,11 +64,12 @@ from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.stores.run.registry import keep_registered, registered_settings
 from shared.errors import SettingsError
 from shared.files.durable import LEAST_BYTES, free_bytes
+from shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
 from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
-from shared.settings.guards import GuardsSettings
+from shared.settings.guards import OF_GENERATION, Guard, GuardsSettings
 from shared.settings.rewards.scorers import AnswerScorer
 
 _CLOSE_WITHIN_S = 8.0
@@ -90,6 +95,7 @@ class Coordinator:
     operations: Operations
     devices: DeviceGrants
     gpu_hours: GpuHours
+    clock: RunClock
     release: Release
     lease: Lease
     api: Parts
@@ -98,6 +104,7 @@ class Coordinator:
         """Run the leader's loops under ``term``, until ``stop``."""
         self.api.ledger.term = term
         self.recorder.reopen()
+        await self.clock.resume(psutil.Process().create_time(), time.time())
         async with asyncio.TaskGroup() as inner:
             tasks = [inner.create_task(loop()) for loop in self.leading]
             await stop.wait()
@@ -119,6 +126,7 @@ class Coordinator:
             self.operations.run,
             self.devices.run,
             self.gpu_hours.run,
+            self.clock.run,
             self.release.run,
         )
 
@@ -136,7 +144,10 @@ async def start(settings: Settings, replica: str) -> None:
     """Coordinate one run until stopped. Raises SettingsError: folder, dataset, port or bus is unusable."""
     access = open_access(settings.coordinator)
     folder = prepare_folder(settings)
+    inputs = await asyncio.to_thread(check_inputs, settings, folder)
     data = await asyncio.to_thread(load_data, settings)
+    changed = [notice(f"changed input {number}", "warning", text) for number, text in enumerate(inputs.accepted, 1)]
+    data = dataclasses.replace(data, notices=(*data.notices, *changed))
     server = ApiServer(settings.coordinator.host, settings.coordinator.port)
     try:
         async with serve(settings, "coordinator", replica) as context:
@@ -241,7 +252,7 @@ def assemble(
     guards = Guards(
         bus,
         ledger,
-        _guards(settings),
+        fitting_guards(settings),
         groups_per_step,
         monitor.view,
         monitor.reports,
@@ -305,16 +316,19 @@ def assemble(
         operations,
         devices,
         gpu_hours,
+        RunClock(bus, ledger, settings.run.steps),
         release,
         lease,
         api,
     )
 
 
-def _guards(settings: Settings) -> GuardsSettings:
-    """With a teacher, groups with equal rewards have signal."""
+def fitting_guards(settings: Settings) -> GuardsSettings:
+    """With a teacher, groups with equal rewards have signal; without generation, nothing is to be said of replicas and rewards."""
     guards = settings.guards
-    return guards.model_copy(update={"off": (*guards.off, "no_signal")}) if settings.algorithm.distillation else guards
+    unfit: tuple[Guard, ...] = ("no_signal",) if settings.algorithm.distillation else ()
+    unfit = OF_GENERATION if settings.is_supervised else unfit
+    return guards.model_copy(update={"off": (*guards.off, *unfit)})
 
 
 def _room(folder: Path, recorder: Recorder) -> list[NoticeView]:
@@ -353,6 +367,14 @@ def order_of(settings: Settings, train: dataset.Dataset) -> dataset.EpochOrder |
     if train.sizes:
         order = MixedOrder(train.sizes, list(data.sources.values()), seed, shuffle=data.shuffle)
     return Curriculum(train, order, seed) if data.curriculum else order
+
+
+def check_inputs(settings: Settings, folder: Path) -> Inputs:
+    """Return what the run was started with, noted if it is new. Raises SettingsError: something is another now."""
+    inputs = settle_inputs(settings, folder)
+    if read_inputs(folder) is None:
+        inputs.write(folder / INPUTS)
+    return inputs
 
 
 def load_data(settings: Settings) -> Data:

@@ -77,12 +77,21 @@ class Follower:
         self._rollouts = RolloutLines(folder / "rollouts.jsonl")
         self._report = ReportFile(folder / "report.html")
         self._failures = 0
+        self._is_complete = False
         self._unreadable = ""
 
     @property
     def delivered(self) -> int:
         """Points of the current segment that are in the tracker."""
         return 0 if self._offset is None else self._offset.segments.points - len(self._offset.pending)
+
+    @property
+    def undelivered(self) -> str:
+        """Why the tracker has not received all records, after :func:`finish`; "" if it has."""
+        if self._is_complete:
+            return ""
+        received = f"not all records ({self.delivered} points)" if self.delivered > 0 else "nothing"
+        return f"it received {received}: {self.trouble or 'it did not answer in time'}; the log of tracking-0 has more"
 
     async def run(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -100,11 +109,13 @@ class Follower:
 
     async def deliver(self) -> bool:
         """Deliver one batch; return whether there was one and the sink took it. Nothing is lost if it is cancelled."""
+        self._is_complete = False
         try:
             offset = self._offset = self._offset or self._load()
             if not offset.pending:
                 ahead = await self._read(copy.deepcopy(offset))
                 if not ahead.pending:
+                    self._is_complete = True
                     self._offset = ahead  # passed over what cannot be read
                     return False
                 ahead.write(self._path)

@@ -10,9 +10,10 @@ from services.tracking.follower import SEPARATE, Follower, finish
 from services.tracking.sink_client import SinkClient
 from services.tracking.sinks.sink import TrackedRun
 from shared.errors import SettingsError
-from shared.process.service import Context, serve
+from shared.process.service import Context, seconds_left, serve
 from shared.process.telemetry import tell
 from shared.settings import Settings
+from shared.tracked import forget_undelivered, write_undelivered
 
 _ANSWER_S = 120.0
 _EVERY_S = {"wandb": 30.0}
@@ -25,6 +26,7 @@ async def run(settings: Settings, replica: str) -> None:
     """Copy the run's records until stopped."""
     check_libraries(settings.tracking.sinks)
     tracked = tracked_run(settings)
+    forget_undelivered(settings.run_folder)
     async with serve(settings, "tracking", replica) as context:
 
         async def report(name: str, detail: str) -> None:
@@ -47,7 +49,14 @@ async def run(settings: Settings, replica: str) -> None:
             for task in (watching, *following):
                 task.cancel()
         context.status.state = "stopping"
-        await asyncio.gather(*(finish(of_sink, _CLOSE_WITHIN_S) for of_sink in sinks))
+        within_s = max(_CLOSE_WITHIN_S, seconds_left() - _CLOSE_WITHIN_S)
+        await asyncio.gather(*(finish(of_sink, within_s) for of_sink in sinks))
+        write_undelivered(settings.run_folder, _undelivered(sinks))
+
+
+def _undelivered(sinks: list[list[Follower]]) -> dict[str, str]:
+    reasons = [(of_sink[0].name, list(filter(None, (each.undelivered for each in of_sink)))) for of_sink in sinks]
+    return {name: whys[0] for name, whys in reasons if whys}
 
 
 async def _watch(context: Context, sinks: list[list[Follower]]) -> None:

@@ -25,6 +25,7 @@ from shared.errors import BusUnavailable, SettingsError
 from shared.files import temporary
 from shared.files.durable import write_whole
 from shared.files.secret_file import make_secret, read_secret
+from shared.inputs import ACCEPT, INPUTS, NEXT_INPUTS, settle_inputs
 from shared.model.context import check_context, read_config
 from shared.model.model_source import check_complete, check_tokenizer
 from shared.process.memory_timeline import host_bytes
@@ -54,17 +55,25 @@ class Prepared:
     def accept(self) -> None:
         """A failed resume changes nothing."""
         write_whole(self.folder / SETTINGS_FILE, self.config.read_text(encoding="utf-8"))
+        if (noted := self.folder / NEXT_INPUTS).is_file():
+            noted.replace(self.folder / INPUTS)
 
 
-def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> Prepared:
+def prepare(
+    config: Path | None, resume: Path | None, flags: Sequence[str], *, accept_changed_inputs: bool = False
+) -> Prepared:
     """Prepare a new run, or resume one with its own settings or, if ``config`` is given too, with those of that file.
+
+    ``accept_changed_inputs``: resume it although its data or models have changed.
 
     Raises:
         SettingsError: names the setting to change.
         RunEnded: the run to resume has no steps left.
     """
     if resume is not None:
-        return _resumed(resume.absolute(), config, flags)
+        return _resumed(resume.absolute(), config, flags, accept=accept_changed_inputs)
+    if accept_changed_inputs:
+        raise SettingsError(f"{ACCEPT} belongs to a resume: expected --resume RUN_FOLDER")
     if config is None:
         raise SettingsError(
             "expected a settings file (penstock up config/arithmetic.toml) or --resume RUN_FOLDER, found neither"
@@ -75,7 +84,7 @@ def prepare(config: Path | None, resume: Path | None, flags: Sequence[str]) -> P
     _check(settings)
     folder = run_folder.make_run_folder(settings)
     with run_folder.private_files(), _locked(folder) as held:
-        return _placed(settings, folder, held, resumed=False)
+        return _placed(settings, folder, held, resumed=False, accept=False)
 
 
 @contextlib.contextmanager
@@ -88,14 +97,15 @@ def _locked(folder: Path) -> Iterator[TextIO]:
         raise
 
 
-def _resumed(folder: Path, config: Path | None, flags: Sequence[str]) -> Prepared:
+def _resumed(folder: Path, config: Path | None, flags: Sequence[str], *, accept: bool) -> Prepared:
     if not (folder / SETTINGS_FILE).is_file():
         raise SettingsError(f"no {SETTINGS_FILE} in {folder}: after --resume, give runs/<run id>")
     folder = folder.resolve()  # `latest` may change
     with run_folder.private_files(), _locked(folder) as held:
         run_folder.keep_private(folder)  # older versions left it open to all
         run_folder.end_leftovers(folder)
-        return _placed(_as_before(folder, config, flags), folder, held, resumed=True)
+        (folder / NEXT_INPUTS).unlink(missing_ok=True)  # of a resume that was killed
+        return _placed(_as_before(folder, config, flags), folder, held, resumed=True, accept=accept)
 
 
 def _as_before(folder: Path, config: Path | None, flags: Sequence[str]) -> Settings:
@@ -118,7 +128,8 @@ def _as_before(folder: Path, config: Path | None, flags: Sequence[str]) -> Setti
     return settings
 
 
-def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Prepared:
+def _placed(settings: Settings, folder: Path, held: TextIO, *, resumed: bool, accept: bool) -> Prepared:
+    inputs = settle_inputs(settings, folder, accept=accept)
     run_folder.remove_dead_snapshots()
     temporary.remove_abandoned()
     keep_free = run_folder.model_bytes(Path(settings.policy.model)) * (settings.weights.keep + 2)
@@ -130,6 +141,7 @@ def _placed(settings: Settings, folder: Path, held: TextIO, resumed: bool) -> Pr
     try:
         settings = _with_token(settings)
         dump(settings, config)
+        inputs.write(folder / (NEXT_INPUTS if resumed else INPUTS))
     except OSError as error:
         raise SettingsError(
             f"could not write a run in {folder}: {error.strerror or error}: free disk space there, or change run.folder"

@@ -22,6 +22,7 @@ from services.up.supervisor import Ending, Supervisor
 from shared.bus import embedded
 from shared.files import temporary
 from shared.files.durable import free_bytes
+from shared.inputs import NEXT_INPUTS
 from shared.preflight.node import mps_answers
 from shared.settings import SETTINGS_FILE, Settings
 
@@ -55,7 +56,8 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
     finally:
         for file in (run.folder / "coordinator.json", targets_file(run.folder)):
             file.unlink(missing_ok=True)  # the ports may be reused
-        (run.folder / run_folder.NEXT_SETTINGS_FILE).unlink(missing_ok=True)
+        for next_file in (run_folder.NEXT_SETTINGS_FILE, NEXT_INPUTS):
+            (run.folder / next_file).unlink(missing_ok=True)
         run_folder.remove_snapshots(run.settings.snapshot_folder)
         if socket is not None:
             temporary.remove(socket.parent)

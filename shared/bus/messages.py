@@ -141,6 +141,13 @@ class Prompt:
     """The only sample to generate, by its index in the group; None: all of them."""
     teachers: Annotated[tuple[str, ...], _NAME] = ()
     """By ``data.teacher_field``: the teachers of this problem."""
+    row_id: Annotated[str, FieldLimits(length=64)] = ""
+    """Digest of the row's question and answer; empty: from an older Penstock."""
+
+    @property
+    def stable_id(self) -> str:
+        """Names the problem wherever its row is."""
+        return self.row_id or self.problem
 
 
 def _check_samples(arrays: Mapping[str, Joined]) -> None:

@@ -160,6 +160,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     presence = Presence(bus, service, replica, settings.internal.heartbeat_s, status, hear)
     beating = asyncio.Event()
     beats, body = asyncio.create_task(presence.run(beating)), asyncio.current_task()
+    noting = asyncio.create_task(presence.note_told(stop))
     assert body is not None
     # a service without heartbeats counts as gone, and hears of no change
     beats.add_done_callback(lambda beats: body.cancel() if _error_of(beats) is not None else None)
@@ -172,7 +173,8 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     finally:
         beating.set()
         beats.cancel()
-        await asyncio.wait([beats])
+        noting.cancel()
+        await asyncio.wait([beats, noting])
         endpoints.close()
         await bus.close()
         _end_after(0.0)

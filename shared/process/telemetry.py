@@ -14,7 +14,7 @@ from prometheus_client import Gauge
 
 from shared.bus.bus import Bus
 from shared.bus.messages import Event, Json, PolicyVersion
-from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure, beat_once, count_start, note_left
+from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure, beat_once, count_start, note_left, note_told
 from shared.bus.stores.run.functions import Change
 from shared.bus.streams import EVENTS, MEMORY
 from shared.process.memory_timeline import MemoryTimeline
@@ -101,6 +101,11 @@ class Presence:
                     await stop.wait()
             except TimeoutError:
                 continue
+
+    async def note_told(self, stop: asyncio.Event) -> None:
+        """Once the process is to stop, note that its end is no death, however long it takes."""
+        await stop.wait()
+        await note_told(self._bus, self._replica)
 
     async def leave(self) -> None:
         await note_left(self._bus, self._replica)

@@ -13,6 +13,10 @@ Guard = Literal[
     "stalled",
 ]  # fmt: skip
 GUARDS: tuple[Guard, ...] = get_args(Guard)
+OF_GENERATION: tuple[Guard, ...] = (
+    *("no_signal", "lag", "trainer_starving", "rollouts_starving", "unscored", "probe"),
+)
+"""Guards of what replicas generate and reward services score."""
 
 
 class GuardsSettings(Section):

@@ -301,11 +301,11 @@ def test_a_run_that_is_refused_once_started_names_the_command_that_started_it(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepared = SimpleNamespace(folder=tmp_path)
-    monkeypatch.setattr("services.up.prepare.prepare", lambda *_: prepared)
+    monkeypatch.setattr("services.up.prepare.prepare", lambda *_, **__: prepared)
     monkeypatch.setattr("services.cli.supervised.prepared", lambda *_: prepared)
     monkeypatch.setattr("services.up.run.go", lambda *_: Ending(2, "the data are refused"))
     assert main([command, "run.toml"]) == 2
-    assert capsys.readouterr().err == f"penstock {command}: the data are refused\nlogs: {tmp_path / 'logs'}\n"
+    assert capsys.readouterr().err == f"logs: {tmp_path / 'logs'}\npenstock {command}: the data are refused\n"
 
 
 @pytest.fixture

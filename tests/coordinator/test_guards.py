@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.coordinator.run import guards
-from services.coordinator.service import Coordinator
+from services.coordinator.service import Coordinator, fitting_guards
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
 from shared.bus.messages import Event, PolicyVersion, Prompt, RolloutGroup, StepReport
@@ -19,7 +19,7 @@ from shared.bus.stores.replicas.heartbeats import PartFailure, heartbeats
 from shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
 from shared.process.telemetry import WEIGHTS_PROBE, Presence, Status
 from shared.settings import Settings
-from shared.settings.guards import GuardsSettings
+from shared.settings.guards import GUARDS, GuardsSettings
 from tests.conftest import until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
@@ -316,6 +316,13 @@ async def test_of_guards_that_trip_in_one_look_the_first_to_go_wrong_comes_first
     await watcher.look(await parts.monitor.view())
     names = [event.name for _, event in reversed(await bus.newest(EVENTS, Event, 9))]
     assert names == ["guard lag", "guard kl", "guard no_signal", "guard entropy"]
+
+
+def test_guards_of_generation_are_off_where_nothing_is_generated() -> None:
+    supervised = Settings.model_validate({"algorithm": {"loss": "cross_entropy"}, "guards": {"off": ["throughput"]}})
+    watched = set(GUARDS) - set(fitting_guards(supervised).off)
+    assert watched == {"kl", "entropy", "stalled"}
+    assert fitting_guards(Settings()).off == ()
 
 
 async def _is(ledger: Ledger, state: RunState) -> bool:

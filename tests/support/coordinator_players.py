@@ -142,7 +142,13 @@ def report(step: int, version: int, samples: int = 4) -> StepReport:
         version=PolicyVersion(version),
         finished_at_s=100.0 + step,
         samples=samples,
-        metrics={"reward_mean": step / 10, "response_tokens_mean": 10.0, "tokens_per_s": 50.0, "kl_max": float("nan")},
+        metrics={
+            "reward_mean": step / 10,
+            "response_tokens_mean": 10.0,
+            "tokens_per_s": 50.0,
+            "step_s": 1.0,
+            "kl_max": float("nan"),
+        },
         lag_counts={"0": 3, "1": 1},
     )
 

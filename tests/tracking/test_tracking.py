@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,6 +111,20 @@ async def test_a_tracker_that_is_down_receives_all_steps_when_it_is_back(tensorb
     stop.set()
     await following
     assert tensorboard.shown() == points(1, 2, 3)
+
+
+async def test_what_a_tracker_lacks_at_the_end_is_known_with_its_cause(tensorboard: Tracking) -> None:
+    await tensorboard.put(1, 2)
+    follower = tensorboard.follower.followers[0]
+    (tensorboard.folder / "tensorboard").write_text("a file where the folder should be")
+    await tensorboard.follower.finish(PATIENCE_S)
+    assert re.fullmatch(r"it received nothing: \w+Error: .*; the log of tracking-0 has more", follower.undelivered)
+    (tensorboard.folder / "tensorboard").unlink()
+    await tensorboard.follower.finish(PATIENCE_S)
+    assert follower.undelivered == ""
+    await tensorboard.put(3)
+    await follower.deliver()
+    assert follower.undelivered.startswith("it received not all records (3 points): "), "nobody saw that it is all"
 
 
 async def test_a_cancelled_delivery_loses_nothing(tensorboard: Tracking) -> None:

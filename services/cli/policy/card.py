@@ -14,8 +14,10 @@ from shared.settings import Settings
 from shared.text.redaction import redacted
 
 _CURVES = ("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "lag_mean")
+_SUPERVISED = ("loss", "evaluation_loss", "preference_accuracy", "evaluation_accuracy", "entropy", "learning_rate")
 _ROWS = 20
 _SECTIONS = ("policy", "data", "sampling", "reward", "algorithm", "trainer")
+_OF_GENERATION = ("sampling", "reward")
 _PRIVATE = ("store", "signing_key_file", "gpus")
 
 
@@ -25,8 +27,8 @@ def card(settings: Settings, version: int, step: int) -> str:
     parts = [
         _front(settings),
         f"# {settings.run.id}, version {version}\n\nTrained from `{_model(settings)}` for {step} steps with Penstock "
-        f"({settings.algorithm.preset}).",
-        _table("Curves", _curves(folder, step)),
+        f"({_method(settings)[1]}).",
+        _table("Curves", _curves(settings, step)),
         _table("Held-out accuracy", _evaluations(folder, step)),
         _table("Ledger: how every group ended", _ledger(folder)),
         f"## Settings\n\n```toml\n{_settings(settings)}```",
@@ -43,11 +45,23 @@ def records(folder: Path) -> list[Path]:
 
 
 def _front(settings: Settings) -> str:
-    lines = ["---", "library_name: transformers", "tags: [penstock, reinforcement-learning]"]
+    lines = ["---", "library_name: transformers", f"tags: [penstock, {_method(settings)[0]}]"]
     model = settings.policy.model
     if not Path(model).exists():
         lines.append(f"base_model: {json.dumps(model)}")
     return "\n".join([*lines, "---"])
+
+
+def _method(settings: Settings) -> tuple[str, str]:
+    """Return the tag of what trained the policy, and what it is."""
+    algorithm = settings.algorithm
+    if algorithm.is_supervised:
+        return "sft", "supervised fine-tuning on demonstrations (SFT)"
+    if settings.trains_pairs:
+        return "dpo", "direct preference optimization on given pairs (DPO)"
+    parts = [algorithm.preset, *["distillation from a teacher"] * (algorithm.distillation > 0)]
+    parts += ["beside demonstrations"] * algorithm.is_mixed
+    return "reinforcement-learning", ", ".join(parts)
 
 
 def _model(settings: Settings) -> str:
@@ -58,6 +72,8 @@ def _model(settings: Settings) -> str:
 
 def _settings(settings: Settings) -> str:
     values = settings.model_dump(mode="json", exclude_none=True, include=set(_SECTIONS), exclude_defaults=True)
+    for name in _OF_GENERATION if settings.is_supervised else ():
+        values.pop(name, None)
     for name in _PRIVATE:
         values.get("trainer", {}).pop(name, None)
     return redacted(tomli_w.dumps(_without_folders(values)))
@@ -72,15 +88,17 @@ def _without_folders(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
-def _curves(folder: Path, step: int) -> list[dict[str, Any]]:
+def _curves(settings: Settings, step: int) -> list[dict[str, Any]]:
     lines = [
         line
-        for line in one_line_a_step(read(folder / "metrics.jsonl"))
+        for line in one_line_a_step(read(settings.run_folder / "metrics.jsonl"))
         if isinstance(at := line.get("step"), int) and at <= step
     ]
     every = max(1, math.ceil(len(lines) / _ROWS))
     chosen = [line for place, line in enumerate(lines) if place % every == 0 or place == len(lines) - 1]
-    return [{name: line.get(name) for name in ("step", *_CURVES)} for line in chosen]
+    known = _SUPERVISED if settings.is_supervised else _CURVES
+    names = [name for name in known if any(line.get(name) is not None for line in chosen)]
+    return [{name: line.get(name) for name in ("step", *names)} for line in chosen]
 
 
 def _evaluations(folder: Path, step: int) -> list[dict[str, Any]]:

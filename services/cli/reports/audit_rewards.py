@@ -67,15 +67,25 @@ def _pages(asked: "CoordinatorClient") -> list[Mapping[str, Any]]:
     return rows
 
 
-def _columns(settings: Settings) -> dict[str, dict[str, Json]]:
+def _columns(settings: Settings) -> dict[str, dict[str, dict[str, Json]]]:
+    """Return the other columns of each row, by its stable id and place; of older records both are the place."""
     if not audit.needs_executor(settings):
         return {}
     names = [scorer.name for scorer in settings.reward.scorers]
     problems = dataset.load_training(settings.data, names).problems
-    return {problem.source: problem.extra for problem in problems}
+    columns: dict[str, dict[str, dict[str, Json]]] = {}
+    for problem in problems:
+        columns.setdefault(problem.row_id, {})[problem.source] = problem.extra
+        columns[problem.source] = {problem.source: problem.extra}
+    return columns
 
 
-def _group(row: Mapping[str, Any], columns: Mapping[str, dict[str, Json]]) -> AuditedGroup:
+def _extra(row: Mapping[str, Any], columns: Mapping[str, dict[str, dict[str, Json]]]) -> dict[str, Json]:
+    equal = columns.get(row.get("row_id") or row["problem"], {})
+    return equal.get(row["problem"]) or next(iter(equal.values()), {})
+
+
+def _group(row: Mapping[str, Any], columns: Mapping[str, dict[str, dict[str, Json]]]) -> AuditedGroup:
     asked = row["prompt"]
     question = asked if isinstance(asked, str) else "\n".join(str(turn["content"]) for turn in asked or [])
     return AuditedGroup(
@@ -84,7 +94,7 @@ def _group(row: Mapping[str, Any], columns: Mapping[str, dict[str, Json]]) -> Au
         problem=str(row["problem"]),
         question=question,
         answer=row["answer"],
-        extra=columns.get(row["problem"], {}),
+        extra=_extra(row, columns),
         completions=tuple(_completion(each) for each in row["completions"]),
     )
 

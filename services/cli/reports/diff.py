@@ -1,8 +1,9 @@
 """``penstock diff A B``: the settings in which two runs differ, their curves, and what they answered to the same prompts."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ _GROUPS, _SHOWN_TEXT = 10, 60
 class Group:
     """A recorded group of a problem."""
 
+    problem: str
+    """Its place in the dataset."""
     step: int
     reward_mean: float
     best: str
@@ -86,7 +89,11 @@ def curves(a: Path, b: Path) -> tuple[int, list[Curve]]:
 
 def same_prompts(a: Path, b: Path) -> dict[str, tuple[Group, Group]]:
     """Return the newest groups of problems that both runs recorded, those that differ most in reward first."""
-    first, second = (_by_problem(folder / "rollouts.jsonl") for folder in (a, b))
+    lines = [list(read(folder / "rollouts.jsonl")) for folder in (a, b)]
+    name = (
+        "row_id" if all("row_id" in line for line in itertools.chain(*lines) if "problem" in line) else "problem"
+    )  # of an older Penstock
+    first, second = (_by_problem(of_run, name) for of_run in lines)
     both = {problem: (first[problem], second[problem]) for problem in first if problem in second}
     return dict(sorted(both.items(), key=lambda item: -abs(item[1][0].reward_mean - item[1][1].reward_mean)))
 
@@ -113,7 +120,7 @@ def compare(a: Path, b: Path, *, as_json: bool) -> None:
         return
     _show(
         f"rollouts of {len(groups)} problems that both recorded",
-        [(name, _answered(first), _answered(second)) for name, (first, second) in list(groups.items())[:_GROUPS]],
+        [(first.problem, _answered(first), _answered(second)) for first, second in list(groups.values())[:_GROUPS]],
     )
 
 
@@ -123,14 +130,14 @@ def _answered(group: Group) -> str:
     )
 
 
-def _by_problem(file: Path) -> dict[str, Group]:
+def _by_problem(lines: Iterable[Mapping[str, Any]], name: str) -> dict[str, Group]:
     groups: dict[str, Group] = {}
-    for line in read(file):
+    for line in lines:
         try:
             completions: Any = line["completions"]
             rated = [(float(each["reward"] or 0.0), str(each["text"])) for each in completions]
             mean = sum(reward for reward, _ in rated) / len(rated)
-            groups[str(line["problem"])] = Group(int(str(line["step"])), mean, max(rated)[1])
+            groups[str(line[name])] = Group(str(line["problem"]), int(str(line["step"])), mean, max(rated)[1])
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             continue  # from another version
     return groups

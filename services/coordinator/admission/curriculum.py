@@ -39,11 +39,15 @@ class Curriculum:
         self._order = order
         self._seed = seed
         drawn = [problem.demonstration is None for problem in dataset.problems]
-        self._places = {problem.source: index for index, problem in enumerate(dataset.problems) if drawn[index]}
+        self._places: dict[str, list[int]] = {}
+        """By problem; equal rows share its signal."""
+        for index, problem in enumerate(dataset.problems):
+            if drawn[index]:
+                self._places.setdefault(problem.row_id, []).append(index)
         self._problems = len(dataset)
         self._ends = np.cumsum(dataset.sizes or (len(dataset),))
         self._is_drawn = [drawn[end - 1] for end in self._ends]
-        size = sum(len(source) + _VALUE_BYTES for source in self._places)
+        size = sum(len(row_id) + _VALUE_BYTES for row_id in self._places)
         if size > _MOST_BYTES:
             raise SettingsError(
                 f"expected at most {_MOST_BYTES:,} bytes of signals with data.curriculum, which are part of each checkpoint, found "
@@ -55,9 +59,8 @@ class Curriculum:
     def follow(self, signals: Mapping[str, float]) -> None:
         """Draw by ``signals`` of problems from now on."""
         known = np.full(self._problems, np.nan)
-        for source, signal in signals.items():
-            if source in self._places:
-                known[self._places[source]] = signal
+        for row_id, signal in signals.items():
+            known[self._places.get(row_id, [])] = signal
         parts = [chances(part) for part in np.split(known, self._ends[:-1])]
         self._cumulative = np.concatenate([[0.0], *parts]).cumsum()
 

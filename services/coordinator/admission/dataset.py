@@ -10,6 +10,7 @@ Bad rows are logged and counted, up to ``data.max_bad_rows``. The order is a pur
 
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -50,6 +51,8 @@ class Problem:
     """Scorers that apply; empty: all."""
     demonstration: Demonstration | None = None
     teachers: tuple[str, ...] = ()
+    row_id: str = dataclasses.field(default="", compare=False)
+    """Digest of question, answer and completions, without ``data.system``: equal rows are the same problem."""
 
     @property
     def characters(self) -> int:
@@ -66,6 +69,7 @@ class Problem:
             extra=self.extra,
             scorers=self.scorers,
             teachers=self.teachers,
+            row_id=self.row_id,
         )
 
 
@@ -273,8 +277,10 @@ def _problem(
     if demonstrations is not None:
         rest, completions = demonstrations.split(row)
         problem = _problem(source, rest, data, scorers)
-        return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completions))
-    text, messages = _with_system(*_question(row, data), data.system)
+        row_id = _row_id(problem.row_id, *completions)
+        return dataclasses.replace(problem, demonstration=demonstrations.encode(problem, completions), row_id=row_id)
+    question = _question(row, data)
+    text, messages = _with_system(*question, data.system)
     answer = _answer(row.get(data.answer_field), data.answer_field)
     named = {data.prompt_field, MESSAGES_FIELD, data.scorers_field, data.teacher_field}
     if not isinstance(row.get(data.answer_field), (int, float)):  # a number keeps its type for TRL's functions
@@ -289,10 +295,25 @@ def _problem(
                     f"expected the name of a teacher ({', '.join(teachers)}) in {data.teacher_field!r}, found none"
                 )
             problem = dataclasses.replace(problem, teachers=taught_by)
+        problem = dataclasses.replace(problem, row_id=_row_id(_asked(*question), answer))
         wire.encode(problem.prompt(0, _PROBE))
     except (ValueError, OverflowError, TypeError, RecursionError) as error:
         raise BadRow(f"a value cannot be put into a message: {error}") from error
     return problem
+
+
+def _row_id(*parts: Json) -> str:
+    """Return 16 hexadecimal digits.
+
+    >>> _row_id("12+34=", "46")
+    '608ad5339c5ed4d2'
+    """
+    text = json.dumps(parts, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _asked(text: str | None, messages: tuple[ChatMessage, ...] | None) -> Json:
+    return text if messages is None else [[turn.role, turn.content] for turn in messages]
 
 
 def _question(row: Mapping[str, object], data: DataSettings) -> tuple[str | None, tuple[ChatMessage, ...] | None]:

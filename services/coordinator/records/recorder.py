@@ -177,6 +177,7 @@ def rollout_line(entry: str, step: int, experience: Experience, version: int | N
         "version": version,
         "group": int(prompt.group_id),
         "problem": prompt.problem,
+        "row_id": prompt.stable_id,
         "prompt": _asked(prompt),
         "answer": prompt.answer,
         "replica": experience.group.replica,

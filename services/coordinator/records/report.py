@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from services.coordinator.records.jsonl import finite, read
 from services.coordinator.records.memory import MEMORY_FILE, thinned
-from services.coordinator.records.summary import one_line_a_step
+from services.coordinator.records.summary import ends, one_line_a_step
 from services.coordinator.schemas.records import rollout_view
 from shared.bus.messages import Json
 from shared.files.durable import write_whole
@@ -67,6 +67,7 @@ def records(run_folder: Path) -> dict[str, Json]:
         "summary": summary,
         "steps": [line["step"] for line in steps],
         "columns": _columns(steps),
+        "ends": {name: list[Json](ends(steps, name)) for name in ("reward_mean", "loss", "evaluation_loss")},
         "evaluations": [{"set": "heldout", **line} for line in read(run_folder / "evaluations.jsonl")],
         "rollouts": _rollouts(list(read(run_folder / "rollouts.jsonl"))),
         "doubts": list(doubts.values()),

@@ -1,6 +1,6 @@
 """The run's summary, from the bus and metrics.jsonl only.
 
-``training_s`` runs from the first admission to the last commit, without pauses.
+``training_s`` runs from the first admission to the last commit, without pauses and without stops of all processes.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from pathlib import Path
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.records.jsonl import finite
 from shared.bus.messages import Json
-from shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
+from shared.bus.stores.policy.ledger import ENDED, POLICY, RunState, RunStatus
 from shared.bus.stores.run.functions import History, Source
 from shared.files.durable import write_whole
 from shared.settings import Settings
 
 _ENDS = 5
-"""Steps averaged at each end."""
+"""Steps averaged at each end, which do not overlap."""
 _UNTRAINED = {
     "stale": "stale_samples", "too_long": "too_long_samples", "unscored": "unscored_samples",
     "out_of_memory": "dropped_out_of_memory",
@@ -48,6 +48,7 @@ class Summary:
     tokens_per_s: float
     """Trained response tokens."""
     reward_first: float | None
+    """Mean over the first steps (``ends``)."""
     reward_last: float | None
     lag_mean: float | None
     lag_max: int | None
@@ -75,6 +76,20 @@ class Summary:
     """Of the user's own: SHA-256 of the source file, and the version after which it was used (null: from the start)."""
     bus: str
     versions: dict[str, str]
+    changed_inputs: list[str]
+    """Files that changed, and with which the run was continued."""
+    missing: dict[str, str]
+    """By what the run was to leave and did not (policy, checkpoint, trackers): why."""
+
+
+def missing(status: RunStatus) -> dict[str, str]:
+    """Return what an ended run lacks: what could not be written, and a finished run's policy unless it is known to be written."""
+    lacks = dict(status.missing)
+    if status.state is not RunState.FINISHED or status.policy_step == status.step:
+        lacks.pop(POLICY, None)
+    else:
+        lacks.setdefault(POLICY, "the trainer had not written it when the run ended")
+    return lacks
 
 
 def training_seconds(status: RunStatus, steps: int, now_s: float) -> float:
@@ -95,13 +110,14 @@ def summarize(
     lines: Iterable[dict[str, Json]],
     bus: str,
     functions: History | None = None,
+    changed_inputs: Sequence[str] = (),
 ) -> Summary:
     """``lines`` are metrics.jsonl."""
     steps = one_line_a_step(lines)
     samples = int(sum(_figures(steps, "samples")))
     tokens = sum(_figure(step, "samples") * _figure(step, "response_tokens_mean") for step in steps)
     training_s = training_seconds(status, settings.run.steps, time.time())
-    rewards = _figures(steps, "reward_mean")
+    reward_first, reward_last = ends(steps, "reward_mean")
     lag_mean, lag_max = _lag(steps)
     of_first = [evaluation for evaluation in evaluations if evaluation.set == evaluations[0].set]
     return Summary(
@@ -115,8 +131,8 @@ def summarize(
         samples=samples,
         samples_per_s=samples / training_s if training_s else 0.0,
         tokens_per_s=tokens / training_s if training_s else 0.0,
-        reward_first=_mean(rewards[:_ENDS]),
-        reward_last=_mean(rewards[-_ENDS:]),
+        reward_first=reward_first,
+        reward_last=reward_last,
         lag_mean=lag_mean,
         lag_max=lag_max,
         gpu_hours=status.gpu_s / 3600.0,
@@ -136,6 +152,8 @@ def summarize(
         functions={name: [_source(each) for each in sources] for name, sources in (functions or {}).items()},
         bus=bus,
         versions=versions(),
+        changed_inputs=list(changed_inputs),
+        missing=missing(status),
     )
 
 
@@ -185,8 +203,16 @@ def _figure(step: dict[str, Json], name: str) -> float:
     return sum(_figures([step], name))
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def ends(steps: Sequence[dict[str, Json]], name: str) -> tuple[float | None, float | None]:
+    """Return a metric's means over the first and over the last steps.
+
+    >>> ends([{"loss": 4.0}, {"loss": 2.0}, {}, {"loss": 3.0}, {"loss": 1.0}], "loss")
+    (3.0, 2.0)
+    """
+    values = _figures(steps, name)
+    count = max(1, min(_ENDS, len(values) // 2))
+    first, last = values[:count], values[-count:]
+    return (sum(first) / count, sum(last) / count) if values else (None, None)
 
 
 def _switch_seconds(steps: Sequence[dict[str, Json]]) -> float:

@@ -260,7 +260,7 @@ class Guards:
             self._looks.clear()
             return  # keep showing the finding that paused it
         status = await self._ledger.status()
-        wrong = self._find(view, status.changed_at_s, status.last_commit_s)
+        wrong = self._find(view, status.changed_at_s, max(status.last_commit_s or 0.0, status.resumed_s))
         wrong |= await self._find_unscored(view, status.changed_at_s)
         wrong |= self._find_probe(status.changed_at_s)
         before = self.active
@@ -282,13 +282,13 @@ class Guards:
             await self._ledger.note("guards", dump_guards(active.values()))
         self.active = active
 
-    def _find(self, view: RunView, since_s: float, last_commit_s: float | None) -> dict[Guard, tuple[Action, str]]:
+    def _find(self, view: RunView, since_s: float, quiet_since_s: float) -> dict[Guard, tuple[Action, str]]:
         guards = self._settings
         reports = [report for report in self._reports() if report.finished_at_s > since_s]
         self._looks.append(
             view.streams["prompts"].entries == 0 and view.streams["experience"].entries >= self._groups_per_step
         )
-        quiet_s = time.time() - max(since_s, last_commit_s or 0.0)
+        quiet_s = time.time() - max(since_s, quiet_since_s)
         texts: dict[Guard, str] = {
             **self._find_in_steps(reports),
             "rollouts_starving": rollouts_starving(self._looks, self._starving_window_s, guards.starving_share),

@@ -35,6 +35,7 @@ from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.stores.run.functions import read_functions
 from shared.errors import BusFull
 from shared.files.durable import write_whole
+from shared.inputs import read_inputs
 from shared.process.telemetry import tell
 from shared.settings import Settings
 from shared.settings.evaluation import HeldOutSet
@@ -43,9 +44,12 @@ log = logging.getLogger(__name__)
 
 SOURCE = "coordinator"
 ENDED_REASON = "run_ended"
+_LONGEST_EXPORT_S = 3600.0
 _FULL_S = 1.0
 """Retry delay while the bus is full."""
 _STATE_FILE = "run_state.json"
+_NOTE_EVERY_S = 10.0
+"""What the run's clock may lose with the bus."""
 _COMPLETE = "every step is committed"
 
 
@@ -97,6 +101,7 @@ class Lifecycle:
         self._poll_s = poll_s
         self._offer = offer
         self._seen: RunStatus | None = None
+        self._note_again_s = 0.0
         self._wake = asyncio.Event()
         self.gate_open = False
         self.closed = False
@@ -119,8 +124,9 @@ class Lifecycle:
         if not status.created_at_s:
             await self._create()
             return True
-        if _notable(self._seen) != _notable(status):
+        if _notable(self._seen) != _notable(status) or time.monotonic() > self._note_again_s:
             await asyncio.to_thread(note_state, self._folder, status)
+            self._note_again_s = time.monotonic() + _NOTE_EVERY_S
         self._seen = status
         if status.state is RunState.FINISHED and status.step < self._settings.run.steps and status.head is not None:
             return await self._extend(status.step)
@@ -207,7 +213,7 @@ class Lifecycle:
         if await self._is_closed():
             return False
         await self._ledger.note("doing", "ending: waiting for the trainer")
-        await self._wait_for_trainer()
+        await self._wait_for_trainer(state)
         await self.close(state)
         return True
 
@@ -254,17 +260,23 @@ class Lifecycle:
         counts = await self._bus.counts()
         lines = read(self._folder / "metrics.jsonl")
         functions = await read_functions(self._bus)
-        result = summary.summarize(self._settings, status, counts, evaluated, lines, self._bus.server, functions)
+        inputs, server = read_inputs(self._folder), self._bus.server
+        changed = inputs.accepted if inputs is not None else ()
+        result = summary.summarize(self._settings, status, counts, evaluated, lines, server, functions, changed)
         summary.write(result, self._folder)
         await asyncio.to_thread(write_report, self._folder)
 
-    async def _wait_for_trainer(self) -> None:
-        """Wait up to ``bus.drain_s`` for the trainer's heartbeat after the last commit."""
+    async def _wait_for_trainer(self, state: RunState) -> None:
+        """Wait for the trainer's heartbeat after the last commit: up to ``bus.drain_s``, or as long as it writes the policy."""
         committed_at_s = (await self._ledger.status()).last_commit_s or 0.0
-        until_s = time.monotonic() + self._settings.bus.drain_s
+        longest_s = _LONGEST_EXPORT_S if state is RunState.FINISHED else self._settings.bus.drain_s
+        until_s = time.monotonic() + max(longest_s, self._settings.bus.drain_s)
+        drained_s = time.monotonic() + self._settings.bus.drain_s
         while time.monotonic() < until_s:
             beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
             if all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats):
+                return
+            if time.monotonic() > drained_s and not any(beat.state == "working" for beat in beats):
                 return
             await asyncio.sleep(0.1)
 
@@ -283,8 +295,11 @@ def note_state(folder: Path, status: RunStatus) -> None:
         "state": status.state.value,
         "reason": status.reason,
         "created_at_s": status.created_at_s,
+        "changed_at_s": status.changed_at_s,
         "paused_s": status.paused_s,
+        "alive_s": status.alive_s,
         **({} if status.first_admission_s is None else {"first_admission_s": status.first_admission_s}),
+        **({} if status.last_commit_s is None else {"last_commit_s": status.last_commit_s}),
         **({"closed_at_s": status.changed_at_s} if status.closed else {}),
     }
     with contextlib.suppress(OSError):  # a full disk: the state before stays

@@ -7,6 +7,7 @@ Gauges are set on a schedule.
 import asyncio
 import dataclasses
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -223,7 +224,7 @@ class Monitor:
             tokens_per_s=metrics.get("tokens_per_s") or 0.0,
             started_at_s=status.created_at_s,
             training_s=training_seconds(status, steps, time.time()),
-            eta_s=eta_s(status, steps, [report.finished_at_s for report in self._history]),
+            eta_s=eta_s(status, steps, [report.metrics.get("step_s") for report in self._history]),
             gpu_hours=status.gpu_s / 3600.0,
             bus=self._bus.server,
             settings_revision=self._live.revision,
@@ -277,12 +278,16 @@ def activity(status: RunStatus) -> str:
     return status.state.value
 
 
-def eta_s(status: RunStatus, steps: int, finished_at_s: Sequence[float]) -> float | None:
-    """>>> eta_s(running_at_step_10, 12, [100.0, 101.0, 102.0])    # doctest: +SKIP 2.0"""
-    times = list(finished_at_s)[-_PACE_STEPS:]
-    if status.state is not RunState.RUNNING or len(times) < 2:
+def eta_s(status: RunStatus, steps: int, step_s: Sequence[float | None]) -> float | None:
+    """Return the time that the remaining steps take, from the seconds of the newest ones, which have no stop between them.
+
+    >>> eta_s(running_at_step_10, 12, [3.0, 1.0])    # doctest: +SKIP
+    4.0
+    """
+    seconds = [seconds for seconds in step_s if seconds is not None][-_PACE_STEPS:]
+    if status.state is not RunState.RUNNING or not seconds:
         return None
-    return max(0, steps - status.step) * max(0.0, times[-1] - times[0]) / (len(times) - 1)
+    return max(0, steps - status.step) * statistics.fmean(seconds)
 
 
 def numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -61,6 +61,8 @@ def _state(status: RunStatus) -> list[NoticeView]:
         notices.append(notice("paused", "error", f"paused: {status.reason}; `penstock resume` continues"))
     if status.bus_full:
         notices.append(notice("bus full", "error", status.bus_full))
+    for artifact, why in status.missing.items():
+        notices.append(notice(artifact, "error", f"the newest {artifact} could not be written: {why}"))
     return notices
 
 

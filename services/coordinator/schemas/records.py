@@ -87,7 +87,9 @@ class RolloutView(ResponseModel):
     """Optimizer step that trained it."""
     group: int
     problem: str
-    """Problem name in the dataset."""
+    """Place in the dataset, `file:line`."""
+    row_id: str
+    """Digest of its question and answer, wherever its row is; of older records the place."""
     prompt: str | list[Turn] | None
     """Text or conversation."""
     answer: str | None
@@ -101,4 +103,4 @@ def rollout_view(line: Mapping[str, Json]) -> RolloutView:
     Raises:
         KeyError, ValidationError: from another version.
     """
-    return RolloutView.model_validate({**line, "id": line["entry"]})
+    return RolloutView.model_validate({"row_id": line["problem"], **line, "id": line["entry"]})

@@ -132,7 +132,7 @@ class RunView(ResponseModel):
     started_at_s: float
     """Unix seconds."""
     training_s: float
-    """First admission to last commit, without pauses."""
+    """First admission to last commit, without pauses and stops."""
     eta_s: float | None
     """At the recent pace, if known."""
     gpu_hours: float

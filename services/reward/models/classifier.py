@@ -18,6 +18,7 @@ from services.reward.models.placement import Placed, first_line, pick_device, pi
 from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Prompt
 from shared.errors import PermanentError, SettingsError
+from shared.model.causal_model import check_loaded
 from shared.model.plain_model import eager_attention, ordinary_ids
 from shared.model.tokenizer import clock_of, encode_text
 from shared.process.memory_timeline import Held
@@ -215,10 +216,9 @@ class Classifier:
             trust_remote_code=self._scorer.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
-        missing = sorted(loaded["missing_keys"])
-        if missing:
-            raise ValueError(f"its checkpoint lacks {missing[0]}, so it is no reward model")
+        check_loaded(f"model {self._where}", self._scorer.model, loaded)
         return model
 
     def _find_label(self) -> int:

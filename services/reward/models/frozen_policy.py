@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.reward.models.placement import Placed, first_line, pick_device, pick_dtype
+from services.reward.models.placement import Placed, pick_device, pick_dtype
 from services.reward.models.reading import Reading
 from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Int32Array
-from shared.errors import SettingsError
+from shared.model.causal_model import load_causal_model
 from shared.model.logits import logprobs
 from shared.model.logits_projection import projection
 from shared.model.logits_transform import logits_transform
@@ -56,29 +56,17 @@ class FrozenPolicy:
     With ``top_k``, its readings have its most probable tokens among the first ``words`` of its vocabulary.
 
     Raises:
-        SettingsError: it does not load, or its logit scaling or positions are unsupported.
+        SettingsError: it does not load, lacks tensors, or its logit scaling or positions are unsupported.
     """
 
     def __init__(
         self, settings: Settings, model: str = "", where: str = "policy.model", top_k: int = 0, words: int = 0
     ) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
         work, policy, source = settings.model_work, settings.policy, model or settings.policy.model
         device = pick_device(work.device, "reward.models.device")
-        try:
-            module = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=pick_dtype(device, on_gpu=policy.dtype),
-                trust_remote_code=policy.trust_remote_code and source == policy.model,
-                use_safetensors=True,
-            )
-        except (OSError, ValueError) as error:
-            raise SettingsError(
-                f"could not load a Hugging Face causal model from {source!r}: {first_line(error)}: change {where}"
-            ) from error
+        trust = policy.trust_remote_code and source == policy.model
+        dtype = pick_dtype(device, on_gpu=policy.dtype)
+        module = load_causal_model(where, source, dtype, trust_remote_code=trust)
         settle_rope(module, settings.rollout.vllm.max_model_len, name=where)
         self._transform = logits_transform(module)
         self._logits = settings.trainer.logits  # as in the policy, so that logprobs differ by weights only

@@ -28,7 +28,7 @@ from services.trainer.checkpoint.signatures import open_signer
 from services.trainer.model import adapter as adapters
 from services.trainer.model.engine import saved_tensors
 from services.trainer.model.named_tensors import published
-from services.trainer.model.policy import export, export_adapter, load_model, outline
+from services.trainer.model.policy import export, export_adapter, load_model, on_host, outline
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.policy.exports import check_free
 from shared.errors import PenstockError, WeightsError
@@ -83,7 +83,13 @@ def export_version(
         except (WeightsError, OSError) as error:  # deleted meanwhile, or damaged
             reasons.append(f"{source.name}: {error}")
             continue
-        _write(weights, settings, folder, adapter=adapter)
+        try:
+            _write(weights, settings, folder, adapter=adapter)
+        except (PenstockError, OSError):
+            raise
+        except Exception as error:  # whatever transformers or a model's own code raises
+            sentence = " ".join(str(error).split()) or type(error).__name__
+            raise PenstockError(f"could not write version {version} in Hugging Face form: {sentence}") from error
         return Exported(int(version), weights.step, source.name, str(folder), adapter)
     raise PenstockError(_refusal(settings, version, sources.keys(), reasons))
 
@@ -185,4 +191,9 @@ def _write(weights: PolicyWeights, settings: Settings, folder: Path, *, adapter:
             f"but "
             "they are missing: policy.model has changed since the run was started"
         )
-    export(model, ((name, whole[name] if whole else part.merged()) for name, part in initial.items()), policy, folder)
+    export(
+        model,
+        on_host((name, whole[name] if whole else part.merged()) for name, part in initial.items()),
+        policy,
+        folder,
+    )

@@ -15,6 +15,7 @@ from services.trainer.model.stochastic_layers import train_without_noise
 from services.trainer.model.trunk import Packing, Trunk
 from shared.errors import SettingsError
 from shared.files.durable import whole_folder
+from shared.model.causal_model import load_causal_model
 from shared.model.logits_projection import LogitsType, projection
 from shared.model.logits_transform import logits_transform
 from shared.model.model_source import check_model
@@ -111,39 +112,28 @@ def _tops(batch: MicroBatch, device: torch.device) -> Tensor | None:
     return None if batch.teacher is None else torch.from_numpy(batch.teacher.ids_NK).to(device, torch.int64)
 
 
-def load_model(settings: PolicySettings, training_dtype: torch.dtype, context_tokens: int = 0) -> Any:
+def load_model(
+    settings: PolicySettings,
+    training_dtype: torch.dtype,
+    context_tokens: int = 0,
+    setting: str = "policy.model",
+    *,
+    needs_output: bool = True,
+) -> Any:
     """Return the Hugging Face model in ``policy.model``, for ``context_tokens`` (0: the model's own;
-    ``shared.model.rope``).
+    ``shared.model.rope``). ``setting``: what names the model; ``needs_output``: whether its output layer is used.
 
     Raises:
-        SettingsError: it does not exist, or has unknown rotary embeddings.
+        SettingsError: it does not exist, lacks tensors, or has unknown rotary embeddings.
     """
-    check_model("policy.model", settings.model)
-    with importing():
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.model,
-            dtype=training_dtype,
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=True,
-        )
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-    ) as error:
-        raise SettingsError(
-            f"could not load a Hugging Face causal model from {settings.model!r}: {str(error).strip()}: change "
-            f"policy.model"
-        ) from error
+    check_model(setting, settings.model)
+    model = load_causal_model(
+        setting,
+        settings.model,
+        training_dtype,
+        trust_remote_code=settings.trust_remote_code,
+        needs_output=needs_output,
+    )
     check_numbers(model, settings.model)
     settle_rope(model, context_tokens)
     return model
@@ -194,19 +184,41 @@ def load_reference(
 def load_trunk(settings: PolicySettings, model: str, dtype: torch.dtype, context_tokens: int = 0) -> tuple[Any, int]:
     """Return ``model`` (empty: the policy's) without output layer, and its hidden width."""
     chosen = settings.model_copy(update={"model": model or settings.model})
-    whole = load_model(chosen, dtype, context_tokens)
+    setting = "algorithm.critic.model" if model else "policy.model"
+    whole = load_model(chosen, dtype, context_tokens, setting, needs_output=False)
     return attention.decoder_of(whole), int(whole.config.get_text_config().hidden_size)
 
 
-def export(model: Any, tensors: Iterable[tuple[str, Tensor]], settings: PolicySettings, folder: Path) -> None:
+def on_host(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return copies in the host's memory."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+
+
+def export(model: Any, tensors: Mapping[str, Tensor], settings: PolicySettings, folder: Path) -> None:
     """Write ``model`` with ``tensors`` and the tokenizer in Hugging Face form, atomically."""
     from transformers import AutoTokenizer
 
     with whole_folder(folder) as beside:
-        model.save_pretrained(beside, state_dict={name: tensor.to("cpu", copy=True) for name, tensor in tensors})
+        _save(model, tensors, beside)
         AutoTokenizer.from_pretrained(
             settings.tokenizer or settings.model, trust_remote_code=settings.trust_remote_code
         ).save_pretrained(beside)
+
+
+def _save(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Save ``model`` with its generation_config.json as given: transformers refuses to save some that it loads, such as
+    one with a temperature but without sampling.
+    """
+    given = getattr(model, "generation_config", None)
+    try:
+        if given is not None:
+            model.generation_config = type(given)()
+        model.save_pretrained(folder, state_dict=tensors)
+    finally:
+        if given is not None:
+            model.generation_config = given
+    if (written := folder / "generation_config.json").is_file() and given is not None:
+        given.to_json_file(written)
 
 
 def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: Path) -> None:
@@ -215,5 +227,5 @@ def export_adapter(factors: Mapping[str, Tensor], configuration: bytes, folder: 
 
     with whole_folder(folder) as beside:
         (beside / "adapter_config.json").write_bytes(configuration)
-        copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in factors.items()}
+        copies = {name: tensor.contiguous() for name, tensor in on_host(factors.items()).items()}
         save_file(copies, beside / "adapter_model.safetensors")

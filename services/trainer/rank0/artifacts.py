@@ -1,6 +1,7 @@
 """Published weights, checkpoints and the final policy: rank 0 writes, other ranks help gather."""
 
 import dataclasses
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,17 @@ from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointStat
 from services.trainer.checkpoint.signatures import open_signer
 from services.trainer.model.adapter import file_configuration
 from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.policy import export, export_adapter
+from services.trainer.model.policy import export, export_adapter, on_host
 from services.trainer.rank0.branch import note_version
 from services.trainer.rank0.mailbox.results import PolicyWritten, Saved, Whereabouts
 from services.trainer.rank0.publication import Publication
 from services.trainer.rank_group import meet_at_storage
 from shared.bus.messages import PolicyVersion
 from shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_LONGEST_REFUSAL = 500
 
 
 class Artifacts:
@@ -94,8 +99,14 @@ class Rank0Artifacts(Artifacts):
 
     def export(self, engine: TrainingEngine) -> PolicyWritten:
         policy, adapters = self._settings.run_folder / "policy", self._settings.run_folder / "adapter"
-        export(engine.model, engine.tensors(), self._settings.policy, policy)
-        if not self._settings.policy.lora.rank:
-            return PolicyWritten((policy,))
-        export_adapter(dict(engine.factors()), file_configuration(engine.model), adapters)
-        return PolicyWritten((adapters, policy))
+        whole = on_host(engine.tensors())  # first, as the other ranks take part
+        factors = on_host(engine.factors()) if self._settings.policy.lora.rank else {}
+        try:
+            export(engine.model, whole, self._settings.policy, policy)
+            if factors:
+                export_adapter(factors, file_configuration(engine.model), adapters)
+        except Exception as error:  # whatever storage, transformers or a model's own code raises
+            log.exception("the final policy could not be written")
+            refusal = " ".join(str(error).split())[:_LONGEST_REFUSAL] or type(error).__name__
+            return PolicyWritten((), refusal, may_succeed=isinstance(error, OSError))
+        return PolicyWritten((adapters, policy) if factors else (policy,))

@@ -15,6 +15,7 @@ what needs it are imported only where they are used.
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import time
@@ -40,7 +41,7 @@ from services.trainer.rank0.rounding import rounding
 from shared.bus.messages import PolicyRecord, StepReport
 from shared.bus.stores.experience.signals import SignalChange
 from shared.bus.stores.policy import held_out
-from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState
+from shared.bus.stores.policy.ledger import CHECKPOINT, ENDED, POLICY, Ledger, RunState
 from shared.bus.streams import JOURNAL, TRAINING_STREAMS
 from shared.errors import Fenced, WeightsError
 from shared.process.device import DeviceLease
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _CLOSE_S = 10.0
 _LEND_LOOK_S = 0.1
+_EXPORT_AGAIN_S = 5.0
 _SHOWN: tuple[str, ...] = ("reward_mean", "kl_mean", "entropy")
 _LOGGED = ("reward_mean", "loss", "kl_mean", "entropy", "lag_mean", "samples_per_s")
 
@@ -90,6 +92,7 @@ class Driver:
         self._committed_s, self._commit_s = time.perf_counter(), 0.0
         self._checkpoint_s = 0.0
         """Of the last one."""
+        self._export_again_s, self._refused = math.inf, ""
         measures.GRAD_NORM_LIMIT.set(self._settings.trainer.max_grad_norm)
 
     async def run(self) -> None:
@@ -257,6 +260,8 @@ class Driver:
                 await self._retention.make_room()
                 await self._checkpoint_new()
             await self._ask(Command(CommandKind.WAIT if self._opening.stranded else CommandKind.IDLE), Result)
+            if time.monotonic() > self._export_again_s:
+                await self._export()
             await self._end_with_the_run()
 
     async def _end_with_the_run(self) -> None:
@@ -491,6 +496,7 @@ class Driver:
         started_s = time.monotonic()
         saved = await self._ask(Command(CommandKind.CHECKPOINT, state=state), results.Saved)
         self._checkpoint_s = time.monotonic() - started_s
+        await self._ledger.note_missing(CHECKPOINT, saved.refusal)
         if saved.checkpoint is None:
             await self._retention.note_failed(self._step, saved.refusal)
             return
@@ -519,6 +525,15 @@ class Driver:
 
     async def _export(self) -> None:
         written = await self._ask(Command(CommandKind.EXPORT), results.PolicyWritten)
+        await self._ledger.note_missing(POLICY, written.refusal)
+        self._export_again_s = time.monotonic() + _EXPORT_AGAIN_S if written.may_succeed else math.inf
+        if written.refusal:
+            if written.refusal != self._refused:
+                await tell(self._bus, "trainer", "policy not written", written.refusal, step=self._step)
+            self._refused = written.refusal
+            self._context.status.state = "waiting"
+            return
+        await self._ledger.note_policy(self._step)
         for folder in written.folders:
             self._retention.note_policy(folder)
         self._context.status.state = "waiting"

@@ -205,7 +205,7 @@ class Intake:
         self._unfit = 0
         if self._is_useless(experience):
             self._useless += 1
-            self._without_signal.append((experience.group_id, experience.group.prompt.problem, 0.0))
+            self._without_signal.append((experience.group_id, experience.group.prompt.stable_id, 0.0))
             await self._drop(delivery, "no_signal", f"all rewards are {float(experience.rewards[0]):g}")
             return
         try:
@@ -395,7 +395,7 @@ class Intake:
             return None
         groups = [taken.experience for taken in batch if not _is_shown(taken.experience)]
         made = [
-            (e.group_id, e.group.prompt.problem, signal(shaped_rewards(e, self._settings.algorithm))) for e in groups
+            (e.group_id, e.group.prompt.stable_id, signal(shaped_rewards(e, self._settings.algorithm))) for e in groups
         ]
         return SignalChange([(problem, value) for _, problem, value in sorted(dropped + made)])
 

@@ -39,7 +39,8 @@ def _bound(run_folder: Path, on_gpus: bool) -> str:
         settings = load(run_folder / SETTINGS_FILE, environment={})
     except SettingsError:
         return ""
-    return advice(mean_metrics(run_folder), settings.rollout.replicas, on_gpus, settings.gpu_sharing)
+    replicas = 0 if settings.is_supervised else settings.rollout.replicas
+    return advice(mean_metrics(run_folder), replicas, on_gpus, settings.gpu_sharing)
 
 
 def _places(run_folder: Path, folder: str) -> str:

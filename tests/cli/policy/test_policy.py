@@ -10,7 +10,7 @@ import pytest
 from services.cli.__main__ import main
 from services.offline.policy import StoredPolicy
 from shared.errors import SettingsError
-from shared.settings import dump, load
+from shared.settings import Settings, dump, load
 from tests.support.hub_uploads import hub
 
 ROOT = Path(__file__).parents[3]
@@ -172,6 +172,32 @@ def test_the_curves_of_a_card_end_at_its_step(run: Path) -> None:
 
     settings = load(run / "settings.toml", environment={})
     text = card(settings, 2, 2)
-    assert "| 1 | 0.125 |  | 0.5 |  |  |" in text
-    assert "| 2 | 0.25 |  | 0.5 |  |  |" in text
+    assert "| step | reward_mean | entropy |" in text, "no empty columns"
+    assert "| 1 | 0.125 | 0.5 |" in text
+    assert "| 2 | 0.25 | 0.5 |" in text
     assert "| 3 | 0.375" not in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "tag", "method"),
+    [
+        ({"loss": "cross_entropy"}, "sft", "supervised fine-tuning on demonstrations (SFT)"),
+        ({"preset": "dpo"}, "dpo", "direct preference optimization on given pairs (DPO)"),
+        ({}, "reinforcement-learning", "grpo"),
+    ],
+)
+def test_a_card_says_what_trained_the_policy(run: Path, changed: dict[str, str], tag: str, method: str) -> None:
+    from services.cli.policy.card import card
+
+    data = (
+        {"data": {"path": "x.jsonl", "rejected_field": "worse", "completion_field": "better"}} if tag == "dpo" else {}
+    )
+    more = {"run": {"id": run.name, "folder": run.parent}, "algorithm": changed, **data}
+    line = {"step": 1, "loss": 0.25, "evaluation_loss": 0.5, "lag_mean": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    text = card(Settings.model_validate(more), 1, 1)
+    assert f"tags: [penstock, {tag}]" in text
+    assert f"({method})." in text
+    assert ("| step | loss | evaluation_loss |" in text) == (tag != "reinforcement-learning")
+    assert "reward_mean" not in text
+    assert ("[sampling]" in text, "[reward]" in text) == (False, False)

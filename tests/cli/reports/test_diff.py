@@ -75,14 +75,29 @@ def test_rollouts_for_the_same_prompts_are_compared_those_that_differ_most_first
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "rollouts.jsonl").write_text('{"from": "another version"}\n' + text)
     assert list(same_prompts(*runs).items()) == [
-        ("b", (Group(2, 1.0, "1"), Group(2, 0.0, "0"))),
-        ("a", (Group(3, 0.25, "0.5"), Group(1, 0.25, "0.5"))),
+        ("b", (Group("b", 2, 1.0, "1"), Group("b", 2, 0.0, "0"))),
+        ("a", (Group("a", 3, 0.25, "0.5"), Group("a", 1, 0.25, "0.5"))),
     ]
     assert main(["diff", *map(str, runs)]) == 0
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     assert ['step 2: reward 1, "1"', 'step 2: reward 0, "0"'] in [
         [cell.strip() for cell in row if cell][1:] for row in rows
     ]
+
+
+def test_prompts_are_the_same_wherever_their_rows_are(runs: tuple[Path, Path]) -> None:
+    rows = {"of 1+1": "2", "of 2+2": "4"}
+    for folder, order in zip(runs, (list(rows), list(reversed(rows))), strict=True):
+        lines = [
+            {"step": 1, "problem": f"a.jsonl:{n}", "row_id": row, "completions": [{"text": rows[row], "reward": 1}]}
+            for n, row in enumerate(order, 1)
+        ]
+        (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    both = same_prompts(*runs)
+    assert {row: (first.best, second.best) for row, (first, second) in both.items()} == {
+        row: (best, best) for row, best in rows.items()
+    }
+    assert (both["of 1+1"][0].problem, both["of 1+1"][1].problem) == ("a.jsonl:1", "a.jsonl:2")
 
 
 def test_equal_runs_have_no_difference(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

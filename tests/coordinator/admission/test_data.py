@@ -46,6 +46,22 @@ def test_a_row_becomes_text_answer_and_the_rest_and_a_number_keeps_its_type(tmp_
     )
 
 
+def test_a_row_has_the_same_id_wherever_it_is_and_another_one_another(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": "1+1=", "answer": "2"},
+        {"prompt": "1+1=", "answer": "3"},
+        {"prompt": "2+2=", "answer": "4", "level": 1},
+        {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"},
+    ]
+    first = [problem.row_id for problem in load(lines(tmp_path / "a.jsonl", *rows)).problems]
+    assert len(set(first)) == len(first)
+    moved = load(lines(tmp_path / "b.jsonl", *reversed(rows), rows[0]), system="Add.").problems
+    assert [problem.row_id for problem in moved] == [*reversed(first), first[0]], "equal rows are the same problem"
+    more = load(lines(tmp_path / "c.jsonl", {**rows[0], "level": 2, "answer": 2})).problems
+    assert [problem.row_id for problem in more] == first[:1], "other columns, and a number as a text, change nothing"
+    assert moved[0].prompt(0, dataset._PROBE).stable_id == moved[0].row_id
+
+
 @pytest.mark.parametrize(
     ("answer", "text"), [("46", "46"), (46, "46"), (0.5, "0.5"), (-3, "-3"), (None, None), ("", "")]
 )

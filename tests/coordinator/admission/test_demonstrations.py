@@ -239,8 +239,8 @@ def test_a_curriculum_draws_problems_and_shows_every_demonstration_once_an_epoch
     train = load_data(of).train
     drawing = order_of(of, train)
     assert isinstance(drawing, Curriculum)
-    easy, hard = train.problems[0].source, train.problems[1].source
-    drawing.follow({easy: 0.0, hard: 0.25, train.problems[4].source: 0.25})
+    easy, hard = train.problems[0].row_id, train.problems[1].row_id
+    drawing.follow({easy: 0.0, hard: 0.25, train.problems[4].row_id: 0.25})
     drawn = [drawing.index(place) for place in range(3000)]
     shown = [index for index in drawn if index >= 4]
     assert shown == [4 + place % 3 for place in range(999)], "333 of each 1,000 draws"

@@ -3,19 +3,22 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.records.jsonl import Lines
 from services.coordinator.records.recorder import Recorder
-from services.coordinator.records.summary import digest, one_line_a_step, training_seconds
+from services.coordinator.records.report import records
+from services.coordinator.records.summary import digest, one_line_a_step, summarize, training_seconds
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, PolicyVersion, RolloutGroup
 from shared.bus.stores.policy.evaluations import EVALUATIONS
 from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
 from shared.process.telemetry import tell
+from shared.settings import Settings
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, report, settings
 from tests.support.raw_redis import raw
@@ -128,6 +131,26 @@ def test_of_a_step_written_twice_the_later_line_holds_and_what_followed_the_firs
     written = [(1, "a"), (2, "a"), (3, "a"), (2, "b")]
     steps = one_line_a_step([{"step": step, "by": by} for step, by in written])
     assert [(step["step"], step["by"]) for step in steps] == [(1, "a"), (2, "b")]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([], (None, None)),
+        ([0.5], (0.5, 0.5)),
+        ([0.0, 1.0, 2.0], (0.0, 2.0)),
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], (1.0, 4.0)),
+        ([1.0] * 5 + [9.0] * 90 + [3.0] * 5, (1.0, 3.0)),
+    ],
+)
+def test_the_first_and_the_last_reward_share_no_step_and_are_the_report_s(
+    tmp_path: Path, rewards: list[float], expected: tuple[float | None, float | None]
+) -> None:
+    steps: list[dict[str, Any]] = [{"step": step, "reward_mean": reward} for step, reward in enumerate(rewards, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    summary = summarize(Settings(), STATUS, {}, [], steps, "")
+    assert (summary.reward_first, summary.reward_last) == expected
+    assert records(tmp_path)["ends"]["reward_mean"] == list(expected)  # type: ignore[index, call-overload]
 
 
 STATUS = RunStatus(

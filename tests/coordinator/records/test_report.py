@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from services.coordinator.records.report import write_report
 from tests.support.browser import opened, shows
 
@@ -187,6 +189,41 @@ async def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> N
         await shows(page, "#head .bad", "23 of the 30 <problems>")
         await shows(page, "#rollouts .text", "<b>46</b>")
         assert await page.title() == "Penstock: arithmetic-20261121-101500-3f9c"
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["demonstrations", "pairs"])
+async def test_a_supervised_run_shows_its_loss_and_no_rewards(tmp_path: Path, pairs: bool) -> None:
+    more = {"preference_accuracy": 0.75, "evaluation_accuracy": 0.5} if pairs else {"ce_loss": 1.0}
+    same = {"kl_mean": 0.0, "clip_fraction": 0.0, "ess": 1.0, "lag_mean": 1.0, "lag_max": 1.0, "reference_kl": 0.0}
+    lines = [
+        {"step": step, "loss": 10.0 - step, "entropy": 0.5, "tokens_per_s": 9.0, **same, **more} for step in range(1, 7)
+    ]
+    lines[0]["evaluation_loss"], lines[5]["evaluation_loss"] = 8.0, 3.0
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "finished", "missing": {"policy": "a full disk"}}))
+    shown_rows = rollout(3, "12+34=", "46", ("46", "47") if pairs else ("46",))
+    completions = [{**completion, "scores": {}} for completion in shown_rows["completions"]]  # type: ignore[attr-defined]
+    if not pairs:
+        completions[0]["reward"] = 0.0
+    write_lines(tmp_path / "rollouts.jsonl", [{**shown_rows, "replica": "demonstrations", "completions": completions}])
+    async with shown(tmp_path, lines) as page:
+        titles = await page.locator("[data-curve]:visible h3").all_text_contents()
+        assert [title.split(" ", 1)[0] for title in titles][:1] == ["Loss"]
+        assert not {title.split(" ", 1)[0] for title in titles} & {
+            "Reward",
+            "Held-out",
+            "KL",
+            "Lag",
+            "Clipped",
+            "Effective",
+        }
+        assert any(title.startswith("Preferences") for title in titles) == pairs
+        await page.locator('[data-curve="Loss"] svg[aria-label*="loss 4"]').wait_for()
+        await shows(page, ".tile b", "8 → 5")  # means of 9, 8, 7 and of 6, 5, 4
+        await shows(page, ".tile b", "8 → 3")
+        await shows(page, "#head .bad", "without its policy: a full disk")
+        cells = await page.locator("#rollouts td:first-child").all_text_contents()
+        assert cells == (["chosen", "rejected"] if pairs else ["demonstration"])
+        assert "mean reward" not in await page.locator("#rollouts summary").first.inner_text()
 
 
 async def test_no_record_at_all_is_still_a_page(tmp_path: Path) -> None:

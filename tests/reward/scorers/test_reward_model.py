@@ -161,7 +161,7 @@ def test_a_scalar_head_is_read_at_the_last_token(tmp_path: Path) -> None:
         (reward_models.qwen(), {"label": "good"}, "found 'good': change label of scorer 'model'"),
         (reward_models.qwen(), {"max_tokens": 65}, "expected at most the model's context of 64 tokens, found 65"),
         (reward_models.qwen(), {"head": "scalar", "model": "causal"}, "none of score, v_head.summary"),
-        (None, {}, "its checkpoint lacks score.weight, so it is no reward model"),
+        (None, {}, "its weights lack score.weight, which would be random"),
     ],
 )  # fmt: skip
 def test_a_model_that_is_not_what_the_settings_say_is_one_sentence(

@@ -150,6 +150,22 @@ def test_an_export_from_object_storage_is_bit_equal_to_what_was_published(tmp_pa
     assert (again.version, again.source) == (5, stored.uri), "a rollback published it again"
 
 
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
+def test_a_generation_config_that_transformers_refuses_to_save_is_exported_as_given(tmp_path: Path, where: str) -> None:
+    run = Run(tmp_path, 1, 0)
+    run.checkpoint()
+    given = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
+    file = Path(run.settings.policy.model) / where
+    file.with_name("generation_config.json").unlink()
+    file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **given}))
+    for name in ("out", "again"):  # the export is a policy that can be trained and exported, too
+        export_version(run.settings, PolicyVersion(1), tmp_path / name)
+        written = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert {key: written.get(key, False) for key in given} == given, "False is the default of do_sample"
+        assert_is(loaded(tmp_path / name), run.published())
+        file.with_name("generation_config.json").write_text(json.dumps(written))
+
+
 def test_an_export_generates_what_the_policy_generates(tmp_path: Path) -> None:
     run = Run(tmp_path, 1, 0)
     run.checkpoint()

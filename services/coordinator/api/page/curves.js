@@ -21,6 +21,12 @@ export const PHASES = {
 /** How the mean value of a scorer is named in a step's report. */
 const SCORER = "scorer_mean_";
 
+/** Whether a run's steps have a loss and no rewards: it trains demonstrations or preference pairs, and generates nothing. */
+export const isSupervised = (rewards, losses) => (losses ?? []).some(Number.isFinite) && !(rewards ?? []).some(Number.isFinite);
+
+/** Curves of what is generated and scored. */
+const OF_GENERATION = new Set(["Reward", "Reward by scorer", "Held-out accuracy", "KL", "Lag", "Clipped tokens", "Effective sample size", "Zero-variance groups", "KL to the reference"]);
+
 /** Show the curves of `reports` (GET /v1/run/steps, oldest first) and of `evaluations`. */
 export function drawCurves(node, reports, evaluations, maxLag) {
   const steps = reports.map((one) => one.step);
@@ -29,7 +35,10 @@ export function drawCurves(node, reports, evaluations, maxLag) {
   const plain = (names, options = {}) => () => curves(steps, of(...names), { low: 0, ...options });
   const bound = maxLag === null ? "" : `; at most ${maxLag}`;
   const phases = Object.entries(PHASES).map(([name, label]) => ({ name: label, values: column(name) }));
+  const supervised = isSupervised(column("reward_mean"), column("loss"));
+  const loss = supervised ? "loss" : "ce_loss";
   const cards = [
+    ["Loss", "of demonstrations or pairs; of held-out ones after the step", plain([loss, "evaluation_loss"], { low: null }), loss],
     ["Reward", "of training samples: mean, one deviation, min to max", () => rewards(steps, column)],
     ["Reward by scorer", "mean value of each scorer", () => curves(steps, scorers(reports, column))],
     ["Held-out accuracy", "by set; 95 % interval of the first", () => accuracies(evaluations)],
@@ -49,13 +58,14 @@ export function drawCurves(node, reports, evaluations, maxLag) {
     ["Groups with signal", "share of the generated groups", plain(["signal_fraction"], { high: 1 }), "signal_fraction"],
     ["KL to the reference", "nats a token", plain(["reference_kl"]), "kl_coefficient"],
     ["Critic", "explained variance of returns", plain(["explained_variance"], { low: null }), "explained_variance"],
-    ["Preferences", "share of pairs that the policy orders right", plain(["preference_accuracy"]), "preference_accuracy"],
+    ["Preferences", "share of pairs that the policy orders right", plain(["preference_accuracy", "evaluation_accuracy"], { high: 1 }), "preference_accuracy"],
+    ["KL to the teacher", "nats a token", plain(["teacher_kl"]), "teacher_kl"],
   ];
   const sign = [reports.at(-1)?.id ?? null, reports.length, evaluations.map((one) => one.version), maxLag];
   if (node.childElementCount === 0) node.append(...cards.map(([title]) => el("div", { class: "card curve", "data-curve": title })));
   cards.forEach(([title, note, make, needed], index) => {
     const card = node.children[index];
-    card.hidden = needed !== undefined && !column(needed).some(Number.isFinite);
+    card.hidden = (supervised && OF_GENERATION.has(title)) || (needed !== undefined && !column(needed).some(Number.isFinite));
     if (matchMedia("(hover: hover)").matches && card.matches(":hover")) return; // somebody reads what a point was
     redraw(card, sign, () => [el("h3", {}, title, " ", el("small", {}, note)), make() ?? el("p", { class: "soft" }, "nothing yet")].flat());
   });

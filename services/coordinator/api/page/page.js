@@ -44,7 +44,7 @@ function drawTiles(run) {
   const measured = run.evaluations.filter((one) => one.accuracy !== null && one.set === run.evaluations[0].set);
   const tiles = [
     ["step", `${figure(run.step)} of ${figure(run.steps)}`],
-    ["mean reward", figure(run.last.reward_mean)],
+    (run.last.reward_mean ?? null) === null && Number.isFinite(run.last.loss) ? ["loss", figure(run.last.loss)] : ["mean reward", figure(run.last.reward_mean)],
     ["held-out accuracy", measured.length > 0 ? `${figure(measured[0].accuracy)} → ${figure(measured.at(-1).accuracy)}` : "–"],
     ["trained tokens / s", figure(run.last.tokens_per_s)],
     ["lag, mean / most", `${figure(run.last.lag_mean)} / ${figure(run.last.lag_max)}`],

@@ -1,11 +1,11 @@
 // report.html: the curves and rollouts of the page, of the records that the file itself contains (services/coordinator/records/report.py).
 
-import { drawCurves, PHASES } from "./curves.js";
+import { drawCurves, isSupervised, PHASES } from "./curves.js";
 import { drawMemory } from "./memory.js";
 import { drawRollouts } from "./rollouts.js";
 import { byId, clock, duration, el, figure } from "./dom.js";
 
-const { run_id: run, written_at_s: writtenAtS, summary, steps, columns, evaluations, rollouts, doubts, events, settings, memory } = JSON.parse(byId("data").textContent);
+const { run_id: run, written_at_s: writtenAtS, summary, steps, columns, ends, evaluations, rollouts, doubts, events, settings, memory } = JSON.parse(byId("data").textContent);
 const valuesOf = (name) => (columns[name] ?? []).filter(Number.isFinite);
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
@@ -17,6 +17,7 @@ function head() {
     el("div", { class: "head" }, el("h1", {}, run), el("span", { class: "state" }, state)),
     el("p", { class: "soft" }, `a Penstock run, ${at} UTC`),
     el("p", { class: "soft" }, summary.reason ?? ""),
+    ...Object.entries(summary.missing ?? {}).map(([artifact, why]) => el("p", { class: "bad" }, `without its ${artifact}: ${why}`)),
     ...doubts.map((doubt) => el("p", { class: "bad" }, doubt)),
   ];
 }
@@ -25,15 +26,15 @@ function tiles() {
   const accuracies = evaluations.filter(({ set }) => set === evaluations[0].set).map(({ accuracy }) => accuracy);
   const ended = summary.state !== undefined;
   const change = (before, after) => (before ?? after ?? null) !== null && `${figure(before)} → ${figure(after)}`;
-  const reward = columns.reward_mean ?? [];
   return [
     ["held-out accuracy, before → after", ended ? change(summary.accuracy_before, summary.accuracy_after) : change(accuracies[0], accuracies.at(-1))],
-    ["mean reward, first → last step", change(reward[0], reward.at(-1))],
+    ["mean reward, first → last steps", change(...ends.reward_mean)],
+    ...(isSupervised(columns.reward_mean, columns.loss) ? [["loss, first → last steps", change(...ends.loss)], ["held-out loss, first → last", change(...ends.evaluation_loss)]] : []),
     ["optimizer steps", figure(summary.steps ?? steps.at(-1))],
     ["training time", duration(summary.training_s)],
     ["samples per second", figure(summary.samples_per_s)],
-    ["largest lag, in steps", figure(valuesOf("lag_max").toSorted((a, b) => a - b).at(-1))],
-  ].filter(([, value]) => value && value !== "–").map(([name, value]) => el("div", { class: "card tile" }, el("b", {}, value), el("span", {}, name)));
+    !isSupervised(columns.reward_mean, columns.loss) && ["largest lag, in steps", figure(valuesOf("lag_max").toSorted((a, b) => a - b).at(-1))],
+  ].filter(Boolean).filter(([, value]) => value && value !== "–").map(([name, value]) => el("div", { class: "card tile" }, el("b", {}, value), el("span", {}, name)));
 }
 
 /** A phase that few steps have, such as a checkpoint, is averaged over all steps. */

@@ -107,7 +107,7 @@ async def _matching(parts: Parts, cursor: str | None, limit: int, search: str, p
         page = await _rollouts(parts, cursor, _AT_ONCE)
         for rollout in page:
             cursor = rollout.id
-            if problem in ("", rollout.problem) and search in _text(rollout):
+            if problem in ("", rollout.row_id, rollout.problem) and search in _text(rollout):
                 matching.append(rollout)
             if len(matching) == limit:
                 return Page(items=matching, next=cursor)

@@ -3,9 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-
 from shared.errors import SettingsError
+from shared.model.causal_model import load_causal_model
 from shared.model.model_source import check_model
 from shared.model.tokenizer import UNUSABLE, Tokenizer, first_line, stop_tokens
 from shared.process.importing import importing
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
 
     from services.rollout.engines.transformers.decoding import LanguageModel
     from shared.settings import PolicySettings
-
-_UNUSABLE = (*UNUSABLE, SafetensorError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ def check_for_vllm(policy: "PolicySettings") -> None:
 
     try:
         config = AutoConfig.from_pretrained(policy.model, trust_remote_code=policy.trust_remote_code)
-    except _UNUSABLE:
+    except UNUSABLE:
         return
     check_rope_for_vllm(config)
 
@@ -54,22 +51,11 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
     check_model("policy.model", policy.model)
     with importing():
         import torch
-        from transformers import AutoModelForCausalLM
 
         from shared.model.rope import settle_rope
 
-    place = _device(device)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            policy.model,
-            dtype=getattr(torch, policy.dtype),
-            trust_remote_code=policy.trust_remote_code,
-            use_safetensors=True,
-        )
-    except _UNUSABLE as error:
-        raise SettingsError(
-            f"could not load a causal language model from {policy.model!r} ({first_line(error)}): change policy.model"
-        ) from error
+    place, dtype = _device(device), getattr(torch, policy.dtype)
+    model = load_causal_model("policy.model", policy.model, dtype, trust_remote_code=policy.trust_remote_code)
     settle_rope(model, context_tokens)
     model = model.eval().requires_grad_(False).to(place)
     config = model.config.get_text_config()

@@ -90,9 +90,12 @@ class Saved(Result):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyWritten(Result):
-    """The final policy is in ``folders``."""
+    """The final policy is in ``folders``, or could not be written."""
 
     folders: tuple[Path, ...]
+    refusal: str = ""
+    may_succeed: bool = False
+    """Whether another try may succeed: storage refused it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ CANNOT_CONTINUE = "the run cannot continue: "
 
 
 _SELF_TEST = "self_test:"
+_MISSING = "missing:"
+POLICY, CHECKPOINT = "policy", "checkpoint"
+"""What a run leaves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class RunStatus:
     first_admission_s: float | None
     last_commit_s: float | None
     paused_s: float
+    """Time that does not count as training: pauses, and gaps in which no process of the run was there."""
     bus_full: str = ""
     """Why admission waits for bus memory; or empty."""
     doing: str = ""
@@ -85,6 +89,14 @@ class RunStatus:
     """``internal.pod_template`` of the coordinators that have released the ended run's workloads; or empty."""
     self_tests: dict[str, str] = dataclasses.field(default_factory=dict)
     """By part (policy, critic): outcome of the newest self-test."""
+    alive_s: float = 0.0
+    """When the leader noted last that the run is alive, Unix seconds."""
+    resumed_s: float = 0.0
+    """When the processes were there again after the last gap."""
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    """By what the run is to leave (policy, checkpoint): why its newest one could not be written."""
+    policy_step: int | None = None
+    """Step of the policy that was written at an end of the run."""
     gpu_s: float = 0.0
     """GPU-seconds held by the run's processes."""
     gpu_until_s: float = 0.0
@@ -161,15 +173,15 @@ class Ledger(Policies):
         fields: dict[str, Argument] = {"state": RunState.CREATED.value}
         if lost is not None:
             fields = {
-                "state": lost.state.value,
                 "reason": lost.reason,
-                "changed_at_s": now_s,
+                "changed_at_s": lost.changed_at_s or now_s,
                 "paused_s": lost.paused_s,
+                "alive_s": lost.alive_s,
+                **_known(first_admission_s=lost.first_admission_s, last_commit_s=lost.last_commit_s),
             }
-            if lost.first_admission_s is not None:
-                fields["first_admission_s"] = lost.first_admission_s
             if lost.closed:
                 fields["closed_at_s"] = now_s
+            fields["state"] = lost.state.value
         for name, value in fields.items():
             await self._bus.write(RUN, "HSETNX", name, value)
         # last, as its absence says that the run must be created
@@ -213,13 +225,29 @@ class Ledger(Policies):
         )  # fmt: skip
         return bool(changed), RunState(state.decode() or "created")
 
-    async def note(self, name: Literal["doing", "guards", "gpu_time"], said: str) -> None:
+    async def note(self, name: Literal["doing", "guards", "gpu_time", "alive_s"], said: str) -> None:
         """Publish the leader's activity; no effect from others."""
         await self._bus.script("note", term=self._term(), field=name, text=said)
+
+    async def skip_time(self, status: RunStatus, gap_s: float, now_s: float) -> None:
+        """Count ``gap_s``, in which no process ran, as a pause; once for what was read in ``status``."""
+        gpu_time = f"{status.gpu_s!r} {max(now_s, status.gpu_until_s)!r}"
+        await self._bus.script(
+            "skip_time", expected_alive_s=repr(status.alive_s), gap_s=gap_s, now_s=repr(now_s), gpu_time=gpu_time
+        )
 
     async def note_self_test(self, part: str, outcome: str) -> None:
         """Record the outcome of a self-test."""
         await self._bus.write(RUN, "HSET", f"{_SELF_TEST}{part}", outcome)
+
+    async def note_missing(self, artifact: str, why: str) -> None:
+        """Record why ``artifact`` could not be written; "" if it was."""
+        name = f"{_MISSING}{artifact}"
+        await (self._bus.write(RUN, "HSET", name, why) if why else self._bus.write(RUN, "HDEL", name))
+
+    async def note_policy(self, step: int) -> None:
+        """Record that the policy after ``step`` is written in Hugging Face form."""
+        await self._bus.write(RUN, "HSET", "policy_step", step)
 
     async def admit(
         self,
@@ -413,18 +441,26 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         first_admission_s=_optional_float(fields.get("first_admission_s")),
         last_commit_s=_optional_float(fields.get("last_commit_s")),
         paused_s=float(fields.get("paused_s", 0)),
+        alive_s=float(fields.get("alive_s", 0)),
+        resumed_s=float(fields.get("resumed_s", 0)),
         bus_full=fields.get("bus_full", ""),
         doing=fields.get("doing", ""),
         closed="closed_at_s" in fields,
         released=fields.get("released", ""),
-        self_tests={
-            name.removeprefix(_SELF_TEST): outcome
-            for name, outcome in sorted(fields.items())
-            if name.startswith(_SELF_TEST)
-        },
+        self_tests=_of_kind(_SELF_TEST, fields),
+        missing=_of_kind(_MISSING, fields),
+        policy_step=int(fields["policy_step"]) if "policy_step" in fields else None,
         gpu_s=gpu_s,
         gpu_until_s=gpu_until_s,
     )
+
+
+def _known(**values: float | None) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _of_kind(prefix: str, fields: Mapping[str, str]) -> dict[str, str]:
+    return {name.removeprefix(prefix): said for name, said in sorted(fields.items()) if name.startswith(prefix)}
 
 
 def _entries(groups: Sequence[Prompt | Experience]) -> int:

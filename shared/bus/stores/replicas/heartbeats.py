@@ -15,7 +15,12 @@ log = logging.getLogger(__name__)
 SERVICES = key("services", "set", "the run's", "names of the replicas that were seen")
 SERVICE = key("service:<replica>", "string", "five heartbeats", "the newest heartbeat of a replica (JSON)")
 STARTS = key("starts:<replica>", "set", "the run's", "every process of a replica, each under a name of its own")
-LEFT = key("left:<replica>", "string", "until the next start", "exists if the replica's last process left in order")
+LEFT = key(
+    "left:<replica>",
+    "string",
+    "until the next start",
+    "exists if the replica's last process left in order, or was to stop",
+)
 
 MISSED_HEARTBEATS = 5
 
@@ -79,9 +84,14 @@ async def beat_once(bus: Bus, beat: Heartbeat, heartbeat_s: float) -> None:
     await bus.write(SERVICES, "SADD", beat.replica)
 
 
+async def note_told(bus: Bus, replica: str) -> None:
+    """Note that the replica has received a request to stop."""
+    await bus.write(LEFT.of(replica), "SET", "1")
+
+
 async def note_left(bus: Bus, replica: str) -> None:
     """Remove the heartbeat: the replica left in order."""
-    await bus.write(LEFT.of(replica), "SET", "1")
+    await note_told(bus, replica)
     await bus.write(SERVICE.of(replica), "DEL")
 
 

@@ -50,8 +50,8 @@ def test_bytes_written_by_schema_1_stay_readable() -> None:
     newer = (
         before + sampling[:-1] + NEWER_SAMPLING + after[after.index(b"\xa4text") :] + b"\xa7scorers\x90\xa6sample\xc0"
     )
-    newer += b"\xa8teachers\x90"
-    assert wire.encode(builders.prompt(3)) == b"\xde\x00\x10" + newer  # newer fields
+    newer += b"\xa8teachers\x90\xa6row_id\xa0"
+    assert wire.encode(builders.prompt(3)) == b"\xde\x00\x11" + newer  # newer fields
     assert wire.decode(GOLDEN_PROMPT, Prompt) == builders.prompt(3)
 
 

@@ -1,0 +1,113 @@
+"""Laws of the run's clock: time counts only while processes of the run are there."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from services.coordinator.records.summary import training_seconds
+from services.coordinator.run.lifecycle import create, note_state
+from services.coordinator.run.monitor import eta_s
+from services.coordinator.run.run_clock import RunClock
+from shared.bus.bus import Bus
+from shared.bus.keys import RUN
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once, count_start, note_told
+from tests.coordinator.records.test_recorder import STATUS
+from tests.support.raw_redis import empty
+
+BEGUN_S, STOPPED_S, HOUR_S, STEPS = 1000.0, 2000.0, 3600.0, 50
+
+
+async def stopped_run(bus: Bus) -> RunClock:
+    """Return the clock of a run that began to train at 1,000 s, and whose processes were last seen at 2,000 s."""
+    ledger = Ledger(bus)
+    await ledger.create()
+    await ledger.transition(RunState.RUNNING, "", [RunState.CREATED])
+    fields = {
+        "first_admission_s": BEGUN_S,
+        "last_commit_s": STOPPED_S - 3,
+        "changed_at_s": BEGUN_S,
+        "alive_s": STOPPED_S,
+    }
+    for name, value in fields.items():
+        await bus.write(RUN, "HSET", name, value)
+    return RunClock(bus, ledger, STEPS)
+
+
+async def training_s(bus: Bus, now_s: float) -> float:
+    return training_seconds(await Ledger(bus).status(), STEPS, now_s)
+
+
+async def put_beat(bus: Bus, started_at_s: float, seen_at_s: float, service: str = "trainer") -> None:
+    beat = Heartbeat(service, f"{service}-0", "working", None, "a", 1, "", started_at_s, seen_at_s, 0, "", {})
+    await beat_once(bus, beat, 1000.0)
+
+
+async def test_a_stop_of_any_length_is_no_training_time_and_is_counted_once(bus: Bus) -> None:
+    clock = await stopped_run(bus)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
+    assert await training_s(bus, STOPPED_S + HOUR_S) == 1000.0
+    await clock.resume(STOPPED_S + HOUR_S + 1, STOPPED_S + HOUR_S + 1)  # another leader
+    assert await training_s(bus, STOPPED_S + HOUR_S + 60) == 1060.0
+    status = await Ledger(bus).status()
+    assert status.resumed_s == STOPPED_S + HOUR_S, "from which on no commit is missed"
+    assert (status.gpu_s, status.gpu_until_s) == (0.0, STOPPED_S + HOUR_S), "a dead process's heartbeat holds no GPU"
+
+
+async def test_a_new_leader_beside_processes_that_ran_all_the_time_skips_nothing(bus: Bus) -> None:
+    clock = await stopped_run(bus)
+    await put_beat(bus, BEGUN_S, STOPPED_S + HOUR_S - 2)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
+    assert await training_s(bus, STOPPED_S + HOUR_S) == 1000.0 + HOUR_S
+
+
+async def test_what_processes_did_before_the_leader_led_hides_no_stop(bus: Bus) -> None:
+    clock = await stopped_run(bus)
+    await put_beat(bus, STOPPED_S + HOUR_S - 9, STOPPED_S + HOUR_S - 1)
+    await put_beat(bus, BEGUN_S, STOPPED_S + HOUR_S, "coordinator")
+    await bus.write(RUN, "HSET", "last_commit_s", STOPPED_S + HOUR_S - 2)
+    await clock.resume(STOPPED_S + HOUR_S - 7, STOPPED_S + HOUR_S)
+    assert await training_s(bus, STOPPED_S + HOUR_S) == 1009.0, "since the first process began"
+
+
+async def test_a_coordinator_that_was_there_all_the_time_skips_nothing(bus: Bus) -> None:
+    clock = await stopped_run(bus)
+    await clock.resume(BEGUN_S, STOPPED_S + HOUR_S)
+    assert (await Ledger(bus).status()).paused_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("state", "step"), [(RunState.PAUSED, 3), (RunState.FINISHED, STEPS), (RunState.RUNNING, STEPS)]
+)
+async def test_a_stop_while_a_run_does_not_train_is_not_counted_twice(bus: Bus, state: RunState, step: int) -> None:
+    clock = await stopped_run(bus)
+    for name, value in (("state", state.value), ("step", step), ("changed_at_s", STOPPED_S - 3)):
+        await bus.write(RUN, "HSET", name, value)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
+    assert await training_s(bus, STOPPED_S + HOUR_S) == 997.0
+    assert (await Ledger(bus).status()).paused_s == 0.0
+
+
+async def test_a_run_whose_bus_was_lost_while_it_was_stopped_keeps_its_time(bus: Bus, tmp_path: Path) -> None:
+    clock, ledger = await stopped_run(bus), Ledger(bus)
+    note_state(tmp_path, await ledger.status())
+    await empty(bus)
+    await create(ledger, tmp_path)
+    await clock.resume(STOPPED_S + HOUR_S, STOPPED_S + HOUR_S)
+    assert await training_s(bus, STOPPED_S + HOUR_S) == 1000.0
+    status = await ledger.status()
+    assert (status.last_commit_s, status.changed_at_s) == (STOPPED_S - 3, BEGUN_S)
+
+
+def test_the_eta_is_of_steps_and_no_stop_between_them() -> None:
+    assert eta_s(STATUS, 13, [None, 9.0, *[2.0] * 20]) == 20.0, "of the newest 20"
+    assert eta_s(STATUS, 13, []) is None
+    assert eta_s(dataclasses.replace(STATUS, state=RunState.PAUSED), 13, [2.0]) is None
+
+
+async def test_a_process_that_was_told_to_stop_did_not_die_however_it_ended(bus: Bus) -> None:
+    assert await count_start(bus, "coordinator-0", "first") == (1, True)
+    await note_told(bus, "coordinator-0")  # and is killed while it leaves
+    assert await count_start(bus, "coordinator-0", "second") == (2, False)
+    assert await count_start(bus, "coordinator-0", "third") == (3, True)

@@ -1,0 +1,55 @@
+"""A stopped run continues as what it was started with, and its time is that in which processes ran."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from services.cli.__main__ import main
+from shared.bus.stores.policy.ledger import Ledger, RunState
+from tests.chaos.run import left_behind, running
+from tests.conftest import PATIENCE_S, until
+from tests.support import forge
+
+GAP_S = 6.0
+
+
+@pytest.mark.timeout(900)
+async def test_changed_data_are_refused_or_accepted_and_told_and_the_stop_is_no_training_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text((forge.ROOT / "examples" / "arithmetic" / "train.jsonl").read_text())
+    flags = {"data.path": data, "data.completion_field": "answer"}
+    async with running(tmp_path, flags=flags, command="sft") as run:
+        bus = await run.connect()
+        await run.more_steps(bus, 3)
+        await bus.close()
+        run.process.terminate()
+        await asyncio.to_thread(run.process.wait, PATIENCE_S)
+        stopped_s, rows = time.time(), data.read_text().splitlines(keepends=True)
+        data.write_text("".join(reversed(rows)))
+        assert main(["up", "--resume", str(run.folder)]) == 2
+        assert f"found that {data} (data.path) has changed: " in capsys.readouterr().err
+        await until(lambda: time.time() - stopped_s > GAP_S)
+        steps = len((run.folder / "metrics.jsonl").read_text().splitlines()) + 2
+        resumed_s, output = time.time(), tmp_path / "resumed.txt"
+        await forge.up(["--resume", run.folder, "--accept-changed-inputs", f"--run.steps={steps}"], output)
+    said = f"{data} (data.path) has changed, accepted at "
+    assert f"changed input 1: {said}" in output.read_text()
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert (summary["state"], summary["steps"], summary["missing"]) == ("finished", steps, {})
+    assert [sentence.startswith(said) for sentence in summary["changed_inputs"]] == [True]
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert any(event["detail"].startswith(said) for event in events)
+    assert "service restarted" not in [event["name"] for event in events], "all left in order"
+    async with left_behind(run) as bus:
+        status = await Ledger(bus).status()
+    assert status.state is RunState.FINISHED
+    assert resumed_s - stopped_s <= status.paused_s, "the whole stop"
+    assert status.last_commit_s is not None
+    assert status.first_admission_s is not None
+    elapsed_s = status.last_commit_s - status.first_admission_s
+    assert summary["training_s"] == pytest.approx(elapsed_s - status.paused_s, abs=1e-3)  # kept to 1e-6 s
