@@ -33,6 +33,7 @@ from services.cli.connection import (
 from services.cli.policy import commands as policy_commands
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
+from shared.extras import install_advice
 
 if TYPE_CHECKING:
     from services.up.prepare import Prepared
@@ -573,6 +574,11 @@ def main(arguments: list[str] | None = None) -> int:
     except PenstockError as error:
         console.warn(f"penstock {command}: {error}")
         return 2 if isinstance(error, SettingsError) else 1
+    except ImportError as error:
+        if not (advice := install_advice([(error.name or "").partition(".")[0]])):
+            raise
+        console.warn(f"penstock {command}: the package {error.name} is not installed: {advice}")
+        return 2
     except OSError as error:
         if error.filename is None:  # not about a file that the user named
             raise

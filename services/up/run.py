@@ -109,6 +109,8 @@ async def _go(
                 task.cancel()
         screen.show(watch.seen.run, _rows(supervisor.children, watch.seen))
         acceptance.close()
+        if ending.sentence and not (run.resumed or supervisor.was_ready):
+            run_folder.unlink_latest(run.folder, run.before)
         return ending
 
 
