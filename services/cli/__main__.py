@@ -468,9 +468,10 @@ def check_data(
     words: Words = None,
     shown: Annotated[int, typer.Option("--prompts", min=0, metavar="N", help="Prompts to show.")] = 3,
 ) -> None:
-    """Show what a run will be trained on: bad rows, rendered prompts and their lengths.
+    """Show what a run will be trained on: bad rows, rendered prompts, their lengths, and what the scorers say of a few.
 
-    Exit codes: 0 the data can be used, 1 a prompt cannot be generated, 2 the settings or the data are refused.
+    Judges and reward models are not asked. Exit codes: 0 the data can be used, 1 a prompt cannot be generated or scored,
+    2 the settings, the data or a scorer are refused.
 
     **Examples**
 
