@@ -22,6 +22,11 @@ def install_advice(packages: Iterable[str]) -> str:
     return f"pip install '{_NAME}[{','.join(sorted(extras))}]'" if extras else ""
 
 
+def advice_on(error: ImportError) -> str:
+    """Return the command that installs the package that could not be imported; "" if no extra has it."""
+    return install_advice([(error.name or "").partition(".")[0]])
+
+
 def _extra_of(package: str) -> list[str]:
     """Return ``all`` if it includes the package, else the first extra that does."""
     requirements = [match.groups() for line in _requirements() if (match := _REQUIREMENT.match(line))]

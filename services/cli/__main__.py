@@ -33,7 +33,7 @@ from services.cli.connection import (
 from services.cli.policy import commands as policy_commands
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
-from shared.extras import install_advice
+from shared.extras import advice_on
 
 if TYPE_CHECKING:
     from services.up.prepare import Prepared
@@ -576,7 +576,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.warn(f"penstock {command}: {error}")
         return 2 if isinstance(error, SettingsError) else 1
     except ImportError as error:
-        if not (advice := install_advice([(error.name or "").partition(".")[0]])):
+        if not (advice := advice_on(error)):
             raise
         console.warn(f"penstock {command}: the package {error.name} is not installed: {advice}")
         return 2
