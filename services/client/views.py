@@ -133,6 +133,24 @@ class ReplicaView(View):
         return self.state in READY_STATES
 
 
+class PolicyView(View):
+    """One entry of ``GET /v1/policies``."""
+
+    version: int = 0
+    parent: int | None = None
+    """The version it was trained from."""
+    step: int = 0
+    state: str | None = None
+    """published, live, retired or revoked."""
+    checkpoint: str | None = None
+    """Folder or URI, if there is one."""
+    created_at_s: float = 0.0
+    metrics: dict[str, float | None] = Field(default={})
+    evaluations: list[Evaluation] = Field(default=[])
+    pinned: bool = False
+    released: bool = False
+
+
 class ServicesPage(View):
     services: list[ReplicaView] = Field(default=[])
 

@@ -125,14 +125,12 @@ def project(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A folder with the example and without the code, where any bare import fails; its run ends with the test."""
     folder, traps = tmp_path / "project", tmp_path / "traps"
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "config").mkdir()
-    shutil.copy(ROOT / "config/arithmetic.toml", folder / "config")
     traps.mkdir()
     for name in ("services", "shared"):
         (traps / f"{name}.py").write_text("raise ImportError('a wheel has no such name')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (wheel, traps))))
     yield folder
-    for run in (folder / "runs").glob("arithmetic-*"):
+    for run in (folder / "runs").glob("run-*"):
         if (run / "coordinator.json").exists():
             Run.open(run).stop("the test has ended")
 
