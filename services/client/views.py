@@ -100,10 +100,14 @@ class RunView(View):
     bus: str = ""
 
     @property
+    def extends(self) -> bool:
+        """Whether the run had finished and is continued with more steps, but has not begun yet."""
+        return self.state == "finished" and self.step < self.steps
+
+    @property
     def ended(self) -> bool:
         """Return whether the run is over, with no steps left."""
-        extends = self.state == "finished" and self.step < self.steps
-        return self.state in ENDED_STATES and self.closed and not extends
+        return self.state in ENDED_STATES and self.closed and not self.extends
 
 
 class ReplicaView(View):

@@ -1,6 +1,7 @@
 """One run from its first process to its last."""
 
 import asyncio
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -158,7 +159,9 @@ class _PageLink:
         if sys.stdout.isatty() or not self._token:
             self._tell(f"page: {page_link(url, self._token)}")
         else:
-            self._tell(f"page: {url}/ (`penstock page --run {self._run_folder}` prints a link that opens it)")
+            self._tell(
+                f"page: {url}/ (`penstock page --run {shlex.quote(str(self._run_folder))}` prints a link that opens it)"
+            )
 
 
 def _listen(supervisor: Supervisor, screen: Screen) -> None:

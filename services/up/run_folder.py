@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ def make_run_folder(settings: Settings) -> Path:
         ) from error
     if (folder / SETTINGS_FILE).exists():
         raise SettingsError(
-            f"a run exists in {folder}: continue it with `penstock up --resume {folder}`, or change run.id"
+            f"a run exists in {folder}: continue it with `penstock up --resume {shlex.quote(str(folder))}`, or change run.id"
         )
     return folder
 
