@@ -12,7 +12,7 @@ _NAME = "penstock"
 
 
 def missing(packages: Iterable[str]) -> list[str]:
-    """Return those of ``packages`` that are not installed; none is imported."""
+    """Return those of ``packages`` that are not installed, without importing any."""
     return [package for package in dict.fromkeys(packages) if importlib.util.find_spec(package) is None]
 
 

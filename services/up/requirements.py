@@ -85,8 +85,8 @@ def check_device(settings: Settings, gpus: int) -> None:
         settings.algorithm.reference_travels or any(isinstance(of, ModelScorer) for of in settings.reward.scorers)
     )
     required = 'run.device = "cuda"' if settings.run.device == "cuda" else "reward.models.device" if models else ""
-    if required and not gpus and not (found := driver()).ok:
-        raise SettingsError(f"{required} needs a GPU: {found.sentence}, or change {required.partition(' ')[0]}")
+    if required and not gpus and not (checked := driver()).ok:
+        raise SettingsError(f"{required} needs a GPU: {checked.sentence}, or change {required.partition(' ')[0]}")
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ def _hint(key: str, given: object, known: Sequence[str]) -> str:
 
 
 def _elsewhere(key: str, value: object) -> Iterator[str]:
-    """Yield what other frameworks' names mean: of a table, those in it, or, if none is known, its own."""
+    """Yield what other frameworks' names mean: of a table, those in it or else its own."""
     inner = value if isinstance(value, Mapping) else {}
     hints = [hint for name, part in inner.items() for hint in _elsewhere(f"{key}.{name}", part)]
     yield from hints or filter(None, [meaning_elsewhere(key)])
