@@ -156,11 +156,12 @@ def step_line(entry: str, report: StepReport) -> dict[str, Json]:
 
 def _shown(score: Score) -> dict[str, Json]:
     """Return a score under its scorer's name, and the values of the scorer's functions under theirs."""
-    parts: dict[str, Json] = {
-        f"{score.scorer}.{name}": {"status": ScoreStatus.OK.value, "value": value, "detail": ""}
-        for name, value in score.parts.items()
+    shown: dict[str, Json] = {
+        score.scorer: {"status": score.status.value, "value": score.value, "detail": score.detail}
     }
-    return {score.scorer: {"status": score.status.value, "value": score.value, "detail": score.detail}} | parts
+    for name, value in score.parts.items():
+        shown[f"{score.scorer}.{name}"] = {"status": ScoreStatus.OK.value, "value": value, "detail": ""}
+    return shown
 
 
 def rollout_line(entry: str, step: int, experience: Experience, version: int | None = None) -> dict[str, Json]:

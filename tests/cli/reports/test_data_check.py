@@ -49,10 +49,10 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
         "prompt tokens: mean 6.0, longest 6",
         "  6: 1 ████████████████████████████████████████",
         "",
-        "scorer answer: '46' 1, '0' 0",
-        "",
         "warning: 1 rows of hf://own/sums@main:train cannot be used, the first own/sums/train:3: expected a column 'prompt' "
         "or 'messages' that is not null, found 'question'; `penstock data check` names all",
+        "",
+        "scorer answer: '46' 1, '0' 0",
     ]
 
 
