@@ -13,7 +13,8 @@ from typing import Any
 
 import tomli_w
 
-from services.up.run_folder import new_run_id
+from penstock.inputs import FOLDER, Inputs
+from services.up.run_folder import new_run_id, private_files
 from shared.errors import SettingsError
 from shared.settings import loads
 
@@ -24,15 +25,18 @@ _WRONG_SETTINGS = 2
 class UpProcess:
     """One ``penstock up``; :meth:`start` starts it once."""
 
-    def __init__(self, words: list[str], folder: Path, toml: str = "") -> None:
+    def __init__(self, words: list[str], folder: Path, toml: str = "", inputs: Inputs | None = None) -> None:
         self.folder = folder
+        self._inputs = inputs
         self._words = words
         self._toml = toml
         self._process: subprocess.Popen[bytes] | None = None
         self._files: Path | None = None
 
     @classmethod
-    def of_config(cls, config: str | Path | Mapping[str, Any], changes: Mapping[str, Any]) -> "UpProcess":
+    def of_config(
+        cls, config: str | Path | Mapping[str, Any], changes: Mapping[str, Any], inputs: Inputs
+    ) -> "UpProcess":
         """Return a new run's process. Raises SettingsError if the settings are wrong."""
         named = Path("run.toml") if isinstance(config, Mapping) else Path(config)
         values: dict[str, Any] = {}
@@ -42,7 +46,13 @@ class UpProcess:
         settings = loads(toml, str(named), environment=os.environ)
         if not settings.run.id:
             settings = settings.model_copy(update={"run": settings.run.model_copy(update={"id": new_run_id(named)})})
-        return cls(["run.toml", f"--run.id={settings.run.id}"], settings.run_folder.absolute(), toml)
+        folder = settings.run_folder.absolute()
+        if paths := inputs.settings(folder / FOLDER):
+            for key, value in paths.items():
+                _set(values, key, value)
+            toml = tomli_w.dumps(values)
+            loads(toml, str(named), environment=os.environ)
+        return cls(["run.toml", f"--run.id={settings.run.id}"], folder, toml, inputs if paths else None)
 
     @classmethod
     def of_folder(cls, folder: Path) -> "UpProcess":
@@ -55,7 +65,10 @@ class UpProcess:
         return self._process is not None
 
     def start(self) -> None:
-        """Start it in the working directory; its files are removed by :meth:`stop`."""
+        """Start it in the working directory; its files are removed by :meth:`stop`. Raises SettingsError."""
+        if self._inputs is not None:
+            with private_files():
+                self._inputs.write(self.folder / FOLDER)
         place = self._files = Path(tempfile.mkdtemp(prefix="penstock-up-"))
         (place / "run.toml").write_text(self._toml, encoding="utf-8")
         words = [str(place / word) if word == "run.toml" else word for word in self._words]

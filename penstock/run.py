@@ -4,15 +4,16 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from penstock.inputs import Inputs, Reward
 from penstock.process import UpProcess
 from services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
 from services.client.policy import LivePolicy
-from services.client.views import ReplicaView, RunView
+from services.client.views import PolicyView, ReplicaView, RunView
 from shared.errors import PenstockError
 from shared.settings import Settings, load_run
 
@@ -49,9 +50,32 @@ class Run:
     processes. In ``with``, they end with the block.
     """
 
-    def __init__(self, config: str | Path | Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
-        """Check the settings; those of ``settings`` override ``config``. Raises SettingsError."""
-        self._process: UpProcess | None = UpProcess.of_config(config, settings or {})
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None,
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+        data: Any = None,
+        held_out: Any = None,
+        rewards: Reward | Iterable[Reward] = (),
+    ) -> None:
+        """Check the settings; those of ``settings`` override ``config``, and objects override both.
+
+        Args:
+            model: a model of transformers, instead of ``policy.model``; ``start`` saves it in the run's folder.
+            tokenizer: of transformers, instead of ``policy.tokenizer``.
+            data: ``datasets.Dataset`` or dictionaries, instead of ``data.path``.
+            held_out: the same, instead of ``evaluation.path``.
+            rewards: functions with TRL's arguments (docs/rewards.md), also lambdas and those of a notebook's cell,
+                instead of ``reward.scorers``.
+
+        Raises:
+            SettingsError: a setting is wrong, or an object cannot be written to a file.
+        """
+        inputs = Inputs.of(model, tokenizer, data, held_out, rewards)
+        self._process: UpProcess | None = UpProcess.of_config(config, settings or {}, inputs)
         self.folder = self._process.folder
         self._client: CoordinatorClient | None = None
 
@@ -163,9 +187,9 @@ class Run:
         query = {name: value for name, value in (("search", search), ("problem", problem)) if value}
         return self._coordinator().items("/v1/run/rollouts", most, a_page=50, **query)
 
-    def policies(self) -> list[dict[str, Any]]:
-        """Return every policy version, newest first (``GET /v1/policies``)."""
-        return self._coordinator().items("/v1/policies", 1_000_000)
+    def policies(self) -> list[PolicyView]:
+        """Return every policy version, newest first."""
+        return [PolicyView.model_validate(item) for item in self._coordinator().items("/v1/policies", 1_000_000)]
 
     # ---------------------------------------------------------------- steer
 
@@ -214,6 +238,8 @@ class Run:
 
     def _coordinator(self) -> CoordinatorClient:
         if self._client is None:
+            if self._process is not None and not self._process.started:
+                raise Unreachable("the run has not been started: call start()")
             url = find(None, self.folder)
             self._client = CoordinatorClient(url, read_token(None, url, self.folder))
         return self._client

@@ -6,6 +6,7 @@ API.
 
 import dataclasses
 import importlib.metadata
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -22,6 +23,7 @@ from services.cli.connection import (
     Connection,
     Reason,
     RunArgument,
+    RunOption,
     TokenFile,
     Url,
     Words,
@@ -33,6 +35,7 @@ from services.cli.connection import (
 from services.cli.policy import commands as policy_commands
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
+from shared.extras import advice_on
 
 if TYPE_CHECKING:
     from services.up.prepare import Prepared
@@ -197,7 +200,8 @@ def new(
             "the name of the new file is missing: penstock new my-run.toml --policy.model models/my-model"
         )
     new_run.write(file, flags)
-    console.say(f"{file}: next, `penstock data check {file}` and `penstock up {file}`")
+    shown = shlex.quote(str(file))
+    console.say(f"{file}: next, `penstock data check {shown}` and `penstock up {shown}`")
 
 
 @app.command(rich_help_panel=_RUN)
@@ -247,12 +251,15 @@ def stop(connection: Connection, reason: Reason = "") -> None:
 @app.command(rich_help_panel=LOOK)
 @connected
 def status(connection: Connection) -> None:
-    """Show a run: state, figures, replicas and newest events.
+    """Show a run: state, figures, replicas and newest events. Of a run that has ended: its summary, from its folder.
 
     **Examples:** `penstock status` · `penstock status --run runs/arithmetic-…` · `penstock status --json | jq .step`
     """
     from services.up.display import view
 
+    if (ended := connection.ended_run()) is not None:
+        ended.show_status(as_json=connection.as_json)
+        return
     coordinator = connection.coordinator()
     if connection.as_json:
         console.say(coordinator.run_json())
@@ -300,6 +307,7 @@ def rollback(connection: Connection, version: Version, reason: Reason = "") -> N
 @app.command(rich_help_panel=OPERATE)
 def export(
     run: RunArgument = LATEST,
+    run_option: RunOption = None,
     version: Annotated[
         str, typer.Option(metavar="N|latest", help="The policy version; `latest` is the newest available.")
     ] = "latest",
@@ -321,7 +329,7 @@ def export(
     """
     from services.cli import export as exports
 
-    number, run = exports.number(version), named(run)
+    number, run = exports.number(version), named(run_option or run)
     if (coordinator := None if here else exports.find_alive(run, url, token_file)) is not None:
         exported = exports.ask(coordinator, number, to, adapter=adapter)
     else:
@@ -413,17 +421,16 @@ def calibrate(
 
 
 @app.command(rich_help_panel=_TOOLS)
-def report(
-    run: Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")] = LATEST,
-) -> None:
+def report(run: RunArgument = LATEST, run_option: RunOption = None) -> None:
     """Write `report.html` of a run from its records, at any time.
 
-    **Example:** `penstock report --run runs/latest`
+    **Example:** `penstock report runs/latest`
     """
     from services.coordinator.records.report import write_report
 
+    run = named(run_option or run)
     if not run.is_dir():
-        raise PenstockError(f"no run's folder at {run}: give --run RUN_FOLDER")
+        raise PenstockError(f"no run's folder at {run}: give RUN")
     try:
         console.say(str(write_report(run)))
     except OSError as error:
@@ -433,6 +440,7 @@ def report(
 @app.command(rich_help_panel=LOOK)
 def memory(
     run: RunArgument = LATEST,
+    run_option: RunOption = None,
     plan: Annotated[bool, typer.Option("--plan", help="Compare with what the plan predicts for each phase.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -444,7 +452,7 @@ def memory(
     """
     from services.cli.reports import memory as memories
 
-    memories.show(named(run), plan=plan, as_json=as_json)
+    memories.show(named(run_option or run), plan=plan, as_json=as_json)
 
 
 @app.command("diff", rich_help_panel=_TOOLS)
@@ -467,9 +475,10 @@ def check_data(
     words: Words = None,
     shown: Annotated[int, typer.Option("--prompts", min=0, metavar="N", help="Prompts to show.")] = 3,
 ) -> None:
-    """Show what a run will be trained on: bad rows, rendered prompts and their lengths.
+    """Show what a run will be trained on: bad rows, rendered prompts, their lengths, and what the scorers say of a few.
 
-    Exit codes: 0 the data can be used, 1 a prompt cannot be generated, 2 the settings or the data are refused.
+    Judges and reward models are not asked. Exit codes: 0 the data can be used, 1 a prompt cannot be generated or scored,
+    2 the settings, the data or a scorer are refused.
 
     **Examples**
 
@@ -489,6 +498,7 @@ def check_data(
 @app.command("audit-rewards", rich_help_panel=_TOOLS)
 def audit_rewards(
     run: RunArgument = LATEST,
+    run_option: RunOption = None,
     sample: Annotated[int, typer.Option("--sample", min=1, metavar="N", help="The number of groups to sample.")] = 100,
     above: Annotated[
         float | None,
@@ -512,7 +522,7 @@ def audit_rewards(
     from shared.settings import load_run
 
     try:
-        settings = load_run(named(run))
+        settings = load_run(named(run_option or run))
         audited = audits.make(settings, url, token_file, above=above, count=sample, seed=seed)
     except PenstockError as error:
         raise SettingsError(str(error)) from error
@@ -525,23 +535,27 @@ def audit_rewards(
 
 @app.command(rich_help_panel=_TOOLS)
 def settings(
-    name: Annotated[
-        str, typer.Argument(metavar="[SECTION | NAME]", help="Explain this section, or these settings.")
-    ] = "",
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SECTION | NAME]...", help="Explain these sections, or these settings.", show_default=False
+        ),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Explain all settings.")] = False,
 ) -> None:
     """Print the settings that most runs set, with their defaults, or explain others.
 
-    **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag` · `penstock settings --all`
+    **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag group_size` · `penstock settings --all`
     """
     from services.cli import settings_help
 
-    if not (name or every):
+    if not (names or every):
         settings_help.show_common(Console())
         return
-    entries = settings_help.matching(name) if name else settings_help.entries()
-    if not entries:
-        raise PenstockError(f"no setting's name contains {name!r}: try `penstock settings --all`")
+    matching = {name: settings_help.matching(name) for name in names or ()}
+    if unknown := next((name for name, entries in matching.items() if not entries), None):
+        raise PenstockError(f"no setting's name contains {unknown!r}: try `penstock settings --all`")
+    entries = [entry for entries in matching.values() for entry in entries] if matching else settings_help.entries()
     settings_help.show(entries, Console())
 
 
@@ -573,6 +587,11 @@ def main(arguments: list[str] | None = None) -> int:
     except PenstockError as error:
         console.warn(f"penstock {command}: {error}")
         return 2 if isinstance(error, SettingsError) else 1
+    except ImportError as error:
+        if not (advice := advice_on(error)):
+            raise
+        console.warn(f"penstock {command}: the package {error.name} is not installed: {advice}")
+        return 2
     except OSError as error:
         if error.filename is None:  # not about a file that the user named
             raise

@@ -164,10 +164,13 @@ _add_ending("discard", "Remove a dead letter from the run and count it as lost."
 
 @connected
 def events(connection: Connection, most: Most = 50) -> None:
-    """List events, newest first.
+    """List events, newest first. Those of a run that has ended are read from its folder.
 
     **Example:** `penstock events --most 20`
     """
+    if (ended := connection.ended_run()) is not None:
+        ended.show_events(most, as_json=connection.as_json)
+        return
     connection.print_list("events", "/v1/events", most)
 
 
@@ -220,7 +223,7 @@ def doctor(
     if cluster:
         findings = release.examine(release.Kubectl(namespace), cluster)
     else:
-        findings = iter([node.driver(), node.shared_memory(1 << 30), node.sharing()])
+        findings = iter([node.graphics(), node.shared_memory(1 << 30), node.sharing()])
     failures = 0
     for finding in findings:
         failures += not finding.ok

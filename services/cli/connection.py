@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 import inspect
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
+from typer.models import ArgumentInfo
 
 from shared.errors import SettingsError
 
 if TYPE_CHECKING:
+    from services.cli.reports.ended_run import EndedRun
     from services.client.coordinator import CoordinatorClient
 
 P = ParamSpec("P")
@@ -29,6 +32,11 @@ TokenFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="The reason, recorded with the change.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="[RUN]", help="The run's folder, its settings file, or `latest`.")]
+RunOption = Annotated[Path | None, typer.Option("--run", metavar="RUN", help="The same as RUN.", show_default=False)]
+_FOLDER = "run_folder"
+_RunFolder = Annotated[
+    Path | None, typer.Argument(metavar="[RUN_FOLDER]", help="The same as --run.", show_default=False)
+]
 _WORDS = "The run's TOML file, and settings to override."
 Words = Annotated[
     list[str] | None,
@@ -71,6 +79,13 @@ class Connection:
         address = find(self.url, self.run)
         return address, read_token(self.token_file, address, self.run)
 
+    def ended_run(self) -> "EndedRun | None":
+        """Return the run if it has ended and has no coordinator."""
+        from services.cli.reports.ended_run import EndedRun
+        from services.client.coordinator import how_ended
+
+        return EndedRun(self.run) if not self.url and how_ended(self.run) else None
+
     def print_item(self, item: dict[str, Any]) -> None:
         from services.cli import tables
 
@@ -92,9 +107,11 @@ class Connection:
 
 
 def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[..., None]:
-    """Add the options of :class:`Connection` to ``command``."""
+    """Add the options of :class:`Connection` to ``command`` and, if it has no arguments of its own, the run's folder."""
     options = inspect.signature(Connection).parameters
     own = list(inspect.signature(command).parameters.values())[1:]
+    if not any(map(_is_argument, own)):
+        own.append(inspect.Parameter(_FOLDER, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_RunFolder))
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *options.values())]
 
     @functools.wraps(command)
@@ -102,12 +119,20 @@ def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[.
         from services.cli.cluster.deployment import forwarding
 
         connection = Connection(**{name: given.pop(name) for name in options})
+        if (folder := given.pop(_FOLDER, None)) is not None:
+            connection = dataclasses.replace(connection, run=named(folder))
         with forwarding():
             command(connection, **given)  # type: ignore[call-arg]  # typer gives every parameter by name
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    """Whether a command's parameter takes a word after its name; the context does in groups, whose word is a command."""
+    notes = typing.get_args(parameter.annotation)[1:]
+    return parameter.annotation is typer.Context or any(isinstance(note, ArgumentInfo) for note in notes)
 
 
 def named(run: Path) -> Path:

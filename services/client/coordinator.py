@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import time
 import tomllib
 import uuid
@@ -64,15 +65,20 @@ def find(url: str | None, run_folder: Path) -> str:
     return str(announced).rstrip("/")
 
 
-def _why_not(run_folder: Path) -> str:
+def how_ended(run_folder: Path) -> str:
+    """Return how the run without a coordinator has ended, by its folder; "" if it is starting or can be resumed."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         summary = json.loads((run_folder / _SUMMARY).read_text(encoding="utf-8"))
         planned = tomllib.loads((run_folder / _SETTINGS).read_text(encoding="utf-8"))["run"]["steps"]
-        if summary["state"] == "stopped" or summary["steps"] >= planned:
-            return f"it has {summary['state']} after {summary['steps']} steps. Its report.html and records are in that folder"
-    return (
-        f"it is starting or has ended. Its records are in that folder; `penstock up --resume {run_folder}` continues it"
-    )
+        if not (run_folder / _ANNOUNCED).exists() and (summary["state"] == "stopped" or summary["steps"] >= planned):
+            return f"it has {summary['state']} after {summary['steps']} steps"
+    return ""
+
+
+def _why_not(run_folder: Path) -> str:
+    if ended := how_ended(run_folder):
+        return f"{ended}. Its report.html and records are in that folder"
+    return f"it is starting or has ended. Its records are in that folder; `penstock up --resume {shlex.quote(str(run_folder))}` continues it"
 
 
 def read_token(path: Path | None, url: str = "", run_folder: Path | None = None) -> str:

@@ -100,10 +100,14 @@ class RunView(View):
     bus: str = ""
 
     @property
+    def extends(self) -> bool:
+        """Whether the run had finished and is continued with more steps, but has not begun yet."""
+        return self.state == "finished" and self.step < self.steps
+
+    @property
     def ended(self) -> bool:
         """Return whether the run is over, with no steps left."""
-        extends = self.state == "finished" and self.step < self.steps
-        return self.state in ENDED_STATES and self.closed and not extends
+        return self.state in ENDED_STATES and self.closed and not self.extends
 
 
 class ReplicaView(View):
@@ -131,6 +135,24 @@ class ReplicaView(View):
     @property
     def ready(self) -> bool:
         return self.state in READY_STATES
+
+
+class PolicyView(View):
+    """One entry of ``GET /v1/policies``."""
+
+    version: int = 0
+    parent: int | None = None
+    """The version it was trained from."""
+    step: int = 0
+    state: str | None = None
+    """published, live, retired or revoked."""
+    checkpoint: str | None = None
+    """Folder or URI, if there is one."""
+    created_at_s: float = 0.0
+    metrics: dict[str, float | None] = Field(default={})
+    evaluations: list[Evaluation] = Field(default=[])
+    pinned: bool = False
+    released: bool = False
 
 
 class ServicesPage(View):

@@ -8,6 +8,7 @@ from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.service import seed_of
 from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
 from shared.errors import PenstockError
+from shared.extras import advice_on
 from shared.model.tokenizer import TokenizerCodec
 from shared.settings import Settings
 
@@ -28,7 +29,7 @@ class LocalPolicy:
             from services.rollout.engines.transformers.loading import open_model
             from shared.model.tokenizer import check_stop_texts, open_tokenizer
         except ImportError as error:
-            raise PenstockError(f"generation needs penstock[rollout]: {error}: install it") from error
+            raise PenstockError(f"generation needs more packages: {error}: {advice_on(error)}") from error
         self._settings, self._version = settings, PolicyVersion(version)
         tokenizer = open_tokenizer(settings.policy)
         check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shared.bus.messages import PolicyVersion
 from shared.bus.stores.policy.exports import export_folder
 from shared.errors import PenstockError
+from shared.extras import advice_on
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def export(settings: Settings, version: int | None, folder: Path | None, *, adap
     try:
         from services.trainer.export.huggingface import export_version, newest_version
     except ImportError as error:
-        raise PenstockError(f"a stored version needs penstock[trainer]: {error}: install it") from error
+        raise PenstockError(f"a stored version needs more packages: {error}: {advice_on(error)}") from error
     number = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)
     return export_version(settings, number, folder or export_folder(settings, number, adapter=adapter), adapter=adapter)
 

@@ -37,6 +37,8 @@ _ENOUGH_S = 4.0
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
     problem: str
+    text: str
+    value: float | None = None
     failure: str = ""
     own: bool = False
     """The failure is permanent: the scorer's or the row's."""
@@ -57,9 +59,9 @@ async def rows(bus: Bus, stop: asyncio.Event, within_s: float = _ROWS_WITHIN_S) 
 
 async def rehearse(
     scorers: Sequence[tuple[ScorerSettings, Scorer]], prompts: Sequence[Prompt], failures: Failures
-) -> None:
-    """Try every scorer except judges and record their failures. Raises SettingsError: a scorer failed on everything,
-    by its own fault.
+) -> dict[str, list[Trial]]:
+    """Try every scorer except judges, record their failures and return the trials by scorer. Raises SettingsError: a
+    scorer failed on everything, by its own fault.
     """
     asked = [(of, scorer) for of, scorer in scorers if not isinstance(of, JudgeScorer)]
     trials = await asyncio.gather(*(_try(of, scorer, prompts, failures) for of, scorer in asked))
@@ -71,6 +73,7 @@ async def rehearse(
             raise SettingsError(_refusal(scorer.name, failed))
         if len(failed) < len(tried):
             failures.succeeded(part_of(scorer.name))
+    return {scorer.name: tried for (_, scorer), tried in zip(asked, trials, strict=True)}
 
 
 def _refusal(name: str, failed: Sequence[Trial]) -> str:
@@ -106,14 +109,14 @@ async def _ask(of: ScorerSettings, scorer: Scorer, prompt: Prompt, text: str, fa
         with failures.calling(part_of(scorer.name), prompt.problem, DRY_RUN_SILENT_S):
             score, *_ = await scorer.score(_group(prompt, text, 2 if isinstance(of, TrlScorer) else 1))
     except PermanentError as error:
-        return Trial(prompt.problem, str(error), own=True)
+        return Trial(prompt.problem, text, failure=str(error), own=True)
     except TemporaryError as error:
-        return Trial(prompt.problem, str(error))
+        return Trial(prompt.problem, text, failure=str(error))
     lost = score.status is ScoreStatus.UNAVAILABLE
     zeroed = isinstance(of, PythonScorer) and of.on_error == "zero" and score.status in _AS_ZERO
     if zeroed or (lost and isinstance(of, (PythonScorer, TrlScorer))):
-        return Trial(prompt.problem, score.detail, own=True)
-    return Trial(prompt.problem, score.detail if lost else "")
+        return Trial(prompt.problem, text, failure=score.detail, own=True)
+    return Trial(prompt.problem, text, score.value, score.detail if lost else "")
 
 
 def _group(prompt: Prompt, text: str, samples: int) -> RolloutGroup:

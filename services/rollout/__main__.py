@@ -24,7 +24,7 @@ from shared.process.telemetry import tell
 from shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
 from shared.settings.placement import GUEST, is_guest
 
-Explain = Callable[[int, str], Awaitable[None]]
+Explain = Callable[[int, str, str], Awaitable[None]]
 
 _CONTEXT_SHARE = 0.02
 """Share of a GPU for a process's CUDA context, before vLLM looks."""
@@ -36,7 +36,8 @@ async def open_engine(
 ) -> tuple[Engine, Codec]:
     """Return the configured engine and its codec; heartbeats continue while a model loads.
 
-    ``explain`` is called with the number of vLLM engines and the reason. Raises SettingsError if unsupported.
+    ``explain`` is called with the number of vLLM engines, the reason, and what the release of vLLM makes slower, or "".
+    Raises SettingsError if unsupported.
     """
     name = await asyncio.to_thread(choose_engine, settings)
     if name == "vllm":
@@ -80,6 +81,8 @@ async def _open_vllm(
     settings: Settings, replica: str, host: str, secret: RunSecret, explain: Explain
 ) -> tuple[Engine, Codec]:
     from services.rollout.engines.transformers.loading import check_for_vllm
+    from services.rollout.engines.vllm.arguments import release
+    from services.rollout.engines.vllm.scheduling.plain_decoding import slower_decoder
     from services.rollout.engines.vllm.several.start import open_engines
     from services.rollout.engines.vllm.start import start_server
     from shared.model.tokenizer import check_stop_texts, open_tokenizer, stop_tokens
@@ -104,7 +107,7 @@ async def _open_vllm(
         deadline_s=weights.deadline_s,
     )
     secret.listen(engine.share_secret)
-    await explain(choice.engines, choice.reason)
+    await explain(choice.engines, choice.reason, slower_decoder(release()))
     return engine, TokenizerCodec(tokenizer, engine, settings.data.chat_template, settings.reward)
 
 
@@ -191,10 +194,12 @@ async def run(settings: Settings, replica: str) -> None:
         from services.rollout.plausibility import Plausibility
         from shared.weights.receiver.puller import Puller
 
-        async def explain(engines: int, reason: str) -> None:
+        async def explain(engines: int, reason: str, slower: str) -> None:
             context.status.values["engines"] = float(engines)
             if settings.rollout.engines_per_gpu != 1:
                 await tell(context.bus, replica, "engines per GPU", f"{engines}: {reason}", engines=engines)
+            if slower:
+                await tell(context.bus, replica, "decoder", slower)
 
         now = await context.live.refresh()
         if settings.shared_devices_of(replica):

@@ -214,6 +214,8 @@ def _scorer_means(batch: Sequence[Experience]) -> dict[str, float]:
         for score in sample.scores:
             if score.value is not None:
                 values.setdefault(score.scorer, []).append(score.value)
+            for part, value in score.parts.items():
+                values.setdefault(f"{score.scorer}.{part}", []).append(value)
     return {f"scorer_mean_{name}": float(np.mean(scorer_values)) for name, scorer_values in sorted(values.items())}
 
 

@@ -1,6 +1,7 @@
 """Whether a run can be continued, and with which settings."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,12 +55,13 @@ def check_steps_left(folder: Path, steps: int) -> None:
         return
     if not (folder / "report.html").exists():
         return
+    quoted = shlex.quote(str(folder))
     if (
         state == "stopped" and (folder / "checkpoints" / f"step-{made:06d}").is_dir()
     ):  # else its trainer has yet to write it
         raise RunEnded(
             f"the run was stopped for good after {made} steps: to train on from its newest checkpoint, start another run "
-            f"(penstock up CONFIG --from {folder}); `penstock export {folder}` writes its policy",
+            f"(penstock up CONFIG --from {quoted}); `penstock export {quoted}` writes its policy",
             folder,
         )
     if state == "finished" and made >= steps:

@@ -19,6 +19,7 @@ from services.up import run_folder
 from services.up.continuation import check_steps_left, check_unchanged
 from services.up.hub_revision import pinned
 from services.up.plan import executor_address, is_own_executor, metrics_ports
+from services.up.requirements import check_device, check_packages, functions_checked
 from shared.bus.client import connection
 from shared.dataset_source import absolute, check_kind, hub_dataset
 from shared.errors import BusUnavailable, SettingsError
@@ -51,6 +52,8 @@ class Prepared:
     resumed: bool
     lock: TextIO
     """Held while the run is ours."""
+    before: str = ""
+    """The run that `latest` named before this one."""
 
     def accept(self) -> None:
         """A failed resume changes nothing."""
@@ -146,8 +149,7 @@ def _placed(settings: Settings, folder: Path, held: TextIO, *, resumed: bool, ac
         raise SettingsError(
             f"could not write a run in {folder}: {error.strerror or error}: free disk space there, or change run.folder"
         ) from error
-    run_folder.link_latest(folder)
-    return Prepared(settings, folder, config, resumed, held)
+    return Prepared(settings, folder, config, resumed, held, run_folder.link_latest(folder))
 
 
 # ---------------------------------------------------------------- settings
@@ -236,6 +238,12 @@ def _absolute(model: str) -> str:
 
 
 def _check(settings: Settings) -> None:
+    check_packages(settings)
+    with functions_checked(settings):
+        _check_inputs(settings)
+
+
+def _check_inputs(settings: Settings) -> None:
     for name, nodes in (("trainer.nodes", settings.trainer.nodes), ("rollout.nodes", settings.rollout.nodes)):
         if nodes > 1:
             raise SettingsError(
@@ -246,6 +254,7 @@ def _check(settings: Settings) -> None:
     limit, new = settings.rollout.vllm.max_model_len, settings.sampling.max_new_tokens
     check_context(read_config(settings.policy.model), limit, new, settings.policy.model)
     gpus = visible_gpus()
+    check_device(settings, len(gpus))
     check_gpus(settings, gpus)
     check_host(settings, len(gpus), host_bytes()[0])
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=_has_messages(settings))

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -187,8 +188,9 @@ class Child:
     async def _stop_when_asked(self, process: asyncio.subprocess.Process) -> None:
         await self._asked.wait()
         self._set(ChildState.STOPPING)
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)  # not process.send_signal, which reaps it before asyncio can
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.plan.stop_s):
                 await self._hurry.wait()
@@ -224,7 +226,7 @@ class Child:
         others = f", as did the other {self.plan.service} processes" if len(replicas) > 1 else ""
         return ProcessFailure(
             f"{self.plan.name} stopped {self._deaths} times in a row (last: {how(code)}){others}, and no step was trained "
-            f"after step {step}: remove the cause, then resume the run (penstock up --resume {self._around.logs.parent}); "
+            f"after step {step}: remove the cause, then resume the run (penstock up --resume {shlex.quote(str(self._around.logs.parent))}); "
             f"the end of its log, {self.log}:\n{self._tail()}",
             1,
         )

@@ -1,6 +1,7 @@
 """One run from its first process to its last."""
 
 import asyncio
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -109,6 +110,8 @@ async def _go(
                 task.cancel()
         screen.show(watch.seen.run, _rows(supervisor.children, watch.seen))
         acceptance.close()
+        if ending.sentence and not (run.resumed or supervisor.was_ready):
+            run_folder.unlink_latest(run.folder, run.before)
         return ending
 
 
@@ -156,7 +159,9 @@ class _PageLink:
         if sys.stdout.isatty() or not self._token:
             self._tell(f"page: {page_link(url, self._token)}")
         else:
-            self._tell(f"page: {url}/ (`penstock page --run {self._run_folder}` prints a link that opens it)")
+            self._tell(
+                f"page: {url}/ (`penstock page --run {shlex.quote(str(self._run_folder))}` prints a link that opens it)"
+            )
 
 
 def _listen(supervisor: Supervisor, screen: Screen) -> None:

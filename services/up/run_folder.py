@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ def make_run_folder(settings: Settings) -> Path:
         ) from error
     if (folder / SETTINGS_FILE).exists():
         raise SettingsError(
-            f"a run exists in {folder}: continue it with `penstock up --resume {folder}`, or change run.id"
+            f"a run exists in {folder}: continue it with `penstock up --resume {shlex.quote(str(folder))}`, or change run.id"
         )
     return folder
 
@@ -84,13 +85,27 @@ def lock(folder: Path) -> TextIO:
     return held
 
 
-def link_latest(folder: Path) -> None:
+def link_latest(folder: Path) -> str:
+    """Point `latest` at ``folder``; return the name of the folder that it pointed at, or ""."""
     link, beside = folder.parent / "latest", folder.parent / f".latest-{folder.name}"
     if link.exists() and not link.is_symlink():
-        return
+        return ""
+    before = link.readlink().name if link.exists() else ""
     beside.unlink(missing_ok=True)
     beside.symlink_to(folder.name)
     beside.replace(link)
+    return before
+
+
+def unlink_latest(folder: Path, before: str) -> None:
+    """Point `latest`, if it still points at ``folder``, at the folder ``before``, or remove it."""
+    link = folder.parent / "latest"
+    if not link.is_symlink() or link.readlink().name != folder.name:
+        return
+    if before and before != folder.name and (folder.parent / before).is_dir():
+        link_latest(folder.parent / before)
+    else:
+        link.unlink()
 
 
 def end_leftovers(folder: Path) -> int:

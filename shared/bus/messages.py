@@ -331,6 +331,8 @@ class Score:
     detail: str = ""
     lenient: tuple[str, ...] = ()
     """Lenient rules that the value depends on (docs/rewards.md, "Leniency")."""
+    parts: Annotated[dict[str, float], FieldLimits(length=1024)] = dataclasses.field(default_factory=dict)
+    """Values of the scorer's functions, if it has several."""
 
     def check(self) -> None:
         """Raise ValueError if value and status disagree."""

@@ -15,6 +15,7 @@ _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 _OLDEST_DRIVER = {12: "525", 13: "580"}
 """NVIDIA's drivers support every minor version of a CUDA release from these on."""
 _LIBRARY = "libcuda.so.1"
+_DEVICE = "/dev/nvidiactl"
 _MPS_CONTROL = "nvidia-cuda-mps-control"
 
 
@@ -35,6 +36,14 @@ def driver(library: str = _LIBRARY, needed: int | None = None) -> Finding:
         required = f"a driver for CUDA {needed} (version {_OLDEST_DRIVER[needed]} or newer)"
         return failed("driver", required, f"one for CUDA {major}.{minor}", "update the node's NVIDIA driver")
     return passed("driver", f"the driver supports CUDA {major}.{minor}")
+
+
+def graphics() -> Finding:
+    """Check the driver where there is a GPU; without one, models run on the CPU."""
+    checked = driver()
+    if checked.ok or Path(_DEVICE).exists():
+        return checked
+    return passed("driver", 'no NVIDIA GPU: models run on the CPU, and run.device = "cuda" is refused')
 
 
 def sharing() -> Finding:
@@ -61,7 +70,7 @@ def mps_answers() -> bool:
 
 
 def _no_library(library: str) -> Finding:
-    if Path("/dev/nvidiactl").exists():
+    if Path(_DEVICE).exists():
         fix = "add the folder where the node mounts the driver to LD_LIBRARY_PATH (extraEnv)"
         return failed("driver", f"NVIDIA's driver library {library}", "GPU devices without it", fix)
     fix = (

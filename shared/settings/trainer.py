@@ -26,16 +26,32 @@ DEEPSPEED_KEYS = {
     "zero_optimization.offload_param": "trainer.offload",
     "zero_optimization.cpu_offload": "trainer.offload",
     "zero_optimization.cpu_offload_params": "trainer.offload",
-    "zero_allow_untested_optimizer": "nothing: it is always on",
-    "zero_force_ds_cpu_optimizer": "nothing: it is always off",
-    "checkpoint.load_universal": "nothing: checkpoints are DeepSpeed's regular ones",
-    "checkpoint.writer": "nothing: rank by rank, by torch",
-    "datastates_ckpt": "nothing: rank by rank, by torch",
-    "nebula": "nothing: rank by rank, by torch",
     "steps_per_print": "telemetry.log_level",
-    "wall_clock_breakdown": "nothing: phases are in the measures",
 }
-"""What ``trainer.deepspeed`` must not say, and which setting decides it."""
+"""What ``trainer.deepspeed`` must not say because another setting decides it."""
+
+DEEPSPEED_ALLOWED = frozenset(
+    {
+        *("aio", "communication_data_type", "comms_logger", "compile", "disable_allgather", "disable_python_gc"),
+        *("dump_state", "flops_profiler", "log_level", "memory_breakdown", "timers"),
+        "data_types.grad_accum_dtype",
+        *(
+            f"zero_optimization.{name}"
+            for name in (
+                *("allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "enable_sanity_checks"),
+                *("ignore_unused_parameters", "leaf_module", "log_trace_cache_warnings", "memory_efficient_linear"),
+                *("overlap_comm", "reduce_bucket_size", "reduce_scatter", "sub_group_size"),
+                *("stage3_allgather_sequential", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+                *("stage3_model_persistence_threshold", "stage3_module_granularity_threshold"),
+                *("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
+                *("stage3_use_all_reduce_for_fetch_params", "use_multi_rank_bucket_allreduce"),
+            )
+        ),
+    }
+)
+"""What it may say: it changes time, memory, communication and diagnosis, and neither shards nor what a step computes but for
+the rounding of its sums. Others do (`zero_hpz_partition_size`, `round_robin_gradients`, `zero_quantized_weights`,
+`gradient_allreduce_op`, `zenflow`, parallelism other than over data, …), or DeepSpeed ignores them."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -109,7 +125,8 @@ class TrainerSettings(Section):
     """What is kept in the host's memory between uses: the optimizer's state (zero_stage 1 to 3), or weights too
     (zero_stage 3)."""
     deepspeed: dict[str, Any] = Field(default={})
-    """More DeepSpeed settings, except those that other settings decide."""
+    """More DeepSpeed settings: of communication, buckets, memory and diagnosis. Others are refused, because they would
+    change shards, or are decided by other settings."""
     checkpoint_every_steps: PositiveInt = Field(default=20)
     """Steps between checkpoints. The journal replays the steps after the newest."""
     keep_last: PositiveInt = Field(default=2)
@@ -169,12 +186,24 @@ class TrainerSettings(Section):
 
 
 def check_deepspeed(settings: Mapping[str, Any]) -> None:
-    for key, setting in DEEPSPEED_KEYS.items():
-        table, _, name = key.rpartition(".")
-        inner = settings.get(table, {}) if table else settings
-        if not isinstance(inner, Mapping):
-            raise ValueError(f"expected a table in trainer.deepspeed.{table}, found {inner!r}: change it")
-        if name in inner:
-            raise ValueError(
-                f"expected no {key} in trainer.deepspeed, found {inner[name]!r}: take it out; what decides it is {setting}"
-            )
+    """Raise ValueError for keys that are not in DEEPSPEED_ALLOWED."""
+    for key, value in settings.items():
+        if not any(allowed.startswith(f"{key}.") for allowed in DEEPSPEED_ALLOWED):
+            _check_deepspeed_key(key, value)
+            continue
+        if not isinstance(value, Mapping):
+            raise ValueError(f"expected a table in trainer.deepspeed.{key}, found {value!r}: change it")
+        for name, inner in value.items():
+            _check_deepspeed_key(f"{key}.{name}", inner)
+
+
+def _check_deepspeed_key(key: str, value: object) -> None:
+    if setting := DEEPSPEED_KEYS.get(key):
+        raise ValueError(
+            f"expected no {key} in trainer.deepspeed, found {value!r}: take it out; what decides it is {setting}"
+        )
+    if key not in DEEPSPEED_ALLOWED:
+        raise ValueError(
+            f"expected no {key} in trainer.deepspeed, which may change how state is sharded or what a step computes, found "
+            f"{value!r}: take it out; allowed are {', '.join(sorted(DEEPSPEED_ALLOWED))}"
+        )

@@ -17,10 +17,12 @@ from rich.console import Console
 
 from services.cli import settings_help
 from services.cli.__main__ import main
+from services.client.coordinator import find
 from services.client.views import RunView
 from services.up.display import view
 from services.up.prepare import prepare
 from services.up.supervisor import Ending
+from shared.errors import PenstockError
 from tests.support.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +197,7 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "finished").mkdir()
     (tmp_path / "finished" / "settings.toml").write_text("run.steps = 6")
     (tmp_path / "finished" / "summary.json").write_text('{"state": "finished", "steps": 6}')
-    finished = penstock("status", "--run", str(tmp_path / "finished"))
+    finished = penstock("pause", "--run", str(tmp_path / "finished"))
     (tmp_path / "finished" / "settings.toml").write_text("run.steps = 7")
     extended = penstock("status", "--run", str(tmp_path / "finished"))
     resume = (
@@ -211,6 +213,59 @@ def test_nobody_there_is_one_sentence(tmp_path: Path) -> None:
         assert shown.returncode == 1
         assert piece in shown.stderr
         assert len(shown.stderr.splitlines()) == 1
+
+
+def test_a_run_that_has_ended_is_shown_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "settings.toml").write_text("run.steps = 6")
+    (tmp_path / "summary.json").write_text('{"state": "finished", "steps": 6, "samples_per_s": 3.0}')
+    events = [
+        {"entry": f"{n}-0", "at_s": 1.5e9 + n, "source": "trainer-0", "name": f"event {n}", "detail": "x"}
+        for n in range(9)
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert main(["status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "finished: 6 steps" in shown
+    assert [n for n in range(9) if f"event {n}: x" in shown] == [4, 5, 6, 7, 8]
+    assert main(["events", "--run", str(tmp_path), "--most", "2", "--json"]) == 0
+    assert [event["name"] for event in json.loads(capsys.readouterr().out)] == ["event 8", "event 7"]
+    assert main(["status", "--run", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["status"], ["events"], ["tail"], ["page"], ["pause"], ["start"], ["report"], ["memory"]),
+        *(["export"], ["chat", "--ask", "1+1="], ["push", "owner/name"]),
+    ],
+)
+def test_a_run_is_given_by_its_place_or_by_an_option(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, said = str(tmp_path / "nowhere"), []
+    for given in ([folder], ["--run", folder]):
+        assert main([*words, *given]) in (1, 2)
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert folder in said[0]
+
+
+def test_several_settings_are_explained_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings", "trainer.learning_rate", "max_lag"]) == 0
+    shown = capsys.readouterr().out
+    assert "trainer.learning_rate" in shown
+    assert "algorithm.max_lag" in shown
+    assert main(["settings", "max_lag", "no_such"]) == 1
+    assert "no setting's name contains 'no_such'" in capsys.readouterr().err
+
+
+def test_paths_in_hints_are_quoted(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    (folder / "settings.toml").touch()
+    with pytest.raises(PenstockError, match=r"up --resume '.*my runs'` continues"):
+        find(None, folder)
 
 
 def test_every_setting_is_explained() -> None:

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from services.cli.__main__ import main
 from shared.errors import PenstockError
+from shared.preflight import node
+from shared.preflight.finding import failed
 from shared.preflight.release import Kubectl
 from tests.conftest import PATIENCE_S, Server
 from tests.support.chart import ROOT
@@ -152,3 +155,16 @@ def test_a_refusal_of_kubectl_is_its_sentence_without_its_log(tmp_path: Path) ->
     assert str(refused.value) == (
         "expected kubectl get to succeed, found: the server refused: check your context and namespace"
     )
+
+
+def test_a_laptop_without_a_gpu_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = failed("driver", "a driver", "none", "install one")
+    monkeypatch.setattr(node, "driver", lambda: missing)
+    monkeypatch.setattr(node, "_DEVICE", str(tmp_path / "nvidiactl"))
+    assert main(["doctor"]) == 0
+    assert "ok   driver: no NVIDIA GPU: models run on the CPU" in capsys.readouterr().out
+    (tmp_path / "nvidiactl").touch()
+    assert main(["doctor"]) == 1
+    assert "FAIL driver: expected a driver" in capsys.readouterr().out

@@ -1,5 +1,7 @@
-"""The wheel has one importable name, and the example notebook runs with it."""
+"""The wheel has one importable name, does without extras what it can, and the example notebook runs with it."""
 
+import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -8,12 +10,15 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
+import typer
 from nbclient import NotebookClient
 
 from penstock import Run
+from services.cli.__main__ import app
 from tests.conftest import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -49,19 +54,83 @@ def test_a_wheel_has_one_importable_name_and_every_module_imports_by_it(wheel: P
         assert (wheel / "penstock" / name).is_file()
 
 
+WORDS = {
+    "calibrate": ["run.toml"],
+    "data check": ["run.toml"],
+    "diff": ["runs/old", "runs/old"],
+    "new": ["new.toml"],
+    "push": ["owner/name"],
+    "rollback": ["3"],
+    "sft": ["run.toml"],
+    "up": ["run.toml"],
+}
+ONLY_EXTRAS = ("calibrate", "chat", "data check", "eval", "export", "push", "sft", "up")
+
+
+def commands(group: Any, prefix: str = "") -> Iterator[str]:
+    """Yield every command of the command line."""
+    if not hasattr(group, "commands"):
+        yield prefix.strip()
+        return
+    for name, command in group.commands.items():
+        yield from commands(command, f"{prefix} {name}")
+
+
+def core(folder: Path) -> Path:
+    """Return a folder with the packages that a plain `pip install` of the wheel brings, and no others."""
+    folder.mkdir()
+    waiting, seen = ["penstock"], {"penstock"}
+    while waiting:
+        needed = [
+            re.match(r"[\w.-]+", line)
+            for line in importlib.metadata.requires(waiting.pop()) or ()
+            if "extra ==" not in line
+        ]
+        for name in {re.sub(r"[-_.]+", "-", match[0]).lower() for match in needed if match is not None} - seen:
+            seen.add(name)
+            try:
+                installed = importlib.metadata.distribution(name)
+            except importlib.metadata.PackageNotFoundError:  # for another platform or Python
+                continue
+            waiting.append(name)
+            for top in {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}:
+                (folder / top).symlink_to(str(installed.locate_file(top)))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_plain_installation_ends_every_command_in_a_sentence(wheel: Path, tmp_path: Path) -> None:
+    packages = os.pathsep.join(map(str, (wheel, core(tmp_path / "core"))))
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": packages, "HOME": str(tmp_path)}
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    shutil.copytree(ROOT / "examples/arithmetic/policy", tmp_path / "model")
+    (tmp_path / "run.toml").write_text('policy.model = "model"\n')
+    (tmp_path / "runs" / "old").mkdir(parents=True)
+    shutil.copy(tmp_path / "run.toml", tmp_path / "runs" / "old" / "settings.toml")
+    (tmp_path / "runs" / "latest").symlink_to("old")
+    names = list(commands(typer.main.get_command(app)))
+    assert "policies compare" in names
+    for name in names:
+        words = ["-S", "-m", "penstock", *name.split(), *WORDS.get(name, [])]
+        ended = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert "Traceback" not in ended.stderr, (name, ended.stderr)
+        if name in ONLY_EXTRAS:
+            assert ended.returncode in (1, 2)
+            assert "pip install 'penstock[all]'" in ended.stderr, (name, ended.stderr)
+
+
 @pytest.fixture
 def project(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the example and without the code, where any bare import fails; its run ends with the test."""
     folder, traps = tmp_path / "project", tmp_path / "traps"
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "config").mkdir()
-    shutil.copy(ROOT / "config/arithmetic.toml", folder / "config")
     traps.mkdir()
     for name in ("services", "shared"):
         (traps / f"{name}.py").write_text("raise ImportError('a wheel has no such name')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (wheel, traps))))
     yield folder
-    for run in (folder / "runs").glob("arithmetic-*"):
+    for run in (folder / "runs").glob("run-*"):
         if (run / "coordinator.json").exists():
             Run.open(run).stop("the test has ended")
 

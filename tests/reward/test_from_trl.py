@@ -85,5 +85,14 @@ async def test_the_run_trains_on_the_rewards_that_the_functions_give_and_a_track
         right, length = rewards.right(texts, answers), rewards.length(texts, answers)
         expected = [value + 0.1 * (other or 0.0) for value, other in zip(right, length, strict=True)]
         assert [completion["reward"] for completion in group["completions"]] == pytest.approx(expected, abs=1e-6)
+        shown = [completion["scores"]["trl.right"]["value"] for completion in group["completions"]]
+        assert shown == right
     del sys.modules["rewards"]
     assert [step for step, _ in READERS["tensorboard"](tmp_path / "trl", "trl", "train/reward")] == [1, 2]
+    steps = [json.loads(line) for line in (tmp_path / "trl" / "metrics.jsonl").read_text().splitlines()]
+    for step in steps:
+        parts = [step["scorer_mean_trl.right"], step["scorer_mean_trl.length"]]
+        assert step["scorer_mean_trl"] == pytest.approx(parts[0] + 0.1 * parts[1], abs=0.02)  # some have no length
+    logged = READERS["tensorboard"](tmp_path / "trl", "trl", "train/rewards/trl.right/mean")
+    assert [value for _, value in logged] == pytest.approx([step["scorer_mean_trl.right"] for step in steps])
+    assert "trl.right" in (tmp_path / "trl" / "report.html").read_text()

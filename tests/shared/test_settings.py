@@ -90,7 +90,7 @@ def test_a_flag_without_a_value_is_refused(tmp_path: Path) -> None:
         ('[[reward.scorers]]\nkind = "trl"\nfunctions = "a:b"', "reward.scorers.0.functions: expected a list, found 'a:b'"),
         ("[data]\npath = 3", "data.path: expected text or a table, found 3: change data.path"),
         ("[algorithm]\nclip = [0.2]", "algorithm.clip: expected 2 or more items, found [0.2]: change algorithm.clip"),
-        ("run = 3", "run: expected a table, found 3: change run"),
+        ("run = 3", "run: expected a table (run.id, run.folder, "),
         ("[rollout.vllm]\nmax_model_length = 4", "rollout.vllm.max_model_length: expected a known setting, found 'max_model_length'; did you mean 'max_model_len'?"),
         ("[rollout.vllm]\ngpu_memory_utilization = 1.5", "rollout.vllm.gpu_memory_utilization: expected less than or equal to 1, found 1.5: change rollout.vllm.gpu_memory_utilization"),
         ('[rollout]\nengine = "transformers"\nvllm.tensor_parallel_size = 2', 'expected rollout.vllm.tensor_parallel_size = 1 with the engine "transformers", found 2: change it, or set rollout.engine = "vllm"'),

@@ -325,9 +325,13 @@ async def test_wrong_settings_of_a_service_end_the_run_with_its_sentence(up: Up)
         "reward-0",
         "import sys; print('penstock reward: expected a scorer, found none: change reward.scorers', file=sys.stderr); sys.exit(2)",
     )
+    earlier = up.run_folder.parent / "earlier"
+    earlier.mkdir(parents=True)
+    (earlier.parent / "latest").symlink_to("earlier")
     up.start()
     code, output = up.wait()
     assert code == 2
+    assert (earlier.parent / "latest").readlink() == Path("earlier")  # not the run that never began
     assert "ENDING 2 expected a scorer, found none: change reward.scorers" in output
     assert "Traceback" not in output
 

@@ -1,12 +1,11 @@
 """``penstock chat``, ``penstock eval`` and ``penstock push``."""
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from services.cli.connection import LATEST, AsJson, RunArgument, TokenFile, Url, named, split
+from services.cli.connection import LATEST, AsJson, RunArgument, RunOption, TokenFile, Url, named, split
 from shared.errors import SettingsError
 
 _PANEL = "Use a policy"
@@ -24,6 +23,7 @@ def add_to(app: typer.Typer) -> None:
 
 def chat(
     run: RunArgument = LATEST,
+    run_option: RunOption = None,
     version: Annotated[
         str,
         typer.Option(
@@ -49,12 +49,14 @@ def chat(
 
     Reads one message per line until the end of the input.
 
+    `--plain` is for base models, which have no chat template.
+
     **Examples:** `penstock chat` · `penstock chat runs/math-… --version 40` · `penstock chat --plain --ask "12+34="`
     """
     from services.cli.policy import chat as chats
 
     asked = chats.Asked(system, plain, max_new_tokens, temperature, as_json)
-    chats.talk(chats.open_policy(named(run), version, url, token_file), asked, ask)
+    chats.talk(chats.open_policy(named(run_option or run), version, url, token_file), asked, ask)
 
 
 def evaluate(
@@ -66,6 +68,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    run_option: RunOption = None,
     version: VersionOption = "latest",
     problems: Annotated[
         int | None, typer.Option("--problems", min=1, metavar="N", help="Problems of a set. Default: all.")
@@ -86,12 +89,13 @@ def evaluate(
     from services.cli.policy import evaluate as evaluations
 
     source, flags = split(words or [])
-    evaluations.run(named(source or LATEST), flags, version, problems, as_json=as_json)
+    evaluations.run(named(run_option or source or LATEST), flags, version, problems, as_json=as_json)
 
 
 def push(
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The model's repository on the hub.")],
     run: RunArgument = LATEST,
+    run_option: RunOption = None,
     version: VersionOption = "latest",
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="Upload the LoRA adapter alone, not merged.")] = False,
@@ -111,4 +115,4 @@ def push(
             f"expected OWNER/NAME of a model on the hub, each of letters, digits, '-', '_' and '.', found {repository!r}: "
             "change it"
         )
-    pushes.push(repository, named(Path(run)), version, private=private, adapter=adapter, as_json=as_json)
+    pushes.push(repository, named(run_option or run), version, private=private, adapter=adapter, as_json=as_json)

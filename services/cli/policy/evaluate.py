@@ -11,7 +11,7 @@ from services.coordinator.evaluation.results import sentence
 from services.offline.stored import Stored, stored_version
 from services.up.display import console
 from shared.errors import SettingsError
-from shared.settings import SETTINGS_FILE, Settings, load, load_run
+from shared.settings import SETTINGS_FILE, load, load_run
 
 
 def run(source: Path, flags: Sequence[str], version: str, problems: int | None, *, as_json: bool) -> None:
@@ -21,7 +21,7 @@ def run(source: Path, flags: Sequence[str], version: str, problems: int | None, 
     number = export.number(version)
     with contextlib.ExitStack() as opened:
         stored = _stored(source, flags, number, opened)
-        settings = _with_executor(stored.settings, opened.enter_context(fresh_executor(stored.settings)))
+        settings = opened.enter_context(fresh_executor(stored.settings))
         results = evaluate(settings, stored.version, stored.step, problems)
     if as_json:
         console.say_json([dataclasses.asdict(result) for result in results])
@@ -41,10 +41,3 @@ def _stored(source: Path, flags: Sequence[str], version: int | None, opened: con
     if version is not None:
         raise SettingsError("--version is for a run's folder: leave it out, or give the folder instead of a TOML file")
     return Stored(load(source, flags), 0, 0)
-
-
-def _with_executor(settings: Settings, address: str) -> Settings:
-    if not address:
-        return settings
-    executor = settings.reward.executor.model_copy(update={"address": address})
-    return settings.model_copy(update={"reward": settings.reward.model_copy(update={"executor": executor})})

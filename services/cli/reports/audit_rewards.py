@@ -106,10 +106,10 @@ def _completion(row: Mapping[str, Any]) -> RecordedCompletion:
 
 
 @contextlib.contextmanager
-def fresh_executor(settings: Settings) -> Iterator[str]:
-    """Yield the address of a new executor, "" if not needed."""
+def fresh_executor(settings: Settings) -> Iterator[Settings]:
+    """Yield the settings with the address of a new executor, if a scorer needs one."""
     if not audit.needs_executor(settings):
-        yield ""
+        yield settings
         return
     with tempfile.TemporaryDirectory(prefix="penstock-audit-") as folder:
         address = f"unix:{folder}/executor.sock"
@@ -121,7 +121,8 @@ def fresh_executor(settings: Settings) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         try:
             asyncio.run(_answers(address, process))
-            yield address
+            executor = chosen.model_copy(update={"address": address})
+            yield settings.model_copy(update={"reward": settings.reward.model_copy(update={"executor": executor})})
         finally:
             process.terminate()
             process.wait()
@@ -148,8 +149,9 @@ def make(
             "the settings file has no run.id, and no coordinator's address is given: give the run's folder, or --url"
         )
     groups = read_groups(settings, url, token_file)
-    with fresh_executor(settings) as address:
-        return asyncio.run(audit.audit(groups, settings, above=above, count=count, seed=seed, executor=address))
+    with fresh_executor(settings) as ready:
+        executor = ready.reward.executor.address
+        return asyncio.run(audit.audit(groups, settings, above=above, count=count, seed=seed, executor=executor))
 
 
 # ---------------------------------------------------------------- for people

@@ -3,6 +3,7 @@
 ::
 
     rows ──▶ bad, filtered, used ──▶ in training order ──▶ rendered with special tokens ──▶ lengths in tokens
+                                                      └──▶ a few scored by each scorer
 """
 
 import dataclasses
@@ -11,9 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from services.cli.reports.scorer_trial import try_scorers
 from services.coordinator.admission.dataset import Dataset, Problem
 from services.coordinator.service import Data, load_data, order_of
 from services.up.display import console
+from services.up.requirements import functions_checked
 from shared.bus.messages import Sampling
 from shared.errors import PermanentError
 from shared.model.context import own_context, read_config
@@ -46,9 +49,10 @@ class _Limits:
 
 
 def check(settings: Settings, shown: int) -> bool:
-    """Print the report; return whether every measured prompt can be generated. Raises SettingsError."""
+    """Print the report; return whether every measured prompt can be generated and scored. Raises SettingsError."""
     logging.getLogger("services").addHandler(logging.NullHandler())  # the report names the bad rows
-    data, tokenizer, codec = _opened(settings)
+    with functions_checked(settings):
+        data, tokenizer, codec = _opened(settings)
     check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
     _say_counts(settings, data.train)
     for held_set, problems in data.held_out:
@@ -62,7 +66,8 @@ def check(settings: Settings, shown: int) -> bool:
     _say_lengths(lengths, len(data.train))
     for notice in data.notices:
         console.say(f"\n{notice.level}: {notice.text}")
-    return not lengths.refused
+    scored = settings.is_supervised or try_scorers(settings, data.train.problems)
+    return scored and not lengths.refused
 
 
 def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:

@@ -24,7 +24,7 @@ from services.coordinator.records.memory import MEMORY_FILE, MemoryLines, memory
 from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
-from shared.bus.messages import Event, Experience, Json, MemoryReport, Prompt, StepReport
+from shared.bus.messages import Event, Experience, Json, MemoryReport, Prompt, Score, ScoreStatus, StepReport
 from shared.bus.stores.policy.evaluations import evaluated
 from shared.bus.stores.run.records import following, page, wait_for_any
 from shared.bus.streams import Row, Stream
@@ -154,6 +154,16 @@ def step_line(entry: str, report: StepReport) -> dict[str, Json]:
     }
 
 
+def _shown(score: Score) -> dict[str, Json]:
+    """Return a score under its scorer's name, and the values of the scorer's functions under theirs."""
+    shown: dict[str, Json] = {
+        score.scorer: {"status": score.status.value, "value": score.value, "detail": score.detail}
+    }
+    for name, value in score.parts.items():
+        shown[f"{score.scorer}.{name}"] = {"status": ScoreStatus.OK.value, "value": value, "detail": ""}
+    return shown
+
+
 def rollout_line(entry: str, step: int, experience: Experience, version: int | None = None) -> dict[str, Json]:
     """Return a group's line. ``version``: what its step made; None in the journal of an older Penstock."""
     prompt = experience.group.prompt
@@ -161,10 +171,7 @@ def rollout_line(entry: str, step: int, experience: Experience, version: int | N
         {
             "text": sample.text,
             "reward": float(reward),
-            "scores": {
-                score.scorer: {"status": score.status.value, "value": score.value, "detail": score.detail}
-                for score in scores.scores
-            },
+            "scores": {name: value for score in scores.scores for name, value in _shown(score).items()},
             "tokens": len(sample.token_ids),
             "finish_reason": sample.finish_reason.value,
             "versions": [int(version) for version in sorted(sample.versions)],

@@ -6,6 +6,7 @@ A score without a value means only that the scorer could not work. A wrong or cr
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 from shared.bus.messages import FinishReason, RolloutGroup, Sample, Score, ScoreStatus
@@ -47,9 +48,11 @@ class Result:
             raise ValueError("expected value=None with the status 'unavailable'")
 
 
-def valued(scorer: str, status: ScoreStatus, value: float, detail: str = "") -> Score:
+def valued(
+    scorer: str, status: ScoreStatus, value: float, detail: str = "", parts: Mapping[str, float] | None = None
+) -> Score:
     assert status is not ScoreStatus.UNAVAILABLE
-    return Score(scorer, status, value, _writable(detail))
+    return Score(scorer, status, value, _writable(detail), parts=dict(parts or {}))
 
 
 def unavailable(scorer: str, detail: str) -> Score:

@@ -1,6 +1,7 @@
 """Closing message of a run."""
 
 import json
+import shlex
 from pathlib import Path
 
 from services.plan.measured import mean_metrics
@@ -57,11 +58,11 @@ def _places(run_folder: Path, folder: str) -> str:
 
 def _next(run_folder: Path, folder: str, resumable: bool) -> str:
     if resumable:
-        return f"continue the run:\n  penstock up --resume {_quoted(folder)}"
+        return f"continue the run:\n  penstock up --resume {shlex.quote(folder)}"
     if not (run_folder / "policy").is_dir():
         return ""
-    load = f'from transformers import AutoModelForCausalLM as M; print(M.from_pretrained("{folder}/policy"))'
-    return f"load the policy:\n  python -c '{load}'"
+    load = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({json.dumps(f'{folder}/policy')}))"
+    return f"load the policy:\n  python -c {shlex.quote(load)}"
 
 
 def _read(file: Path) -> dict[str, object]:
@@ -82,7 +83,3 @@ def _short(folder: Path) -> str:
         return str(folder.relative_to(Path.cwd()))
     except ValueError:
         return str(folder)
-
-
-def _quoted(folder: str) -> str:
-    return f"'{folder}'" if " " in folder else folder

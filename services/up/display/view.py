@@ -26,6 +26,7 @@ _STATE_STYLES = {
     "created": "bold cyan",
 }
 _NOTICE_STYLES = {"error": "bold red", "warning": "yellow"}
+_EXTENDS = "resuming"
 _MARK = "▲"
 _MISSING = "–"
 _GAP = 2
@@ -110,7 +111,7 @@ def _facts(run: RunView) -> RenderableType:
 
 
 def _state(run: RunView) -> Text:
-    line = Text(run.state, style=_STATE_STYLES.get(run.state, "bold"))
+    line = Text(_EXTENDS if run.extends else run.state, style=_STATE_STYLES.get(run.state, "bold"))
     told = any(run.reason and run.reason in notice.text for notice in run.notices)
     for extra in ("" if told else run.reason, run.activity):
         if extra and extra != run.state:
@@ -214,7 +215,7 @@ def line(run: RunView, rows: Sequence[ViewRow] = ()) -> str:
     if run.state == "created":
         notes = "; ".join(f"{row.name}: {row.note}" for row in rows if row.note)
         return f"{run.state:<8} {run.activity}{'  ' if notes else ''}{notes}".rstrip()
-    parts = [f"{run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]
+    parts = [f"{_EXTENDS if run.extends else run.state:<8} step {run.step}/{run.steps}", f"head {_version(run.head)}"]
     objective, value = _objective(run)
     parts.append(f"{objective} {number(value)}")
     if (share := last(run, "preference_accuracy")) is not None:

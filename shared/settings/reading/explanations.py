@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from shared.settings.reading.other_names import meaning_elsewhere
 from shared.settings.reading.replaced import REPLACED
 from shared.settings.root import Settings
 from shared.text.redaction import redacted
@@ -20,6 +21,9 @@ _FORMS = {
     "model_attributes_type": "a table",
     "string_type": "text",
 }
+_MOST_HINTS, _MOST_HOMES = 8, 3
+_TYPING_ERROR = 0.85
+"""How similar two names are then, by difflib's ratio."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,9 +76,7 @@ def explanation(problems: Sequence[Problem]) -> str:
             return f"{key} no longer exists: use {REPLACED[key][1]}, or leave it out"
         case "extra_forbidden":
             known = list(dict.fromkeys(field for model in first.models for field in model.model_fields))
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-            return f"{key}: expected a known setting, found {name!r}; {hint}"
+            return f"{key}: expected a known setting, found {name!r}; {_hint(key, first.input, known)}"
         case "missing" if name.isdecimal():
             return f"{table}: expected {int(name) + 1} or more items, found {given}: change {table}"
         case "missing":
@@ -91,7 +93,45 @@ def explanation(problems: Sequence[Problem]) -> str:
     return f"{key}: expected {expected}, found {given}: change {key}"
 
 
+def meant(key: str, known: Sequence[str] = ()) -> str:
+    """Return what an unknown ``key`` may be: another framework's name, a typing error, or a name of another table; else ""."""
+    name = key.rpartition(".")[2].replace("-", "_")
+    if elsewhere := meaning_elsewhere(key):
+        return elsewhere
+    typed = difflib.get_close_matches(name, known, n=1, cutoff=_TYPING_ERROR)
+    homes = list(_homes(Settings, name))[:_MOST_HOMES]
+    meanings = typed or homes or difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {' or '.join(map(repr, meanings))}?" if meanings else ""
+
+
+def _hint(key: str, given: object, known: Sequence[str]) -> str:
+    if hints := list(dict.fromkeys(_elsewhere(key, given))):
+        return "; ".join(hints[:_MOST_HINTS])
+    return meant(key, known) or f"known here: {', '.join(known)}"
+
+
+def _elsewhere(key: str, value: object) -> Iterator[str]:
+    """Yield what other frameworks' names mean: of a table, those in it or else its own."""
+    inner = value if isinstance(value, Mapping) else {}
+    hints = [hint for name, part in inner.items() for hint in _elsewhere(f"{key}.{name}", part)]
+    yield from hints or filter(None, [meaning_elsewhere(key)])
+
+
+def _homes(model: type[BaseModel], name: str) -> Iterator[str]:
+    """Yield the settings called ``name``, by table; those of items of a list are not looked at."""
+    for field, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from (f"{field}.{inner}" for inner in _homes(info.annotation, name))
+        elif field == name and model is not Settings:
+            yield field
+
+
 def _expectation(problem: Problem) -> str:
+    name = problem.key.rpartition(".")[2]
+    tables = [table for model in problem.models for table in _field(model, name)]
+    if problem.type.startswith("model_") and len(tables) == 1:
+        fields = [f"{problem.key}.{field}" for field in tables[0].model_fields]
+        return f"a table ({', '.join(fields[:_MOST_HINTS])}{', …' if fields[_MOST_HINTS:] else ''})"
     if problem.type in _FORMS:
         return _FORMS[problem.type]
     if problem.type == "too_short":

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from shared.errors import SettingsError
 from shared.files.durable import write_whole
-from shared.settings.reading.explanations import Problem, explanation, located
+from shared.settings.reading.explanations import Problem, explanation, located, meant
 from shared.settings.reading.replaced import drop_defaults
 from shared.settings.root import Settings
 from shared.text.redaction import SECRET_NAME, redact
@@ -153,7 +153,8 @@ def _flags(flags: Sequence[str]) -> dict[str, str]:
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
-            raise SettingsError(f"expected a setting such as --trainer.ranks 2, found {word!r}")
+            hint = f"; {known}" if (known := meant(name)) else ""
+            raise SettingsError(f"expected a setting such as --trainer.ranks 2, found {word!r}{hint}")
         given = value if equals else next(words, None)
         if given is None:
             raise SettingsError(f"expected a value after {word}")

@@ -51,6 +51,8 @@ def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> No
         "",
         "warning: 1 rows of hf://own/sums@main:train cannot be used, the first own/sums/train:3: expected a column 'prompt' "
         "or 'messages' that is not null, found 'question'; `penstock data check` names all",
+        "",
+        "scorer answer: '46' 1, '0' 0",
     ]
 
 
@@ -133,3 +135,51 @@ def test_a_run_pins_its_hub_datasets_to_a_commit(tmp_path: Path) -> None:
 )
 def test_lengths_are_counted_in_ranges(tokens: list[int], rows: list[str]) -> None:
     assert histogram(tokens) == rows
+
+
+def scored(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.jsonl").write_text('{"prompt": "12+34=", "answer": 46}\n{"prompt": "1+1=", "answer": 2}\n')
+    (folder / "mine.py").write_text(
+        "def right(completions, answer, **_):\n    return [float(c == str(a)) for c, a in zip(completions, answer)]\n\n"
+        "def wrong(completions, **_):\n    return [1.0]\n\n"
+        "def picky(completions, answer, **_):\n    return [1 / (a - 2) for a in answer]\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    words = ("-m", "services.cli", "data", "check", settings(folder, str(folder / "train.jsonl")), *flags)
+    return subprocess.run(
+        [sys.executable, *words, "--data.filter="],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def trl(function: str) -> str:
+    return f'--reward.scorers=[{{kind = "trl", functions = ["mine:{function}"]}}, {{kind = "random"}}]'
+
+
+def test_the_scorers_are_tried_on_answers_and_on_a_trivial_completion(tmp_path: Path) -> None:
+    checked = scored(tmp_path, trl("right"))
+    assert checked.returncode == 0, checked.stderr
+    assert "scorer trl: '46' 1, '2' 1, '0' 0, '0' 0" in checked.stdout.splitlines()
+    assert "scorer random: '46' " in checked.stdout
+
+
+def test_a_scorer_that_fails_on_every_row_is_refused(tmp_path: Path) -> None:
+    checked = scored(tmp_path, trl("wrong"))
+    assert checked.returncode == 2
+    assert "expected 2 rewards from the function, one per completion, found 1" in checked.stderr
+
+
+def test_a_scorer_that_fails_on_a_row_is_reported(tmp_path: Path) -> None:
+    checked = scored(tmp_path, trl("picky"))
+    assert checked.returncode == 1
+    assert "train.jsonl:2: picky: ZeroDivisionError" in checked.stdout
+
+
+def test_a_function_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
+    checked = scored(tmp_path, "--algorithm.loss=nomod:fn")
+    assert checked.returncode == 2
+    assert "algorithm.loss = nomod:fn: ModuleNotFoundError" in checked.stderr

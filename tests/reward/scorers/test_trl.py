@@ -88,9 +88,21 @@ async def test_a_function_that_returns_none_leaves_the_sum_of_the_others() -> No
     async with scorer("unsure", "later", f"{FUNCTIONS}:scaled(factor=2.0)", weights=[1.0, 2.0, 0.5]) as started:
         scores = await started.score(builders.group(0, ("?", "four")))
     assert scores == [
-        Score("trl", ScoreStatus.OK, 2.0, "unsure None; later 0.5; scaled 2"),
-        Score("trl", ScoreStatus.OK, 15.0, "unsure 10; later 0.5; scaled 8"),
+        Score("trl", ScoreStatus.OK, 2.0, "unsure None; later 0.5; scaled 2", parts={"later": 0.5, "scaled": 2.0}),
+        Score(
+            "trl",
+            ScoreStatus.OK,
+            15.0,
+            "unsure 10; later 0.5; scaled 8",
+            parts={"unsure": 10.0, "later": 0.5, "scaled": 8.0},
+        ),
     ]
+
+
+async def test_functions_of_one_name_keep_their_own_values() -> None:
+    async with scorer(f"{FUNCTIONS}:scaled(factor=2.0)", f"{FUNCTIONS}:scaled(factor=3.0)") as started:
+        (score,) = await started.score(builders.group(0, ("four",)))
+    assert score.parts == {"scaled": 8.0, "scaled_2": 12.0}
 
 
 async def test_a_completion_without_any_reward_is_unavailable_not_0() -> None:

@@ -45,6 +45,8 @@ async def test_a_rubric_is_the_weighted_sum_of_its_functions(group: RolloutGroup
     assert [score.value for score in scores] == pytest.approx(VALUES)
     assert [score.status for score in scores] == [ScoreStatus.OK] * 4
     assert scores[0].detail.startswith("correct=1.0, brief=0.333")
+    assert scores[0].parts["correct"] == 1.0
+    assert scores[0].parts["brief"] == pytest.approx(1 / 3, rel=1e-5)  # six digits
 
 
 async def test_rubrics_and_functions_add_up_with_their_weights() -> None:

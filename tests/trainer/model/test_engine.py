@@ -31,6 +31,7 @@ from shared.errors import SettingsError
 from shared.files import durable
 from shared.model.flops import ModelSizes, forward_flops, peak_tflops
 from shared.settings import PolicySettings, Settings
+from shared.settings.trainer import DEEPSPEED_ALLOWED
 from tests.conftest import need_module
 from tests.support import builders, tiny
 from tests.support.packed import rows
@@ -505,8 +506,25 @@ def test_each_phase_has_its_seconds_and_its_memory() -> None:
         ({"deepspeed": {"bf16": {"enabled": True}}}, "expected no bf16 in trainer.deepspeed.*what decides it is policy.dtype"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "expected no zero_optimization.stage.*trainer.zero_stage"),
         ({"deepspeed": {"zero_optimization": 2}}, "expected a table in trainer.deepspeed.zero_optimization, found 2"),
+        ({"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}, "expected no zero_optimization.zero_hpz_partition_size .* shard"),
+        ({"deepspeed": {"zero_optimization": {"round_robin_gradients": True}}}, "expected no zero_optimization.round_robin_gradients"),
+        ({"deepspeed": {"zero_optimization": {"zero_quantized_weights": True}}}, "expected no zero_optimization.zero_quantized_weights"),
+        ({"deepspeed": {"gradient_allreduce_op": "sum"}}, "expected no gradient_allreduce_op in trainer.deepspeed"),
+        ({"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "expected no tensor_parallel in trainer.deepspeed"),
+        ({"deepspeed": {"data_types": {"param_dtype": "fp16"}}}, "expected no data_types.param_dtype in trainer.deepspeed"),
+        ({"deepspeed": {"zero_optimisation": {}}}, "expected no zero_optimisation in trainer.deepspeed"),
     ],
 )  # fmt: skip
 def test_settings_of_the_engine_that_contradict_are_refused(trainer: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         settings(**trainer)
+
+
+def test_deepspeed_knows_the_settings_that_are_allowed() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    known = {field.alias or name for name, field in fields.items()}
+    named = {key.partition(".")[2] for key in DEEPSPEED_ALLOWED if key.startswith("zero_optimization.")}
+    assert named <= known
+    assert not {"zero_hpz_partition_size", "round_robin_gradients", "parameter_alignment", "zenflow"} & named

@@ -109,6 +109,7 @@ async function look() {
     seldomAt = performance.now();
     await lookSeldom(run);
   }
+  byId("main").hidden = false; // before the first answer there is nothing to see
   draw();
 }
 

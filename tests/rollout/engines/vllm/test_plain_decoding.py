@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.scheduling import BLOCK_SIZE, output, request, scheduler, scheduler_config
-from services.rollout.engines.vllm.scheduling.plain_decoding import _MORE_OF_A_STEP, plain_decoding
+from services.rollout.engines.vllm.scheduling.plain_decoding import _MORE_OF_A_STEP, plain_decoding, slower_decoder
 from tests.conftest import need_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
@@ -205,3 +205,9 @@ def test_other_releases_and_other_attention_are_vllms_alone(vllm_config: Any) ->
         theirs = scheduler(AsyncScheduler, vllm_config, 100, specs)
         assert (plain_decoding(theirs, None, (0, 32), 31) is not None) == shortened
         assert ("allocate_slots" in vars(theirs.kv_cache_manager)) == shortened
+
+
+@pytest.mark.parametrize(("release", "sentence"), [((0, 26), ""), ((0, 30), "vLLM 0.30 schedules"), ((0, 32), "")])
+def test_a_release_whose_steps_are_vllms_own_is_named(release: tuple[int, int], sentence: str) -> None:
+    assert slower_decoder(release).startswith(sentence)
+    assert bool(slower_decoder(release)) is bool(sentence)

