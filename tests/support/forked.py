@@ -178,10 +178,9 @@ class _OfUp:
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
 
-    def send_signal(self, number: int) -> None:
-        if self._ended.done():
-            raise ProcessLookupError
-        os.kill(self.pid, number)
+    @property
+    def returncode(self) -> int | None:
+        return self._ended.result() if self._ended.done() else None
 
 
 class _OfLauncher(subprocess.Popen[bytes]):
