@@ -427,6 +427,15 @@ async def test_equal_answers_are_compared_once_and_remembered(mathematics: Answe
     assert mathematics._processes.questions == asked_before + 2
 
 
+@pytest.mark.parametrize("command", [("sleep", "60"), ("false",)])
+async def test_a_reference_that_could_not_be_compared_is_no_bad_one(command: tuple[str, ...]) -> None:
+    busy = matcher(command=command, timeout_s=0.1, preset="math-verify")
+    try:
+        assert await busy.matches_itself(r"\int x dx")
+    finally:
+        await busy.close()
+
+
 async def test_an_endless_comparison_is_killed_and_the_next_one_works() -> None:
     hasty = matcher(command=COMMAND, timeout_s=2.0)
     await hasty.start()
