@@ -162,6 +162,7 @@ class Driver:
 
     def _leave(self) -> None:
         self._is_open = self._is_ready = self._is_new = False
+        self._export_again_s = math.inf
 
     async def _turn(self) -> None:
         can_train = not self._opening.stranded and self._step < self._settings.run.steps
@@ -260,7 +261,8 @@ class Driver:
                 await self._retention.make_room()
                 await self._checkpoint_new()
             await self._ask(Command(CommandKind.WAIT if self._opening.stranded else CommandKind.IDLE), Result)
-            if time.monotonic() > self._export_again_s:
+            over = self._step >= self._settings.run.steps and not self._opening.stranded
+            if over and time.monotonic() > self._export_again_s and await self._take_device():
                 await self._export()
             await self._end_with_the_run()
 
