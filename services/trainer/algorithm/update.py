@@ -241,10 +241,10 @@ class Learner:
         assert part.margins_P is not None
         return torch.stack([part.sums["rl"].double(), (part.margins_P > 0).sum().double()])
 
-    def try_out(self, batch: Sequence[Experience]) -> None:
-        """Run training on ``batch``, with backward passes, without changes; collective."""
+    def try_out(self, batch: Sequence[Experience], contexts: Sequence[int] = ()) -> None:
+        """Run training on ``batch``, with backward passes, without changes; collective. ``contexts`` as in ``learn``."""
         rewards, device = self._rewards(batch), self._policy.device
-        (minibatch,), _ = lay_out(batch, rewards, _NO_LAGS, 0, self._settings, self._policy)
+        (minibatch,), _ = lay_out(batch, rewards, _NO_LAGS, 0, self._settings, self._policy, contexts=contexts)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             self._evaluate(minibatch.inputs, batch)
             assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.trainer import metrics as measures
+from services.trainer.batch.staleness import without_long
 from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
@@ -314,9 +315,17 @@ class Driver:
 
     async def _try(self, suspect: Taken) -> None:
         """Run a suspect group alone; the bus has counted the attempt."""
-        data, experience = suspect.delivery.data, suspect.experience
+        group, most_tokens = suspect.experience.group, self._settings.trainer.micro_batch_tokens
+        contexts = without_long(group, (0,) * len(group.samples), most_tokens)
+        command = Command(
+            CommandKind.TRY,
+            payloads=(suspect.delivery.data,),
+            groups=(suspect.experience,),
+            contexts=contexts if any(contexts) else (),
+            rung=self._rung,
+        )
         try:
-            await self._ask(Command(CommandKind.TRY, payloads=(data,), groups=(experience,), rung=self._rung), Result)
+            await self._ask(command, Result)
         except Exception as error:
             await self._intake.note_tried(f"{type(error).__name__}: {error}")
             raise
