@@ -183,6 +183,8 @@ class Learner:
         algorithm = self._algorithm.model_dump(mode="json", exclude=_OF_BATCHES)
         algorithm["kl"]["coefficient"] = self.kl_coefficient
         trainer = self._settings.trainer.model_dump(mode="json", include=_OF_UPDATES)
+        if trainer["adam_eps"] == type(self._settings.trainer).model_fields["adam_eps"].default:
+            del trainer["adam_eps"]  # as in the journals of versions without the setting
         critic = critic_learning_rate(self._settings, step) if self._critic is not None else None
         tokens = self._settings.sampling.max_new_tokens if self._algorithm.aggregation == "constant" else None
         text = json.dumps([algorithm, trainer, rate, critic, tokens, self._algorithm.needs_reference], sort_keys=True)
