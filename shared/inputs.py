@@ -15,6 +15,7 @@ The user's own functions are noted on the bus (``shared.bus.stores.run.functions
 import dataclasses
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -97,7 +98,7 @@ def settle_inputs(settings: Settings, run_folder: Path, *, accept: bool = False)
         more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise SettingsError(
             f"expected the files with which the run was started, found that {changed[0]}{more}: what it continues would be mixed with "
-            f"something else; put the file back, or accept the change by `penstock up --resume {run_folder} {ACCEPT}` (without "
+            f"something else; put the file back, or accept the change by `penstock up --resume {shlex.quote(str(run_folder))} {ACCEPT}` (without "
             f"`penstock up`: remove {run_folder / INPUTS})"
         )
     at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())

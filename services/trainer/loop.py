@@ -154,7 +154,7 @@ class Trainer:
         return Result()
 
     def _try(self, command: Command, *, is_freed: bool) -> None:
-        self._learner.try_out(command.groups)
+        self._learner.try_out(command.groups, command.contexts)
         if is_freed:
             self._artifacts.offer_again(self._engine)
 

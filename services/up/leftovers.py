@@ -1,6 +1,7 @@
 """What a run leaves: whether a run that ended in order has its policy, its checkpoint and all records in its trackers."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from services.up.prepare import Prepared
 from services.up.supervisor import Ending
 from shared.errors import PenstockError
 from shared.files.durable import write_whole
-from shared.settings import Settings
+from shared.settings import SETTINGS_FILE, Settings, load
 from shared.tracked import read_undelivered
 
 _INCOMPLETE = 1
@@ -18,19 +19,24 @@ def judge(run: Prepared, ending: Ending) -> Ending:
     """Return the ending of a run whose processes have ended, which is a failure if something is missing; correct its summary."""
     if ending.code != 0:
         return ending
-    file = run.folder / "summary.json"
-    summary = _read(file)
-    lacks = missing(run.folder, run.settings, summary)
-    if lacks != summary.get("missing", {}):
-        write_whole(file, json.dumps({**summary, "missing": lacks}, indent=2, ensure_ascii=False) + "\n")
+    lacks = _correct(run.folder, run.settings)
     return Ending(_INCOMPLETE, sentence(run.folder, lacks)) if lacks else ending
 
 
 def check_ended(folder: Path) -> None:
     """Raise PenstockError if the run in ``folder``, which has ended, left something out that is still missing."""
-    lacks = _read(folder / "summary.json").get("missing", {})
-    if lacks:
+    if lacks := _correct(folder, load(folder / SETTINGS_FILE, environment={})):
         raise PenstockError(sentence(folder, lacks))
+
+
+def _correct(folder: Path, settings: Settings) -> dict[str, str]:
+    """Return what the run lacks, after a correction of its summary."""
+    file = folder / "summary.json"
+    summary = _read(file)
+    lacks = missing(folder, settings, summary)
+    if lacks != summary.get("missing", {}):
+        write_whole(file, json.dumps({**summary, "missing": lacks}, indent=2, ensure_ascii=False) + "\n")
+    return lacks
 
 
 def missing(folder: Path, settings: Settings, summary: dict[str, Any]) -> dict[str, str]:
@@ -56,7 +62,9 @@ def sentence(folder: Path, lacks: dict[str, str]) -> str:
     """Say what is missing, and how to get it."""
     said = [f"the run ended without its {name}: {why}" for name, why in lacks.items()]
     if "policy" in lacks and "checkpoint" not in lacks:
-        said.append(f"its weights are in the newest checkpoint: remove the cause, then `penstock export {folder}`")
+        said.append(
+            f"its weights are in the newest checkpoint: remove the cause, then `penstock export {shlex.quote(str(folder))}`"
+        )
     return "\n".join(said)
 
 

@@ -235,14 +235,17 @@ async def test_a_rollback_that_is_accepted_while_the_run_ends_keeps_it_from_endi
             await trainer.step()
         await Ledger(bus).set_checkpoint(PolicyVersion(1), "/checkpoints/step-000001")
         await until(lambda: _does(parts, "ending: waiting for the trainer"))
+        await Ledger(bus).note_policy(2)
+        await Ledger(bus).note_missing("checkpoint", "a full disk")
         await parts.rollbacks.begin(PolicyVersion(1), "too late?")
+        await until(lambda: _ends_no_more(bus))
         working.state = "waiting"
         await _load_and_publish(bus)
         await reaches(bus, RunState.RUNNING)
-        await until(lambda: _ends_no_more(bus))
         assert not (run.run_folder / "summary.json").exists()
         status = await Ledger(bus).status()
         assert (status.state, status.step, status.closed) == (RunState.RUNNING, 1, False)
+        assert (status.policy_step, status.missing) == (None, {}), "of the branch that was left"
         await (await trainer.start()).step()
         await closes(parts)
     stop.set()

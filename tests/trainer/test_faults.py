@@ -239,6 +239,16 @@ def test_a_trial_cuts_what_does_not_fit_as_a_step_does(memory: Any) -> None:
         learner.try_out(batch()[0])
 
 
+def test_a_trial_leaves_out_the_samples_that_a_step_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, group = Rank(settings()), batch()[0]
+    seen, forward = set[int](), learner.engine.forward
+    monkeypatch.setattr(
+        learner.engine, "forward", lambda inputs: (seen.update(inputs.places_S.tolist()), forward(inputs))[1]
+    )
+    learner.try_out(group, [len(group.group.samples[0].token_ids)] + [0] * (len(group.group.samples) - 1))
+    assert seen == set(range(1, len(group.group.samples)))
+
+
 def test_once_some_weights_moved_the_error_says_so() -> None:
     data = batch()
     learner = Rank(settings(preset="tis", minibatches=4))

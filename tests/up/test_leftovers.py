@@ -13,6 +13,7 @@ from services.cli.__main__ import main
 from services.up import leftovers
 from services.up.prepare import Prepared
 from services.up.supervisor import Ending
+from shared.errors import PenstockError
 from shared.settings import Settings
 from shared.tracked import write_undelivered
 from tests.support import forge
@@ -63,6 +64,18 @@ def test_a_policy_that_was_written_after_the_summary_is_not_missing(tmp_path: Pa
     later_s = (late.folder / "summary.json").stat().st_mtime + 60
     os.utime(late.folder / "policy" / "config.json", (later_s, later_s))
     assert leftovers.judge(late, Ending(0)) == Ending(0)
+    assert missing(late) == {}
+
+
+def test_what_an_ended_run_lacked_is_judged_again(tmp_path: Path) -> None:
+    late = run(tmp_path / "the late", missing={"policy": CAUSE})
+    (late.folder / "settings.toml").write_text('policy.model = "x"')
+    policy, summary = late.folder / "policy" / "config.json", late.folder / "summary.json"
+    os.utime(policy, (summary.stat().st_mtime - 60,) * 2)
+    with pytest.raises(PenstockError, match=rf"{CAUSE}\n.*`penstock export '.*the late'`"):
+        leftovers.check_ended(late.folder)
+    os.utime(policy, (summary.stat().st_mtime + 60,) * 2)
+    leftovers.check_ended(late.folder)
     assert missing(late) == {}
 
 

@@ -272,7 +272,7 @@ class Lifecycle:
         longest_s = _LONGEST_EXPORT_S if state is RunState.FINISHED else self._settings.bus.drain_s
         until_s = time.monotonic() + max(longest_s, self._settings.bus.drain_s)
         drained_s = time.monotonic() + self._settings.bus.drain_s
-        while time.monotonic() < until_s:
+        while time.monotonic() < until_s and await self._can_close(state):
             beats = [beat for beat in await heartbeats(self._bus) if beat.service == "trainer"]
             if all(beat.state != "working" and beat.seen_at_s > committed_at_s for beat in beats):
                 return

@@ -183,6 +183,8 @@ class Learner:
         algorithm = self._algorithm.model_dump(mode="json", exclude=_OF_BATCHES)
         algorithm["kl"]["coefficient"] = self.kl_coefficient
         trainer = self._settings.trainer.model_dump(mode="json", include=_OF_UPDATES)
+        if trainer["adam_eps"] == type(self._settings.trainer).model_fields["adam_eps"].default:
+            del trainer["adam_eps"]  # as in the journals of versions without the setting
         critic = critic_learning_rate(self._settings, step) if self._critic is not None else None
         tokens = self._settings.sampling.max_new_tokens if self._algorithm.aggregation == "constant" else None
         text = json.dumps([algorithm, trainer, rate, critic, tokens, self._algorithm.needs_reference], sort_keys=True)
@@ -241,10 +243,10 @@ class Learner:
         assert part.margins_P is not None
         return torch.stack([part.sums["rl"].double(), (part.margins_P > 0).sum().double()])
 
-    def try_out(self, batch: Sequence[Experience]) -> None:
-        """Run training on ``batch``, with backward passes, without changes; collective."""
+    def try_out(self, batch: Sequence[Experience], contexts: Sequence[int] = ()) -> None:
+        """Run training on ``batch``, with backward passes, without changes; collective. ``contexts`` as in ``learn``."""
         rewards, device = self._rewards(batch), self._policy.device
-        (minibatch,), _ = lay_out(batch, rewards, _NO_LAGS, 0, self._settings, self._policy)
+        (minibatch,), _ = lay_out(batch, rewards, _NO_LAGS, 0, self._settings, self._policy, contexts=contexts)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             self._evaluate(minibatch.inputs, batch)
             assign(minibatch.inputs, rewards, self._algorithm, self.kl_coefficient, _demonstrated(batch))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.trainer import metrics as measures
+from services.trainer.batch.staleness import without_long
 from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
@@ -162,6 +163,7 @@ class Driver:
 
     def _leave(self) -> None:
         self._is_open = self._is_ready = self._is_new = False
+        self._export_again_s = math.inf
 
     async def _turn(self) -> None:
         can_train = not self._opening.stranded and self._step < self._settings.run.steps
@@ -260,7 +262,8 @@ class Driver:
                 await self._retention.make_room()
                 await self._checkpoint_new()
             await self._ask(Command(CommandKind.WAIT if self._opening.stranded else CommandKind.IDLE), Result)
-            if time.monotonic() > self._export_again_s:
+            over = self._step >= self._settings.run.steps and not self._opening.stranded
+            if over and time.monotonic() > self._export_again_s and await self._take_device():
                 await self._export()
             await self._end_with_the_run()
 
@@ -312,9 +315,17 @@ class Driver:
 
     async def _try(self, suspect: Taken) -> None:
         """Run a suspect group alone; the bus has counted the attempt."""
-        data, experience = suspect.delivery.data, suspect.experience
+        group, most_tokens = suspect.experience.group, self._settings.trainer.micro_batch_tokens
+        contexts = without_long(group, (0,) * len(group.samples), most_tokens)
+        command = Command(
+            CommandKind.TRY,
+            payloads=(suspect.delivery.data,),
+            groups=(suspect.experience,),
+            contexts=contexts if any(contexts) else (),
+            rung=self._rung,
+        )
         try:
-            await self._ask(Command(CommandKind.TRY, payloads=(data,), groups=(experience,), rung=self._rung), Result)
+            await self._ask(command, Result)
         except Exception as error:
             await self._intake.note_tried(f"{type(error).__name__}: {error}")
             raise

@@ -202,7 +202,8 @@ class Intake:
             await self._drop(delivery, "too_long", f"{self._tokens(experience)} tokens > trainer.micro_batch_tokens")
             await self._note_unfit(experience)
             return
-        self._unfit = 0
+        if not _is_shown(experience):
+            self._unfit = 0
         if self._is_useless(experience):
             self._useless += 1
             self._without_signal.append((experience.group_id, experience.group.prompt.stable_id, 0.0))

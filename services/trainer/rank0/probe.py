@@ -49,6 +49,8 @@ class Prober:
         self._every = 0 if settings.is_supervised else settings.internal.probe_every_versions
         policy: Any = engine.policy
         self._longest = longest_tokens(policy.model.config, settings.rollout.vllm.max_model_len)
+        self._merges = settings.policy.lora.rank > 0 and not settings.publishes_adapters
+        """Whether rounding of the merged weights loses small changes, so that none can be missing."""
         dtype = settings.policy.dtype
         self._rounding = _TF32 if dtype == "float32" and engine.device.type == "cuda" else _HALF_UNIT[dtype]
         self._publications = 0
@@ -63,7 +65,7 @@ class Prober:
         """Choose texts of the step's ``groups``, and score them before it, if its version carries a probe."""
         if self._is_due:
             self._texts = choose([_longest(experience) for experience in groups], self._longest)
-            self._before = None if replays else self._score(seed=1)
+            self._before = None if replays or self._merges else self._score(seed=1)
 
     def next(self, prompts: Sequence[Int32Array] = ()) -> Probe | None:
         """Return the probe of the next version, or None if it carries none; ``prompts``: before the first batch."""

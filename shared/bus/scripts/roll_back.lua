@@ -36,6 +36,7 @@ local undone = tonumber(counted) - tonumber(trained or counted)
 redis.call('HSET', counts, 'trained', trained or counted)
 redis.call('HINCRBY', counts, 'undone', string.format('%d', undone))
 redis.call('XTRIM', journal, 'MAXLEN', 0)
+redis.call('HDEL', run, 'policy_step', 'missing:policy', 'missing:checkpoint')
 local epoch = redis.call('HINCRBY', run, 'trainer_epoch', 1)
 redis.call('HSET', run, 'state', 'paused', 'reason', reason, 'step', target_step, 'tip', target, 'rollback_epoch', epoch)
 if position then

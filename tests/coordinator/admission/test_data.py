@@ -9,7 +9,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from services.coordinator.admission import dataset
+from services.coordinator.admission import dataset, references
 from services.coordinator.admission.data_overlap import Overlap, Training
 from services.coordinator.admission.dataset import EpochOrder, subset
 from services.coordinator.service import load_data
@@ -325,6 +325,23 @@ def test_a_reference_that_no_answer_can_equal_is_a_bad_row_that_is_named(tmp_pat
     assert "'min at $x=1$, max at $2$ or so', which does not even equal itself" in loaded.bad[2]
     with pytest.raises(SettingsError, match=r"odd\.jsonl:1: expected one of the letters ABCDE"):
         dataset.load(path, settings, "data.path", ["answer"], [AnswerScorer(kind="answer", extract="choice")])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_NEEDED", ("services.missing",), "where the reward service is installed"),
+        ("_LEAST_S", 0.0, "took more than 0 s"),
+        ("_COMMAND", (sys.executable, "-c", "raise SystemExit('killed')"), "failed: killed"),
+    ],
+)
+def test_references_that_cannot_be_checked_are_used_and_said(
+    name: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(references, name, value)
+    assert references.check([(AnswerScorer(kind="answer"), "min at $x=1$, max at $2$ or so")]) == [None]
+    (said,) = caplog.records
+    assert reason in said.reason  # type: ignore[attr-defined]
 
 
 def test_a_dataset_of_few_rows_that_are_all_bad_names_them(tmp_path: Path) -> None:

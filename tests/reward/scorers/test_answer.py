@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from fractions import Fraction
 from typing import Literal
+from unittest.mock import AsyncMock
 
 import pytest
 import pytest_asyncio
@@ -13,6 +14,7 @@ import pytest_asyncio
 from services.reward.scorers.answer.extraction import extract
 from services.reward.scorers.answer.mathematics import plain_numbers
 from services.reward.scorers.answer.scorer import COMMAND, AnswerMatcher
+from services.reward.subprocess_pool.pool import Crashed, Overdue
 from shared.bus.messages import FinishReason, RolloutGroup, Score, ScoreStatus
 from shared.errors import PermanentError, SettingsError
 from shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
@@ -425,6 +427,15 @@ async def test_equal_answers_are_compared_once_and_remembered(mathematics: Answe
     assert [scored.value for scored in await mathematics.score(group)] == [1.0, 1.0, 1.0, 0.0]
     assert [scored.value for scored in await mathematics.score(group)] == [1.0, 1.0, 1.0, 0.0]
     assert mathematics._processes.questions == asked_before + 2
+
+
+@pytest.mark.parametrize("error", [Overdue("no answer within 1 s"), Crashed("killed")])
+async def test_a_reference_that_could_not_be_compared_is_no_bad_one(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = matcher(preset="math-verify")
+    monkeypatch.setattr(busy._processes, "ask", AsyncMock(side_effect=error))
+    assert await busy.matches_itself(r"\int x dx")
 
 
 async def test_an_endless_comparison_is_killed_and_the_next_one_works() -> None:

@@ -76,10 +76,10 @@ class Rank:
             warnings.simplefilter("ignore")
             return self.learner.learn(batch, lags(batch), step, repeated=plan, contexts=contexts)
 
-    def try_out(self, group: Experience) -> None:
+    def try_out(self, group: Experience, contexts: Sequence[int] = ()) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.learner.try_out([group])
+            self.learner.try_out([group], contexts)
 
     def whole(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.engine.tensors()}

@@ -124,12 +124,12 @@ class AnswerMatcher:
         return reference
 
     async def matches_itself(self, reference: str) -> bool:
-        """Whether the reference, written where a completion writes it, without dollar signs, is worth 1, or cannot be
-        compared here.
+        """Whether the reference, written where a completion writes it, without dollar signs, is worth 1, or could not be
+        compared in time here.
         """
         written = _DOLLAR.sub("", reference).strip() if self._scorer.mode == "math" else reference
-        scores = await self._scores(reference, [written])
-        return scores[written].value in (1.0, None)
+        score = (await self._scores(reference, [written]))[written]
+        return score.value != 0 or score.status not in (ScoreStatus.OK, ScoreStatus.WRONG_FORMAT)
 
     def _extract(self, text: str) -> str | None:
         return extraction.extract(text, self._scorer.place, self._scorer.tag, self._scorer.choices)

@@ -8,8 +8,8 @@ spawned, as vLLM preloads libraries there. Metrics (``vllm:…``) and logs go th
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from shared.errors import SettingsError
 from shared.process.importing import importing
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _configuring = threading.Lock()
 """vLLM configures itself through globals; engines may start together."""
@@ -52,7 +54,17 @@ def _fork_engines() -> None:
     if hasattr(utils, "get_mp_context"):
         utils.get_mp_context = fork_server.Context
     if hasattr(registry, "_run_in_subprocess"):
-        registry._run_in_subprocess = fork_server.call
+        registry._run_in_subprocess = _call_with_plugins
+
+
+def _call_with_plugins(function: Callable[[], T]) -> T:
+    def with_plugins() -> T:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()  # as vLLM's own process does
+        return function()
+
+    return fork_server.call(with_plugins)
 
 
 def load() -> None:
