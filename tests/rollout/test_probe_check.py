@@ -201,3 +201,24 @@ def test_rounding_leaves_the_model_as_it_was() -> None:
     assert not torch.equal(noisy, plain)
     assert torch.equal(noisy, again), "the same seed, the same rounding"
     assert torch.equal(trainer.evaluate(batch_of).policy_logprobs_N, plain)
+
+
+def test_no_forward_pass_of_the_probe_has_more_tokens_than_a_micro_batch() -> None:
+    trainer, passes = ProbedTrainer(str(saved("llama"))), []
+    score = trainer.evaluate
+
+    def evaluate(batch: Any) -> Any:
+        passes.append(int(batch.input_ids_BT.size))
+        return score(batch)
+
+    trainer.evaluate = evaluate  # type: ignore[method-assign]
+    whole = Prober(trainer, SETTINGS).next(texts("llama"))  # type: ignore[arg-type]
+    at_once = passes.copy()
+    passes.clear()
+    small = loads("policy.model = 'x'\ntrainer.micro_batch_tokens = 80", "test")
+    parts = Prober(trainer, small).next(texts("llama"))  # type: ignore[arg-type]
+    assert whole is not None
+    assert parts is not None
+    assert at_once == [TEXTS * TOKENS] * 2
+    assert passes == [TOKENS] * TEXTS * 2
+    np.testing.assert_allclose(parts.logprobs, whole.logprobs, atol=1e-5)  # other shapes of the same float32 products

@@ -48,7 +48,9 @@ class Prober:
         self._engine = engine
         self._every = 0 if settings.is_supervised else settings.internal.probe_every_versions
         policy: Any = engine.policy
-        self._longest = longest_tokens(policy.model.config, settings.rollout.vllm.max_model_len)
+        self._most = settings.trainer.micro_batch_tokens
+        longest = longest_tokens(policy.model.config, settings.rollout.vllm.max_model_len)
+        self._longest = max(2, min(longest, self._most))
         self._merges = settings.policy.lora.rank > 0 and not settings.publishes_adapters
         """Whether rounding of the merged weights loses small changes, so that none can be missing."""
         dtype = settings.policy.dtype
@@ -84,10 +86,12 @@ class Prober:
 
     def _score(self, seed: int | None = None) -> Float32Array:
         policy: Any = self._engine.policy
-        with rounded(policy.model, 0.0 if seed is None else self._rounding, seed or 0):
-            logprobs_N: Tensor = self._engine.evaluate(lay_out(self._texts)).policy_logprobs_N
-        scored: Float32Array = logprobs_N.float().cpu().numpy()
-        return scored
+        scored = []
+        for texts in portions(self._texts, self._most):
+            with rounded(policy.model, 0.0 if seed is None else self._rounding, seed or 0):
+                logprobs_N: Tensor = self._engine.evaluate(lay_out(texts)).policy_logprobs_N
+            scored.append(logprobs_N.float().cpu().numpy())
+        return np.concatenate(scored)
 
 
 def _longest(experience: Experience) -> Int32Array:
@@ -112,6 +116,22 @@ def choose(texts: Sequence[Int32Array], longest: int) -> list[Int32Array]:
     places = np.linspace(0, len(by_length) - 1, min(SEQUENCES, len(by_length)))
     chosen = [by_length[round(place)] for place in places]
     return [text[: min(TOKENS, longest)] for text in chosen[:-1]] + [text[:longest] for text in chosen[-1:]]
+
+
+def portions(texts: Sequence[Int32Array], most: int) -> Iterator[list[Int32Array]]:
+    """Yield the texts in order, in lists of at most ``most`` tokens.
+
+    >>> [[len(text) for text in texts] for texts in portions([np.zeros(n, np.int32) for n in (3, 4, 8, 2)], 8)]
+    [[3, 4], [8], [2]]
+    """
+    portion: list[Int32Array] = []
+    for text in texts:
+        if portion and sum(map(len, portion)) + len(text) > most:
+            yield portion
+            portion = []
+        portion.append(text)
+    if portion:
+        yield portion
 
 
 def lay_out(sequences: Sequence[Int32Array]) -> MicroBatch:
