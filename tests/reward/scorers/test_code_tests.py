@@ -7,6 +7,7 @@ import json
 import math
 import time as time_module
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import IntEnum
@@ -307,12 +308,23 @@ def test_no_tolerance_makes_a_word_that_is_no_finite_number_an_integer(word: str
         ("x 0.5", "x 0.50", False),
         ("0.5", "nan", False),
         ("1e999999999", "1", False),
+        ("0.5", "1e99999999999999999999", False),
+        ("0.5 1", "0.5 -1e-99999999999999999999", False),
         ("1" * 5000 + ".0", "1" * 5000, False),
         ("a\x0bb", "a\nb", False),
     ],
 )
 def test_outputs_are_the_same_but_for_white_space_at_the_ends(expected: str, printed: str, same: bool) -> None:
     assert program_results.same_text(expected, printed) is same
+
+
+@pytest.mark.parametrize("same", [program_results.same_text, program_results.same_text_as_livecodebench])
+@pytest.mark.parametrize("tolerance", [0.0, 1e-6])
+@pytest.mark.parametrize(
+    "printed", ["1e99999999999999999999", "sNaN", "nan", "-inf", "1" * 5000, "+-1", "\ud800", "1e+", "\x00"]
+)
+def test_no_output_ends_a_comparison(same: Callable[[str, str, float], bool], tolerance: float, printed: str) -> None:
+    assert not same("0.5", printed, tolerance)
 
 
 def test_with_a_tolerance_numbers_in_outputs_are_compared_as_numbers() -> None:
