@@ -200,7 +200,11 @@ def choice(text: str, letters: str = "ABCDE") -> str | None:
     """
     box = boxed(text)
     if box is not None and (letter := _bare_letter(box, letters)) is not None:
-        return letter
+        start = max(match.start() for match in _BOX.finditer(text))
+        later = last(_said(letters), text[start:][-_CHOICE_WITHIN:])
+        if later is None or "answer" not in later[0].lower():
+            return letter
+        return _decided(later["letter"].upper(), later.string[later.end() :], letters)
     if box is not None and re.fullmatch(rf"(?:[{letters}]|[\W_]|\b(?:text|or|and)\b)*", box):
         return None  # several letters
     text = text[-_CHOICE_WITHIN:]
@@ -257,7 +261,9 @@ def _bare_letter(text: str, letters: str) -> str | None:
     bare = re.sub(r"\\(?:textbf|textit|text|mathrm|mathbf)\s*|[{}$*`]", "", text).strip()
     match = re.fullmatch(rf"\(?([{letters}{letters.lower()}])(?:[).:](?P<option>\s.*)?)?\.?", bare)
     if match is None or re.search(
-        rf"^\s*\(?[{letters}]\)?\s*$|(?:^|[\s(])[{letters}][).:]|^\s*(?:or|and|[/,&|])", match["option"] or ""
+        rf"^\s*\(?[{letters}]\)?\s*$|(?:^|[\s(])[{letters}][).:]|^\s*(?:or|and|[/,&|])"
+        rf"|(?:[,;.]\s*or|\b(?:maybe|perhaps|possibly|alternatively))\s+\(?[{letters}](?![A-Za-z0-9'’])",
+        match["option"] or "",
     ):
         return None
     return match[1].upper()
