@@ -118,6 +118,17 @@ def test_the_last_block_that_defines_the_function_under_test_is_the_program() ->
     assert program_of(f"{F}python\n{SQUARE}{F}\n{F}python\n{named}{F}\n{F}python\n{other}{F}", function="f") == named
 
 
+def test_a_labelled_example_hides_no_program_without_a_label() -> None:
+    program, example = SQUARE, f"{F}python\nprint(f(3))\n{F}"
+    text = f"{F}\n{program}{F}\n{example}"
+    assert program_of(text) == program_of(text, function="f") == program
+    assert program_of(f"{example}\n{F}\n{program}{F}", function="f") == program
+    assert program_of(f"{F}\n{program}{F}\n{F}python\nprint(2)\n{F}") == "print(2)\n"
+    bound = f"{F}python\nf = None\n{F}"
+    assert program_of(f"{F}python\n{program}{F}\n{bound}", function="f") == program
+    assert program_of(f"{F}\n{program}{F}\n{bound}", function="f") == program
+
+
 @pytest.mark.parametrize(
     "part",
     ["'" * 3, '"', "def f(", "x" + " " * 50, "[", "'\\", f"\n{F}\nf(1)\n{F}\n", "a=", "#'", ">>> ", "f" + "'" * 3],
