@@ -124,7 +124,7 @@ from shared.settings.rewards.scorers import AnswerPlace
         ("3 / 4", "3 / 4"),
         ("2 1/2", "2 1/2"),
         ("x/5", None),
-        ("3:5", None),
+        ("3:5", "5"),
         ("Answer:5", "5"),
         ("about 5 million", "5 million"),
         ("about 5 hundred thousand", "5 hundred thousand"),

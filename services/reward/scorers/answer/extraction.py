@@ -32,7 +32,7 @@ _OPERAND = r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])"
 _INSIDE = r"(?:[^{}\n]|\{[^{}\n]*+\})*+"
 _NOT_AFTER = re.compile(
     r"(?:(?:\b(?:not|not be|than|least|most)|n['’]t|[0-9]\$? or)\s+|[<>≠≤≥]=?\s*|\\(?:n?eq|ne|[lg]eq?|[lg]eqslant|[lg]t|pm)\s*)\$?$"
-    r"|(?<![A-Za-z\\])[A-Za-z0-9]++\([^()\n]*+$|[0-9]:$"  # an argument; a ratio or time
+    r"|(?<![A-Za-z\\])[A-Za-z0-9]++\([^()\n]*+$"  # an argument
     rf"|{_OPERAND}[ \t]?(?:\*\*?|/|\\times|\\cdot|\\div)[ \t]{{0,2}}$"
     rf"|\\(?:sqrt(?:\[[^\]\n]*+\])?|[dtc]?frac|binom)\s?(?:\{{{_INSIDE}\}}\s?)?\{{{_INSIDE}$"
 )
