@@ -16,7 +16,7 @@ import tomli_w
 from penstock.inputs import FOLDER, Inputs
 from services.up.run_folder import new_run_id, private_files
 from shared.errors import SettingsError
-from shared.settings import loads
+from shared.settings import SETTINGS_FILE, loads
 
 _LONGEST_TAIL = 4000
 _WRONG_SETTINGS = 2
@@ -42,16 +42,17 @@ class UpProcess:
         values: dict[str, Any] = {}
         for key, value in (*(config if isinstance(config, Mapping) else _read(named)).items(), *changes.items()):
             _set(values, key, value)
-        toml = tomli_w.dumps(values)
-        settings = loads(toml, str(named), environment=os.environ)
+        for key, value in inputs.settings(Path(FOLDER)).items():  # until the run's folder is known
+            _set(values, key, value)
+        settings = loads(tomli_w.dumps(values), str(named), environment=os.environ)
         if not settings.run.id:
             settings = settings.model_copy(update={"run": settings.run.model_copy(update={"id": new_run_id(named)})})
         folder = settings.run_folder.absolute()
-        if paths := inputs.settings(folder / FOLDER):
-            for key, value in paths.items():
-                _set(values, key, value)
-            toml = tomli_w.dumps(values)
-            loads(toml, str(named), environment=os.environ)
+        paths = inputs.settings(folder / FOLDER)
+        for key, value in paths.items():
+            _set(values, key, value)
+        toml = tomli_w.dumps(values)
+        loads(toml, str(named), environment=os.environ)
         return cls(["run.toml", f"--run.id={settings.run.id}"], folder, toml, inputs if paths else None)
 
     @classmethod
@@ -67,6 +68,10 @@ class UpProcess:
     def start(self) -> None:
         """Start it in the working directory; its files are removed by :meth:`stop`. Raises SettingsError."""
         if self._inputs is not None:
+            if any((self.folder / name).exists() for name in (FOLDER, SETTINGS_FILE)):
+                raise SettingsError(
+                    f"a run exists in {self.folder}: continue it with Run.open, or change run.id, or remove the folder"
+                )
             with private_files():
                 self._inputs.write(self.folder / FOLDER)
         place = self._files = Path(tempfile.mkdtemp(prefix="penstock-up-"))

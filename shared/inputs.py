@@ -1,4 +1,5 @@
-"""Digests of the files that a run was started with: its data, models, tokenizers and chat templates.
+"""Digests of the files that a run was started with: its data, models, tokenizers, chat templates, and functions of
+a script or notebook.
 
 ::
 
@@ -9,12 +10,13 @@ Files are digested whole. Only weights (safetensors of more than 64 MiB) are dig
 blocks between them, which takes less than a second per 10 GB: other weights of the same architecture differ there, a
 few changed numbers need not. A file whose size, times and inode are as noted is not read again.
 
-The user's own functions are noted on the bus (``shared.bus.stores.run.functions``).
+The user's other functions are noted on the bus (``shared.bus.stores.run.functions``).
 """
 
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -27,12 +29,15 @@ from shared.errors import SettingsError
 from shared.files.durable import write_whole
 from shared.settings import Settings
 from shared.settings.rewards.models import ModelScorer
+from shared.settings.rewards.scorers import TrlScorer
 
 INPUTS, NEXT_INPUTS = "inputs.json", "inputs.next.json"
 ACCEPT = "--accept-changed-inputs"
 _OF_MODELS = frozenset((".json", ".jinja", ".txt", ".model", ".py", ".tiktoken", ".vocab", ".bpe", ".safetensors"))
 _ABOUT_MODELS = ("LICENSE", "README", "NOTICE", "USE_POLICY")
 _WHOLE_BYTES, _END_BYTES, _BLOCK_BYTES, _BLOCKS = 64 << 20, 1 << 20, 64 << 10, 62
+_CARRIED = re.compile(r'penstock\.carried:\w+\(file=("[^"\\]*")\)')
+"""Functions of a script or notebook, in a file."""
 _SETTLED_S = 2.0
 """Age from which on a change of a file shows in its times."""
 
@@ -118,6 +123,9 @@ def _files(settings: Settings) -> Iterator[tuple[str, Mapping[str, Path | str]]]
         if isinstance(scorer, ModelScorer):
             yield scorer.model_setting, dict(_of_model(scorer.model))
             yield f"tokenizer of scorer {scorer.name!r}", dict(_of_model(scorer.tokenizer))
+        if isinstance(scorer, TrlScorer):
+            files = (_CARRIED.fullmatch(function) for function in scorer.functions)
+            yield f"functions of scorer {scorer.name!r}", {file[1]: Path(json.loads(file[1])) for file in files if file}
     for teacher in settings.reward.teachers:
         yield teacher.setting, dict(_of_model(teacher.model))
 

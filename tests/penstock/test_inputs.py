@@ -11,7 +11,9 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import penstock
+from services.reward.scorers.function.trl_call import load_object
 from services.reward.scorers.function.trl_scorer import TrlFunctions
+from services.up.run_folder import private_files
 from shared.settings import Settings, loads
 from shared.settings.rewards.scorers import TrlScorer
 from tests.support import builders
@@ -33,7 +35,8 @@ def written(run: penstock.Run) -> Path:
     assert run._process is not None
     assert run._process._inputs is not None
     assert not (run.folder / "inputs").exists(), "nothing is written before the start"
-    run._process._inputs.write(run.folder / "inputs")
+    with private_files():
+        run._process._inputs.write(run.folder / "inputs")
     return run.folder / "inputs"
 
 
@@ -128,3 +131,45 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, objects: dict[str, An
 def test_before_the_start_the_sentence_names_it(tmp_path: Path) -> None:
     with pytest.raises(penstock.PenstockError, match=r"has not been started: call start\(\)"):
         make(tmp_path).status()
+
+
+@pytest.mark.parametrize("existing", ["inputs", "settings.toml"])
+def test_an_existing_run_is_refused_before_anything_is_written(tmp_path: Path, existing: str) -> None:
+    run = make(tmp_path, data=ROWS)
+    (run.folder / existing).mkdir(parents=True)
+    with pytest.raises(penstock.SettingsError, match=f"a run exists in {run.folder}"):
+        run.start()
+    assert [path.relative_to(run.folder) for path in run.folder.rglob("*")] == [Path(existing)]
+
+
+def right(completions: list[str], **_: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def test_settings_may_name_the_functions_that_are_given(tmp_path: Path) -> None:
+    run = make(tmp_path, settings={"reward.expression": "2 * rewards"}, rewards=[right])
+    assert settings_of(run).reward.expression == "2 * rewards"
+
+
+@pytest.mark.parametrize("name", ["Path", "pickle", "loader", "os", "__getattr__", "__loader"])
+def test_a_function_may_be_called_as_anything(tmp_path: Path, name: str) -> None:
+    def function(completions: list[str], **_: Any) -> list[float]:
+        return [2.0 for _ in completions]
+
+    function.__name__ = name
+    run = make(tmp_path, rewards=[function])
+    written(run)
+    (scorer,) = settings_of(run).reward.scorers
+    assert isinstance(scorer, TrlScorer)
+    assert load_object(scorer.functions[0])(["a"]) == [2.0]
+
+
+@pytest.mark.parametrize("place", ["inputs", "inputs/rewards.pkl"])
+def test_functions_that_others_may_have_written_are_not_read(tmp_path: Path, place: str) -> None:
+    run = make(tmp_path, rewards=[right])
+    file = written(run) / "rewards.pkl"
+    (run.folder / place).chmod(0o770)
+    with pytest.raises(
+        penstock.SettingsError, match=f"found {run.folder / place} of another owner, or writable by others"
+    ):
+        load_object(f'penstock.carried:right(file="{file}")')

@@ -219,6 +219,6 @@ def test_no_forward_pass_of_the_probe_has_more_tokens_than_a_micro_batch() -> No
     parts = Prober(trainer, small).next(texts("llama"))  # type: ignore[arg-type]
     assert whole is not None
     assert parts is not None
-    assert at_once == [TEXTS * TOKENS] * 2
-    assert passes == [TOKENS] * TEXTS * 2
+    assert at_once == [TEXTS * (TOKENS - 1)] * 2  # the last token has no next one
+    assert passes == [TOKENS - 1] * TEXTS * 2
     np.testing.assert_allclose(parts.logprobs, whole.logprobs, atol=1e-5)  # other shapes of the same float32 products

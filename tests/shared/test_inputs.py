@@ -123,3 +123,13 @@ def test_digests_that_cannot_be_read_are_refused_and_a_run_of_an_older_penstock_
     (run.folder / INPUTS).unlink()
     reverse(run.train)
     assert run.settle().accepted == ()
+
+
+def test_changed_functions_of_a_notebook_are_refused(tmp_path: Path) -> None:
+    run, file = Run(tmp_path), tmp_path / "my rewards.pkl"
+    file.write_bytes(b"1")
+    functions = [f'penstock.carried:{name}(file="{file}")' for name in ("right", "short")]
+    reward = {"scorers": [{"kind": "trl", "name": "rewards", "functions": functions}]}
+    run.settle(reward=reward).write(run.folder / INPUTS)
+    file.write_bytes(b"2")
+    assert f"{file} (functions of scorer 'rewards') has changed" in run.refusal(reward=reward)

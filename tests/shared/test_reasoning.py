@@ -18,8 +18,13 @@ from tests.support import tiny
         ("<think> maybe \\boxed{5}", ""),
         ("<think>\nFirst, 2 plus 2.\n</think>\n<answer>4</answer>", "\n<answer>4</answer>"),
         ("maybe \\boxed{5}</think>7", "7"),
-        ("a<think>b</think>c<think>d</think>e", "ace"),
-        ("a<think>b</think>c<think>\\boxed{5}", "ac"),
+        ("a<think>b</think>c\n<think>d</think>e", "ac\ne"),
+        ("a<think>b</think>c\n  <think>\\boxed{5}", "ac\n  "),
+        ("<think>a</think><think>b</think>c", "c"),
+        ("<think>a</think>Put it in <think> tags: 5", "Put it in <think> tags: 5"),
+        ("<think>a</think>Put it in `<think>…</think>`: 5", "Put it in `<think>…</think>`: 5"),
+        ("<think>not [/THINK], [THINK]5[/THINK] or <|END_THINKING|>4</think>7", "7"),
+        ("<think>a</seed:think>5", ""),
         ("<think>a<think>b</think>c", "c"),
         ("a</think>b</think>c", "c"),
         ("[THINK]5[/THINK]7", "7"),
@@ -56,6 +61,7 @@ def test_a_prompt_opens_the_reasoning_if_it_ends_with_the_opening(prompt: str, o
 def test_a_text_of_many_openings_is_read_in_linear_time() -> None:
     assert Reasoning(KNOWN).answer("<think>" * 200_000) == ""
     assert Reasoning(KNOWN).answer("</think>" * 200_000) == ""
+    assert Reasoning(KNOWN).answer("</think>x" + "<think>" * 200_000) == "x" + "<think>" * 200_000
 
 
 def test_the_markers_are_a_setting() -> None:

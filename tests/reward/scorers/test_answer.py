@@ -68,7 +68,7 @@ async def score(answer_matcher: AnswerMatcher, reference: str, text: str) -> Sco
         ("choice", r"\boxed{A. or B}", None),
         ("choice", r"\boxed{A) B) C)} The answer is A", None),
         ("last_number", "it is not 5", None),
-        ("last_number", "more than 5, x > 5, f(5), 5!", None),
+        ("last_number", "more than 5, x > 5, f(5), $5!$", None),
         ("last_number", "about 5 million", "5 million"),
         ("boxed", r"$\boxed5$", "5"),
         ("boxed", r"\boxed 12.", "12"),

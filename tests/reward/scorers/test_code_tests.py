@@ -7,6 +7,7 @@ import json
 import math
 import time as time_module
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import IntEnum
@@ -115,6 +116,17 @@ def test_the_last_block_that_defines_the_function_under_test_is_the_program() ->
     assert program_of(f"{F}python\n{method}{F}\n{F}python\n{other}{F}", function="f") == method
     named = "f = lambda x: x * x\n"
     assert program_of(f"{F}python\n{SQUARE}{F}\n{F}python\n{named}{F}\n{F}python\n{other}{F}", function="f") == named
+
+
+def test_a_labelled_example_hides_no_program_without_a_label() -> None:
+    program, example = SQUARE, f"{F}python\nprint(f(3))\n{F}"
+    text = f"{F}\n{program}{F}\n{example}"
+    assert program_of(text) == program_of(text, function="f") == program
+    assert program_of(f"{example}\n{F}\n{program}{F}", function="f") == program
+    assert program_of(f"{F}\n{program}{F}\n{F}python\nprint(2)\n{F}") == "print(2)\n"
+    bound = f"{F}python\nf = None\n{F}"
+    assert program_of(f"{F}python\n{program}{F}\n{bound}", function="f") == program
+    assert program_of(f"{F}\n{program}{F}\n{bound}", function="f") == program
 
 
 @pytest.mark.parametrize(
@@ -307,12 +319,23 @@ def test_no_tolerance_makes_a_word_that_is_no_finite_number_an_integer(word: str
         ("x 0.5", "x 0.50", False),
         ("0.5", "nan", False),
         ("1e999999999", "1", False),
+        ("0.5", "1e99999999999999999999", False),
+        ("0.5 1", "0.5 -1e-99999999999999999999", False),
         ("1" * 5000 + ".0", "1" * 5000, False),
         ("a\x0bb", "a\nb", False),
     ],
 )
 def test_outputs_are_the_same_but_for_white_space_at_the_ends(expected: str, printed: str, same: bool) -> None:
     assert program_results.same_text(expected, printed) is same
+
+
+@pytest.mark.parametrize("same", [program_results.same_text, program_results.same_text_as_livecodebench])
+@pytest.mark.parametrize("tolerance", [0.0, 1e-6])
+@pytest.mark.parametrize(
+    "printed", ["1e99999999999999999999", "sNaN", "nan", "-inf", "1" * 5000, "+-1", "\ud800", "1e+", "\x00"]
+)
+def test_no_output_ends_a_comparison(same: Callable[[str, str, float], bool], tolerance: float, printed: str) -> None:
+    assert not same("0.5", printed, tolerance)
 
 
 def test_with_a_tolerance_numbers_in_outputs_are_compared_as_numbers() -> None:

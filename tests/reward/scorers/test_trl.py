@@ -185,3 +185,12 @@ def test_a_factory_takes_literals_by_name(reference: str, sentence: str) -> None
 def test_a_weight_is_needed_for_each_function() -> None:
     with pytest.raises(ValueError, match="expected one weight for each of the 1 functions of scorer 'trl', found 2"):
         TrlScorer(kind="trl", functions=("m:f",), weights=(1.0, 2.0))
+
+
+def test_parts_of_one_name_are_numbered() -> None:
+    notes = Notes(1)
+    for value in (1.0, 0.0):
+        notes.log_part("right", [value])
+    assert notes.parts == {"right": [1.0], "right_2": [0.0]}
+    assert notes.metrics == {"right": 1.0, "right_2": 0.0}
+    assert notes.extra == ["right=1.0, right_2=0.0"]

@@ -7,21 +7,52 @@ from functools import lru_cache
 from services.reward.scorers.answer.notation import JOINT, JOINT_WORD, SCALE_WORDS, ascii_signs, last
 from shared.settings.rewards.scorers import AnswerPlace
 
-_NUMBER = re.compile(
-    r"(?<![A-Za-z_0-9.\\^])(?<!\^\{)(?<!qrt\{)(?<!\}\{)(?<![A-Za-z]\()(?<!\bnot )(?<!\bthan )(?<!\bleast )(?<!\bmost )"
-    r"(?<![<>≠≤≥] )(?<![<>≠≤≥·×*])(?<!eq )"
-    r"(?:(?<![)\]}])[-+](?=[0-9.])|(?<== )-\s(?=[0-9.]))?"  # sign, unless it is an operator
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    rf"(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?(?:/[0-9]+)?(?:\s?\\?%|\s(?:{SCALE_WORDS}))?"
-    r"(?!\^|!|\.[0-9]|[xyznk](?![A-Za-z])|\s?(?:\\times|\\cdot|[×·*])\s?[0-9])"
+_ARROW = r"[-=]{1,3}+>|[→⇒]|\\(?:to|[Rr]ightarrow|longrightarrow|implies)(?![A-Za-z])"
+_EMPHASIS = r"(?<![\w*)\]}\\])(\*{1,3}+|_{1,3}+)(?=[^\s*])((?:(?!\1)[^\n]){1,300}+)(?<!\s)\1(?![\w*])"
+_MARKUP = (
+    (re.compile(r"<sup>"), "^"),
+    (re.compile(r"</?[A-Za-z][A-Za-z0-9]{0,15}+(?:\s[^<>\n]{0,100}+)?/?>"), " "),
+    (re.compile(r"^[ \t]*+(?:>[ \t]?)++", re.MULTILINE), ""),
+    (re.compile(_ARROW), " "),
+    (re.compile(_EMPHASIS), r"\2"),
+    (re.compile(_EMPHASIS), r"\2"),
+    (re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3}(?![0-9]))"), ","),
 )
+_DIGITS = r"(?>(?>[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))++|[0-9]++)(?:\.[0-9]++)*+|(?<!\.)\.[0-9]++)"
+_NUMBER = re.compile(
+    r"(?<![A-Za-z_0-9\\])(?<![0-9]\.)"
+    r"(?:(?<![)\]}.])[-+](?=(?:\\?[$€£¥₹])?[0-9.]|\\[dtc]?frac)(?:\\?[$€£¥₹])?|(?<==\s)-\s(?=[0-9.]))?+"  # sign
+    r"(?:(?P<date>[0-9]{1,4}(?P<dash>[-/])[0-9]{1,2}(?P=dash)[0-9]{1,4}(?![0-9]))"
+    r"|(?:[0-9]++\s?)?+\\[dtc]?frac(?:[0-9]{2}(?![0-9])|\{[0-9]{1,40}+\}\{[0-9]{1,40}+\})"
+    rf"|(?:[0-9]++\s(?=[0-9]++/[0-9]))?+{_DIGITS}(?:[eE][-+]?[0-9]{{1,3}}+(?![0-9]))?+(?:\s?/\s?[0-9]++(?:\.[0-9]++)?+)?+)"
+    rf"(?:\s?\\?%|\s(?:hundred\s)?(?:{SCALE_WORDS})s?\b)?+"
+)
+"""Whatever may be a number, whole: no part of its digits is taken for it."""
+_OPERAND = r"(?:[0-9)\]}]|(?<![A-Za-z])[A-Za-z])"
+_INSIDE = r"(?:[^{}\n]|\{[^{}\n]*+\})*+"
+_NOT_AFTER = re.compile(
+    r"(?:(?:\b(?:not|not be|than|least|most)|n['’]t|[0-9]\$? or)\s+|[<>≠≤≥]=?\s*|\\(?:n?eq|ne|[lg]eq?|[lg]eqslant|[lg]t|pm)\s*)\$?$"
+    r"|(?<![A-Za-z\\])[A-Za-z0-9]++\([^()\n]*+$"  # an argument
+    rf"|{_OPERAND}[ \t]?(?:\*\*?|/|\\times|\\cdot|\\div)[ \t]{{0,2}}$"
+    rf"|\\(?:sqrt(?:\[[^\]\n]*+\])?|[dtc]?frac|binom)\s?(?:\{{{_INSIDE}\}}\s?)?\{{{_INSIDE}$"
+)
+_NOT_BEFORE = re.compile(
+    r"\s?\^(?!\{?\\circ)|\)\s?\^|!\s*[-+*/^=<>\\]|![\w$)}\](!]|\s?[-+*/]?\s?(?:[xyznk]|pi)(?![A-Za-z])"
+    r"|(?![mgshlLVWNJCFA])[A-Za-z](?![A-Za-z])|[xyz]{2,3}(?![A-Za-z])|\s?\*\*?\s?[0-9(]"
+    r"|\s?\\(?:pi|sqrt|[dtc]?frac|times|cdot|div|pm|binom|sin|cos|tan|log|ln|theta|alpha|beta)(?![A-Za-z])"
+)
+"""What makes a number a part of something else: a power, a factorial, a coefficient."""
+_EXPONENT = re.compile(r"\^\{?$")
+_OF_UNIT = re.compile(r"[0-9](?:\s|\\[, ]|\\(?:text|mathrm)\s?\{)*+[A-Za-z][A-Za-z/ ]{0,30}+\}?\^\{?$|_\{$")
+"""Before the exponent of a unit, or an index: no number of its own."""
+_MOST_SKIPPED, _CONTEXT = 16, 60
 _BOX = re.compile(
     r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*"
     r"(?:\{|(?P<bare>[-+]?[0-9][0-9.,]*(?<![.,])|[A-Za-z](?=\s*(?:[$.,;)\]]|\\[)\]]|\Z))))"
 )
 _PLACEHOLDER = re.compile(r"(?:[.…\s]|\\[lcv]?dots)+|(?i:(?:(?:your|the|final)\s+)*(?:answer|result))")
 """Contents of a box that sentences only talk about."""
-_BETWEEN_BOXES = re.compile(rf"(?:{JOINT}|\s*[A-Za-z](?:_\{{?\w+\}}?)?\s*=)*")
+_BETWEEN_BOXES = re.compile(rf"(?:{JOINT}|[A-Za-z](?:_\{{?\w++\}}?)?+\s*+=)*+")
 _LONGEST_JOINT = 60
 _MOST_BOXES = 16
 _COMMENT = re.compile(r"(?<=\s)%[^\n]*\n")
@@ -126,12 +157,23 @@ def hashes(text: str) -> str | None:
 def last_number(text: str) -> str | None:
     """Return the last number, with sign, separators, exponent, denominator and percent sign.
 
-    >>> last_number("3 of ５"), last_number("v5"), last_number("5²")
-    ('5', None, None)
+    None if the last is only a part (a power, a coefficient, a factor) or a bound: never an earlier one.
+
+    >>> last_number("3 of ５"), last_number("v5"), last_number("5²"), last_number("3, so it is **5**!")
+    ('5', None, None, '5')
     """
     text = text[-_LAST_NUMBER_WITHIN:]
-    number = last(_NUMBER, text if text.isascii() else ascii_signs(text))
-    return None if number is None else number[0]
+    text = text if text.isascii() else ascii_signs(text)
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    for number in reversed(deque(_NUMBER.finditer(text), _MOST_SKIPPED)):
+        before = text[max(0, number.start() - _CONTEXT) : number.start()]
+        if _OF_UNIT.search(before):
+            continue
+        is_part = number["date"] or number[0].count(".") > 1 + number[0].count("/")
+        is_part = is_part or _EXPONENT.search(before) or _NOT_AFTER.search(before)
+        return None if is_part or _NOT_BEFORE.match(text, number.end()) else number[0]
+    return None
 
 
 def letter_alone(text: str, letters: str = "ABCDE") -> str | None:
@@ -158,7 +200,11 @@ def choice(text: str, letters: str = "ABCDE") -> str | None:
     """
     box = boxed(text)
     if box is not None and (letter := _bare_letter(box, letters)) is not None:
-        return letter
+        start = max(match.start() for match in _BOX.finditer(text))
+        later = last(_said(letters), text[start:][-_CHOICE_WITHIN:])
+        if later is None or "answer" not in later[0].lower():
+            return letter
+        return _decided(later["letter"].upper(), later.string[later.end() :], letters)
     if box is not None and re.fullmatch(rf"(?:[{letters}]|[\W_]|\b(?:text|or|and)\b)*", box):
         return None  # several letters
     text = text[-_CHOICE_WITHIN:]
@@ -186,7 +232,7 @@ def _decided(letter: str, rest: str, letters: str) -> str | None:
     if re.match(rf"[)\]*_.}}$\s]{{0,6}}(?:(?:[/,;&|+]|(?i:or|and)\b)\s*{another}|\([{letters}]\))", rest):
         return None
     sentence = re.split(
-        r"\b(?:because|since|not|rather|instead)\b|\n(?!\s*(?i:or)\b)|[.!?]\s(?!\s*(?i:or|maybe|perhaps|alternatively|no|it|could)\b)",
+        r"\b(?:because|since|not|rather|instead)\b|\n(?!\s{0,4}+(?i:or)\b)|[.!?]\s(?!\s{0,4}+(?i:or|maybe|perhaps|alternatively|no|it|could)\b)",
         rest,
         maxsplit=1,
     )[0]
@@ -215,7 +261,9 @@ def _bare_letter(text: str, letters: str) -> str | None:
     bare = re.sub(r"\\(?:textbf|textit|text|mathrm|mathbf)\s*|[{}$*`]", "", text).strip()
     match = re.fullmatch(rf"\(?([{letters}{letters.lower()}])(?:[).:](?P<option>\s.*)?)?\.?", bare)
     if match is None or re.search(
-        rf"^\s*\(?[{letters}]\)?\s*$|(?:^|[\s(])[{letters}][).:]|^\s*(?:or|and|[/,&|])", match["option"] or ""
+        rf"^\s*\(?[{letters}]\)?\s*$|(?:^|[\s(])[{letters}][).:]|^\s*(?:or|and|[/,&|])"
+        rf"|(?:[,;.]\s*or|\b(?:maybe|perhaps|possibly|alternatively))\s+\(?[{letters}](?![A-Za-z0-9'’])",
+        match["option"] or "",
     ):
         return None
     return match[1].upper()

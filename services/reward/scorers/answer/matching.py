@@ -121,6 +121,8 @@ def _of_texts(reference: str, answer: str, lenient: frozenset[str]) -> Iterator[
     if (same := same_text(reference, answer)) is not None:
         yield Attempt((), frozenset(same))
         return
+    if re.search(r"\\[hv]?phantom", answer):  # shows nothing
+        return
     if (ratio := shapes.same_ratio(reference, answer)) is not None:
         if ratio:
             yield Attempt(())

@@ -66,7 +66,11 @@ _SCALES: dict[str, int | Fraction] = {
 }
 SCALE_WORDS = "|".join(_SCALES)
 """Words after a number that multiply it."""
-_SCALED = re.compile(rf"(?<![\w.,])([0-9][0-9,]*(?:\.[0-9]+)?)((?:\s|\\[,; ]|\\text\s*\{{)*)({SCALE_WORDS})s?\b")
+_SCALED = re.compile(
+    r"(?<![\w.,/^])(?<![/^0-9]\s)(?<!\\div\s)([0-9][0-9,]*(?:\.[0-9]+)?)((?:\s|\\[,; ]|\\text\s*\{)*)"
+    rf"(hundred\s+(?=(?:thousand|[mbtr]+illion)s?\b))?({SCALE_WORDS})s?\b"
+)
+"""A plain number that is scaled as a whole: not the end of a fraction, power or mixed number."""
 _WORD = r"\\text\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;、]"
 JOINT_WORD = re.compile(_WORD)
 """What joins the members of a list."""
@@ -113,7 +117,7 @@ def _list_of_spans(text: str) -> str:
 
 
 def _scaled(match: re.Match[str]) -> str:
-    value = Fraction(match[1].replace(",", "")) * _SCALES[match[3]]
+    value = Fraction(match[1].replace(",", "")) * _SCALES[match[4]] * (100 if match[3] else 1)
     written = f"{value.numerator}" if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     return written + (r"\text{" if r"\text" in match[2] else "")
 

@@ -43,6 +43,13 @@ _CURRENCIES = {
 }
 _PLACEHOLDERS = {"unit", "square unit", "cubic unit", "sq unit", "cu unit", "units squared", "units cubed"}
 _PLURALS = {"people", "persons", "children", "men", "women", "mice", "geese", "teeth", "fish", "sheep", "deer", "dice"}
+_NO_NOUN = re.compile(
+    r"zeroe?|one|two|three|four|five|sixe?|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ie)"
+    r"|half|halve|quarter|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|\w*(?:teen|tie|hundred|thousand|illion)th)"
+    r"|dozen|hundred|thousand|myriad|\w*illion|lakh|crore|googol\w*|minus?|plus?"
+    r"|double|triple|quadruple|square|cube|power|reciprocal|negative|inverse|opposite|root|log|logarithm|factorial|other|exception|wrong"
+)
+"""In the singular: words in the plural that change the number, or take it back."""
 _CURRENCY = re.compile(r"(?P<sign>[-+]?)\s*(?P<currency>\\?\$|€|£|¥|₹|\\euro|\\pounds)\s*(?=[-+]?[0-9.\\(])")
 _RATE = re.compile(r"(?<=[0-9}])(?:\s+per\s+|\s*/\s*)[A-Za-z]{1,20}$")
 _AFTER_CURRENCY = re.compile(r"\s*(?P<currency>\\\$|\$|€|£|¥|₹)$")
@@ -127,8 +134,12 @@ def read_unit(named: str) -> Unit | None:
 def _is_unit(name: str) -> bool:
     """Whether ``name`` is in the table, or a noun in the plural: not ``more``, ``negative`` or ``factorial``."""
     match = _NAME.match(name)
-    last = (match["name"] if match else name).split(" ")[-1].lower()
-    return _atom(match["name"] if match else name) is not None or last in _PLURALS or _singular(last) != last
+    named = match["name"] if match else name
+    words = named.lower().split(" ")
+    if _atom(named) is not None:
+        return True
+    is_plural = words[-1] in _PLURALS or _singular(words[-1]) != words[-1]
+    return is_plural and not any(_NO_NOUN.fullmatch(_singular(word)) for word in words)
 
 
 def _power(name: str) -> Unit | None:

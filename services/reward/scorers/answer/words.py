@@ -20,7 +20,7 @@ def unwrapped(text: str) -> str:
     text = re.sub(r"\s+", " ", _WRAPPED.sub(r" \1 ", text)).strip(_TRIMMED)
     text = _QUOTED.sub(r"\2", text) if _QUOTED.fullmatch(text) else text
     if text.startswith("(") and text.endswith(")") and "(" not in text[1:]:
-        text = text[1:-1].strip(_TRIMMED)
+        text = text[1:-1].strip()
     return text
 
 

@@ -1,7 +1,8 @@
 """Find the program among a completion's fenced blocks (CommonMark fences), by label and content.
 
 1. No programs: blocks in another language, of literals (``4``: an output), or that begin with a prompt (``>>> f(2)``);
-   without a language also those without a call, an assignment or a definition, and where one is labelled as Python, all.
+   without a language also those without a call, an assignment or a definition, and where one is labelled as Python,
+   all, unless they define what is under test or what the labelled ones only use.
 2. The program is the last that defines the function under test, or else the last but examples, which define nothing and
    use what an earlier block defines (``print(f(2))``).
 3. If the last program is not closed, no other is chosen: a truncated completion is not scored by an earlier draft.
@@ -21,7 +22,10 @@ _OUTPUT = re.compile(
     r"\b(?:in|out)puts?\b|\b(?:results?|prints?|printed|returns?|returned|gives|displays?)\b", re.IGNORECASE
 )
 _DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
-_BOUND = re.compile(r"^[ \t]*((?:async[ \t]+)?(?:def|class)[ \t]+)?(\w+)[ \t]*(\(|:[^=\n]*=(?!=)|=(?!=))", re.MULTILINE)
+_BOUND = re.compile(
+    r"^[ \t]*((?:async[ \t]+)?(?:def|class)[ \t]+)?(\w+)[ \t]*(\(|:[^=\n]*=(?!=)|=(?!=))(?:[ \t]*(lambda)\b)?",
+    re.MULTILINE,
+)
 _NO_CODE = re.compile(
     r"#[^\n]*|(?<![fF\w])(?:\'\'\'.*?(?:\'\'\'|\Z)|\"\"\".*?(?:\"\"\"|\Z)|'(?:\\.|[^'\\\n])*'?|\"(?:\\.|[^\"\\\n])*\"?)",
     re.DOTALL,
@@ -79,11 +83,10 @@ def program_of(text: str, *, needs_block: bool = True, function: str = "") -> st
     if not blocks and not needs_block:
         return text
     programs = [block for block in blocks if block.is_program]
-    programs = (
-        [block for block in programs if block.language]
-        or [block for block in programs if not _OUTPUT.search(block.introduction)]
-        or programs
-    )
+    likely = [block for block in programs if block.language or not _OUTPUT.search(block.introduction)]
+    labelled = [block for block in likely if block.language]
+    is_elsewhere = _defined_elsewhere(labelled, likely, function)
+    programs = (labelled if not is_elsewhere else likely) or likely or programs
     if not programs:
         others = f"{len(blocks)} in other languages, or of outputs" if blocks else "none"
         raise NoProgram(f"expected a fenced block of Python, found {others}")
@@ -92,9 +95,19 @@ def program_of(text: str, *, needs_block: bool = True, function: str = "") -> st
     return _chosen([block.text for block in programs], function)
 
 
+def _defined_elsewhere(labelled: list[_Block], likely: list[_Block], function: str) -> bool:
+    """Whether the program is a block without a label, and those with one are examples of its use."""
+    if function:
+        ranks = [_rank(block.text, function) for block in labelled]
+        return max(ranks, default=0) < 2 and any(_rank(block.text, function) == 2 for block in likely)
+    own = set().union(*(_DEFINED.findall(block.text) for block in labelled))
+    used = {name for block in labelled for name in _NAME.findall(_NO_CODE.sub("", block.text))}
+    return not own and any(used & {*_DEFINED.findall(block.text)} for block in likely)
+
+
 def _chosen(programs: list[str], function: str) -> str:
-    if function and (defining := [program for program in programs if function in _bound(program)]):
-        return defining[-1]
+    if function and (best := max(_rank(program, function) for program in programs)):
+        return [program for program in programs if _rank(program, function) == best][-1]
     defined = [{*_DEFINED.findall(program)} for program in programs]
     for place in range(len(programs) - 1, 0, -1):
         imported = " ".join(_IMPORT.findall(programs[place]))
@@ -104,9 +117,14 @@ def _chosen(programs: list[str], function: str) -> str:
     return programs[0]
 
 
-def _bound(program: str) -> set[str]:
-    """Return names of functions, classes, methods and variables that the program makes."""
-    return {match[2] for match in _BOUND.finditer(program) if match[1] or "(" not in match[3]}
+def _rank(program: str, name: str) -> int:
+    """Return 2 if the program defines ``name`` as a function, class or method, 1 if as another variable, or else 0."""
+    ranks = (
+        2 if match[1] or match[4] else 1
+        for match in _BOUND.finditer(program)
+        if match[2] == name and (match[1] or match[3] != "(")
+    )
+    return max(ranks, default=0)
 
 
 def last_block(text: str) -> str:

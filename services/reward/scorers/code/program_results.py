@@ -124,8 +124,12 @@ def _is_finite(word: str) -> bool:
 
 
 def _same_value(expected: str, printed: str) -> bool:
-    whole = expected.lstrip("+-").isdigit() and printed.lstrip("+-").isdigit()
-    return not whole and Decimal(expected) == Decimal(printed)
+    if expected.lstrip("+-").isdigit() and printed.lstrip("+-").isdigit():
+        return False
+    try:
+        return Decimal(expected) == Decimal(printed)
+    except ArithmeticError:  # an exponent beyond those of Decimal
+        return False
 
 
 def _number(word: str) -> float | None:

@@ -57,7 +57,10 @@ class ProgramTest:
         return Job(program, profile, stdin=self.stdin, limits=limits)
 
     def problem(self, execution: Execution, tolerance: float) -> str:
-        right = self.same(self.expected, execution.stdout, tolerance)
+        try:
+            right = self.same(self.expected, execution.stdout, tolerance)
+        except _WRONG as error:
+            return f"the output cannot be compared ({type(error).__name__})"
         return "" if right else _differs(self.expected, execution.stdout)
 
 

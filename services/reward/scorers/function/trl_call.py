@@ -14,9 +14,10 @@ import ast
 import asyncio
 import base64
 import inspect
+import itertools
 import math
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 from services.reward.scorers.function.function_call import describe, load
@@ -30,6 +31,7 @@ _LONGEST_EXTRA = 120
 _EXTRA_CHARACTERS = 20_000
 """For all completions of an answer, which is one line of at most 64 KiB."""
 _MOST_METRICS = 32
+_LONGEST_NAME = 60
 _MOST_PART_VALUES = 1024
 TrlFunction: TypeAlias = Callable[..., Any]
 
@@ -67,6 +69,12 @@ class TrainerState:
         raise AttributeError(f"expected global_step or max_steps of trainer_state, found {name}: Penstock has no other")
 
 
+def unused(name: str, used: Container[str]) -> str:
+    """Return ``name``, numbered if it is used."""
+    numbered = (f"{name}_{number}" if number > 1 else name for number in itertools.count(1))
+    return next(each for each in numbered if each not in used)
+
+
 class Notes:
     def __init__(self, completions: int) -> None:
         self._columns: dict[str, list[object]] = {}
@@ -83,11 +91,12 @@ class Notes:
 
     def log_part(self, name: str, values: Sequence[float | None]) -> None:
         """Note the values of a rubric's function, in columns, as a metric and, while the answer is short enough, each."""
+        name = unused(name[:_LONGEST_NAME], self._columns)
         self.log_extra(name, values)
         if numbers := [value for value in values if value is not None]:
             self.log_metric(name, sum(numbers) / len(numbers))
         if (len(self._parts) + 1) * len(values) <= _MOST_PART_VALUES:
-            self._parts[name[:64]] = [None if value is None else float(f"{value:.6g}") for value in values]
+            self._parts[name] = [None if value is None else float(f"{value:.6g}") for value in values]
 
     @property
     def parts(self) -> dict[str, list[float | None]]:

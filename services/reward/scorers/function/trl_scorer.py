@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import dataclasses
-import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from prometheus_client import Gauge
 
+from services.reward.scorers.function.trl_call import unused
 from services.reward.scorers.scorer import unavailable, valued
 from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
 from shared.bus.encoding import wire
@@ -112,9 +112,7 @@ def _parts(columns: Sequence[_Column], index: int) -> dict[str, float]:
     for name, of_function in (
         part for column in columns for part in (column.parts or {column.name: column.values}).items()
     ):
-        plain = _NO_METRIC.sub("_", name)
-        numbered = (f"{plain}_{number}" if number > 1 else plain for number in itertools.count(1))
-        values[next(unused for unused in numbered if unused not in values)] = of_function[index]
+        values[unused(_NO_METRIC.sub("_", name), values)] = of_function[index]
     return {name: value for name, value in values.items() if value is not None} if len(values) > 1 else {}
 
 
