@@ -242,9 +242,12 @@ def test_a_trial_cuts_what_does_not_fit_as_a_step_does(memory: Any) -> None:
 def test_a_trial_leaves_out_the_samples_that_a_step_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     learner, group = Rank(settings()), batch()[0]
     seen, forward = set[int](), learner.engine.forward
-    monkeypatch.setattr(
-        learner.engine, "forward", lambda inputs: (seen.update(inputs.places_S.tolist()), forward(inputs))[1]
-    )
+
+    def noted(inputs: Any) -> Any:
+        seen.update(inputs.places_S.tolist())
+        return forward(inputs)
+
+    monkeypatch.setattr(learner.engine, "forward", noted)
     learner.try_out(group, [len(group.group.samples[0].token_ids)] + [0] * (len(group.group.samples) - 1))
     assert seen == set(range(1, len(group.group.samples)))
 
