@@ -23,7 +23,7 @@ from services.rollout.engines.vllm.several import start
 from services.rollout.engines.vllm.several.engine_set import EngineSet
 from services.rollout.engines.vllm.several.plan import Memory
 from services.rollout.engines.vllm.several.start import open_engines
-from services.rollout.engines.vllm.start import PRELOADED, open_vllm
+from services.rollout.engines.vllm.start import PRELOADED, _call_with_plugins, open_vllm
 from shared.bus.messages import PolicyVersion
 from shared.errors import WeightsError
 from shared.weights.receiver.puller import Puller
@@ -347,7 +347,7 @@ def forked() -> Iterator[None]:
         set_environment()
         fork_server.start(PRELOADED)
         yield
-        assert registry._run_in_subprocess is fork_server.call  # and a model of its own class was looked at
+        assert registry._run_in_subprocess is _call_with_plugins
 
 
 def servers(engines: EngineSet) -> set[int]:
