@@ -142,6 +142,6 @@ def test_experience_written_before_references_travelled_stays_readable() -> None
 
 def test_a_reference_that_costs_nothing_in_the_trainer_is_not_held_in_the_reward_service(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[algorithm]\nreference = "reward"\n[policy.lora]\nrank = 4\n')
+    file.write_text('[algorithm]\nreference = "reward"\nkl = { coefficient = 0.1 }\n[policy.lora]\nrank = 4\n')
     with pytest.raises(SettingsError, match=r'expected algorithm.reference = "trainer" with policy\.lora'):
         load(file, environment={})

@@ -141,7 +141,7 @@ def test_functions_receive_what_trl_passes() -> None:
     assert given == {
         "prompts": ["12+34=", "12+34="],
         "completions": ["46", "47"],
-        "completion_ids": [[0, 1, 2], [0, 1, 2]],
+        "completion_ids": [[0, 1, 2], [1, 1, 2]],
         "solution": ["46", "46"],
         "level": [1, 1],
     }

@@ -59,7 +59,7 @@ def test_a_score_written_before_there_was_code_to_run_stays_readable_and_new_sta
     statuses = (ScoreStatus.TIMEOUT, ScoreStatus.MEMORY, ScoreStatus.OUTPUT_LIMIT, ScoreStatus.FORBIDDEN)
     scores = tuple(SampleScores((Score("answer", status, 0.0, "x"),)) for status in statuses)
     written = wire.encode(dataclasses.replace(builders.experience(0, (1.0, 0.0, 0.0, 0.0)), scores=scores))
-    newer = b"\x85" + GOLDEN_SCORE[1:] + b"\xa7lenient\x90"  # a newer field
+    newer = b"\x86" + GOLDEN_SCORE[1:] + b"\xa7lenient\x90\xa5parts\x80"  # newer fields
     assert newer in written
     assert wire.decode(written, Experience).scores == scores
     assert wire.decode(written.replace(newer, GOLDEN_SCORE), Experience).scores == scores
@@ -306,7 +306,7 @@ def test_samples_are_written_by_columns() -> None:
     assert written["rows"] == 2
     assert written["text"] == ["46", "47"]
     assert written["token_ids"]["lengths"] == [3, 3]
-    assert written["token_ids"]["joined"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert written["token_ids"]["joined"].tolist() == [0, 1, 2, 1, 1, 2]
     assert written["version_spans"]["joined"].tolist() == [[0, 0], [0, 0]]
 
 
