@@ -1,5 +1,6 @@
 """Open a policy's tokenizer, and convert prompts with it; messages use the chat template."""
 
+import dataclasses
 import re
 import time
 from collections import OrderedDict
@@ -155,6 +156,9 @@ def clock_of(prompt: Prompt) -> Callable[[str], str]:
     return datetime.fromtimestamp(prompt.admitted_at_s or time.time(), UTC).strftime
 
 
+UNLIMITED = 1 << 30
+
+
 class PromptReader(Protocol):
     @property
     def context_tokens(self) -> int:
@@ -163,6 +167,14 @@ class PromptReader(Protocol):
     @property
     def vocabulary(self) -> int:
         """Number of token ids."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """A :class:`PromptReader` without an engine: a model's limits, as far as they are known without opening it."""
+
+    context_tokens: int = UNLIMITED
+    vocabulary: int = UNLIMITED
 
 
 class TokenizerCodec:

@@ -21,7 +21,7 @@ from shared.bus.messages import Sampling
 from shared.errors import PermanentError
 from shared.model.context import own_context, read_config
 from shared.model.model_source import check_tokenizer
-from shared.model.tokenizer import Tokenizer, TokenizerCodec, check_stop_texts, open_tokenizer
+from shared.model.tokenizer import UNLIMITED, Limits, Tokenizer, TokenizerCodec, check_stop_texts, open_tokenizer
 from shared.settings import Settings
 from shared.text.terminal import escaped_line
 
@@ -30,7 +30,6 @@ _MOST_MEASURED = 5_000
 _BINS = 8
 _BAR = 40
 _LONGEST_PROMPT = 2_000
-_UNLIMITED = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,14 +37,6 @@ class PromptLengths:
     tokens: Sequence[int]
     refused: Sequence[str]
     """Why prompts cannot be generated."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Limits:
-    """The model's limits, as far as they are known without opening it."""
-
-    context_tokens: int
-    vocabulary: int = _UNLIMITED
 
 
 def check(settings: Settings, shown: int) -> bool:
@@ -74,8 +65,8 @@ def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
     check_tokenizer(*settings.policy.tokenizer_source, for_messages=False)  # before the data, which may take minutes
     data = load_data(settings)
     tokenizer = open_tokenizer(settings.policy)
-    context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or _UNLIMITED
-    return data, tokenizer, TokenizerCodec(tokenizer, _Limits(context), settings.data.chat_template, settings.reward)
+    context = settings.rollout.vllm.max_model_len or own_context(read_config(settings.policy.model)) or UNLIMITED
+    return data, tokenizer, TokenizerCodec(tokenizer, Limits(context), settings.data.chat_template, settings.reward)
 
 
 def prompt_lengths(settings: Settings) -> PromptLengths:

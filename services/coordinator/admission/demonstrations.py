@@ -34,7 +34,7 @@ from shared.bus.messages import (
 )
 from shared.errors import PermanentError, SettingsError
 from shared.model.context import own_context, read_config
-from shared.model.tokenizer import TokenizerCodec, encode_text, open_tokenizer, stop_tokens
+from shared.model.tokenizer import UNLIMITED, Limits, TokenizerCodec, encode_text, open_tokenizer, stop_tokens
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 REPLICA = "demonstrations"
 _ASSISTANT = "assistant"
 _MESSAGES = "messages"
-_UNLIMITED = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -65,12 +64,6 @@ class Demonstration:
         return (self.completion,) if self.rejected is None else (self.completion, self.rejected)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Limits:
-    context_tokens: int
-    vocabulary: int
-
-
 class Demonstrations:
     """Reads completions with the policy's tokenizer. Raises SettingsError: it has no token that ends a text."""
 
@@ -78,8 +71,8 @@ class Demonstrations:
         config = read_config(settings.policy.model)
         text = config.get("text_config")
         vocabulary = {**config, **(text if isinstance(text, Mapping) else {})}.get("vocab_size")
-        self._context = settings.rollout.vllm.max_model_len or own_context(config) or _UNLIMITED
-        limits = _Limits(self._context, vocabulary if isinstance(vocabulary, int) else _UNLIMITED)
+        self._context = settings.rollout.vllm.max_model_len or own_context(config) or UNLIMITED
+        limits = Limits(self._context, vocabulary if isinstance(vocabulary, int) else UNLIMITED)
         self._tokenizer = open_tokenizer(settings.policy)
         self._codec = TokenizerCodec(self._tokenizer, limits, settings.data.chat_template, settings.reward)
         self._vocabulary, self._ends = limits.vocabulary, frozenset(stop_tokens(self._tokenizer))

@@ -1,7 +1,6 @@
 """Prompts of the run's data as token ids, for the probe of versions before the first batch."""
 
 import asyncio
-import dataclasses
 import logging
 
 from shared.bus.bus import Bus
@@ -12,14 +11,6 @@ from shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_ANY_CONTEXT = 1 << 30
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Limits:
-    context_tokens: int
-    vocabulary: int
-
 
 async def first_texts(bus: Bus, settings: Settings, vocabulary: int) -> tuple[Int32Array, ...]:
     """Return the prompts that the coordinator offers for trials, as replicas encode them; none if it has not offered any
@@ -28,12 +19,12 @@ async def first_texts(bus: Bus, settings: Settings, vocabulary: int) -> tuple[In
     prompts = await offered(bus)
     if not prompts:
         return ()
-    from shared.model.tokenizer import TokenizerCodec, open_tokenizer
+    from shared.model.tokenizer import Limits, TokenizerCodec, open_tokenizer
 
     texts = []
     try:
         tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
-        codec = TokenizerCodec(tokenizer, _Limits(_ANY_CONTEXT, vocabulary), settings.data.chat_template)
+        codec = TokenizerCodec(tokenizer, Limits(vocabulary=vocabulary), settings.data.chat_template)
         for prompt in prompts:
             texts.append(codec.encode(prompt))
     except (SettingsError, PermanentError) as error:
