@@ -201,6 +201,7 @@ def test_points_have_the_names_of_trl() -> None:
         "penstock/samples": 4.0,
         "penstock/tokens_per_s": 50.0,
         "train/completions/mean_length": 10.0,
+        "train/step_time": 1.0,
     }, "what is not finite is left out"
 
 

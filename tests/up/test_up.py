@@ -474,6 +474,11 @@ def test_the_resume_of_a_finished_run_starts_nothing_and_says_how_to_extend_it(
     (up.run_folder / "summary.json").write_text('{"state": "finished", "steps": 20}')
     prepare(None, up.run_folder, []).lock.close()  # without a report the records are not complete
     (up.run_folder / "report.html").touch()
+    assert main(["up", "--resume", str(up.run_folder)]) == 1, "neither its policy nor its checkpoint exists"
+    capsys.readouterr()
+    (up.run_folder / "checkpoints" / "step-000020").mkdir(parents=True)
+    (up.run_folder / "policy").mkdir()
+    (up.run_folder / "policy" / "config.json").touch()
     assert main(["up", "--resume", str(up.run_folder)]) == 0
     said = capsys.readouterr().out
     assert said.startswith(
