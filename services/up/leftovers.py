@@ -48,7 +48,7 @@ def missing(folder: Path, settings: Settings, summary: dict[str, Any]) -> dict[s
     policy = folder / "policy" / "config.json"
     if summary["state"] == "finished" and not policy.is_file():
         lacks.setdefault("policy", "see the trainer's log")
-    elif "policy" in lacks and policy.is_file() and policy.stat().st_mtime > (folder / "summary.json").stat().st_mtime:
+    elif "policy" in lacks and policy.is_file() and policy.stat().st_mtime >= (folder / "summary.json").stat().st_mtime:
         del lacks["policy"]  # written after the summary
     checkpoint = f"step-{steps:06d}"
     if not steps or (folder / "checkpoints" / checkpoint).is_dir():
