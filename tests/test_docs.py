@@ -1,6 +1,7 @@
 """Laws of the documents and of names."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,7 @@ PAGES = [
     for path in (
         *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
         *sorted((ROOT / "docs").rglob("*.md")),
+        ROOT / "benchmarks/results/index.md",
     )
     if str(path.relative_to(ROOT)) not in GENERATED
 ]
@@ -181,6 +183,14 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 def files() -> set[str]:
     tops = ("services", "shared", "tests", "benchmarks", "deploy", "examples")
     return {path.name for top in tops for path in (ROOT / top).rglob("*.*")}
+
+
+def test_every_result_is_in_the_index_and_says_what_it_measured() -> None:
+    index = (ROOT / "benchmarks/results/index.md").read_text(encoding="utf-8")
+    results = sorted((ROOT / "benchmarks/results").glob("*.json"))
+    assert [path.name for path in results if f"({path.name})" not in index] == []
+    keys = {"date", "commit", "hardware"}
+    assert [path.name for path in results if not keys <= json.loads(path.read_text(encoding="utf-8")).keys()] == []
 
 
 def test_the_life_of_a_group_names_code_that_exists() -> None:

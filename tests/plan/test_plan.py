@@ -40,7 +40,7 @@ H200 = 140.4 * 2**30
 
 def test_the_examples_of_the_page_are_what_the_command_prints() -> None:
     page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
-    assert page.count("$ penstock plan --model") == 6
+    assert page.count("$ penstock plan --model") == 3
     assert with_outputs(page) == page, "run python -m services.cli.plan docs/plan.md"
 
 
