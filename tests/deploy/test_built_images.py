@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +20,19 @@ CHANGE_BYTES = 10_000_000
 EXAMPLES = "/mnt"
 """Where a container sees this repository: its examples are in no image."""
 AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
-pytestmark = [
-    pytest.mark.usefixtures("helm"),
-    pytest.mark.skipif(not (STORE / "layers").is_dir(), reason="no built images: call make images"),
-]
+BUILT_S = 1200.0
+"""Within which CI, which builds the images beside the tests, has them."""
+pytestmark = [pytest.mark.usefixtures("helm", "built"), pytest.mark.timeout(BUILT_S + 600.0)]
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    deadline = time.monotonic() + BUILT_S
+    while (STORE / "building").exists():
+        assert time.monotonic() < deadline, f"expected images within {BUILT_S:.0f} s: see {STORE}/*.log"
+        time.sleep(1)
+    if not (STORE / "layers").is_dir():
+        pytest.skip("no built images: call make images")
 
 
 def buildah(*words: str) -> str:
