@@ -1,6 +1,7 @@
 """Laws of the documents and of names."""
 
 import ast
+import doctest
 import json
 import re
 from collections.abc import Iterator
@@ -219,3 +220,17 @@ def metrics(path: Path) -> set[str]:
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
     made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in KINDS]
     return {str(call.args[0].value) for call in made if isinstance(call.args[0], ast.Constant)}
+
+
+MODULES_WITH_EXAMPLES = [
+    name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    for top in ("services", "shared", "penstock")
+    for path in sorted((ROOT / top).rglob("*.py"))
+    if ">>> " in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("module", MODULES_WITH_EXAMPLES)
+def test_the_examples_of_docstrings_are_true(module: str) -> None:
+    results = doctest.testmod(pytest.importorskip(module, reason="needs an optional package", exc_type=ImportError))
+    assert results.failed == 0

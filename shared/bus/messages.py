@@ -91,11 +91,7 @@ class ChatMessage:
 @record
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """Generation parameters. ``temperature`` 0 is greedy.
-
-    >>> Sampling(samples=16, max_new_tokens=4, temperature=1.0)
-    Sampling(samples=16, max_new_tokens=4, temperature=1.0)
-    """
+    """Generation parameters. ``temperature`` 0 is greedy."""
 
     samples: Annotated[int, FieldLimits(1, MOST_SAMPLES)]
     max_new_tokens: Annotated[int, FieldLimits(1, (1 << 31) - 1)]

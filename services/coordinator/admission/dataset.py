@@ -102,7 +102,7 @@ class EpochOrder:
 
     ``index(cursor) = permutation(seed, cursor // problems)[cursor % problems]``; without ``shuffle`` the file's order.
 
-    >>> [Order(3, seed=0, shuffle=False).index(cursor) for cursor in range(5)]
+    >>> [EpochOrder(3, seed=0, shuffle=False).index(cursor) for cursor in range(5)]
     [0, 1, 2, 0, 1]
     """
 

@@ -279,11 +279,7 @@ def activity(status: RunStatus) -> str:
 
 
 def eta_s(status: RunStatus, steps: int, step_s: Sequence[float | None]) -> float | None:
-    """Return the time that the remaining steps take, from the seconds of the newest ones, which have no stop between them.
-
-    >>> eta_s(running_at_step_10, 12, [3.0, 1.0])    # doctest: +SKIP
-    4.0
-    """
+    """Return the time that the remaining steps take, from the seconds of the newest ones, which have no stop between them."""
     seconds = [seconds for seconds in step_s if seconds is not None][-_PACE_STEPS:]
     if status.state is not RunState.RUNNING or not seconds:
         return None
