@@ -18,7 +18,7 @@ VENV_PYTHON := .venv/bin/python
 # A file's tests stay in one process, in their order; files are taken in that of tests/conftest.py, the longest first.
 PYTEST := $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo demo-reasoning up test faults fuzz portability portability-processes storm quick check lint style format types imports openapi dashboards models images clean install install-dev
+.PHONY: help demo demo-reasoning up test faults fuzz mutants portability portability-processes storm quick check lint style format types imports openapi dashboards models images clean install install-dev
 
 help:
 	@echo "make demo    train the arithmetic example on this machine, from nothing"
@@ -28,6 +28,7 @@ help:
 	@echo "make faults  a real run with Prometheus, and every guard and alert raised by its fault; 3 to 8 minutes"
 	@echo "make portability  what compares floats, under the instruction sets of older CPUs and other numbers of threads"
 	@echo "make portability-processes  the same for tests that start trainers; ROUNDS=10 times each, counted"
+	@echo "make mutants breaks 41 laws one by one; their tests must notice; ARGS=NAME for one"
 	@echo "make storm   30 minutes of faults over a real run, then the audit; ARGS='--seed 7'"
 	@echo "make check   what CI runs: ruff, mypy, the import rule, all tests, the faults"
 	@echo "make openapi write docs/openapi.json, the description of the HTTP API"
@@ -94,6 +95,9 @@ storm: install-dev
 
 fuzz: install-dev
 	PENSTOCK_FUZZ_MESSAGES=$${PENSTOCK_FUZZ_MESSAGES:-20000} $(VENV_PYTHON) -m pytest -s tests/chaos/test_fuzz.py
+
+mutants: install-dev
+	$(VENV_PYTHON) -m tests.support.mutants $(ARGS)
 
 quick: install-dev
 	$(PYTEST) -m "not slow" $(ARGS)
