@@ -2,8 +2,8 @@
 
     python -m tests.support.mutants [NAME]...
 
-Each mutant of mutants.toml replaces one text, which occurs once in its file, in a copy of this repository, and runs the
-tests that guard it. The last line is a JSON object with the mutants killed and those that survived.
+The tests must pass in a copy of this repository. Then each mutant of mutants.toml replaces one text of it, which occurs
+once in its file, and the tests that guard it must fail. The last line is a JSON object with the mutants killed and those that survived.
 """
 
 import json
@@ -38,12 +38,16 @@ def is_killed(mutant: dict[str, str], copy: Path) -> bool:
     before = file.read_text(encoding="utf-8")
     file.write_text(mutated(mutant, copy), encoding="utf-8")
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *mutant["tests"].split()]
-        return subprocess.run(command, cwd=copy, capture_output=True, timeout=LIMIT_S, check=False).returncode == 1
+        return pytest_of(mutant["tests"].split(), copy, "-x", "-n", "0") == 1
     except subprocess.TimeoutExpired:
         return True
     finally:
         file.write_text(before, encoding="utf-8")
+
+
+def pytest_of(tests: list[str], copy: Path, *flags: str) -> int:
+    command = [sys.executable, "-m", "pytest", "-q", *flags, *tests]
+    return subprocess.run(command, cwd=copy, capture_output=True, timeout=LIMIT_S, check=False).returncode
 
 
 def main(names: list[str]) -> dict[str, Any]:
@@ -57,6 +61,9 @@ def main(names: list[str]) -> dict[str, Any]:
             shutil.copy2(ROOT / path, copy / path)
         (copy / ".venv").symlink_to(ROOT / ".venv")
         os.environ["PYTHONPATH"] = str(copy)
+        guards = sorted({path for mutant in chosen.values() for path in mutant["tests"].split()})
+        if pytest_of(guards, copy, "-n", "3", "--dist", "loadfile") != 0:
+            raise RuntimeError("expected the tests to pass without a mutant: run make test")
         for name, mutant in chosen.items():
             killed = is_killed(mutant, copy)
             print(f"{name}: {'killed' if killed else 'SURVIVED'}", flush=True)
