@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 900.0
+LIMIT_S = 1800.0
 
 
 def mutants() -> dict[str, dict[str, str]]:
