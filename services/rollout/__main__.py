@@ -22,7 +22,6 @@ from shared.process.device import DeviceLease, leased
 from shared.process.importing import importing
 from shared.process.telemetry import tell
 from shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
-from shared.settings.placement import GUEST, is_guest
 
 Explain = Callable[[int, str, str], Awaitable[None]]
 
@@ -217,8 +216,7 @@ async def run(settings: Settings, replica: str) -> None:
         context.status.start.begin("waiting for weights")
         turns = None
         if lease.is_shared:
-            guest = (lambda: context.live.settings.algorithm.max_lag) if is_guest(replica) else None
-            turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status, max_lag=guest)
+            turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status)
         engine.update_by(context.live.settings.weights.update)  # may have changed during loading
         context.live.listen(lambda now: engine.update_by(now.weights.update))
         rollout = Rollout(
@@ -258,15 +256,14 @@ async def _load(engine: str) -> None:
 
 def _lease(context: service.Context) -> DeviceLease:
     """Return the lease of the devices that the replica shares with trainer ranks, of none if it shares none."""
-    settings, replica, mode = context.settings, context.replica, context.settings.placement.mode
-    devices, guest = settings.shared_devices_of(replica), is_guest(replica)
-    if not devices and (mode == "shared" or guest):
-        name, last = GUEST if mode == "lend" else "rollout", max(0, len(settings.sharing_replicas) - 1)
+    settings, replica = context.settings, context.replica
+    devices = settings.shared_devices_of(replica)
+    if settings.shared_devices and not devices:
         raise SettingsError(
-            f'expected a replica that is named {name}-0 to {name}-{last} with placement.mode = "{mode}", '
+            f'expected a replica that is named rollout-0 to rollout-{settings.rollout.replicas - 1} with placement.mode = "shared", '
             f"found {replica!r}: each uses the devices of its own trainer ranks; change --replica"
         )
-    return DeviceLease(context.bus, replica, "load" if guest else "generate", devices, settings.internal.claim_after_s)
+    return DeviceLease(context.bus, replica, "generate", devices, settings.internal.claim_after_s)
 
 
 async def _hold_workers(settings: Settings, replica: str) -> None:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,6 @@ from shared.bus.crowd import Crowd
 from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
 from shared.bus.streams import Stream
 from shared.bus.worker import HandOver, Patience, Worker
-from shared.guest_room import GuestRoom
 from shared.process.telemetry import HandlerFailures, Status
 from shared.settings import WeightsSettings
 from shared.weights.receiver.puller import Puller
@@ -63,12 +61,6 @@ GENERATE = Histogram(
 RATE_WINDOW_S = 10.0
 _MAX_EVALUATION_GROUPS = 512
 _REGULATE_S = 0.05
-_GUEST_BLOCK_S = 0.05
-"""Of a read: a guest that must return its device soon takes nothing afterwards."""
-
-
-Ended = Callable[[int, int], None]
-"""Receives the number of a group's samples that ended, and the steps that were made since they began."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,10 +93,8 @@ class Generation:
         replica: str,
         seed: int = 0,
         plausibility: Plausibility | None = None,
-        ended: Ended | None = None,
     ) -> None:
         self._engine = engine
-        self._ended = ended
         self._precedence = precedence
         self._codec = codec
         self._follower = follower
@@ -112,8 +102,6 @@ class Generation:
         self._seed = seed
         self._plausibility = plausibility
         self.rate = Rate(time.monotonic())
-        self.generated = (0, 0)
-        """Samples and tokens finished so far."""
 
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
         """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
@@ -126,9 +114,7 @@ class Generation:
                 if purpose is Purpose.EVALUATE:
                     await self._follower.check_kept(prompt.min_version)
                 request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), self._stop(sampling))
-                began = self._follower.newest_step
                 generated = await self._engine.generate(request)
-                self._note_ended(sampling.samples, began, purpose)
         return self._made(prompt if prompt.sample is None else bare(prompt), token_ids, [generated], purpose)
 
     async def handle_together(
@@ -143,7 +129,6 @@ class Generation:
         """
         with _in_progress(len(places)) as end:
             requests = self._requests(prompt, await self._admit(prompt, purpose), places)
-            began = self._follower.newest_step
             self._precedence.begin(len(places))
             asked = {
                 asyncio.ensure_future(self._engine.generate(request)): place for place, request in requests.items()
@@ -168,11 +153,6 @@ class Generation:
                 await asyncio.gather(*asked, return_exceptions=True)
             if failed is not None:
                 raise failed
-            self._note_ended(len(places), began, purpose)
-
-    def _note_ended(self, samples: int, began: int, purpose: Purpose) -> None:
-        if self._ended is not None and purpose is Purpose.TRAIN:
-            self._ended(samples, self._follower.newest_step - began)
 
     async def _admit(self, prompt: Prompt, purpose: Purpose) -> Int32Array:
         """Return the tokens of a prompt that this replica may generate, once it has the prompt's version."""
@@ -219,7 +199,6 @@ class Generation:
         for each in generated:
             GENERATE.observe(each.finished_at_s - each.started_at_s)
         self.rate.add(time.monotonic(), len(samples), tokens)
-        self.generated = self.generated[0] + len(samples), self.generated[1] + tokens
 
 
 class Rollout:
@@ -255,8 +234,6 @@ class Rollout:
         self._replica = replica
         self._engine = engine
         self._turns = turns
-        max_lag = None if turns is None else turns.max_lag
-        self._is_guest = max_lag is not None
         self._status = status
         self._puller = puller
         self._cordon = taking
@@ -273,8 +250,7 @@ class Rollout:
             pulling=contextlib.nullcontext if turns is None else turns.pulling,
         )
         precedence = Precedence(max_groups * group_size)
-        ended = None if max_lag is None else functools.partial(self._note_ended, max_lag)
-        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility, ended)
+        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility)
         self._answering = Answering(bus, replica, self._generation.handle, taking)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
@@ -300,7 +276,6 @@ class Rollout:
                 crowd=crowd,
                 bug=failures.note,
                 together=functools.partial(self._generation.handle_together, purpose=purpose),
-                block_s=_GUEST_BLOCK_S if self._is_guest else math.inf,
                 unit=group_size if purpose is Purpose.TRAIN and not whole else 1,
             )
 
@@ -308,10 +283,6 @@ class Rollout:
             worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, max_groups if whole else samples, self._training),
             worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
         )
-        self._entry_samples = group_size if whole else 1
-        self._room = GuestRoom(samples, group_size)
-        if self._is_guest:
-            self._allow()
 
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
         """Serve until ``stop``, with status every ``report_s``; raises StateLost if the engine died."""
@@ -322,7 +293,7 @@ class Rollout:
                 releasing = around.create_task(self._release(stop))
                 regulating = around.create_task(self._keep_regulating())
                 taking_turns = around.create_task(self._take_turns())
-                answering = around.create_task(self._answer())
+                answering = around.create_task(self._answering.run())
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
@@ -337,21 +308,7 @@ class Rollout:
         if self._turns is not None:
             await self._turns.run(self)
 
-    async def _answer(self) -> None:
-        if not self._is_guest:
-            await self._answering.run()
-
     # ---------------------------------------------------------------- turns on a shared device
-
-    @property
-    def newest_step(self) -> int:
-        """The head's step, as announced."""
-        return self._follower.newest_step
-
-    @property
-    def generated(self) -> tuple[int, int]:
-        """Samples and tokens finished so far."""
-        return self._generation.generated
 
     async def evaluated(self) -> None:
         """Wait until the engine's version is not kept for an evaluation that this replica can continue."""
@@ -373,26 +330,6 @@ class Rollout:
         self._follower.refill()
         self._regulate()
 
-    def closed(self) -> None:
-        """A guest takes no more work."""
-        self._regulate()
-
-    async def hand_back(self) -> None:
-        """Return what is held to the bus."""
-        if self._is_guest:
-            self._room.note(self._workers[0].held * self._entry_samples, late=True)
-            self._allow()
-        await asyncio.gather(*(worker.hand_back() for worker in self._workers))
-
-    def _note_ended(self, max_lag: Callable[[], int], samples: int, steps: int) -> None:
-        self._room.note(samples, late=steps > max_lag())
-        self._allow()
-
-    def _allow(self) -> None:
-        """A guest takes no more samples than end in time."""
-        self._status.values["room"] = float(self._room.samples)
-        self._workers[0].allow(self._room.samples // self._entry_samples)
-
     async def _release(self, stop: asyncio.Event) -> None:
         await stop.wait()
         await self._follower.release()
@@ -404,9 +341,8 @@ class Rollout:
 
     def _regulate(self) -> None:
         open_to_all = self._cordon is None or self._cordon.is_set()
-        may_train = not self._is_guest or (self._turns is not None and self._turns.is_open)
         held = self._hold.version
-        _set(self._training, open_to_all and may_train and not self._follower.kept_back and not self._follower.gave_up)
+        _set(self._training, open_to_all and not self._follower.kept_back and not self._follower.gave_up)
         _set(self._evaluating, open_to_all and held is not None and held == self._engine.version)
 
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:

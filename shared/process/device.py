@@ -11,7 +11,6 @@ Without devices (``placement.mode = "separate"``) every call returns at once.
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import time
 import uuid
@@ -52,8 +51,6 @@ class DeviceLease:
         """What the trainer has to move to the host after its turn at rung 3, as asked from the holder before."""
         self.switch_s: float | None = None
         """As of the newest grant: see :class:`Renewal`."""
-        self.generated = (0, 0)
-        """Samples and tokens that guests finished in their turns before the newest grant."""
         self._switches: dict[str, float] = {}
         self._scored: tuple[int, float] | None = None
         """Turns of reward models before the newest grant, and their seconds."""
@@ -127,7 +124,6 @@ class DeviceLease:
             "switch_rung": float(max(0, renewal.freed)),
             **self._score_turns(renewal),
         }
-        self.generated = renewal.samples, renewal.tokens
         self._granted.set()
 
     def _score_turns(self, renewal: Renewal) -> dict[str, float]:
@@ -147,8 +143,8 @@ class DeviceLease:
         switches, self._switches = self._switches, {}
         return switches
 
-    async def release(self, switch_s: float | None = None, generated: tuple[int, int] = (0, 0)) -> None:
-        """As :func:`release_devices`; a guest that has loaded its model requests to generate from now on."""
+    async def release(self, switch_s: float | None = None) -> None:
+        """As :func:`release_devices`."""
         if not self.is_shared:
             return
         async with self._busy:
@@ -156,9 +152,7 @@ class DeviceLease:
             self._granted.clear()
             self._asked.clear()
             request = self._request
-            await release_devices(self._bus, request.replica, request.process, request.devices, switch_s, generated)
-            if request.phase == "load":
-                self._request = dataclasses.replace(request, phase="generate")
+            await release_devices(self._bus, request.replica, request.process, request.devices, switch_s)
 
 
 @contextlib.asynccontextmanager

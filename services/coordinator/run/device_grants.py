@@ -42,7 +42,7 @@ _ADDED = {1: {"kv_cache"}, 2: {"weights", "shadow"}}
 _ADDED_BY_TRAINER = {OPTIMIZER_RUNG: {"optimizer"}, 4: {"weights", "gradients"}}
 """Components that each rung frees in addition to the one below: of a replica for training, of the trainer for generation."""
 MEASURED = "memory_"
-_PRECEDENCE: Mapping[Phase, int] = {"train": 0, "score": 1, "generate": 2, "load": 2}
+_PRECEDENCE: Mapping[Phase, int] = {"train": 0, "score": 1, "generate": 2}
 
 
 class Rung(NamedTuple):
@@ -59,7 +59,7 @@ class Decision:
 
 
 def decide(look: DeviceLook) -> Decision:
-    """Training comes first, then scoring; but when training waits, a guest may load its model.
+    """Training comes first, then scoring.
 
     >>> request, replica = DeviceRequest("reward-0", "5f3a", "score", (0,)), Grant("rollout-0", "1b", "generate", 7, -1)
     >>> decide(DeviceLook((replica,), (request,))).ask_back == ((0, replica),)
@@ -76,11 +76,8 @@ def decide(look: DeviceLook) -> Decision:
         if holders.keys().isdisjoint(request.devices)
         and all(first[index] == _PRECEDENCE[request.phase] for index in request.devices)
     ]
-    loading = {index for request in look.requests if request.phase == "load" for index in request.devices}
     asked = [
-        (index, grant)
-        for index, grant in holders.items()
-        if grant.rung < 0 and (index in loading if grant.phase == "train" else first[index] < _PRECEDENCE[grant.phase])
+        (index, grant) for index, grant in holders.items() if grant.rung < 0 and first[index] < _PRECEDENCE[grant.phase]
     ]
     return Decision(tuple(grants), tuple(asked))
 
@@ -164,8 +161,6 @@ class DeviceGrants:
         chosen = self._settings.placement.rung
         if chosen != "auto":
             return Rung(chosen)
-        if grant.phase == "train":
-            return Rung(RUNGS[-1])
         self._note_peaks()
         settings = self._settings
         sharing = {name: peaks for name, peaks in self._peaks.items() if index in settings.shared_devices_of(name)}

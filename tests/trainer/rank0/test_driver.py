@@ -92,12 +92,8 @@ async def has(driven: Driven, event: str) -> None:
     await until(told)
 
 
-@pytest.mark.parametrize(
-    ("rung", "least", "freed", "needed"), [("auto", 0, 3, 7), (3, 0, 3, None), ("auto", 4, 4, 7), (3, 4, 3, None)]
-)
-async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed_and_more_for_a_model_that_loads(
-    rung: Any, least: int, freed: int, needed: int | None
-) -> None:
+@pytest.mark.parametrize(("rung", "needed"), [("auto", 7), (3, None)])
+async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed(rung: Any, needed: int | None) -> None:
     sent: list[Command] = []
 
     async def ask(command: Command, _kind: type[Freed]) -> Freed:
@@ -109,23 +105,10 @@ async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed_
         _device=SimpleNamespace(offload_bytes=7), _settings=SimpleNamespace(placement=placement), _rung=3, _ask=ask,
         _context=SimpleNamespace(status=status), _moved_bytes=0.0,
     )  # fmt: skip
-    await Driver._free_memory(driver, least)  # type: ignore[arg-type]
-    assert [(command.kind, command.rung, command.offload_bytes) for command in sent] == [
-        (CommandKind.FREE, freed, needed)
-    ]
+    await Driver._free_memory(driver)  # type: ignore[arg-type]
+    assert [(command.kind, command.rung, command.offload_bytes) for command in sent] == [(CommandKind.FREE, 3, needed)]
     assert status.values == {"memory_optimizer": 9.0}
     assert driver._moved_bytes == 8.0
-
-
-async def test_the_samples_that_a_batch_lacks_follow_a_changed_group_size(bus: Bus, tmp_path: Path) -> None:
-    driven = Driven(bus, settings(bus, tmp_path))
-    await driven.ledger.create()
-    live = driven.context.live
-    groups, samples = live.settings.algorithm.groups_per_step, live.settings.sampling.group_size
-    assert await driven.driver._missing() == groups * samples
-    assert await live.change(0, {"sampling.group_size": 2 * samples}, "") is not None
-    await live.refresh()
-    assert await driven.driver._missing() == groups * 2 * samples
 
 
 async def test_the_largest_peak_of_the_trainer_s_steps_is_reported(bus: Bus, tmp_path: Path) -> None:
