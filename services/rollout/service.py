@@ -18,12 +18,18 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.rollout.device_turns import DeviceTurns
-from services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest, with_texts
+from services.rollout.engines.engine import (
+    Engine,
+    GeneratedGroup,
+    GenerationRequest,
+    SuspendableEngine,
+    with_texts,
+)
 from services.rollout.engines.prompts import Codec
 from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.eval_priority import Precedence
@@ -33,13 +39,13 @@ from services.rollout.questions import Answering
 from services.rollout.version_hold import Hold
 from shared.bus import streams
 from shared.bus.assembly import bare
-from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
 from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
 from shared.bus.streams import Stream
-from shared.bus.worker import HandOver, Patience, Worker
-from shared.process.telemetry import HandlerFailures, Status
-from shared.settings import WeightsSettings
+from shared.bus.worker import HandOver, Worker
+from shared.placement.turns import ReplicaTurns
+from shared.process.service import Context
+from shared.process.telemetry import HandlerFailures
 from shared.weights.receiver.puller import Puller
 
 GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
@@ -202,87 +208,44 @@ class Generation:
 
 
 class Rollout:
-    """One replica, from start to orderly stop; it owns the engine.
-
-    Args:
-        max_groups: groups whose samples are held at a time, in training and in evaluation.
-        taking: set while new prompts may be taken.
-        turns: with the trainer, on a shared device.
-        whole: entries are groups, not samples.
-    """
+    """One replica, from start to orderly stop; it owns ``engine`` and ``puller``."""
 
     def __init__(
         self,
-        bus: Bus,
+        context: Context,
         engine: Engine,
         codec: Codec,
-        status: Status,
         puller: Puller,
-        weights: WeightsSettings,
-        *,
-        replica: str,
-        patience: Patience,
-        max_groups: int,
-        group_size: int,
-        seed: int = 0,
-        taking: asyncio.Event | None = None,
+        turns: ReplicaTurns,
         plausibility: Plausibility | None = None,
-        turns: DeviceTurns | None = None,
-        whole: bool = False,
     ) -> None:
-        self._bus = bus
-        self._replica = replica
+        self._bus = bus = context.bus
+        self._replica = replica = context.replica
         self._engine = engine
         self._turns = turns
-        self._status = status
+        self._status = context.status
         self._puller = puller
-        self._cordon = taking
+        self._cordon = context.cordon.taking
         self._hold = Hold(bus, replica)
+        settings = context.settings
         self._follower = Follower(
             bus,
             engine,
-            status,
+            context.status,
             replica,
             puller,
-            deadline_s=weights.deadline_s,
-            probe_margin=weights.probe_margin,
+            deadline_s=settings.weights.deadline_s,
+            probe_margin=settings.weights.probe_margin,
             hold=self._hold,
-            pulling=contextlib.nullcontext if turns is None else turns.pulling,
+            pulling=functools.partial(turns.pulling, engine),
         )
-        precedence = Precedence(max_groups * group_size)
-        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility)
-        self._answering = Answering(bus, replica, self._generation.handle, taking)
+        precedence = Precedence(settings.rollout.max_groups * settings.sampling.group_size)
+        generation = Generation(engine, codec, self._follower, precedence, replica, settings.run.seed, plausibility)
+        self._rate = generation.rate
+        self._answering = Answering(bus, replica, generation.handle, self._cordon)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
-        samples = max_groups * group_size
-        evaluation_groups = max(max_groups, min(samples, _MAX_EVALUATION_GROUPS))
-
-        crowd, failures = Crowd(), HandlerFailures("generation", bus, replica, status)
-
-        def worker(
-            purpose: Purpose, source: Stream, output: Stream, concurrency: int, taking: asyncio.Event
-        ) -> Worker[Prompt, RolloutGroup]:
-            handler = functools.partial(self._generation.handle, purpose=purpose)
-            return Worker(
-                bus,
-                replica,
-                source,
-                Prompt,
-                output,
-                handler,
-                concurrency,
-                patience,
-                taking,
-                crowd=crowd,
-                bug=failures.note,
-                together=functools.partial(self._generation.handle_together, purpose=purpose),
-                unit=group_size if purpose is Purpose.TRAIN and not whole else 1,
-            )
-
-        self._workers = (
-            worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, max_groups if whole else samples, self._training),
-            worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
-        )
+        self._workers = _workers(context, generation, self._training, self._evaluating)
 
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
         """Serve until ``stop``, with status every ``report_s``; raises StateLost if the engine died."""
@@ -292,7 +255,7 @@ class Rollout:
                 reporting = around.create_task(self._report(stop, report_s))
                 releasing = around.create_task(self._release(stop))
                 regulating = around.create_task(self._keep_regulating())
-                taking_turns = around.create_task(self._take_turns())
+                taking_turns = around.create_task(self._turns.run(self, cast(SuspendableEngine, self._engine)))
                 answering = around.create_task(self._answering.run())
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
@@ -303,10 +266,6 @@ class Rollout:
             self._status.state = "stopping"
             await self._engine.close()
             await self._puller.close()
-
-    async def _take_turns(self) -> None:
-        if self._turns is not None:
-            await self._turns.run(self)
 
     # ---------------------------------------------------------------- turns on a shared device
 
@@ -340,7 +299,7 @@ class Rollout:
             await asyncio.sleep(_REGULATE_S)
 
     def _regulate(self) -> None:
-        open_to_all = self._cordon is None or self._cordon.is_set()
+        open_to_all = self._cordon.is_set()
         held = self._hold.version
         _set(self._training, open_to_all and not self._follower.kept_back and not self._follower.gave_up)
         _set(self._evaluating, open_to_all and held is not None and held == self._engine.version)
@@ -348,14 +307,14 @@ class Rollout:
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:
         while True:
             held = sum(worker.held for worker in self._workers)
-            samples_per_s, tokens_per_s = self._generation.rate.per_second(time.monotonic())
+            samples_per_s, tokens_per_s = self._rate.per_second(time.monotonic())
             self._status.values.update(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, held=float(held))
             self._status.state = self._state(held, stop.is_set())
             self._note_memory(report_s)
             await asyncio.sleep(report_s)
 
     def _note_memory(self, seconds: float) -> None:
-        phase = "generate" if self._turns is None or self._turns.is_open else "train"
+        phase = "generate" if self._turns.is_open else "train"
         for rank, held in enumerate(self._engine.held):
             self._status.memory.note(held.during(phase, seconds), rank)
 
@@ -365,6 +324,45 @@ class Rollout:
         if self._follower.failing:
             return "degraded"
         return "working" if held and self._engine.version is not None else "waiting"
+
+
+def _workers(
+    context: Context, generation: Generation, training: asyncio.Event, evaluating: asyncio.Event
+) -> tuple[Worker[Prompt, RolloutGroup], Worker[Prompt, RolloutGroup]]:
+    """Return the workers of prompts to train, of which entries are samples or whole groups, and to evaluate; each takes
+    entries while its event is set.
+    """
+    settings, whole = context.settings, context.settings.run.deterministic == "run"
+    most_groups, group_size = settings.rollout.max_groups, settings.sampling.group_size
+    samples = most_groups * group_size
+    crowd = Crowd()
+    failures = HandlerFailures("generation", context.bus, context.replica, context.status)
+
+    def worker(
+        purpose: Purpose, source: Stream, output: Stream, concurrency: int, taking: asyncio.Event, unit: int
+    ) -> Worker[Prompt, RolloutGroup]:
+        return Worker(
+            context.bus,
+            context.replica,
+            source,
+            Prompt,
+            output,
+            functools.partial(generation.handle, purpose=purpose),
+            concurrency,
+            context.patience,
+            taking,
+            crowd=crowd,
+            bug=failures.note,
+            together=functools.partial(generation.handle_together, purpose=purpose),
+            unit=unit,
+        )
+
+    most, unit = (most_groups, 1) if whole else (samples, group_size)
+    evaluated = max(most_groups, min(samples, _MAX_EVALUATION_GROUPS))
+    return (
+        worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, most, training, unit),
+        worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluated, evaluating, 1),
+    )
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:

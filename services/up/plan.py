@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shared.bus import embedded
 from shared.errors import SettingsError
+from shared.placement.devices import gpus_of
 from shared.process.gpus import VISIBLE, visible_names
 from shared.process.parent import FOR_PYTHON
 from shared.process.service import own_host
@@ -145,18 +146,7 @@ def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
 
 def _gpus(settings: Settings, service: str, name: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return which GPUs a process sees; settings number those that ``penstock up`` sees itself."""
-    devices = settings.shared_devices_of(name)
-    if service == "trainer":
-        shown = settings.trainer.gpus
-    elif devices:
-        gpus = tuple(settings.trainer.gpus or settings.shared_devices)
-        shown = tuple(gpus[device] for device in devices)
-    elif service in ("rollout", "reward"):
-        section, index = getattr(settings, service), int(name.rpartition("-")[2])
-        each = len(section.gpus) // section.replicas
-        shown = section.gpus[index * each : (index + 1) * each]
-    else:
-        shown = ()
+    shown = gpus_of(settings, service, name)
     names = visible_names(environment) if settings.run.device != "cpu" else None
     return {VISIBLE: ",".join(_name_of(gpu, names) for gpu in shown)} if shown else {}
 

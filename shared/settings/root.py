@@ -115,24 +115,6 @@ class Settings(Section):
         in_turn = self.placement.mode == "shared" and reward.models.device == "auto" and not reward.gpus
         return in_turn and has_models and not self.is_supervised
 
-    def shared_devices_of(self, replica: str) -> tuple[int, ...]:
-        """Return the devices that ``replica``, of rollout or reward, shares with the trainer.
-
-        >>> Settings.model_validate({"placement": {"mode": "shared"}, "rollout": {"replicas": 1}}).shared_devices_of("rollout-0")
-        (0,)
-        """
-        if replica == "reward-0" and self.scores_in_turns:
-            return (0,)
-        each = self.rollout.vllm.tensor_parallel_size
-        return next(
-            (
-                tuple(self.shared_devices[number * each : (number + 1) * each])
-                for number in range(len(self.shared_devices) // each)
-                if replica == f"rollout-{number}"
-            ),
-            (),
-        )
-
     @property
     def common_gpus(self) -> frozenset[int]:
         """GPUs on which trainer and replicas work at the same time, as trainer.gpus and rollout.gpus both name them.

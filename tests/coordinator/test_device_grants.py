@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from services.coordinator.run import device_grants
-from services.coordinator.run.device_grants import Decision, DeviceGrants, decide, lowest_rung
 from shared.bus.bus import Bus
 from shared.bus.client import server
 from shared.bus.keys import RUN
@@ -22,7 +20,10 @@ from shared.bus.stores.replicas.device_leases import (
 )
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.errors import Fenced
-from shared.process.device import DeviceLease, leased
+from shared.placement import grants as device_grants
+from shared.placement.grants import Decision, DeviceGrants, decide, lowest_rung
+from shared.placement.lease import DeviceLease, leased
+from shared.placement.turns import TrainerTurns
 from shared.process.telemetry import Status
 from shared.settings import loads
 from tests.support.raw_redis import raw
@@ -422,3 +423,17 @@ async def test_the_seconds_of_a_switch_to_generation_are_counted_once(bus: Bus) 
     assert (await take(trainer))["switch_generate_s"] == 0.25
     await trainer.release()
     assert (await take(trainer))["switch_generate_s"] == 0.0, "no replica had a turn since"
+
+
+@pytest.mark.parametrize(("rung", "needed"), [("auto", 7), (3, None)])
+async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed(
+    bus: Bus, rung: object, needed: int | None
+) -> None:
+    settings = loads(f'placement = {{mode = "shared", rung = {rung!r}}}', "run.toml")
+    lease, status = DeviceLease(bus, "trainer-0", "train", (0,), TTL_S), Status()
+    lease.offload_bytes = 7
+    turns = TrainerTurns(lease, settings, status)
+    assert turns.offload_bytes == needed
+    await turns.end({"optimizer": 9.0}, 8.0)
+    assert (status.values, turns.take_figures()) == ({"memory_optimizer": 9.0}, {"switch_moved_bytes": 8.0})
+    assert turns.take_figures() == {"switch_moved_bytes": 0.0}

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from services.rollout.device_turns import DeviceTurns
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
 from shared.bus.keys import RUN
@@ -12,7 +11,8 @@ from shared.bus.messages import Prompt, RolloutGroup
 from shared.bus.stores.replicas.device_leases import ask_back, grant_devices, look_at_devices
 from shared.bus.streams import PROMPTS, ROLLOUTS
 from shared.bus.worker import Patience, Worker
-from shared.process.device import DeviceLease
+from shared.placement.lease import DeviceLease
+from shared.placement.turns import ReplicaTurns
 from shared.process.telemetry import Status
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
@@ -58,9 +58,9 @@ class Replica:
 async def playing(
     bus: Bus, replica: Replica, engine: Engine, lease: DeviceLease, status: Status
 ) -> AsyncIterator[None]:
-    turns = DeviceTurns(lease, engine, status)  # type: ignore[arg-type]
+    turns = ReplicaTurns(lease, status)
     stop = asyncio.Event()
-    tasks = [asyncio.create_task(work) for work in (lease.keep(), turns.run(replica), replica.worker.run(stop))]
+    tasks = [asyncio.create_task(work) for work in (lease.keep(), turns.run(replica, engine), replica.worker.run(stop))]
     try:
         yield
     finally:

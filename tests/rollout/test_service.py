@@ -43,14 +43,13 @@ from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import Stream
-from shared.bus.worker import Patience
 from shared.errors import NotHere, PermanentError
 from shared.process.telemetry import Status
-from shared.settings import Settings, WeightsSettings
+from shared.settings import Settings
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller
 from tests.conftest import PATIENCE_S, Server, until
-from tests.support import builders, tiny, weights
+from tests.support import builders, replicas, tiny, weights
 from tests.support.raw_redis import raw
 from tests.support.tolerance import ULPS
 
@@ -97,21 +96,19 @@ def rollout(
     drain_s: float = 0.2,
     group_size: int = 2,
     taking: asyncio.Event | None = None,
-    max_groups: int = 4,
 ) -> Rollout:
-    return Rollout(
-        bus,
-        engine,
-        CharacterCodec(),
-        status or Status(),
-        Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret),
-        WeightsSettings(deadline_s=PATIENCE_S),
-        replica=name,
-        patience=Patience(claim_after_s=PATIENCE_S, drain_s=drain_s),
-        max_groups=max_groups,
-        group_size=group_size,
-        taking=taking,
+    settings = Settings.model_validate(
+        {
+            "rollout": {"max_groups": 4},
+            "sampling": {"group_size": group_size},
+            "weights": {"deadline_s": PATIENCE_S},
+            "bus": {"drain_s": drain_s},
+            "internal": {"claim_after_s": PATIENCE_S},
+        }
     )
+    puller = Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret)
+    made = replicas.context(settings, bus, name, status or Status(), taking)
+    return Rollout(made, engine, CharacterCodec(), puller, replicas.own_device(made))
 
 
 class Serving:

@@ -6,6 +6,7 @@ import pytest
 
 from services.up.plan import services
 from shared.errors import SettingsError
+from shared.placement.devices import devices_of
 from shared.settings import loads
 
 SHARED = 'placement.mode = "shared"\nrollout.engine = "transformers"\n'
@@ -99,17 +100,12 @@ def test_models_take_turns_unless_they_have_a_device_of_their_own(text: str, *, 
 
 
 def test_a_replica_shares_the_device_of_its_rank_where_the_mode_says_so() -> None:
-    names = (
-        "rollout-0",
-        "rollout-1",
-        "rollout-2",
-        "trainer-0",
-        "reward-0",
-        "rollout",
-        "rollout--1",
-        "rollout-01",
-        "guest-0",
-    )
+    names = ("rollout-0", "rollout-1", "rollout-2", "rollout", "rollout--1", "rollout-01", "trainer-0", "reward-0")
     shared = loads(SHARED + "trainer.ranks = 2\nrollout.replicas = 2", "run.toml")
-    assert [shared.shared_devices_of(name) for name in names] == [(0,), (1,), *[()] * 7]
-    assert not any(loads("", "run.toml").shared_devices_of(name) for name in names)
+    assert [devices_of(shared, "rollout", name) for name in names] == [(0,), (1,), *[()] * 6]
+    assert (devices_of(shared, "trainer", "a"), devices_of(shared, "reward", "reward-0")) == ((0, 1), ())
+    scoring = loads(SHARED + MODEL, "run.toml")
+    assert [devices_of(scoring, "reward", name) for name in ("reward-0", "reward-1")] == [(0,), ()]
+    assert not any(
+        devices_of(loads("", "run.toml"), service, f"{service}-0") for service in ("rollout", "reward", "trainer")
+    )

@@ -44,11 +44,10 @@ from shared.bus.stores.policy import held_out
 from shared.bus.stores.policy.ledger import CHECKPOINT, ENDED, POLICY, Ledger, RunState
 from shared.bus.streams import JOURNAL
 from shared.errors import Fenced, WeightsError
-from shared.process.device import DeviceLease
+from shared.placement.turns import TrainerTurns
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
 from shared.settings import Settings
-from shared.settings.placement import REPLICA_RUNG, RUNGS
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +61,10 @@ _LOGGED = ("reward_mean", "loss", "kl_mean", "entropy", "lag_mean", "samples_per
 class Driver:
     """Drives one trainer's ranks; on the event loop, except for the mailbox."""
 
-    def __init__(self, context: Context, mailbox: Mailbox, device: DeviceLease | None = None) -> None:
+    def __init__(self, context: Context, mailbox: Mailbox, turns: TrainerTurns) -> None:
         self._context = context
-        self._device = device or DeviceLease(context.bus, context.replica, "train")
-        self._moved_bytes = 0.0
-        """To the host since the last step."""
         self._settings = context.settings
+        self._turns = turns
         self._mailbox = mailbox
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
@@ -176,9 +173,7 @@ class Driver:
 
     async def _take_device(self) -> bool:
         """Wait for shared devices; return False if the trainer stops first."""
-        if self._device.held:
-            return True
-        while not await self._device.acquire(_CLOSE_S if self._context.stop.is_set() else TURN_S):
+        while not await self._turns.acquire(_CLOSE_S if self._context.stop.is_set() else TURN_S):
             if self._context.stop.is_set():
                 return False
             await self._ask(Command(CommandKind.IDLE), Result)
@@ -186,33 +181,12 @@ class Driver:
 
     async def _release_device(self, *, can_train: bool) -> None:
         """Release shared devices unless the next batch is complete."""
-        if not self._device.is_shared or not self._device.held:
+        turns = self._turns
+        if not turns.may_end or (can_train and await self._intake.next_batch(self._step, 0.0) is not None):
             return
-        if can_train and await self._intake.next_batch(self._step, 0.0) is not None:
-            return
-        await self._free_memory()
-        await self._device.release()
-
-    @property
-    def _rung(self) -> int:
-        """Of this turn on shared devices; 0 on own ones."""
-        if not self._device.is_shared:
-            return 0
-        chosen, seen = self._settings.placement.rung, self._device.freed
-        return chosen if chosen != "auto" else seen if seen >= 0 else RUNGS[-1]
-
-    @property
-    def _freed_bytes(self) -> float:
-        """Of the snapshot, if it was away during the step: the coordinator chooses rungs by a step's peak with it."""
-        freed = self._settings.frees_snapshots and self._rung >= REPLICA_RUNG
-        return self._context.status.values.get("memory_snapshot", 0.0) if freed else 0.0
-
-    async def _free_memory(self) -> None:
-        """Free memory at this turn's rung."""
-        needed = self._device.offload_bytes if self._settings.placement.rung == "auto" else None
-        freed = await self._ask(Command(CommandKind.FREE, rung=self._rung, offload_bytes=needed), results.Freed)
-        self._moved_bytes += freed.moved_bytes
-        self._context.status.note_memory(freed.memory)
+        command = Command(CommandKind.FREE, rung=turns.rung, offload_bytes=turns.offload_bytes)
+        freed = await self._ask(command, results.Freed)
+        await turns.end(freed.memory, freed.moved_bytes)
 
     async def _next_step(self, can_train: bool) -> None:
         await self._release_device(can_train=can_train)
@@ -258,7 +232,7 @@ class Driver:
     async def _ask(self, command: Command, kind: type[R]) -> R:
         self._mailbox.command(command)
         result = await self._result(kind)
-        await self._device.confirm()
+        await self._turns.confirm()
         return result
 
     async def _result(self, kind: type[R]) -> R:
@@ -289,7 +263,7 @@ class Driver:
             payloads=(suspect.delivery.data,),
             groups=(suspect.experience,),
             contexts=contexts if any(contexts) else (),
-            rung=self._rung,
+            rung=self._turns.rung,
         )
         try:
             await self._ask(command, Result)
@@ -319,7 +293,7 @@ class Driver:
                 contexts=contexts if any(contexts) else (),
                 learning_rate=learning_rate,
                 version=self._branch.next_version(),
-                rung=self._rung,
+                rung=self._turns.rung,
                 held_out=await self._held_out(),
             )
         )
@@ -327,7 +301,7 @@ class Driver:
         most = self._settings.trainer.micro_batch_tokens
         figures = batch_figures(groups, self._step, self._branch.steps, contexts, most_tokens=most, is_mixed=is_mixed)
         result = await self._result(Result)
-        await self._device.confirm()
+        await self._turns.confirm()
         if isinstance(result, StepSkipped):
             await self._skip(batch, result)
             return
@@ -356,9 +330,7 @@ class Driver:
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= signal_fraction(metrics, len(batch))
         await self._warn_of_rounding(metrics.get("micro_batches", 0.0))
-        metrics |= self._timing(made, figures, started_s - self._committed_s) | self._device.take_switches()
-        if self._device.is_shared:
-            metrics["switch_moved_bytes"], self._moved_bytes = self._moved_bytes, 0.0
+        metrics |= self._timing(made, figures, started_s - self._committed_s) | self._turns.take_figures()
         shown = {name: metrics[name] for name in _SHOWN if name in metrics}
         record = self._branch.record(self._step + 1, made.published, shown)
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}
@@ -373,7 +345,7 @@ class Driver:
         await self._note_published(record)
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
-        self._context.status.note_memory({"peak": made.memory.get("memory_bytes", 0.0) + self._freed_bytes})
+        self._context.status.note_memory({"peak": made.memory.get("memory_bytes", 0.0) + self._turns.absent_bytes})
         for rank, samples in enumerate(made.samples):
             for sample in samples:
                 self._context.status.memory.note(sample, rank)

@@ -26,6 +26,7 @@ from shared.bus.stores.replicas.device_leases import (
     look_at_devices,
 )
 from shared.bus.stores.replicas.heartbeats import Heartbeat
+from shared.placement.devices import devices_of
 from shared.settings import Settings
 from shared.settings.placement import OPTIMIZER_RUNG, REPLICA_RUNG, RUNGS, USABLE_IN_TURNS
 
@@ -130,7 +131,8 @@ class DeviceGrants:
         self._ledger = ledger
         self._settings = settings
         self._beats = beats
-        self._peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._peaks: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        """By service and replica."""
         self._looked_s = self._since_s = -math.inf
         """Monotonic time of the last look, and since when looks have followed one another."""
 
@@ -162,21 +164,24 @@ class DeviceGrants:
         if chosen != "auto":
             return Rung(chosen)
         self._note_peaks()
-        settings = self._settings
-        sharing = {name: peaks for name, peaks in self._peaks.items() if index in settings.shared_devices_of(name)}
-        models = {name: sharing.pop(name) for name in list(sharing) if name.startswith("reward-")}
-        scores = index in settings.shared_devices_of("reward-0")
-        if scores and not any("peak" in peaks for peaks in models.values()):
+        (replica, models) = (self._peaks_of(service, index) for service in ("rollout", "reward"))
+        scores = index in devices_of(self._settings, "reward", "reward-0")
+        if scores and "peak" not in models:
             return Rung(RUNGS[-1])
-        trainer = next((self._peaks[beat.replica] for beat in self._beats() if beat.service == "trainer"), {})
-        measured = dict(next(iter(sharing.values()), {}))
-        scoring = max((peaks.get("peak", 0.0) for peaks in models.values()), default=0.0)
-        capacity, frees = measured.pop("capacity", 0.0), settings.frees_snapshots
-        return lowest_rung(measured, trainer, capacity, scoring, frees_snapshots=frees)
+        beats = (beat for beat in self._beats() if beat.service == "trainer")
+        trainer = next((self._peaks["trainer", beat.replica] for beat in beats), {})
+        capacity, frees = replica.pop("capacity", 0.0), self._settings.frees_snapshots
+        return lowest_rung(replica, trainer, capacity, models.get("peak", 0.0), frees_snapshots=frees)
+
+    def _peaks_of(self, service: str, index: int) -> dict[str, float]:
+        """Return those of the replica of ``service`` that uses device ``index``."""
+        replicas = (name for of, name in self._peaks if of == service)
+        using = (name for name in replicas if index in devices_of(self._settings, service, name))
+        return dict(self._peaks[service, name]) if (name := next(using, "")) else {}
 
     def _note_peaks(self) -> None:
         for beat in self._beats():
-            peaks = self._peaks[beat.replica]
+            peaks = self._peaks[beat.service, beat.replica]
             for name, value in beat.values.items():
                 if name.startswith(MEASURED):
                     component = name.removeprefix(MEASURED)

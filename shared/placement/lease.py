@@ -25,7 +25,9 @@ from shared.bus.stores.replicas.device_leases import (
     renew_devices,
     request_devices,
 )
-from shared.errors import BusUnavailable, Fenced
+from shared.errors import BusUnavailable, Fenced, SettingsError
+from shared.placement.devices import devices_of
+from shared.process.service import Context
 
 _LOOK_S = 0.03
 _LEAVE_S = 1.0
@@ -153,6 +155,25 @@ class DeviceLease:
             self._asked.clear()
             request = self._request
             await release_devices(self._bus, request.replica, request.process, request.devices, switch_s)
+
+
+def lease_of(context: Context, phase: Phase) -> DeviceLease:
+    """Return the lease of the devices that a service shares, of none if it has its own.
+
+    Raises:
+        SettingsError: no devices belong to its replica's name.
+    """
+    settings, service = context.settings, context.service
+    devices = devices_of(settings, service, context.replica)
+    shares = settings.scores_in_turns if phase == "score" else bool(settings.shared_devices)
+    if shares and not devices:
+        last = settings.reward.replicas - 1 if phase == "score" else settings.rollout.replicas - 1
+        names = f"{service}-0" if not last else f"{service}-0 to {service}-{last}"
+        raise SettingsError(
+            f'expected a replica that is named {names} with placement.mode = "shared", where each uses the devices of its '
+            f"trainer ranks in turn, found {context.replica!r}: change --replica"
+        )
+    return DeviceLease(context.bus, context.replica, phase, devices, settings.internal.claim_after_s)
 
 
 @contextlib.asynccontextmanager
