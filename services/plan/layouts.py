@@ -91,8 +91,7 @@ class GpuLayout:
 
         Replicas with a shadow relay; without one, as on devices that are used in turn, each engine pulls from rank 0.
         """
-        in_turn = 0 if self.placement == "at once" else self.borrowed
-        streaming = in_turn + (0 if self.shadow else self.replicas)
+        streaming = 0 if self.shadow else self.all_replicas
         return min(rooflines.FAN_OUT, self.all_replicas - streaming) + streaming * self.engines
 
     @property
@@ -107,11 +106,10 @@ class GpuLayout:
         train += f", offload {trainer.offload}" if trainer.offload != "none" else ""
         each = f" of {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
         each += f", {self.engines} engines each" if self.engines > 1 else ""
-        own = f"{self.replicas} replicas{each}" if self.replicas else ""
-        same = f"{self.borrowed} replicas on the same GPUs{'' if own else each}" if self.borrowed else ""
-        same += ", under CUDA MPS" if self.mps else ""
+        replicas = f"{self.all_replicas} replicas{' on the same GPUs' if self.borrowed else ''}{each}"
+        replicas += ", under CUDA MPS" if self.mps else ""
         scoring = f"reward models on {self.scoring}" if self.scoring else ""
-        return "; ".join(filter(None, (train, own, same, scoring)))
+        return "; ".join(filter(None, (train, replicas, scoring)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

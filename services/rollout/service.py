@@ -27,7 +27,6 @@ from services.rollout.engines.engine import (
     Engine,
     GeneratedGroup,
     GenerationRequest,
-    SuspendableEngine,
     with_texts,
 )
 from services.rollout.engines.prompts import Codec
@@ -43,7 +42,7 @@ from shared.bus.crowd import Crowd
 from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
 from shared.bus.streams import Stream
 from shared.bus.worker import HandOver, Worker
-from shared.placement.turns import ReplicaTurns
+from shared.placement.turns import ReplicaTurns, Suspendable
 from shared.process.service import Context
 from shared.process.telemetry import HandlerFailures
 from shared.weights.receiver.puller import Puller
@@ -255,7 +254,7 @@ class Rollout:
                 reporting = around.create_task(self._report(stop, report_s))
                 releasing = around.create_task(self._release(stop))
                 regulating = around.create_task(self._keep_regulating())
-                taking_turns = around.create_task(self._turns.run(self, cast(SuspendableEngine, self._engine)))
+                taking_turns = around.create_task(self._turns.run(self, cast(Suspendable, self._engine)))
                 answering = around.create_task(self._answering.run())
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:

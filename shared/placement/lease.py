@@ -51,7 +51,7 @@ class DeviceLease:
         """Rung at which the holder before released the devices, or -1."""
         self.offload_bytes = 0
         """What the trainer has to move to the host after its turn at rung 3, as asked from the holder before."""
-        self.switch_s: float | None = None
+        self.switch_s = 0.0
         """As of the newest grant: see :class:`Renewal`."""
         self._switches: dict[str, float] = {}
         self._scored: tuple[int, float] | None = None
@@ -122,7 +122,7 @@ class DeviceLease:
         self._switches = {
             "switches": self._switches.get("switches", 0.0) + 1,
             "switch_train_s": self._switches.get("switch_train_s", 0.0) + waited_s,
-            "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + (renewal.switch_s or 0.0),
+            "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + renewal.switch_s,
             "switch_rung": float(max(0, renewal.freed)),
             **self._score_turns(renewal),
         }

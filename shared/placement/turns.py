@@ -20,8 +20,6 @@ from shared.process.telemetry import Status
 from shared.settings import Settings
 from shared.settings.placement import REPLICA_RUNG, RUNGS
 
-_EMPTY_FROM = 2
-
 
 class Replica(Protocol):
     """The replica that takes turns."""
@@ -41,7 +39,7 @@ class Versioned(Protocol):
         """The next token's version; None while there are no weights."""
 
 
-class Engine(Versioned, Protocol):
+class Suspendable(Versioned, Protocol):
     """An engine that frees its device's memory while another process uses it."""
 
     @property
@@ -49,10 +47,13 @@ class Engine(Versioned, Protocol):
         """Bytes held by component, before the last suspension."""
 
     async def suspend(self, rung: int) -> None:
-        """Pause between two decoding steps, and free memory down to ``rung``."""
+        """Pause between two decoding steps; free the KV cache from rung 1 on, and the weights from rung 2 on.
+
+        Without weights, ``version`` is None until the next swap.
+        """
 
     async def resume(self) -> None:
-        """Continue running requests."""
+        """Continue running requests, after the next swap if the weights were freed."""
 
 
 class ReplicaTurns:
@@ -87,7 +88,7 @@ class ReplicaTurns:
                     self._note_switched(engine)
                     return
 
-    async def run(self, replica: Replica, engine: Engine) -> None:
+    async def run(self, replica: Replica, engine: Suspendable) -> None:
         """Take turns until cancelled, if the device is shared; it is held at the start.
 
         Raises:
@@ -101,7 +102,7 @@ class ReplicaTurns:
             self._note_switched(engine)
             replica.opened()
             rung = await self._lease.asked()
-            if rung >= _EMPTY_FROM:
+            if rung >= REPLICA_RUNG:
                 await replica.evaluated()
             self._open.clear()
             async with self._pulling:

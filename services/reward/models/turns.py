@@ -224,7 +224,7 @@ class ModelTurns(Turns):
             await model.leave()
         now_s = time.monotonic()
         self.on_memory("wait", now_s - leaves_s)
-        self._turn_s = self._moved_s + now_s - leaves_s + 2 * (self._lease.switch_s or 0.0)
+        self._turn_s = self._moved_s + now_s - leaves_s + 2 * self._lease.switch_s
         await self._lease.confirm()
         await self._lease.release()
 

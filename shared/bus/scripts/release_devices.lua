@@ -3,8 +3,7 @@
 -- KEYS: device_requests devices...
 -- ARGV: replica process switch_ms
 -- ``switch_ms``: what the switch to the phase that ends took, or "".
--- The end of a training turn sets an earlier ``switch_ms`` to 0, as the trainer has counted it: the field says that there
--- was a switch.
+-- The end of a training turn deletes an earlier one, as the trainer has counted it.
 -- Returns the number of devices released.
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -22,8 +21,8 @@ for _, device in ipairs(devices) do
     redis.call('HDEL', device, 'replica', 'process', 'phase', 'rung')
     if switch_ms ~= '' then
       redis.call('HSET', device, 'switch_ms', switch_ms)
-    elseif held[3] == 'train' and redis.call('HEXISTS', device, 'switch_ms') == 1 then
-      redis.call('HSET', device, 'switch_ms', 0)
+    elseif held[3] == 'train' then
+      redis.call('HDEL', device, 'switch_ms')
     end
     released = released + 1
   end

@@ -60,9 +60,8 @@ class Renewal:
     term: int
     """0: it does not hold them."""
     rung: int
-    switch_s: float | None
-    """Longest switch of these devices to generation since the last training turn, 0 without one; None: there has been
-    none in the run."""
+    switch_s: float
+    """Longest switch of these devices to generation since the last training turn; 0 without one."""
     freed: int
     """Highest rung at which they were last released on request, or -1."""
     score_turns: int
@@ -119,8 +118,7 @@ async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: f
     term, rung, switch_ms, freed, score_turns, score_ms, offload_bytes = await bus.script(
         "renew_devices", process=process, ttl_ms=round(ttl_s * 1000), devices=_keys(devices)
     )
-    switch_s = None if switch_ms < 0 else switch_ms / 1000
-    return Renewal(term, rung, switch_s, freed, score_turns, score_ms / 1000, offload_bytes)
+    return Renewal(term, rung, switch_ms / 1000, freed, score_turns, score_ms / 1000, offload_bytes)
 
 
 async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int, offload_bytes: int = 0) -> bool:
