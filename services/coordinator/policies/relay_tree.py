@@ -24,7 +24,8 @@ def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str
     """Return each replica's source addresses in order; the trainer's is last. Replicas with an empty address pull
     from the trainer and relay nothing.
 
-    >>> sources({"a": "h:1", "b": "h:2", "c": ""}, 1, "t:0") {'a': ('t:0',), 'b': ('h:1', 't:0'), 'c': ('t:0',)}
+    >>> sources({"a": "h:1", "b": "h:2", "c": ""}, 1, "t:0")
+    {'a': ('t:0',), 'b': ('h:1', 't:0'), 'c': ('t:0',)}
     """
     names = sorted(name for name, address in replicas.items() if address)
     parents = [place // fan_out - 1 for place in range(len(names))]
