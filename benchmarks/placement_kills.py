@@ -1,13 +1,12 @@
 """Kill -9 of each holder of a shared device in each rung, drawn by seed, with the audit after each run.
 
     python -m benchmarks.placement_kills --seconds 600 --seed 1
-    python -m benchmarks.placement_kills --seconds 420 --device cuda --modes shared --runs 5 --kills 10 --parallel 8
+    python -m benchmarks.placement_kills --seconds 420 --device cuda --runs 5 --kills 10 --parallel 8
 
-A run for each mode and rung in turn, ``--runs`` times or until the time is over; ``--parallel`` of them at a time. In
+A run for each rung in turn, ``--runs`` times or until the time is over; ``--parallel`` of them at a time. In
 each, trainer and replica are killed alternately, at a random moment of their turns; a recovery lasts from the kill to
-the first commit after the process has started again. A run's moments depend on the seed, its mode, rung and number.
-With ``lend`` the ordinary replica takes no prompts after the first step, so every sample needs a lend. Each finished
-run prints its row. When the time is over, running ones are stopped and not counted; so are they after a failure, which
+the first commit after the process has started again. A run's moments depend on the seed, its rung and number. Each
+finished run prints its row. When the time is over, running ones are stopped and not counted; so are they after a failure, which
 ends the campaign.
 
 The engine is transformers, which starts fast. ``--device cuda`` puts all runs on the first GPU, with bf16 weights and
@@ -39,7 +38,7 @@ from shared.bus.stores.replicas.device_leases import look_at_devices
 from shared.settings.placement import RUNGS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
-from tests.chaos.switches import LEND, SHARED
+from tests.chaos.switches import SHARED
 
 _LONGEST_S = 0.5
 """Into a turn, at which its holder is killed at the latest."""
@@ -97,35 +96,32 @@ class Job:
     """A run of the campaign."""
 
     seed: int
-    mode: str
     rung: int
     number: int
 
 
-def jobs(seed: int, modes: Sequence[str], rungs: Sequence[int], runs: int) -> Iterator[Job]:
-    """Yield a job for each mode and rung, ``runs`` times; 0: for ever.
+def jobs(seed: int, rungs: Sequence[int], runs: int) -> Iterator[Job]:
+    """Yield a job for each rung, ``runs`` times; 0: for ever.
 
-    >>> [(job.rung, job.number) for job in jobs(1, ["shared"], [0, 4], 2)]
+    >>> [(job.rung, job.number) for job in jobs(1, [0, 4], 2)]
     [(0, 0), (4, 0), (0, 1), (4, 1)]
     """
     for number in range(runs) if runs else itertools.count():
-        for mode, rung in itertools.product(modes, rungs):
-            yield Job(seed, mode, rung, number)
+        for rung in rungs:
+            yield Job(seed, rung, number)
 
 
 async def _run(job: Job, kills: int, flags: Mapping[str, object], *, forked: bool) -> dict[str, Any]:
     """Return what was killed and how long recoveries took; raises AssertionError if the audit is not exact."""
-    lend, lot = job.mode == "lend", random.Random(str(job))
-    holders, killed, recoveries = ("trainer-0", "guest-0" if lend else "rollout-0"), Counter[str](), list[float]()
-    placement = {**(LEND if lend else SHARED), "placement.rung": job.rung}
+    lot, holders = random.Random(str(job)), ("trainer-0", "rollout-0")
+    killed, recoveries = Counter[str](), list[float]()
+    placement = {**SHARED, "placement.rung": job.rung}
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-", ignore_cleanup_errors=True) as scratch:
         async with running(Path(scratch), flags={**placement, **flags}, forked=forked) as run:
             try:
                 bus = await run.connect()
                 await run.more_steps(bus, 1)
-                if lend:
-                    await run.command("/v1/services/rollout-0/cordon")
                 for number in range(kills):
                     holder = holders[number % 2]
                     killed_s = await _kill(run, bus, holder, lot.uniform(0.0, _LONGEST_S))
@@ -141,7 +137,6 @@ async def _run(job: Job, kills: int, flags: Mapping[str, object], *, forked: boo
             counts = await audit_groups(bus)
             await audit_versions(bus)
     return {
-        "mode": job.mode,
         "rung": job.rung,
         "killed": killed,
         "recoveries": len(recoveries),
@@ -153,7 +148,7 @@ async def _run(job: Job, kills: int, flags: Mapping[str, object], *, forked: boo
 
 
 async def _campaign(arguments: argparse.Namespace, flags: Mapping[str, object], *, forked: bool) -> dict[str, Any]:
-    waiting = jobs(arguments.seed, arguments.modes, arguments.rungs, arguments.runs)
+    waiting = jobs(arguments.seed, arguments.rungs, arguments.runs)
     rows: list[dict[str, Any]] = []
 
     async def work() -> None:
@@ -171,15 +166,15 @@ async def _campaign(arguments: argparse.Namespace, flags: Mapping[str, object], 
 
 
 def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the kills and recoveries of all runs, and the kills of each mode and rung.
+    """Return the kills and recoveries of all runs, and the kills of each rung.
 
-    >>> row = {"mode": "shared", "rung": 4, "killed": {"trainer-0": 2, "rollout-0": 1}, "recoveries": 3}
+    >>> row = {"rung": 4, "killed": {"trainer-0": 2, "rollout-0": 1}, "recoveries": 3}
     >>> totals([row, row])
-    {'kills': 6, 'recoveries': 6, 'kills_by_rung': {'shared 4': {'trainer-0': 4, 'rollout-0': 2}}}
+    {'kills': 6, 'recoveries': 6, 'kills_by_rung': {4: {'trainer-0': 4, 'rollout-0': 2}}}
     """
-    by_rung: dict[str, Counter[str]] = {}
+    by_rung: dict[int, Counter[str]] = {}
     for row in rows:
-        by_rung.setdefault(f"{row['mode']} {row['rung']}", Counter()).update(row["killed"])
+        by_rung.setdefault(row["rung"], Counter()).update(row["killed"])
     return {
         "kills": sum(counter.total() for counter in by_rung.values()),
         "recoveries": sum(row["recoveries"] for row in rows),
@@ -204,8 +199,7 @@ def main() -> None:
         "--seconds", type=float, default=600.0, help="of all runs; stopping them may take a minute more"
     )
     parser.add_argument("--kills", type=int, default=6, help="in each run, trainer and replica alternately")
-    parser.add_argument("--runs", type=int, default=0, help="of each mode and rung; 0: until the time is over")
-    parser.add_argument("--modes", nargs="+", choices=("lend", "shared"), default=["lend", "shared"])
+    parser.add_argument("--runs", type=int, default=0, help="of each rung; 0: until the time is over")
     parser.add_argument("--rungs", nargs="+", type=int, choices=RUNGS, default=list(RUNGS))
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--device", choices=sorted(_FLAGS), default="cpu")

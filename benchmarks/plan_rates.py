@@ -57,11 +57,10 @@ from shared.settings import SETTINGS_FILE, Settings, loads
 
 BAR, LEAST = 0.15, 8
 """Deviation, and predicted configurations."""
-_PLACEMENT = {"turns": "shared", "lend": "lend"}
 _SHARES = {1: 0.25, 2: 0.35, 3: 0.4}
 """Of the GPU's memory for vLLM, by the number of engines, so that the trainer fits beside on 80 GB."""
 _OWN_SHARE = 0.5
-"""Where replicas have GPUs of their own, and guests."""
+"""Where replicas have GPUs of their own."""
 _QUANTILES = 997
 _MPS = "nvidia-cuda-mps-control"
 _NO_MPS = f"expected the daemon of CUDA MPS, found none: install {_MPS}"
@@ -73,7 +72,7 @@ class Configuration:
     """A run; on one GPU, if nothing else is said."""
 
     shape: str = "0.5b"
-    mode: Literal["turns", "at once", "separate", "lend"] = "turns"
+    mode: Literal["turns", "at once", "separate"] = "turns"
     ranks: int = 1
     """Of the trainer, each on a GPU."""
     replicas: int = 0
@@ -95,7 +94,7 @@ class Configuration:
 
     def flags(self, *, toy: bool) -> list[str]:
         """Return the flags of ``penstock up``."""
-        own = self.mode in ("separate", "lend")
+        own = self.mode == "separate"
         replicas = self.replicas if own else self.ranks // self.tensor_parallel
         values: dict[str, object] = {
             "algorithm.groups_per_step": self.groups,
@@ -114,8 +113,8 @@ class Configuration:
         if not toy or self.mode == "at once":
             values["trainer.gpus"] = list(range(self.ranks))
             values["rollout.gpus"] = [self.ranks * own + number for number in range(replicas * self.tensor_parallel)]
-        if self.mode in _PLACEMENT:
-            values["placement.mode"] = _PLACEMENT[self.mode]
+        if self.mode == "turns":
+            values["placement.mode"] = "shared"
         values |= {} if toy else self.more
         return [f"--{name}={value}" for name, value in values.items()]
 
@@ -198,10 +197,9 @@ class Runs:
 
     def _run(self, name: str, of: Configuration) -> dict[str, Any]:
         # vLLM compiles again for engines whose memory can be freed, and for other numbers of ranks
-        work, kinds = self._work(of), [of.mode in _PLACEMENT, *([False] if of.mode == "lend" else [])]
-        started = {(of.shape, of.mean_tokens, of.engines, of.tensor_parallel, sleeps) for sleeps in kinds}
-        cold_s = self._cold_s * len(started - self._started)
-        self._started |= started
+        work, started = self._work(of), (of.shape, of.mean_tokens, of.engines, of.tensor_parallel, of.mode == "turns")
+        cold_s = 0.0 if started in self._started else self._cold_s
+        self._started.add(started)
         with tempfile.TemporaryDirectory(prefix="penstock-bench-plan-") as made:
             folder = Path(made)
             flags = of.flags(toy=self._toy)

@@ -60,9 +60,10 @@ from shared.bus.worker import Patience, Worker
 from shared.errors import TemporaryError
 from shared.expression import Expression
 from shared.process.telemetry import Status
-from shared.settings import Settings, WeightsSettings
+from shared.settings import Settings
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller
+from tests.support import replicas
 
 GROUP_SIZE, MEAN_TOKENS = 8, 100
 PATIENCE = Patience(claim_after_s=30.0, retry_s=0.01, drain_s=0.0)
@@ -204,22 +205,17 @@ def settings(arguments: argparse.Namespace) -> Settings:
     )
 
 
-def replica(bus: Bus, work: Work, number: int, arguments: argparse.Namespace, *, whole: bool) -> Rollout:
+def replica(bus: Bus, work: Work, number: int, run: Settings, arguments: argparse.Namespace, *, whole: bool) -> Rollout:
     """Return a replica with room for ``arguments.max_groups`` groups."""
-    engine = PacedEngine(work)
-    return Rollout(
-        bus,
-        engine,
-        CharacterCodec(),
-        Status(),
-        Puller(engine.place, engine.ranks, 5.0, lambda: b"secret"),
-        WeightsSettings(deadline_s=5.0),
-        replica=f"rollout-{number}",
-        patience=PATIENCE,
-        max_groups=arguments.max_groups,
-        group_size=GROUP_SIZE,
-        whole=whole,
-    )
+    engine, tables = PacedEngine(work), run.model_dump()
+    tables["rollout"]["max_groups"], tables["weights"]["deadline_s"] = arguments.max_groups, 5.0
+    tables["bus"]["drain_s"] = 0.0
+    of = Settings.model_validate(tables)
+    if whole:  # but not the rest of what such a run needs
+        of = of.model_copy(update={"run": of.run.model_copy(update={"deterministic": "run"})})
+    made = replicas.context(of, bus, f"rollout-{number}", Status())
+    puller = Puller(engine.place, engine.ranks, 5.0, lambda: b"secret")
+    return Rollout(made, engine, CharacterCodec(), puller, replicas.own_device(made))
 
 
 @contextlib.asynccontextmanager
@@ -234,10 +230,10 @@ async def serving(
     scoring = Scoring([PlaceScorer(work)], Expression("place", ["place"]), Status(), redo=Backoff(0.01, 0.01))
     last = functools.partial(scoring, last=True)
     reward = Worker(bus, "reward-0", ROLLOUTS, RolloutGroup, EXPERIENCE, scoring, 32, PATIENCE, last=last)
-    replicas = [replica(bus, work, number, arguments, whole=whole) for number in range(arguments.replicas)]
+    served = [replica(bus, work, number, run, arguments, whole=whole) for number in range(arguments.replicas)]
     leading = [admission.run(), Promotion(bus, ledger, 4, lambda version: admission.wake()).run()]
     leaders = [asyncio.create_task(loop) for loop in leading]
-    workers = [asyncio.create_task(each.run(stop, 1.0)) for each in replicas]
+    workers = [asyncio.create_task(each.run(stop, 1.0)) for each in served]
     workers.append(asyncio.create_task(reward.run(stop)))
     try:
         yield

@@ -2,10 +2,8 @@ r"""Real runs of many layouts of the same GPUs beside the one that the plan reco
 
     python -m benchmarks.splits --work four --out /tmp/four.jsonl           # four GPUs, 0.5B, about 15 minutes
     python -m benchmarks.splits --work two-tail --out /tmp/two.jsonl        # two GPUs, completions of very different lengths
-    python -m benchmarks.splits --work two-tail-4000 --out /tmp/tail.jsonl  # the same, up to 4,000 tokens
-    python -m benchmarks.splits --work two-4000 --out /tmp/long.jsonl       # two GPUs, completions of 4,000 tokens
     python -m benchmarks.splits --work two-7b --out /tmp/7b.jsonl           # two GPUs of 141 GB, 7B
-    python -m benchmarks.splits --work four-7b --only turns,lend-2-2 --out /tmp/7b.jsonl    # some, in several calls
+    python -m benchmarks.splits --work four-7b --only turns,separate-2-2 --out /tmp/7b.jsonl    # some, in several calls
     python -m benchmarks.splits --work four --compare /tmp/four.jsonl       # needs no GPU
 
 A layout is a run of ``penstock up`` (``benchmarks.plan_rates``) with the same groups, lengths and lag. The plan knows
@@ -13,8 +11,7 @@ the rates of the layout in ``calibrating`` alone; ``recommended`` is the fastest
 choose from among those measured, ``best`` the fastest measured one, and ``ratio`` the rate of the best over the
 recommended one's; the bar is 1.05. ``planned`` are rates with the settings that the plan would choose, and
 ``deviation`` is the prediction for a run's own settings over its measured rate, minus 1; the bar is 0.15. Failed runs,
-such as one without memory that the plan says fits, are in ``failed``. With ``lend``, ``lend_over_separate`` compares it
-with the same GPUs separate. Prints one JSON object.
+such as one without memory that the plan says fits, are in ``failed``. Prints one JSON object.
 """
 
 import argparse
@@ -37,10 +34,6 @@ from shared.errors import SettingsError
 BAR = 1.05
 _FOUR: Mapping[str, Any] = {"groups": 48, "steps": 13}
 _TAIL: Mapping[str, Any] = {"mean_tokens": 800, "tokens": 2048, "max_lag": 2, "steps": 14}
-_LONG: Mapping[str, Any] = {
-    "groups": 16, "tokens": 4000, "max_lag": 2, "steps": 26, "more": {"rollout.vllm.max_model_len": 4096},
-}  # fmt: skip
-_LONG_TAIL: Mapping[str, Any] = {**_LONG, "groups": 32, "mean_tokens": 2000}
 _LARGE: Mapping[str, Any] = {
     "shape": "7b", "steps": 8, "micro_batch_tokens": 8192,
     "more": {"trainer.zero_stage": 3, "trainer.optimizer": "adamw_8bit", "trainer.gradient_checkpointing": "true",
@@ -58,17 +51,6 @@ _LARGE_IN_TURN = {
 _ALONE = {**_LARGE, "more": {**_LARGE["more"], "trainer.zero_stage": 1, "weights.snapshots": "whole"}}
 
 
-def _lending(work: Mapping[str, Any]) -> dict[str, Configuration]:
-    """Return one trainer rank and one replica with and without lending, and with room for all groups in flight."""
-    all_groups = (work["max_lag"] + 1) * work["groups"]
-    roomy = {**work, "more": {**work["more"], "rollout.max_groups": all_groups}}
-    return {
-        "separate-1-1": Configuration(mode="separate", replicas=1, **work),
-        "lend-1-1": Configuration(mode="lend", replicas=1, **work),
-        "separate-1-1-all-groups": Configuration(mode="separate", replicas=1, **roomy),
-    }
-
-
 WORKS: Mapping[str, Mapping[str, Configuration]] = {
     "four": {
         "separate-2-2": Configuration(mode="separate", ranks=2, replicas=2, engines=2, mps=True, **_FOUR),
@@ -80,30 +62,23 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
         "at-once": Configuration(mode="at once", ranks=4, mps=True, micro_batch_tokens=16_384, **_FOUR),
         "separate-3-1": Configuration(mode="separate", ranks=3, replicas=1, engines=2, mps=True, **_FOUR),
         "turns-2-engines": Configuration(ranks=4, engines=2, mps=True, **_FOUR),
-        "lend-2-2": Configuration(mode="lend", ranks=2, replicas=2, **_FOUR),
         "separate-2-2-1-engine": Configuration(mode="separate", ranks=2, replicas=2, **_FOUR),
-        "lend-3-1": Configuration(mode="lend", ranks=3, replicas=1, **_FOUR),
     },
     "two-tail": {
         "separate-1-1": Configuration(mode="separate", replicas=1, **_TAIL),
-        "lend-1-1": Configuration(mode="lend", replicas=1, **_TAIL),
         "turns": Configuration(ranks=2, **_TAIL),
         "at-once-2-engines": Configuration(
             mode="at once", ranks=2, engines=2, mps=True, micro_batch_tokens=16_384, **_TAIL
         ),
         "separate-1-1-2-engines": Configuration(mode="separate", replicas=1, engines=2, mps=True, **_TAIL),
     },
-    "two-tail-4000": _lending(_LONG_TAIL),
-    "two-4000": _lending(_LONG),
     "two-7b": {
         "separate-1-1": Configuration(mode="separate", replicas=1, **_ALONE),
-        "lend-1-1": Configuration(mode="lend", replicas=1, **_ALONE),
         "turns": Configuration(ranks=2, **_LARGE_IN_TURN),
     },
     "four-7b": {
         "separate-2-2": Configuration(mode="separate", ranks=2, replicas=2, **_LARGE),
         "turns": Configuration(ranks=4, **_LARGE_IN_TURN),
-        "lend-2-2": Configuration(mode="lend", ranks=2, replicas=2, **_LARGE),
         "turns-of-2": Configuration(ranks=4, tensor_parallel=2, **_LARGE_IN_TURN),
     },
 }
@@ -111,15 +86,16 @@ WORKS: Mapping[str, Mapping[str, Configuration]] = {
 
 
 def compared(rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, Configuration]) -> dict[str, Any]:
-    """Return what was measured, and what the plan recommends with the rates of the first of ``layouts``."""
-    calibrating = next(iter(layouts))
+    """Return what was measured, and what the plan recommends with the rates of the first of ``layouts``; rows of others,
+    such as ``placement.mode = "lend"`` of earlier versions, are skipped.
+    """
+    calibrating, rows = next(iter(layouts)), [row for row in rows if row["name"] in layouts]
     done = {row["name"]: row for row in rows if "error" not in row}
     rates = {name: plan_rates.samples_per_s(row) for name, row in done.items()}
     figures: dict[str, Any] = {
         "calibrating": calibrating,
         "samples_per_s": {name: round(rate, 1) for name, rate in rates.items()},
         "failed": {row["name"]: row["error"][-600:] for row in rows if row["name"] not in done},
-        **_lent(rates, layouts),
     }
     if calibrating not in done:
         return figures
@@ -147,14 +123,6 @@ def compared(rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, Configurat
     best = max(rates, key=lambda name: rates[name])
     ratio = rates[best] / rates[recommended]
     return {**figures, "recommended": recommended, "best": best, "ratio": round(ratio, 3), "bar_met": ratio <= BAR}
-
-
-def _lent(rates: Mapping[str, float], layouts: Mapping[str, Configuration]) -> dict[str, Any]:
-    """Return the rates with ``lend`` over those of the same GPUs and engines without."""
-    lent = {name: dataclasses.replace(of, mode="separate") for name, of in layouts.items() if of.mode == "lend"}
-    pairs = [(name, other) for name, alone in lent.items() for other, of in layouts.items() if of == alone]
-    both = [(name, other) for name, other in pairs if name in rates and other in rates]
-    return {"lend_over_separate": {name: round(rates[name] / rates[other], 3) for name, other in both}}
 
 
 def _choices(row: Mapping[str, Any], corrected: Corrections) -> list[Candidate]:

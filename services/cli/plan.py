@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.plan import measured as runs
 from services.plan.hardware import Cluster, parse_cluster, read_calibration
-from services.plan.layouts import PLACEMENTS, GpuLayout, Planner, Preferences
+from services.plan.layouts import GpuLayout, Planner, Preferences
 from services.plan.measured import Corrections, Measured
 from services.plan.memory import TrainerOptions
 from services.plan.rates import SLOWED, Rates
@@ -107,7 +107,6 @@ def preferences(settings: Settings) -> Preferences:
         rollout.vllm.gpu_memory_utilization,
         settings.reward.replicas,
         settings.weights.transport,
-        [placement for placement in PLACEMENTS if placement != "lend" or not settings.algorithm.imitation],
     )
 
 
@@ -149,22 +148,12 @@ def layout_of(settings: Settings, *, mps: bool | None = None) -> GpuLayout:
         return GpuLayout("at once", trainer, parallel, 0, engines, mps=True, borrowed=replicas)
     if settings.shared_devices:
         together = engines > 1 and mps is not False
-        guests = trainer.ranks // parallel
-        if settings.placement.mode == "lend":
-            return GpuLayout("lend", trainer, parallel, replicas, engines, together, borrowed=guests)
         return GpuLayout("shared", trainer, parallel, 0, engines, together, borrowed=replicas, shadow=False)
     return GpuLayout("separate", trainer, parallel, replicas, engines, mps=engines > 1 and mps is True)
 
 
 def _check_calibrating(own: Settings, mps: bool | None) -> None:
-    """Raise SettingsError if GPUs were lent, so that groups were decoded at two rates, or reward models took turns on them,
-    or trainer and replicas had some GPUs in common and others not, or shared one in time slices.
-    """
-    if own.placement.mode == "lend":
-        raise SettingsError(
-            'expected a run with placement.mode = "separate" or "shared" with --calibrate, found "lend", where the rates of '
-            "guests and other replicas are not measured apart: give another run"
-        )
+    """Raise SettingsError if reward models took turns on the trainer's GPUs, or trainer and replicas had some GPUs in common and others not, or shared one in time slices."""
     if own.scores_in_turns:
         raise SettingsError(
             "expected a run whose reward models have a device of their own with --calibrate, found models that use the trainer's "

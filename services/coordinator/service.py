@@ -44,7 +44,6 @@ from services.coordinator.records.recorder import Recorder
 from services.coordinator.records.report import DATA
 from services.coordinator.run.capacity import measure
 from services.coordinator.run.commands import Steering
-from services.coordinator.run.device_grants import DeviceGrants
 from services.coordinator.run.gpu_hours import GpuHours
 from services.coordinator.run.guards import Guards
 from services.coordinator.run.leader_lease import Lease
@@ -65,6 +64,7 @@ from shared.bus.stores.run.registry import keep_registered, registered_settings
 from shared.errors import SettingsError
 from shared.files.durable import LEAST_BYTES, free_bytes
 from shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
+from shared.placement.grants import DeviceGrants
 from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell
 from shared.settings import Settings

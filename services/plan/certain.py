@@ -61,11 +61,6 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
     """Raise SettingsError if trainer or engine, or all that name a GPU together, cannot fit on the largest of the GPUs."""
     if not memory_bytes or settings.run.device == "cpu" or settings.rollout.engine == "scripted":
         return
-    if settings.placement.mode == "lend" and not settings.rollout.gpus:
-        raise SettingsError(
-            'expected rollout.gpus with placement.mode = "lend" on a machine with GPUs, found none, with which replicas would use '
-            "those that the trainer lends: name others"
-        )
     models = [settings.policy.model, *filter(None, [settings.algorithm.critic.model])]
     if any(read_config(model).get("model_type") not in _EXACT for model in models):
         return
@@ -85,8 +80,7 @@ def check_gpus(settings: Settings, memory_bytes: Sequence[float]) -> None:
 def check_host(settings: Settings, gpus: int, memory_bytes: float) -> None:
     """Raise SettingsError if what the trainer moves to the host's memory cannot fit there."""
     trainer, placement = settings.trainer, settings.placement
-    turns = placement.mode in ("shared", "lend") and placement.rung != "auto"
-    rung = placement.rung if turns and isinstance(placement.rung, int) else 0
+    rung = placement.rung if settings.shared_devices and isinstance(placement.rung, int) else 0
     optimizer, weights = trainer.offload != "none" or rung >= 3, trainer.offload == "all" or rung >= 4
     if not gpus or settings.run.device == "cpu" or not optimizer:
         return

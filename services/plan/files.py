@@ -50,8 +50,7 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
     table |= {name: getattr(trainer, name) for name in _OF_TRAINER}
     table["ranks"] = min(trainer.ranks, cluster.per_node) if cluster.nodes > 1 else trainer.ranks
     rollout = values.setdefault("rollout", {})
-    replicas = layout.replicas or layout.all_replicas  # guests are added by themselves
-    rollout |= {"replicas": max(1, replicas), "max_groups": candidate.max_groups}
+    rollout |= {"replicas": max(1, layout.all_replicas), "max_groups": candidate.max_groups}
     rollout["engines_per_gpu"] = layout.engines
     rollout.setdefault("vllm", {})["tensor_parallel_size"] = layout.tensor_parallel
     weights = values.setdefault("weights", {})
@@ -61,11 +60,10 @@ def run_values(settings: Settings, candidate: Candidate, cluster: Cluster) -> di
     in_turn = layout.placement == "shared"  # where weights are always replaced while generation is paused
     weights["shadow"] = "auto" if layout.shadow or in_turn else "bucketed"
     values.pop("placement", None)
-    if layout.placement in ("shared", "lend"):
-        values["placement"] = {"mode": layout.placement}
     if candidate.utilization:
         rollout["vllm"]["gpu_memory_utilization"] = candidate.utilization
     if layout.placement == "shared":
+        values["placement"] = {"mode": "shared"}
         table.pop("gpus", None)
         rollout.pop("gpus", None)
     elif layout.placement == "at once":

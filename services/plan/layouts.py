@@ -1,8 +1,8 @@
 """The layouts of a run on a cluster: which fit, and how fast each is.
 
 ``separate``: trainer and replicas have GPUs of their own. ``shared``: they take turns on the same GPUs, small models with
-several engines under CUDA MPS. ``lend``: separate, and the trainer's GPUs generate as well while it waits. ``at once``:
-a rank and a replica of several engines of a small model on each GPU, under CUDA MPS. Where GPUs are shared in turn, the
+several engines under CUDA MPS. ``at once``: a rank and a replica of several engines of a small model on each GPU, under
+CUDA MPS. Where GPUs are shared in turn, the
 engines give way on the lowest rung that fits:
 
     0 it keeps all its memory · 1 without its cache · 2 without its weights · 3 and the optimizer's state goes to the host
@@ -37,9 +37,9 @@ from services.plan.simulation import Side, SimulatedFigures, simulate
 from services.plan.workload import Workload
 from shared.settings.placement import USABLE_IN_TURNS, moved_and_staying
 
-Placement = Literal["separate", "shared", "lend", "at once"]
+Placement = Literal["separate", "shared", "at once"]
 """``at once`` is ``placement.mode = "separate"`` with the same GPUs in trainer.gpus and rollout.gpus."""
-PLACEMENTS: tuple[Placement, ...] = ("separate", "shared", "lend", "at once")
+PLACEMENTS: tuple[Placement, ...] = ("separate", "shared", "at once")
 USABLE = 0.95
 """Of a GPU's memory; the rest is fragmentation."""
 _SIMULATED = 16
@@ -91,8 +91,7 @@ class GpuLayout:
 
         Replicas with a shadow relay; without one, as on devices that are used in turn, each engine pulls from rank 0.
         """
-        in_turn = 0 if self.placement == "at once" else self.borrowed
-        streaming = in_turn + (0 if self.shadow else self.replicas)
+        streaming = 0 if self.shadow else self.all_replicas
         return min(rooflines.FAN_OUT, self.all_replicas - streaming) + streaming * self.engines
 
     @property
@@ -107,11 +106,10 @@ class GpuLayout:
         train += f", offload {trainer.offload}" if trainer.offload != "none" else ""
         each = f" of {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
         each += f", {self.engines} engines each" if self.engines > 1 else ""
-        own = f"{self.replicas} replicas{each}" if self.replicas else ""
-        same = f"{self.borrowed} replicas on the same GPUs{'' if own else each}" if self.borrowed else ""
-        same += ", under CUDA MPS" if self.mps else ""
+        replicas = f"{self.all_replicas} replicas{' on the same GPUs' if self.borrowed else ''}{each}"
+        replicas += ", under CUDA MPS" if self.mps else ""
         scoring = f"reward models on {self.scoring}" if self.scoring else ""
-        return "; ".join(filter(None, (train, own, same, scoring)))
+        return "; ".join(filter(None, (train, replicas, scoring)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,15 +202,15 @@ class Planner:
         """Return a layout whose replicas decode as many groups as the run's settings say, whether it fits or not; where GPUs
         are shared in turn on ``rung``, if it is known."""
         beside_bytes = 0.0
-        if layout.placement in ("shared", "lend"):
-            turns = self._turns(layout.trainer, layout.tensor_parallel, layout.engines, layout.replicas)
+        if layout.placement == "shared":
+            turns = self._turns(layout.trainer, layout.tensor_parallel, layout.engines)
             known = turns.rung if rung is None else min(rung, len(_SWITCH_S) - 1)
             layout = dataclasses.replace(
                 layout, rung=known, moved_bytes=turns.moved_bytes if known == turns.rung else 0.0
             )
             beside_bytes = layout.engines * _CONTEXT_ASLEEP
         _, kept = trainer_table(self.work, layout.trainer, self.limit_bytes - beside_bytes)
-        groups = self.wanted(layout.replicas or layout.borrowed)
+        groups = self.wanted(layout.all_replicas)
         return self.simulated(self._candidate(layout, {}, kept, groups))
 
     def simulated(self, candidate: Candidate, *, record: bool = False, steps: int = 0) -> Candidate:
@@ -240,7 +238,7 @@ class Planner:
             if placement == "shared":
                 yield from self._shared(ranks)
             else:
-                yield from self._split(placement, ranks)
+                yield from self._separate(ranks)
 
     def _trainer_sizes(self, placement: Placement) -> Sequence[int]:
         gpus, each = self._gpus(placement), self.cluster.per_node
@@ -329,18 +327,15 @@ class Planner:
 
     # ---------------------------------------------------------------- placements
 
-    def _split(self, placement: Placement, ranks: int) -> Iterator[Candidate | MemoryShortage]:
+    def _separate(self, ranks: int) -> Iterator[Candidate | MemoryShortage]:
         for trainer in self._trainers(ranks):
             if isinstance(trainer, MemoryShortage):
                 yield trainer
             else:
-                yield from self._with_engines(placement, *trainer)
+                yield from self._with_engines(*trainer)
 
-    def _with_engines(
-        self, placement: Placement, options: TrainerOptions, table: Table, kept: int
-    ) -> Iterator[Candidate | MemoryShortage]:
-        ranks = options.ranks
-        gpus = self._gpus(placement) - ranks
+    def _with_engines(self, options: TrainerOptions, table: Table, kept: int) -> Iterator[Candidate | MemoryShortage]:
+        gpus = self._gpus("separate") - options.ranks
         for parallel in self._parallel_sizes(gpus):
             replicas = gpus // parallel
             for engines in self._engine_counts(parallel):
@@ -348,22 +343,9 @@ class Planner:
                 if not groups:
                     yield _problem(f"an engine on {parallel} GPUs", {"generate": memory.components}, self.limit_bytes)
                     continue
-                layout = GpuLayout(placement, options, parallel, replicas, engines, shadow=shadow)
+                layout = GpuLayout("separate", options, parallel, replicas, engines, shadow=shadow)
                 tables: dict[str, Table] = {"trainer": table, "rollout": {"generate": memory.components}}
-                if placement == "separate":
-                    yield self._candidate(layout, tables, kept, groups)
-                elif ranks % parallel == 0 and engines == 1:
-                    yield from self._lent(layout, tables, kept, groups)
-
-    def _lent(
-        self, layout: GpuLayout, tables: dict[str, Table], kept: int, groups: int
-    ) -> Iterator[Candidate | MemoryShortage]:
-        turns = self._turns(layout.trainer, layout.tensor_parallel, 1, layout.replicas)
-        if not turns.groups:
-            return
-        borrowed = layout.trainer.ranks // layout.tensor_parallel
-        lent = dataclasses.replace(layout, borrowed=borrowed, rung=turns.rung, moved_bytes=turns.moved_bytes)
-        yield self._candidate(lent, {**tables, "trainer": turns.table}, kept, groups)
+                yield self._candidate(layout, tables, kept, groups)
 
     def _shared(self, ranks: int) -> Iterator[Candidate | MemoryShortage]:
         for trainer in self._trainers(ranks, _CONTEXT_ASLEEP, copies=1, in_turn=True):
@@ -391,15 +373,15 @@ class Planner:
         for parallel in self._parallel_sizes(ranks):
             yield from ((parallel, engines) for engines in self._engine_counts(parallel))
 
-    def _turns(self, options: TrainerOptions, parallel: int, engines: int, others: int = 0) -> "_Turns":
+    def _turns(self, options: TrainerOptions, parallel: int, engines: int) -> "_Turns":
         """Return the lowest rung on which trainer, engines and scoring models fit by turns, if they do on any."""
-        replicas = others + options.ranks // parallel
-        scoring = scoring_memory(self.work) if self.work.scores_in_turns and not others else []
+        replicas = options.ranks // parallel
+        scoring = scoring_memory(self.work) if self.work.scores_in_turns else []
         idle = [Component("reward service", CONTEXT)] if scoring else []
         for rung in range(4):
             trainer, _ = trainer_table(self.work, options, self.limit_bytes - engines * _CONTEXT_ASLEEP)
             limit_bytes = self.limit_bytes
-            if options.snapshots and rung >= _FREES_SNAPSHOTS and not others:
+            if options.snapshots and rung >= _FREES_SNAPSHOTS:
                 trainer, limit_bytes = _without_snapshots(trainer), self._freed_limit_bytes
             waiting = [part for part in trainer["wait"] if rung < 3 or part.name not in _STATES] + idle
             room = self.limit_bytes - total(waiting)
@@ -531,10 +513,8 @@ class Planner:
         sequences = min(groups * work.group_size, work.slots * work.group_size / layout.all_replicas)
         speed = sequences / rates.decoding(sequences)
         tokens = work.samples * work.lengths.mean
-        own, lent = layout.replicas * speed, layout.borrowed * speed
-        if work.max_lag == 0 or not own:
-            return train_s + tokens / (own + lent)
-        return max(train_s, (tokens + lent * train_s) / (own + lent))
+        generate_s = tokens / (layout.all_replicas * speed)
+        return train_s + generate_s if work.max_lag == 0 or layout.borrowed else max(train_s, generate_s)
 
 
 def _pace(candidate: Candidate) -> tuple[float, int]:

@@ -17,7 +17,7 @@ from shared.settings import loads
 SHOWN = 3
 _PROBLEMS = 5
 _IDLE, _BUSY = 0.15, 0.7
-_TRIED_RANKS = {"at once": 4, "shared": 4, "lend": 2}
+_TRIED_RANKS = {"at once": 4, "shared": 4}
 """Ranks of trainers that shared their GPUs with a replica on each, by placement (docs/plan.md)."""
 _TRIED_SHARES = 2
 """Ranks from which replicas with GPUs of their own pulled shares of a version (docs/weights.md)."""
@@ -53,7 +53,7 @@ def accepted(layout: GpuLayout, cluster: Cluster, work: Workload) -> bool:
         layout.engines,
         layout.tensor_parallel,
         layout.trainer.ranks,
-        layout.replicas or layout.borrowed,
+        layout.borrowed,
     )
 
 

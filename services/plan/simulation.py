@@ -22,7 +22,6 @@ from typing import Any
 from services.plan.measured import WARM_UP, steady
 from services.plan.rates import COORDINATOR_BEAT_S, SLOWED, Rates
 from services.plan.workload import Workload
-from shared.guest_room import GuestRoom
 
 _SPANS = 4000
 _POOL = 1009
@@ -96,8 +95,6 @@ class _Group:
 class _Replica:
     number: int
     borrowed: bool
-    room: GuestRoom | None = None
-    """A guest's samples at a time; None: it is not a guest."""
     held: list[_Group] = dataclasses.field(default_factory=list)
     """Taken, and waiting for weights or for the engine."""
     running: list[tuple[float, int, _Group]] = dataclasses.field(default_factory=list)
@@ -145,8 +142,6 @@ class _Run:
         self._now = 0.0
         first = side.replicas
         self._replicas = [_Replica(number, number >= first) for number in range(first + side.borrowed)]
-        for guest in self._replicas[first:] if first else []:
-            guest.room = GuestRoom(side.max_groups * work.group_size, work.group_size)
         self._free = [(0.0, replica.number) for replica in self._replicas]
         heapq.heapify(self._free)
         self._prompts: deque[_Group] = deque()
@@ -219,10 +214,8 @@ class _Run:
             heapq.heappush(self._free, (replica.load, replica.number))
 
     def _may_take(self, replica: _Replica) -> bool:
-        """Whether a replica has room for more samples; a guest has none while the trainer trains."""
-        if replica.room is None:
-            return replica.load < self._side.max_groups * self._work.group_size
-        return not replica.paused and replica.load < replica.room.samples
+        """Whether a replica has room for more samples."""
+        return replica.load < self._side.max_groups * self._work.group_size
 
     def _start(self, replica: _Replica) -> None:
         """Start the held groups whose version is live."""
@@ -265,8 +258,6 @@ class _Run:
         while replica.running and replica.running[0][0] <= limit:
             group = heapq.heappop(replica.running)[2]
             replica.sequences = max(0.0, replica.sequences - group.sequences)
-            if replica.room is not None:
-                replica.room.note(self._work.group_size, late=self._step - group.version > self._work.max_lag)
             self._hand_over(group)
         if not replica.running:
             self._rest(replica)

@@ -15,14 +15,14 @@ import asyncio
 import contextlib
 import functools
 import gc
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from importlib import metadata
 from typing import Any
 
 from services.reward.executor.client import read_executor_secret
 from services.reward.failures import Tell
 from services.reward.models.call_watch import end_process
-from services.reward.models.turns import DeviceTurns, Turns
+from services.reward.models.turns import ModelTurns, Turns
 from services.reward.normalisation import Normaliser
 from services.reward.reference import Reference
 from services.reward.rehearsal import rows
@@ -47,7 +47,7 @@ from shared.bus.worker import Worker
 from shared.errors import BusUnavailable, SettingsError
 from shared.expression import Expression
 from shared.files.source import digest
-from shared.process.device import DeviceLease, leased
+from shared.placement.lease import lease_of, leased
 from shared.process.importing import importing
 from shared.process.service import Context, serve
 from shared.process.telemetry import Status, tell, tell_changed
@@ -174,29 +174,14 @@ async def run(settings: Settings, replica: str) -> None:
 @contextlib.asynccontextmanager
 async def _turns(context: Context) -> AsyncIterator[Turns]:
     """Let models take turns on the device that they share, if they do. Raises Fenced: another process was granted it."""
-    settings = context.settings
-    devices = await _shared_devices(context) if settings.scores_in_turns else []
-    lease = DeviceLease(context.bus, context.replica, "score", devices, settings.internal.claim_after_s)
-    turns = Turns()
-    if devices:
-        turns = DeviceTurns(
-            lease, context.bus, context.status, lambda: context.live.settings.algorithm, _room(settings)
-        )
+    lease, turns = lease_of(context, "score"), Turns()
+    if lease.is_shared:
+        context.status.start.begin("importing the models' libraries")
+        await asyncio.to_thread(_import_libraries)
+        room = _room(context.settings)
+        turns = ModelTurns(lease, context.bus, context.status, lambda: context.live.settings.algorithm, room)
     async with leased(lease), turns.running(), _ending_if_it_hangs(context, turns):
         yield turns
-
-
-async def _shared_devices(context: Context) -> Sequence[int]:
-    """Return the device that models share, once their libraries are imported. Raises SettingsError."""
-    devices = context.settings.shared_devices_of(context.replica)
-    if not devices:
-        raise SettingsError(
-            'expected the replica reward-0 with placement.mode = "shared" and models in the reward service, which take turns '
-            f"on the trainer's device, found {context.replica!r}: change --replica"
-        )
-    context.status.start.begin("importing the models' libraries")
-    await asyncio.to_thread(_import_libraries)
-    return devices
 
 
 @contextlib.asynccontextmanager

@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import importlib.util
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
-from services.rollout.engines.engine import Engine, SuspendableEngine
+from services.rollout.engines.engine import Engine
 from services.rollout.engines.prompts import CharacterCodec, Codec
 from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
 from services.rollout.engines.vllm.start_report import followed
@@ -17,12 +17,11 @@ from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.errors import SettingsError
 from shared.model.tokenizer import TokenizerCodec
 from shared.peers.addresses import use_interfaces
+from shared.placement.turns import replica_turns
 from shared.process import service
-from shared.process.device import DeviceLease, leased
 from shared.process.importing import importing
 from shared.process.telemetry import tell
 from shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
-from shared.settings.placement import GUEST, is_guest
 
 Explain = Callable[[int, str, str], Awaitable[None]]
 
@@ -102,7 +101,7 @@ async def _open_vllm(
         logprobs=settings.internal.logprobs,
         kv=weights.kv,
         update=weights.update,
-        shadow="bucketed" if settings.shared_devices_of(replica) else weights.shadow,
+        shadow="bucketed" if settings.shared_devices else weights.shadow,
         peer_host=host if weights.transport == "pull" else "",
         deadline_s=weights.deadline_s,
     )
@@ -116,7 +115,7 @@ def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict
     from services.rollout.engines.transformers.smoke_test import seed_of
     from services.rollout.engines.vllm.arguments import gather
 
-    vllm, shares = settings.rollout.vllm, bool(settings.shared_devices_of(replica))
+    vllm, shares = settings.rollout.vllm, bool(settings.shared_devices)
     return gather(
         settings.policy.model,
         dtype=settings.policy.dtype,
@@ -186,7 +185,6 @@ async def run(settings: Settings, replica: str) -> None:
     if settings.rollout.node:
         await _hold_workers(settings, replica)
         return
-    from services.rollout.device_turns import DeviceTurns
     from services.rollout.service import Rollout
 
     async with contextlib.AsyncExitStack() as around:
@@ -202,42 +200,24 @@ async def run(settings: Settings, replica: str) -> None:
                 await tell(context.bus, replica, "decoder", slower)
 
         now = await context.live.refresh()
-        if settings.shared_devices_of(replica):
+        if settings.shared_devices:
             name = await asyncio.to_thread(choose_engine, now)
             context.status.start.begin("importing the engine")
             await _load(name)
         context.status.start.begin("waiting for the device")
-        lease = await around.enter_async_context(leased(_lease(context)))
-        while not await lease.acquire(1.0):
+        turns = await around.enter_async_context(replica_turns(context))
+        while not await turns.acquire(1.0):
             if context.stop.is_set():
                 return
         context.status.start.begin("loading the model")
         async with followed(context.status.start.begin):
             engine, codec = await open_engine(now, replica, context.host, context.secret, explain)
         context.status.start.begin("waiting for weights")
-        turns = None
-        if lease.is_shared:
-            guest = (lambda: context.live.settings.algorithm.max_lag) if is_guest(replica) else None
-            turns = DeviceTurns(lease, cast(SuspendableEngine, engine), context.status, max_lag=guest)
         engine.update_by(context.live.settings.weights.update)  # may have changed during loading
         context.live.listen(lambda now: engine.update_by(now.weights.update))
-        rollout = Rollout(
-            context.bus,
-            engine,
-            codec,
-            context.status,
-            Puller(engine.place, engine.ranks, settings.weights.deadline_s, context.secret),
-            settings.weights,
-            replica=replica,
-            patience=context.patience,
-            max_groups=settings.rollout.max_groups,
-            group_size=settings.sampling.group_size,
-            seed=settings.run.seed,
-            whole=settings.run.deterministic == "run",
-            taking=context.cordon.taking,
-            plausibility=Plausibility(context.bus, settings, context.live.refresh),
-            turns=turns,
-        )
+        puller = Puller(engine.place, engine.ranks, settings.weights.deadline_s, context.secret)
+        plausibility = Plausibility(context.bus, settings, context.live.refresh)
+        rollout = Rollout(context, engine, codec, puller, turns, plausibility)
         await rollout.run(context.stop, settings.internal.heartbeat_s)
 
 
@@ -254,19 +234,6 @@ async def _load(engine: str) -> None:
     else:
         with importing():
             import services.rollout.engines.transformers.engine  # noqa: F401
-
-
-def _lease(context: service.Context) -> DeviceLease:
-    """Return the lease of the devices that the replica shares with trainer ranks, of none if it shares none."""
-    settings, replica, mode = context.settings, context.replica, context.settings.placement.mode
-    devices, guest = settings.shared_devices_of(replica), is_guest(replica)
-    if not devices and (mode == "shared" or guest):
-        name, last = GUEST if mode == "lend" else "rollout", max(0, len(settings.sharing_replicas) - 1)
-        raise SettingsError(
-            f'expected a replica that is named {name}-0 to {name}-{last} with placement.mode = "{mode}", '
-            f"found {replica!r}: each uses the devices of its own trainer ranks; change --replica"
-        )
-    return DeviceLease(context.bus, replica, "load" if guest else "generate", devices, settings.internal.claim_after_s)
 
 
 async def _hold_workers(settings: Settings, replica: str) -> None:

@@ -170,11 +170,6 @@ class Follower:
                 return
             await asyncio.sleep(_LOOK_S)
 
-    @property
-    def newest_step(self) -> int:
-        """The step of the newest version that was announced."""
-        return 0 if self._wanted is None else self._wanted.record.step
-
     def refill(self) -> None:
         """Pull again if the engine's weights were discarded."""
         self._told.set()

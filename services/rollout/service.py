@@ -15,16 +15,20 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.rollout.device_turns import DeviceTurns
-from services.rollout.engines.engine import Engine, GeneratedGroup, GenerationRequest, with_texts
+from services.rollout.engines.engine import (
+    Engine,
+    GeneratedGroup,
+    GenerationRequest,
+    with_texts,
+)
 from services.rollout.engines.prompts import Codec
 from services.rollout.engines.stop_texts import StopTexts
 from services.rollout.eval_priority import Precedence
@@ -34,14 +38,13 @@ from services.rollout.questions import Answering
 from services.rollout.version_hold import Hold
 from shared.bus import streams
 from shared.bus.assembly import bare
-from shared.bus.bus import Bus
 from shared.bus.crowd import Crowd
 from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
 from shared.bus.streams import Stream
-from shared.bus.worker import HandOver, Patience, Worker
-from shared.guest_room import GuestRoom
-from shared.process.telemetry import HandlerFailures, Status
-from shared.settings import WeightsSettings
+from shared.bus.worker import HandOver, Worker
+from shared.placement.turns import ReplicaTurns, Suspendable
+from shared.process.service import Context
+from shared.process.telemetry import HandlerFailures
 from shared.weights.receiver.puller import Puller
 
 GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
@@ -63,12 +66,6 @@ GENERATE = Histogram(
 RATE_WINDOW_S = 10.0
 _MAX_EVALUATION_GROUPS = 512
 _REGULATE_S = 0.05
-_GUEST_BLOCK_S = 0.05
-"""Of a read: a guest that must return its device soon takes nothing afterwards."""
-
-
-Ended = Callable[[int, int], None]
-"""Receives the number of a group's samples that ended, and the steps that were made since they began."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,10 +98,8 @@ class Generation:
         replica: str,
         seed: int = 0,
         plausibility: Plausibility | None = None,
-        ended: Ended | None = None,
     ) -> None:
         self._engine = engine
-        self._ended = ended
         self._precedence = precedence
         self._codec = codec
         self._follower = follower
@@ -112,8 +107,6 @@ class Generation:
         self._seed = seed
         self._plausibility = plausibility
         self.rate = Rate(time.monotonic())
-        self.generated = (0, 0)
-        """Samples and tokens finished so far."""
 
     async def handle(self, prompt: Prompt, purpose: Purpose) -> RolloutGroup:
         """Generate the group of ``prompt`` from the stream of ``purpose``; raises PermanentError or NotHere."""
@@ -126,9 +119,7 @@ class Generation:
                 if purpose is Purpose.EVALUATE:
                     await self._follower.check_kept(prompt.min_version)
                 request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), self._stop(sampling))
-                began = self._follower.newest_step
                 generated = await self._engine.generate(request)
-                self._note_ended(sampling.samples, began, purpose)
         return self._made(prompt if prompt.sample is None else bare(prompt), token_ids, [generated], purpose)
 
     async def handle_together(
@@ -143,7 +134,6 @@ class Generation:
         """
         with _in_progress(len(places)) as end:
             requests = self._requests(prompt, await self._admit(prompt, purpose), places)
-            began = self._follower.newest_step
             self._precedence.begin(len(places))
             asked = {
                 asyncio.ensure_future(self._engine.generate(request)): place for place, request in requests.items()
@@ -168,11 +158,6 @@ class Generation:
                 await asyncio.gather(*asked, return_exceptions=True)
             if failed is not None:
                 raise failed
-            self._note_ended(len(places), began, purpose)
-
-    def _note_ended(self, samples: int, began: int, purpose: Purpose) -> None:
-        if self._ended is not None and purpose is Purpose.TRAIN:
-            self._ended(samples, self._follower.newest_step - began)
 
     async def _admit(self, prompt: Prompt, purpose: Purpose) -> Int32Array:
         """Return the tokens of a prompt that this replica may generate, once it has the prompt's version."""
@@ -219,99 +204,47 @@ class Generation:
         for each in generated:
             GENERATE.observe(each.finished_at_s - each.started_at_s)
         self.rate.add(time.monotonic(), len(samples), tokens)
-        self.generated = self.generated[0] + len(samples), self.generated[1] + tokens
 
 
 class Rollout:
-    """One replica, from start to orderly stop; it owns the engine.
-
-    Args:
-        max_groups: groups whose samples are held at a time, in training and in evaluation.
-        taking: set while new prompts may be taken.
-        turns: with the trainer, on a shared device.
-        whole: entries are groups, not samples.
-    """
+    """One replica, from start to orderly stop; it owns ``engine`` and ``puller``."""
 
     def __init__(
         self,
-        bus: Bus,
+        context: Context,
         engine: Engine,
         codec: Codec,
-        status: Status,
         puller: Puller,
-        weights: WeightsSettings,
-        *,
-        replica: str,
-        patience: Patience,
-        max_groups: int,
-        group_size: int,
-        seed: int = 0,
-        taking: asyncio.Event | None = None,
+        turns: ReplicaTurns,
         plausibility: Plausibility | None = None,
-        turns: DeviceTurns | None = None,
-        whole: bool = False,
     ) -> None:
-        self._bus = bus
-        self._replica = replica
+        self._bus = bus = context.bus
+        self._replica = replica = context.replica
         self._engine = engine
         self._turns = turns
-        max_lag = None if turns is None else turns.max_lag
-        self._is_guest = max_lag is not None
-        self._status = status
+        self._status = context.status
         self._puller = puller
-        self._cordon = taking
+        self._cordon = context.cordon.taking
         self._hold = Hold(bus, replica)
+        settings = context.settings
         self._follower = Follower(
             bus,
             engine,
-            status,
+            context.status,
             replica,
             puller,
-            deadline_s=weights.deadline_s,
-            probe_margin=weights.probe_margin,
+            deadline_s=settings.weights.deadline_s,
+            probe_margin=settings.weights.probe_margin,
             hold=self._hold,
-            pulling=contextlib.nullcontext if turns is None else turns.pulling,
+            pulling=functools.partial(turns.pulling, engine),
         )
-        precedence = Precedence(max_groups * group_size)
-        ended = None if max_lag is None else functools.partial(self._note_ended, max_lag)
-        self._generation = Generation(engine, codec, self._follower, precedence, replica, seed, plausibility, ended)
-        self._answering = Answering(bus, replica, self._generation.handle, taking)
+        precedence = Precedence(settings.rollout.max_groups * settings.sampling.group_size)
+        generation = Generation(engine, codec, self._follower, precedence, replica, settings.run.seed, plausibility)
+        self._rate = generation.rate
+        self._answering = Answering(bus, replica, generation.handle, self._cordon)
         self._training, self._evaluating = asyncio.Event(), asyncio.Event()
         self._regulate()
-        samples = max_groups * group_size
-        evaluation_groups = max(max_groups, min(samples, _MAX_EVALUATION_GROUPS))
-
-        crowd, failures = Crowd(), HandlerFailures("generation", bus, replica, status)
-
-        def worker(
-            purpose: Purpose, source: Stream, output: Stream, concurrency: int, taking: asyncio.Event
-        ) -> Worker[Prompt, RolloutGroup]:
-            handler = functools.partial(self._generation.handle, purpose=purpose)
-            return Worker(
-                bus,
-                replica,
-                source,
-                Prompt,
-                output,
-                handler,
-                concurrency,
-                patience,
-                taking,
-                crowd=crowd,
-                bug=failures.note,
-                together=functools.partial(self._generation.handle_together, purpose=purpose),
-                block_s=_GUEST_BLOCK_S if self._is_guest else math.inf,
-                unit=group_size if purpose is Purpose.TRAIN and not whole else 1,
-            )
-
-        self._workers = (
-            worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, max_groups if whole else samples, self._training),
-            worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluation_groups, self._evaluating),
-        )
-        self._entry_samples = group_size if whole else 1
-        self._room = GuestRoom(samples, group_size)
-        if self._is_guest:
-            self._allow()
+        self._workers = _workers(context, generation, self._training, self._evaluating)
 
     async def run(self, stop: asyncio.Event, report_s: float) -> None:
         """Serve until ``stop``, with status every ``report_s``; raises StateLost if the engine died."""
@@ -321,8 +254,8 @@ class Rollout:
                 reporting = around.create_task(self._report(stop, report_s))
                 releasing = around.create_task(self._release(stop))
                 regulating = around.create_task(self._keep_regulating())
-                taking_turns = around.create_task(self._take_turns())
-                answering = around.create_task(self._answer())
+                taking_turns = around.create_task(self._turns.run(self, cast(Suspendable, self._engine)))
+                answering = around.create_task(self._answering.run())
                 async with asyncio.TaskGroup() as working:
                     for worker in self._workers:
                         working.create_task(worker.run(stop))
@@ -333,25 +266,7 @@ class Rollout:
             await self._engine.close()
             await self._puller.close()
 
-    async def _take_turns(self) -> None:
-        if self._turns is not None:
-            await self._turns.run(self)
-
-    async def _answer(self) -> None:
-        if not self._is_guest:
-            await self._answering.run()
-
     # ---------------------------------------------------------------- turns on a shared device
-
-    @property
-    def newest_step(self) -> int:
-        """The head's step, as announced."""
-        return self._follower.newest_step
-
-    @property
-    def generated(self) -> tuple[int, int]:
-        """Samples and tokens finished so far."""
-        return self._generation.generated
 
     async def evaluated(self) -> None:
         """Wait until the engine's version is not kept for an evaluation that this replica can continue."""
@@ -373,26 +288,6 @@ class Rollout:
         self._follower.refill()
         self._regulate()
 
-    def closed(self) -> None:
-        """A guest takes no more work."""
-        self._regulate()
-
-    async def hand_back(self) -> None:
-        """Return what is held to the bus."""
-        if self._is_guest:
-            self._room.note(self._workers[0].held * self._entry_samples, late=True)
-            self._allow()
-        await asyncio.gather(*(worker.hand_back() for worker in self._workers))
-
-    def _note_ended(self, max_lag: Callable[[], int], samples: int, steps: int) -> None:
-        self._room.note(samples, late=steps > max_lag())
-        self._allow()
-
-    def _allow(self) -> None:
-        """A guest takes no more samples than end in time."""
-        self._status.values["room"] = float(self._room.samples)
-        self._workers[0].allow(self._room.samples // self._entry_samples)
-
     async def _release(self, stop: asyncio.Event) -> None:
         await stop.wait()
         await self._follower.release()
@@ -403,23 +298,22 @@ class Rollout:
             await asyncio.sleep(_REGULATE_S)
 
     def _regulate(self) -> None:
-        open_to_all = self._cordon is None or self._cordon.is_set()
-        may_train = not self._is_guest or (self._turns is not None and self._turns.is_open)
+        open_to_all = self._cordon.is_set()
         held = self._hold.version
-        _set(self._training, open_to_all and may_train and not self._follower.kept_back and not self._follower.gave_up)
+        _set(self._training, open_to_all and not self._follower.kept_back and not self._follower.gave_up)
         _set(self._evaluating, open_to_all and held is not None and held == self._engine.version)
 
     async def _report(self, stop: asyncio.Event, report_s: float) -> None:
         while True:
             held = sum(worker.held for worker in self._workers)
-            samples_per_s, tokens_per_s = self._generation.rate.per_second(time.monotonic())
+            samples_per_s, tokens_per_s = self._rate.per_second(time.monotonic())
             self._status.values.update(samples_per_s=samples_per_s, tokens_per_s=tokens_per_s, held=float(held))
             self._status.state = self._state(held, stop.is_set())
             self._note_memory(report_s)
             await asyncio.sleep(report_s)
 
     def _note_memory(self, seconds: float) -> None:
-        phase = "generate" if self._turns is None or self._turns.is_open else "train"
+        phase = "generate" if self._turns.is_open else "train"
         for rank, held in enumerate(self._engine.held):
             self._status.memory.note(held.during(phase, seconds), rank)
 
@@ -429,6 +323,45 @@ class Rollout:
         if self._follower.failing:
             return "degraded"
         return "working" if held and self._engine.version is not None else "waiting"
+
+
+def _workers(
+    context: Context, generation: Generation, training: asyncio.Event, evaluating: asyncio.Event
+) -> tuple[Worker[Prompt, RolloutGroup], Worker[Prompt, RolloutGroup]]:
+    """Return the workers of prompts to train, of which entries are samples or whole groups, and to evaluate; each takes
+    entries while its event is set.
+    """
+    settings, whole = context.settings, context.settings.run.deterministic == "run"
+    most_groups, group_size = settings.rollout.max_groups, settings.sampling.group_size
+    samples = most_groups * group_size
+    crowd = Crowd()
+    failures = HandlerFailures("generation", context.bus, context.replica, context.status)
+
+    def worker(
+        purpose: Purpose, source: Stream, output: Stream, concurrency: int, taking: asyncio.Event, unit: int
+    ) -> Worker[Prompt, RolloutGroup]:
+        return Worker(
+            context.bus,
+            context.replica,
+            source,
+            Prompt,
+            output,
+            functools.partial(generation.handle, purpose=purpose),
+            concurrency,
+            context.patience,
+            taking,
+            crowd=crowd,
+            bug=failures.note,
+            together=functools.partial(generation.handle_together, purpose=purpose),
+            unit=unit,
+        )
+
+    most, unit = (most_groups, 1) if whole else (samples, group_size)
+    evaluated = max(most_groups, min(samples, _MAX_EVALUATION_GROUPS))
+    return (
+        worker(Purpose.TRAIN, streams.PROMPTS, streams.ROLLOUTS, most, training, unit),
+        worker(Purpose.EVALUATE, streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, evaluated, evaluating, 1),
+    )
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:

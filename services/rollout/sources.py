@@ -15,7 +15,6 @@ from typing import Literal
 
 from shared.bus.messages import PolicyRecord, PolicyUpdate
 from shared.bus.stores.replicas.heartbeats import Heartbeat
-from shared.settings.placement import is_guest
 
 SourceKind = Literal["peer", "trainer", "requested_file", "file"]
 PEERS = 3
@@ -52,7 +51,7 @@ def holders(beats: Iterable[Heartbeat], update: PolicyUpdate, replica: str, lot:
     addresses = [
         beat.source
         for beat in beats
-        if beat.service == "rollout" and beat.source and beat.replica != replica and not is_guest(beat.replica)
+        if beat.service == "rollout" and beat.source and beat.replica != replica
         if beat.version == update.record.version
     ]
     return lot.sample(addresses, min(PEERS, len(addresses)))

@@ -17,8 +17,8 @@ import threading
 from services.trainer.launcher import LAUNCHER
 from services.trainer.rank0.driver import Driver
 from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
+from shared.placement.turns import trainer_turns
 from shared.process import log
-from shared.process.device import DeviceLease, leased
 from shared.process.endpoints import Endpoints
 from shared.process.importing import importing
 from shared.process.parent import die_with
@@ -52,15 +52,13 @@ async def run(settings: Settings, replica: str) -> int:
 async def _run_rank_0(settings: Settings, replica: str) -> int:
     async with serve(settings, "trainer", replica) as context:
         context.status.start.begin("waiting for the device")
-        devices, ttl_s = settings.shared_devices, settings.internal.claim_after_s
-        lease = DeviceLease(context.bus, replica, "train", devices, ttl_s)
-        async with leased(lease, until_the_end=True):  # to free the memory first could take longer than a stop may
-            while not await lease.acquire(1.0):  # the other ranks wait for this one before they load
+        async with trainer_turns(context) as turns:
+            while not await turns.acquire(1.0):  # the other ranks wait for this one before they load
                 if context.stop.is_set():
                     return 0
             context.status.start.begin("importing torch")
             mailbox = Mailbox()
-            driver = Driver(context, mailbox, lease)
+            driver = Driver(context, mailbox, turns)
             training = asyncio.to_thread(_train, context, mailbox)
             for error in await asyncio.gather(driver.run(), training, return_exceptions=True):
                 if error is not None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from shared.bus import embedded
 from shared.errors import SettingsError
+from shared.placement.devices import gpus_of
 from shared.process.gpus import VISIBLE, visible_names
 from shared.process.parent import FOR_PYTHON
 from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
-from shared.settings.placement import GUEST
 
 STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator", "tracking"), ("valkey", "prometheus"))
 """Upstream first, to hand over work; the bus last, because services return entries to it."""
@@ -68,12 +68,8 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
             | _gpus(settings, service, name, environment),
             stop_s=settings.bus.drain_s + _STOP_AFTER_DRAIN_S,
         )
-        for service, name in [*names, *(("rollout", guest) for guest in _guests(settings))]
+        for service, name in names
     ]
-
-
-def _guests(settings: Settings) -> list[str]:
-    return [f"{GUEST}-{number}" for number in settings.sharing_replicas] if settings.placement.mode == "lend" else []
 
 
 def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessPlan:
@@ -136,7 +132,7 @@ def metrics_ports(settings: Settings) -> list[tuple[str, int]]:
 
 def _ports(settings: Settings) -> dict[str, int]:
     names = ["coordinator-0", "trainer-0", *([EXECUTOR] if settings.needs_executor else [])]
-    names += [f"rollout-{index}" for index in range(settings.rollout.replicas)] + _guests(settings)
+    names += [f"rollout-{index}" for index in range(settings.rollout.replicas)]
     names += [f"reward-{index}" for index in range(settings.reward.replicas)]
     names += [f"{TRACKING}-0"] if settings.tracking.sinks else []
     first = settings.run.metrics_port
@@ -150,18 +146,7 @@ def _port_flag(settings: Settings, name: str) -> tuple[str, ...]:
 
 def _gpus(settings: Settings, service: str, name: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return which GPUs a process sees; settings number those that ``penstock up`` sees itself."""
-    devices = settings.shared_devices_of(name)
-    if service == "trainer":
-        shown = settings.trainer.gpus
-    elif devices:
-        gpus = tuple(settings.trainer.gpus or settings.shared_devices)
-        shown = tuple(gpus[device] for device in devices)
-    elif service in ("rollout", "reward"):
-        section, index = getattr(settings, service), int(name.rpartition("-")[2])
-        each = len(section.gpus) // section.replicas
-        shown = section.gpus[index * each : (index + 1) * each]
-    else:
-        shown = ()
+    shown = gpus_of(settings, service, name)
     names = visible_names(environment) if settings.run.device != "cpu" else None
     return {VISIBLE: ",".join(_name_of(gpu, names) for gpu in shown)} if shown else {}
 

@@ -132,7 +132,6 @@ class Worker(Generic[In, Out]):
         bug: receives exceptions that are bugs.
         together: handles new samples of one group that a read returned, of which each is an entry; what it does not
             hand over is handled one by one.
-        block_s: longest wait of a read, after which ``taking`` is looked at.
         unit: entries that belong together. A read takes a part of the room, in whole units, so that consumers share
             what arrives by the room that they have; 0: it takes as many as there is room for. Suspects are counted in
             units.
@@ -154,7 +153,6 @@ class Worker(Generic[In, Out]):
         crowd: Crowd | None = None,
         bug: Bug | None = None,
         together: Together | None = None,
-        block_s: float = math.inf,
         unit: int = 0,
     ) -> None:
         self._bus = bus
@@ -164,13 +162,12 @@ class Worker(Generic[In, Out]):
         self._output = output
         self._handler = handler
         self._last = last or handler
-        self._concurrency = self._most = concurrency
+        self._concurrency = concurrency
         self._patience = patience
         self._taking = taking or _always()
         self._crowd = crowd or Crowd()
         self._bug = bug
         self._together = together
-        self._block_s = block_s
         self._unit = unit
         HANDLER_ERRORS.labels(source.name)  # a series that exists at 0 shows its first increment
         self._held: dict[EntryId, asyncio.Task[None]] = {}
@@ -191,11 +188,6 @@ class Worker(Generic[In, Out]):
     def held(self) -> int:
         """Number of entries being handled."""
         return len(self._held)
-
-    def allow(self, entries: int) -> None:
-        """Handle at most ``entries`` at a time from now on, and no more than ``concurrency``; those that are held stay."""
-        self._most = max(1, min(entries, self._concurrency))
-        self._free.set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set, then drain. Raises Exception: one of ``ENDS_PROCESS``, or an error of the bus."""
@@ -234,7 +226,6 @@ class Worker(Generic[In, Out]):
                     self._reclaim_at_s = 0.0
             else:
                 block_s = _LOOK_S if self._suspects else max(_LOOK_S, min(patience_s, self._reclaim_at_s - now_s))
-                block_s = min(block_s, self._block_s)
                 count = portion(room, self._unit)
                 deliveries = await self._bus.read(self._source, self._kind, self._consumer, count, block_s)
             for of_group in self._by_group(deliveries):
@@ -295,10 +286,10 @@ class Worker(Generic[In, Out]):
         return [delivery for delivery in reclaimed if delivery.entry_id not in known]
 
     async def _room(self) -> int:
-        while len(self._held) >= self._most:
+        while len(self._held) >= self._concurrency:
             self._free.clear()
             await self._free.wait()
-        return self._most - len(self._held)
+        return self._concurrency - len(self._held)
 
     async def _start(self, deliveries: Sequence[Delivery[In]]) -> asyncio.Task[None] | None:
         """Start an entry, or suspects of one group that are tried alone."""

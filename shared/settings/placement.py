@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 RUNGS = (0, 1, 2, 3, 4)
 """Rungs of the ladder."""
-GUEST = "guest"
-"""Prefix of the replicas on lent devices."""
 REPLICA_RUNG = 2
 """The highest rung at which a replica frees memory; above it the trainer does, too."""
 USABLE_IN_TURNS = 0.9
@@ -27,13 +25,12 @@ OPTIMIZER_RUNG = 3
 class PlacementSettings(Section):
     """Which processes share a device (docs/placement.md)."""
 
-    mode: Literal["separate", "shared", "lend"] = Field(default="separate")
+    mode: Literal["separate", "shared"] = Field(default="separate")
     """`separate`: trainer and replicas have devices of their own. `shared`: trainer rank i and replica i use the same
     device in turn (a tensor parallel replica those of as many ranks), and models of the reward service that of rank 0,
-    unless they have their own. `lend`: as `separate`, and one more replica for each trainer rank (or for as many as an
-    engine spans), `guest-0` and so on, generates on its device while the trainer waits longer than the switches take."""
+    unless they have their own."""
     rung: Literal["auto", 0, 1, 2, 3, 4] = Field(default="auto")
-    """What is freed at a switch, with `shared` and `lend`: nothing (0), the replica's KV cache (1), its weights too (2); for
+    """What is freed at a switch, with `shared`: nothing (0), the replica's KV cache (1), its weights too (2); for
     generation also the trainer's optimizer states (3), and its weights (4). `auto`: the lowest that fits into memory, by
     measured sizes; vLLM on a CPU supports only 0."""
 
@@ -46,11 +43,6 @@ def moved_and_staying(sizes: Sequence[float], needed_bytes: float) -> tuple[list
     totals = list(itertools.accumulate((sizes[place] for place in order), initial=0))
     count = bisect.bisect_left(totals, needed_bytes)
     return order[:count], order[count:]
-
-
-def is_guest(replica: str) -> bool:
-    """Whether ``replica`` generates on a lent device alone: it answers no evaluations or questions and relays no weights."""
-    return replica.startswith(f"{GUEST}-")
 
 
 def check_placement(settings: "Settings") -> None:
@@ -72,12 +64,9 @@ def check_placement(settings: "Settings") -> None:
             f"{shown(placement.mode)}, where a replica shares the devices of {each} ranks, found {trainer.ranks}: change one of them"
         )
     pair = "rank i and replica i share device i" if each == 1 else f"each replica shares the devices of {each} ranks"
-    shared = (
+    for key, value, expected, reason in (
         ("rollout.replicas", rollout.replicas, trainer.ranks // each, pair),
         ("rollout.gpus", list(rollout.gpus or trainer.gpus), list(trainer.gpus), "the replicas use the trainer's GPUs"),
-    )
-    for key, value, expected, reason in (
-        *(shared if placement.mode == "shared" else ()),
         ("rollout.nodes", rollout.nodes, 1, "it is for one host"),
         ("trainer.nodes", trainer.nodes, 1, "it is for one host"),
         ("weights.update", settings.weights.update, "inflight", "a freed replica continues with newer weights"),
@@ -92,12 +81,6 @@ def check_placement(settings: "Settings") -> None:
             'expected reward.replicas = 1 with placement.mode = "shared" and models in the reward service, which take turns on '
             f"the trainer's device, found {settings.reward.replicas}: change it, or give them another device with "
             "reward.models.device or reward.gpus"
-        )
-    lent = list(trainer.gpus or range(trainer.ranks))
-    if placement.mode == "lend" and set(lent) & set(rollout.gpus):
-        raise ValueError(
-            f'expected other GPUs in rollout.gpus than in trainer.gpus with placement.mode = "lend", found {list(rollout.gpus)} '
-            f"and {lent}: guests are added by themselves; change one of them"
         )
 
 

@@ -16,7 +16,7 @@ from shared.settings.algorithm import AlgorithmSettings
 from shared.settings.evaluation import EvaluationSettings
 from shared.settings.guards import GuardsSettings
 from shared.settings.internal import InternalSettings
-from shared.settings.placement import GUEST, PlacementSettings, check_placement
+from shared.settings.placement import PlacementSettings, check_placement
 from shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
 from shared.settings.rewards.models import ModelWork
 from shared.settings.rewards.reward import RewardSettings
@@ -101,7 +101,7 @@ class Settings(Section):
     @property
     def shared_devices(self) -> range:
         """Devices that the trainer and replicas use in turn, by trainer rank."""
-        return range(0 if self.placement.mode == "separate" else self.trainer.ranks)
+        return range(self.trainer.ranks if self.placement.mode == "shared" else 0)
 
     @property
     def scores_in_turns(self) -> bool:
@@ -114,26 +114,6 @@ class Settings(Section):
         )
         in_turn = self.placement.mode == "shared" and reward.models.device == "auto" and not reward.gpus
         return in_turn and has_models and not self.is_supervised
-
-    @property
-    def sharing_replicas(self) -> range:
-        """Numbers of the replicas (guests, with `lend`) that share the trainer's devices: one for as many as an engine spans."""
-        return range(len(self.shared_devices) // self.rollout.vllm.tensor_parallel_size)
-
-    def shared_devices_of(self, replica: str) -> tuple[int, ...]:
-        """Return the devices that ``replica``, of rollout or reward, shares with the trainer.
-
-        >>> Settings.model_validate({"placement": {"mode": "lend"}}).shared_devices_of("guest-0")
-        (0,)
-        """
-        name, _, number = replica.rpartition("-")
-        sharing = {"shared": "rollout", "lend": GUEST}.get(self.placement.mode)
-        if replica == "reward-0" and self.scores_in_turns:
-            return (0,)
-        if name != sharing or number not in map(str, self.sharing_replicas):
-            return ()
-        each = self.rollout.vllm.tensor_parallel_size
-        return tuple(self.shared_devices[int(number) * each : (int(number) + 1) * each])
 
     @property
     def common_gpus(self) -> frozenset[int]:
@@ -466,11 +446,6 @@ def _check_mixture(settings: Settings) -> None:
         raise ValueError(
             f"expected several datasets in data.path with algorithm.imitation > 0, found {weight} and one: name the problems and the "
             "demonstrations, each with its weight, or set algorithm.imitation = 0"
-        )
-    if settings.placement.mode == "lend":
-        raise ValueError(
-            f'expected another placement.mode than "lend" with algorithm.imitation > 0, found {weight}: how long a step still waits is not '
-            "predicted with demonstrations; change one of them"
         )
 
 

@@ -23,11 +23,9 @@ def test_the_examples_in_its_docstrings_hold() -> None:
 
 
 def test_every_rung_has_as_many_runs_as_another_whenever_the_time_is_over() -> None:
-    endless = itertools.islice(jobs(1, ["lend", "shared"], [0, 1, 2], 0), 60)
-    assert {(job.mode, job.rung) for job in itertools.islice(endless, 6)} == set(
-        itertools.product(("lend", "shared"), (0, 1, 2))
-    )
-    limited = list(jobs(1, ["shared"], [0, 1, 2, 3, 4], 5))
+    endless = itertools.islice(jobs(1, [0, 1, 2], 0), 60)
+    assert {job.rung for job in itertools.islice(endless, 3)} == {0, 1, 2}
+    limited = list(jobs(1, [0, 1, 2, 3, 4], 5))
     assert len({str(job) for job in limited}) == len(limited) == 25
 
 

@@ -17,9 +17,7 @@ SHARED: Mapping[str, object] = {
     "internal.claim_after_s": 5,
     "algorithm.max_lag": 0,
 }
-LEND: Mapping[str, object] = {**SHARED, "placement.mode": "lend"}
 HOLDERS: tuple[tuple[str, Phase], ...] = (("trainer-0", "train"), ("rollout-0", "generate"))
-LEND_HOLDERS: tuple[tuple[str, Phase], ...] = (("guest-0", "generate"), ("trainer-0", "train"))
 
 
 async def _holder(bus: Bus) -> Grant | None:
@@ -45,9 +43,7 @@ async def _freeze(run: Run, bus: Bus, name: str, phase: Phase, *, asked: bool) -
 
 
 def _is_held(grant: Grant | None, phase: Phase, *, asked: bool) -> bool:
-    if grant is None or (grant.rung >= 0) != asked:
-        return False
-    return grant.phase == phase or (grant.phase, phase) == ("load", "generate")
+    return grant is not None and grant.phase == phase and (grant.rung >= 0) == asked
 
 
 async def _replaced(run: Run, name: str, pid: int) -> None:

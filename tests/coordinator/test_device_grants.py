@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from services.coordinator.run import device_grants
-from services.coordinator.run.device_grants import Decision, DeviceGrants, decide, lowest_rung
 from shared.bus.bus import Bus
 from shared.bus.client import server
 from shared.bus.keys import RUN
@@ -22,7 +20,10 @@ from shared.bus.stores.replicas.device_leases import (
 )
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.errors import Fenced
-from shared.process.device import DeviceLease, leased
+from shared.placement import grants as device_grants
+from shared.placement.grants import Decision, DeviceGrants, decide, lowest_rung
+from shared.placement.lease import DeviceLease, leased
+from shared.placement.turns import TrainerTurns
 from shared.process.telemetry import Status
 from shared.settings import loads
 from tests.support.raw_redis import raw
@@ -54,7 +55,6 @@ def grant(request: DeviceRequest, rung: int = -1) -> Grant:
     return Grant(request.replica, request.process, request.phase, 1, rung)
 
 
-LOAD, AGAIN = DeviceRequest("guest-0", "g", "load", (0,)), DeviceRequest("guest-0", "g", "generate", (0,))
 SCORE = DeviceRequest("reward-0", "s", "score", (0,))
 BOTH = DeviceRequest("rollout-0", "w", "generate", (0, 1))
 DECISIONS = [
@@ -65,12 +65,7 @@ DECISIONS = [
     ((None, None), (FIRST, SCORE, SECOND), Decision((SCORE, SECOND), ())),
     ((None, None), (FIRST, SCORE, SECOND, TRAIN), Decision((TRAIN,), ())),
     ((None, grant(SECOND)), (SCORE, TRAIN), Decision((), ((1, grant(SECOND)),))),
-    ((grant(TRAIN), grant(TRAIN)), (LOAD,), Decision((), ((0, grant(TRAIN)),))),
-    ((grant(TRAIN, 4), grant(TRAIN, 4)), (LOAD,), Decision((), ())),
-    ((grant(TRAIN), grant(TRAIN)), (AGAIN,), Decision((), ())),
-    ((None, None), (AGAIN,), Decision((AGAIN,), ())),
-    ((None, None), (LOAD, TRAIN), Decision((TRAIN,), ())),
-    ((grant(LOAD), None), (TRAIN,), Decision((), ((0, grant(LOAD)),))),
+    ((None, None), (FIRST,), Decision((FIRST,), ())),
     ((None, None), (FIRST, SECOND), Decision((FIRST, SECOND), ())),
     ((None, None), (FIRST, SECOND, TRAIN), Decision((TRAIN,), ())),
     ((grant(FIRST), None), (SECOND, TRAIN), Decision((), ((0, grant(FIRST)),))),
@@ -187,18 +182,6 @@ async def test_a_tensor_parallel_replica_frees_each_of_its_devices_at_the_highes
     await grants.look()
     look = await look_at_devices(bus, DEVICES)
     assert [held.rung for held in look.grants if held is not None] == [1, 1]
-
-
-async def test_what_a_guest_of_two_devices_generated_is_counted_once(bus: Bus) -> None:
-    await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
-    players = Players(bus, 0, {"trainer-0": (0, 1)})
-    guest = players.leases["guest-0"] = DeviceLease(bus, "guest-0", "load", (0, 1))
-    await guest.acquire(0.0)
-    await players.grants.look()
-    await guest.confirm()
-    await guest.release(0.25, (3, 12))
-    await players.settle("trainer-0")
-    assert players.leases["trainer-0"].generated == (3, 12)
 
 
 async def test_the_trainer_learns_what_generation_lacks_with_its_grant(bus: Bus) -> None:
@@ -422,46 +405,35 @@ async def test_a_restarted_process_ends_the_grant_of_its_predecessor(bus: Bus) -
     assert await players.holds("rollout-0") == {0}
 
 
-async def test_a_guest_requests_to_load_once_and_its_turn_s_figures_reach_the_trainer(bus: Bus) -> None:
+async def test_the_seconds_of_a_switch_to_generation_are_counted_once(bus: Bus) -> None:
     await raw(bus).hset(bus.keys.of(RUN), "leader_term", 1)
     players = Players(bus, 0)
-    trainer, guest = players.leases["trainer-0"], DeviceLease(bus, "guest-0", "load", (0,))
-    players.leases["guest-0"] = guest
-    await players.request("trainer-0")
-    await players.grants.look()
-    await trainer.confirm()
-    assert (trainer.switch_s, trainer.generated) == (None, (0, 0))
-    await guest.acquire(0.0)
-    await players.grants.look()
-    await trainer.confirm()
-    assert trainer.rung == 1, "asked for its device, so that the guest loads"
+    trainer, replica = players.leases["trainer-0"], players.leases["rollout-0"]
+
+    async def take(lease: DeviceLease) -> dict[str, float]:
+        await lease.acquire(0.0)
+        await players.grants.look()
+        await lease.confirm()
+        return lease.take_switches()
+
+    assert (await take(trainer))["switch_generate_s"] == 0.0
     await trainer.release()
-    await players.grants.look()
-    await guest.confirm()
-    assert guest.held
-    await guest.release(0.25, (3, 12))
-    await guest.acquire(0.0)
-    assert [request.phase for request in (await look_at_devices(bus, DEVICES)).requests] == ["generate"]
-    await trainer.acquire(0.0)
-    await players.grants.look()
-    await trainer.confirm()
-    assert (trainer.switch_s, trainer.generated) == (0.25, (3, 12))
-    await players.grants.look()
-    await trainer.confirm()
-    assert trainer.rung == -1, "generation waits until the trainer lends"
+    await take(replica)
+    await replica.release(0.25)
+    assert (await take(trainer))["switch_generate_s"] == 0.25
     await trainer.release()
-    await players.grants.look()
-    await trainer.acquire(0.0)
-    await players.grants.look()
-    assert (await look_at_devices(bus, DEVICES)).grants[0].phase == "generate"  # type: ignore[union-attr]
-    await DeviceLease(bus, "guest-0", "load", (0,)).acquire(0.0)  # it was killed: nothing of its turn is counted
-    await players.grants.look()
-    await trainer.confirm()
-    assert (trainer.held, trainer.generated) == (True, (0, 0))
-    assert trainer.switch_s == 0.0, "its switch of 0.25 s was counted at the grant before"
-    assert trainer.take_switches()["switch_generate_s"] == 0.25
-    restarted = DeviceLease(bus, "trainer-0", "train", (0,))
-    await restarted.acquire(0.0)
-    await players.grants.look()
-    await restarted.confirm()
-    assert restarted.switch_s == 0.0, "a restarted trainer learns that there was a guest"
+    assert (await take(trainer))["switch_generate_s"] == 0.0, "no replica had a turn since"
+
+
+@pytest.mark.parametrize(("rung", "needed"), [("auto", 7), (3, None)])
+async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed(
+    bus: Bus, rung: object, needed: int | None
+) -> None:
+    settings = loads(f'placement = {{mode = "shared", rung = {rung!r}}}', "run.toml")
+    lease, status = DeviceLease(bus, "trainer-0", "train", (0,), TTL_S), Status()
+    lease.offload_bytes = 7
+    turns = TrainerTurns(lease, settings, status)
+    assert turns.offload_bytes == needed
+    await turns.end({"optimizer": 9.0}, 8.0)
+    assert (status.values, turns.take_figures()) == ({"memory_optimizer": 9.0}, {"switch_moved_bytes": 8.0})
+    assert turns.take_figures() == {"switch_moved_bytes": 0.0}

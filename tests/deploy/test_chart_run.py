@@ -140,13 +140,10 @@ async def test_what_the_chart_renders_comes_up_learns_is_upgraded_while_it_train
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("mode", ["shared", "lend"])
-async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_afterwards(
-    mode: str, tmp_path: Path
-) -> None:
+async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_afterwards(tmp_path: Path) -> None:
     config = values()["run"]["config"].replace("steps = 200", "steps = 1").replace("replicas = 2", "replicas = 1")
     config = re.sub(r"(?s)\[evaluation\].*?(?=\n\[)", "", config).replace("warmup_steps = 5", "warmup_steps = 1")
-    run = {"config": f'{config}\n[placement]\nmode = "{mode}"\n', "kind": "pod"}
+    run = {"config": f'{config}\n[placement]\nmode = "shared"\n', "kind": "pod"}
     made = Cluster(render(values(run=run, pod={"gpu": {"count": 0}})), tmp_path)
     try:
         for expected in ("finished: 1 steps", "has finished"):
@@ -160,9 +157,7 @@ async def test_the_one_pod_runs_to_its_end_frees_its_gpus_and_has_nothing_to_do_
     folder = tmp_path / "claims" / "demo-penstock-runs" / "demo"
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["gpu_hours"]) == ("finished", 1, 0.0)
-    if mode == "shared":  # a trainer lends only if it waits long enough
-        assert summary["switches"] > 0
-    assert (folder / "logs" / "guest-0.log").exists() == (mode == "lend")
+    assert summary["switches"] > 0
 
 
 def _tracked(runs: Path) -> list[int]:

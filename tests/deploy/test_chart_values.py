@@ -117,7 +117,6 @@ def in_one_pod(config: str, gpus: int) -> Json:
 SHARING: Sequence[tuple[str, int]] = (
     ('[placement]\nmode = "shared" # in turn\n', 1),
     ('[trainer]\nranks = 4\ngpus = [3, 2, 1, 0]\n[rollout]\nreplicas = 4\n[placement]\nmode = "shared"\n', 4),
-    ('[placement]\nmode = "lend"\n[trainer]\nranks = 1\n[rollout]\nreplicas = 2\ngpus = [1, 2]\n', 3),
     ("[trainer]\ngpus = [\n    0,\n]\n[rollout]\ngpus = [\n    0,\n]\n", 1),
     ('# mode = "shared"\n[trainer]\ngpus = [0]\n[rollout]\ngpus = [1]\n', 8),
     ('[placement]\nmode = "shared"\n[run]\ndevice = "cpu"\n', 0),
@@ -344,7 +343,6 @@ IN_ONE_POD: Sequence[str] = (
     TRACKED,
     CODE + "[rollout]\nreplicas = 2\n",
     CODE + '[reward.executor]\naddress = "executor:9500"\n',
-    '[placement]\nmode = "lend"\n[trainer]\nranks = 4\n[rollout.vllm]\ntensor_parallel_size = 2\n',
     '[data]\nrejected_field = "rejected"\n[algorithm]\npreset = "dpo"\n[rollout]\nreplicas = 2\n',
     'algorithm.loss = "cross_entropy"\n[tracking]\nsinks = ["mlflow"]\n',
 )

@@ -100,5 +100,5 @@ def test_more_ranks_never_need_more_memory(work: Workload, zero_stage: int, rank
 def test_the_choice_for_four_gpus_is_within_five_percent_of_the_best() -> None:
     flags = ["--sampling.max_new_tokens", "8192", "--algorithm.groups_per_step", "16"]
     result = sweep(make(settings_of(None, flags), "4xH200", "7b").planner)
-    assert result["layouts"] >= 50
+    assert result["layouts"] >= 30
     assert result["ratio"] <= 1.05

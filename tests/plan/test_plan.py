@@ -46,7 +46,7 @@ def test_the_examples_of_the_page_are_what_the_command_prints() -> None:
 
 def test_what_is_shown_fits() -> None:
     plan = make(settings_of(None, ["--sampling.max_new_tokens", "2048"]), "8xH200", "7b")
-    assert {candidate.layout.placement for candidate in plan.candidates} == {"separate", "shared", "lend"}
+    assert {candidate.layout.placement for candidate in plan.candidates} == {"separate", "shared"}
     for candidate in plan.candidates:
         assert candidate.layout.gpus <= 8
         assert all(peak(table) <= plan.planner.limit_bytes * 1.0001 for table in candidate.memory.values())
@@ -164,15 +164,6 @@ def test_up_counts_all_that_name_a_gpu_together(tmp_path: Path) -> None:
 
 def test_up_counts_a_replica_on_the_gpus_that_its_engine_uses(tmp_path: Path) -> None:
     certain.check_gpus(named(settings_with(tmp_path, **SEVEN), (1,), (0, 1)), [H200, H200])
-
-
-def test_up_refuses_replicas_on_the_gpus_that_the_trainer_lends(tmp_path: Path) -> None:
-    lending = {"placement.mode": "lend"}
-    with pytest.raises(
-        SettingsError, match=r"expected rollout\.gpus with placement\.mode = \"lend\" on a machine with GPUs"
-    ):
-        certain.check_gpus(named(settings_with(tmp_path, **SEVEN), (), (), **lending), [H200, H200])
-    certain.check_gpus(named(settings_with(tmp_path, **SEVEN), (), (1,), **lending), [H200, H200])
 
 
 def test_up_counts_replicas_that_name_no_gpu_with_the_trainer_that_names_none(tmp_path: Path) -> None:
@@ -333,8 +324,6 @@ def test_the_time_in_which_groups_wait_for_the_trainer_is_not_taken_for_decoding
     assert candidate.step_s == pytest.approx(5.0, rel=0.01)
     generated_s = candidate.rates.decoding(sequences) * work.samples * 512 / sequences
     assert 2.6 < generated_s < 3.0, "the rest is prefill, the transfer of weights and the bus"
-    with pytest.raises(SettingsError, match="guests and other replicas"):
-        corrections(figures, settings_of(None, ["--placement.mode=lend"]), work, parse_cluster("2xH200"))
     turns = ["--placement.mode=shared", '--reward.scorers=[{kind = "model", model = "m"}]']
     with pytest.raises(SettingsError, match="the seconds of scoring include the wait"):
         corrections(figures, settings_of(None, turns), work, parse_cluster("1xH200"))
@@ -347,11 +336,11 @@ def test_lengths_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:
     assert plan.planner.work.lengths.sample == (10, 30, 20)
 
 
-@pytest.mark.parametrize("placement", ["separate", "shared", "lend"])
+@pytest.mark.parametrize("placement", ["separate", "shared"])
 def test_the_settings_accept_what_the_plan_says_they_do(placement: Placement) -> None:
     settings = load(ROOT / "config/two-gpus.toml", environment={})
     trainer = dataclasses.replace(preferences(settings).trainer, ranks=2)
-    own, borrowed = {"separate": (2, 0), "shared": (0, 2), "lend": (2, 2)}[placement]
+    own, borrowed = {"separate": (2, 0), "shared": (0, 2)}[placement]
     layout = GpuLayout(placement, trainer, 1, own, borrowed=borrowed, shadow=placement != "shared")
     plan = make(settings, "4xH200", "7b")
     rates = plan.planner.rates(layout, 28, 16)
@@ -375,14 +364,13 @@ def layout_with(placement: Placement, own: int, borrowed: int, engines: int = 1,
         ("separate", 8, 0, False, 8),
         ("shared", 0, 2, False, 2),
         ("shared", 0, 4, False, 4),
-        ("lend", 4, 3, True, 5),
     ],
 )
 def test_rank_0_is_planned_to_send_as_many_copies_as_the_coordinators_tree_has_it_send(
     placement: Placement, own: int, borrowed: int, *, shadow: bool, copies: int
 ) -> None:
     replicas = {f"rollout-{n}": f"h:{n}" if shadow else "" for n in range(own)}
-    in_turn = {f"{'guest' if placement == 'lend' else 'rollout'}-{n}": "" for n in range(borrowed)}
+    in_turn = {f"rollout-{n}": "" for n in range(borrowed)}
     tree = sources({**replicas, **in_turn}, FAN_OUT, "trainer:1")
     assert list(tree.values()).count(("trainer:1",)) == copies
     assert layout_with(placement, own, borrowed, shadow=shadow).copies == copies
@@ -412,14 +400,11 @@ def test_a_policy_larger_than_a_gpu_is_not_supported_yet_as_each_rank_loads_it_w
 def test_the_plan_says_which_layouts_the_settings_refuse() -> None:
     trainer = preferences(loads("", "test")).trainer
     one_host, two_hosts = (make(settings_of(None, []), gpus, "0.5b").planner for gpus in ("8xH200", "2x8xH200"))
-    placements: tuple[Placement, ...] = ("shared", "lend")
-    for placement in placements:
-        own = int(placement == "lend")
-        for ranks, parallel, fits in ((1, 1, True), (1, 2, False), (4, 2, True), (4, 1, True), (3, 2, False)):
-            trained = dataclasses.replace(trainer, ranks=ranks)
-            layout = GpuLayout(placement, trained, parallel, own, borrowed=ranks // parallel)
-            assert report.accepted(layout, one_host.cluster, one_host.work) == fits, (placement, ranks, parallel)
-            assert not report.accepted(layout, two_hosts.cluster, two_hosts.work)
+    for ranks, parallel, fits in ((1, 1, True), (1, 2, False), (4, 2, True), (4, 1, True), (3, 2, False)):
+        trained = dataclasses.replace(trainer, ranks=ranks)
+        layout = GpuLayout("shared", trained, parallel, 0, borrowed=ranks // parallel)
+        assert report.accepted(layout, one_host.cluster, one_host.work) == fits, (ranks, parallel)
+        assert not report.accepted(layout, two_hosts.cluster, two_hosts.work)
 
 
 TEMPLATE = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }} {% endfor %}{{ style }}"

@@ -69,13 +69,6 @@ def test_groups_that_lost_their_cache_in_a_pause_are_computed_again() -> None:
     assert lost.step_s > 1.05 * kept.step_s
 
 
-def test_lent_gpus_are_faster_than_idle_ones_where_generation_is_slow() -> None:
-    alone, lent = (outcome(1, decode_s=0.05, side=Side(1, 4, borrowed=guests), spread=0.5) for guests in (0, 1))
-    assert lent.samples_per_s > 1.1 * alone.samples_per_s
-    alone, lent = (outcome(1, decode_s=0.05, side=Side(1, 8, borrowed=guests), spread=0.5) for guests in (0, 1))
-    assert lent.samples_per_s > 0.95 * alone.samples_per_s, "no prompt waits for a guest, which does little harm"
-
-
 def test_a_host_with_few_cores_slows_what_computes_at_the_same_time() -> None:
     assert outcome(1, side=Side(2, 4, cores=1.5)).step_s > 1.5 * outcome(1).step_s
     assert outcome(0, side=Side(2, 4, cores=2.0)).step_s == pytest.approx(2.0)

@@ -15,8 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.run import device_grants
-from services.coordinator.run.device_grants import DeviceGrants
 from services.reward import reference
 from services.reward.failures import Failures
 from services.reward.models import backlog, call_watch
@@ -24,7 +22,7 @@ from services.reward.models.backlog import Flight, is_due
 from services.reward.models.batcher import Batcher, NoRoom
 from services.reward.models.call_watch import CallWatch
 from services.reward.models.placement import Placed
-from services.reward.models.turns import DeviceTurns
+from services.reward.models.turns import ModelTurns
 from services.reward.scorers import reward_model
 from services.reward.scorers.reward_model import RewardModel
 from services.reward.scoring import Scoring
@@ -38,7 +36,9 @@ from shared.bus.stores.replicas.device_leases import Phase, look_at_devices, req
 from shared.bus.streams import EXPERIENCE, ROLLOUTS
 from shared.errors import Fenced, StateLost
 from shared.expression import Expression
-from shared.process.device import DeviceLease, leased
+from shared.placement import grants as device_grants
+from shared.placement.grants import DeviceGrants
+from shared.placement.lease import DeviceLease, leased
 from shared.process.telemetry import Status
 from shared.settings import Settings, loads
 from shared.settings.algorithm import AlgorithmSettings
@@ -164,7 +164,7 @@ class Run:
         self.trainer = DeviceLease(bus, "trainer-0", "train", (0,), TTL_S)
         self.lease = DeviceLease(bus, "reward-0", "score", (0,), TTL_S)
         self.algorithm = AlgorithmSettings(groups_per_step=4)
-        self.turns = DeviceTurns(self.lease, bus, self.status, lambda: self.algorithm, room=8)
+        self.turns = ModelTurns(self.lease, bus, self.status, lambda: self.algorithm, room=8)
 
     async def holder(self) -> str:
         held = (await look_at_devices(self.bus, 1)).grants[0]
@@ -243,7 +243,7 @@ async def test_groups_wait_until_they_complete_a_batch_then_one_turn_scores_them
 class Loading(RewardModel):
     """A model that loads for as long as the test likes."""
 
-    def __init__(self, name: str, of: DeviceTurns) -> None:
+    def __init__(self, name: str, of: ModelTurns) -> None:
         self.name, self._of, self._model = name, of, None
         self.began, self.may_end = asyncio.Event(), asyncio.Event()
 

@@ -32,6 +32,10 @@ from tests.support.tolerance import FORWARD
 DEADLINE_S = PATIENCE_S
 
 
+def is_announced(follower: Follower, step: int) -> bool:
+    return follower._wanted is not None and follower._wanted.record.step == step
+
+
 def engine(seed: int = 1) -> TransformersEngine:
     return TransformersEngine(
         tiny.opened(tiny.model(seed), stop=(999,)),
@@ -212,7 +216,7 @@ async def test_a_version_that_was_overtaken_is_given_up_between_two_sources(bus:
             await announce(bus, record, rollout_0=(peer.address, trainer.address))  # the peer never has it
             await until(lambda: member.puller._sessions)  # it waits there
             await announce(bus, weights.offered(trainer, newer := weights.fill(version(1), 1)))
-            await until(lambda: member.follower.newest_step == 1)
+            await until(lambda: is_announced(member.follower, 1))
             peer.offer(newer)  # ends the wait there
             await member.holds(1)
             assert not member.follower.failing
@@ -240,7 +244,7 @@ async def test_what_was_overtaken_while_another_process_had_the_device_is_not_as
             await announce(bus, weights.offered(trainer, weights.fill(version(0), 0)))
             await asyncio.wait_for(waiting.wait(), PATIENCE_S)
             await announce(bus, weights.offered(trainer, weights.fill(version(1), 1)))  # the trainer has only this one
-            await until(lambda: member.follower.newest_step == 1)
+            await until(lambda: is_announced(member.follower, 1))
             ours.set()
             await member.holds(1)
     assert (asked, failures("none", "ask") - failed) == ([1], 0)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.device_turns import DeviceTurns
 from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest
 from services.rollout.engines.prompts import CharacterCodec
 from services.rollout.engines.scripted import ScriptedEngine
@@ -44,14 +43,13 @@ from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import Stream
-from shared.bus.worker import Patience
 from shared.errors import NotHere, PermanentError
 from shared.process.telemetry import Status
-from shared.settings import Settings, WeightsSettings
+from shared.settings import Settings
 from shared.weights.format.snapshot import write_snapshot
 from shared.weights.receiver.puller import Puller
 from tests.conftest import PATIENCE_S, Server, until
-from tests.support import builders, tiny, weights
+from tests.support import builders, replicas, tiny, weights
 from tests.support.raw_redis import raw
 from tests.support.tolerance import ULPS
 
@@ -98,23 +96,19 @@ def rollout(
     drain_s: float = 0.2,
     group_size: int = 2,
     taking: asyncio.Event | None = None,
-    turns: DeviceTurns | None = None,
-    max_groups: int = 4,
 ) -> Rollout:
-    return Rollout(
-        bus,
-        engine,
-        CharacterCodec(),
-        status or Status(),
-        Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret),
-        WeightsSettings(deadline_s=PATIENCE_S),
-        replica=name,
-        patience=Patience(claim_after_s=PATIENCE_S, drain_s=drain_s),
-        max_groups=max_groups,
-        group_size=group_size,
-        taking=taking,
-        turns=turns,
+    settings = Settings.model_validate(
+        {
+            "rollout": {"max_groups": 4},
+            "sampling": {"group_size": group_size},
+            "weights": {"deadline_s": PATIENCE_S},
+            "bus": {"drain_s": drain_s},
+            "internal": {"claim_after_s": PATIENCE_S},
+        }
     )
+    puller = Puller(engine.place, engine.ranks, PATIENCE_S, weights.secret)
+    made = replicas.context(settings, bus, name, status or Status(), taking)
+    return Rollout(made, engine, CharacterCodec(), puller, replicas.own_device(made))
 
 
 class Serving:
@@ -631,82 +625,6 @@ async def test_a_replica_reads_a_part_of_its_room_in_whole_groups(
     await until(is_read)
     await serving.end()
     assert counts[streams.PROMPTS.name] == {6}
-
-
-class Held:
-    """The lease of a device that is never asked back."""
-
-    async def acquire(self, wait_s: float) -> bool:
-        return True
-
-    async def asked(self) -> int:
-        await asyncio.Event().wait()
-        return 0
-
-
-class Lent(ScriptedEngine):
-    """Generates while ``may`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(receive=weights.receiving())
-        self.may = asyncio.Event()
-
-    async def resume(self) -> None: ...
-
-    async def generate(self, request: GenerationRequest) -> GeneratedGroup:
-        await self.may.wait()
-        return await super().generate(request)
-
-
-async def test_a_guest_takes_more_samples_while_they_end_in_time_and_fewer_once_they_are_stale(
-    bus: Bus, tmp_path: Path
-) -> None:
-    engine, status = Lent(), Status()
-    turns = DeviceTurns(Held(), engine, status, max_lag=lambda: 1)  # type: ignore[arg-type]
-    guest = rollout(bus, engine, status, "guest-0", turns=turns)
-    await announce(bus, tmp_path, 0)
-    serving = Serving(guest)
-
-    def held(samples: int) -> bool:
-        return status.values.get("held") == samples
-
-    async def are_generated(groups: int) -> bool:
-        return await bus.length(streams.ROLLOUTS) == groups
-
-    await admit(bus, *(builders.prompt(group, samples=2) for group in range(4)))
-    await until(lambda: held(2))
-    assert status.values["room"] == 2, "a quarter of 4 groups of 2 samples"
-    engine.may.set()
-    await until(lambda: are_generated(4))
-    assert status.values["room"] == 4, "each sample in time adds a quarter of one"
-    engine.may.clear()
-    later = [builders.prompt(group, samples=2) for group in (4, 5, 6)]
-    assert await Ledger(bus).admit(later, 16, 8, 10, PolicyVersion(0)) == 3
-    await until(lambda: held(4))
-    await raw(bus).hset(bus.keys.named("run"), "newest_version", 2)
-    await announce(bus, tmp_path, 2)
-    await until(lambda: guest.newest_step == 2)
-    engine.may.set()
-    await until(lambda: are_generated(7))
-    await serving.end()
-    assert status.values["room"] == 3, (
-        "less a tenth for each of two groups that ended two steps later, then one in time"
-    )
-
-
-async def test_a_guest_takes_fewer_samples_after_it_has_handed_some_back(bus: Bus, tmp_path: Path) -> None:
-    engine, status = Lent(), Status()
-    turns = DeviceTurns(Held(), engine, status, max_lag=lambda: 1)  # type: ignore[arg-type]
-    guest = rollout(bus, engine, status, "guest-0", turns=turns, max_groups=16)
-    await announce(bus, tmp_path, 0)
-    serving = Serving(guest)
-    await admit(bus, *(builders.prompt(group, samples=2) for group in range(4)))
-    await until(lambda: status.values.get("held") == 8)
-    assert status.values["room"] == 8, "a quarter of 16 groups of 2 samples"
-    await guest.hand_back()
-    assert status.values["room"] == 5, "less a tenth for each of four groups"
-    engine.may.set()
-    await serving.end()
 
 
 async def test_samples_that_end_together_travel_together_and_one_that_fails_is_redone_alone(

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.evaluation.evaluator import candidates
 from services.coordinator.policies.relay_tree import addresses, sources
 from services.rollout.sources import PullAttempt, attempts, holders
 from shared.bus.encoding import wire
 from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
-from shared.bus.stores.policy.evaluations import Holding
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 
 TRAINER = "trainer:1"
@@ -49,20 +47,6 @@ def test_a_tree_of_six_is_as_drawn() -> None:
         "rollout-4": ("h:1", TRAINER),
         "rollout-5": ("h:1", TRAINER),
     }
-
-
-def test_a_guest_pulls_from_the_trainer_relays_nothing_and_keeps_no_version_for_an_evaluation() -> None:
-    assert sources({"guest-0": "h:9", "guest-1": "", "rollout-0": "h:0", "rollout-1": "h:1"}, 1, TRAINER) == {
-        "guest-0": (TRAINER,),
-        "guest-1": (TRAINER,),
-        "rollout-0": (TRAINER,),
-        "rollout-1": ("h:0", TRAINER),
-    }
-    beats = [beat("guest-0", source="h:9"), beat("rollout-1", source="h:1")]
-    assert holders(beats, update(), "rollout-0", random.Random(0)) == ["h:1"]
-    assert [able.replica for able in candidates(beats, PolicyVersion(7))] == ["rollout-1"]
-    everybody = Holding(PolicyVersion(7), (), 1.0)
-    assert [everybody.names(name) for name in ("guest-0", "rollout-0")] == [False, True]
 
 
 def test_replicas_that_keep_no_copy_all_pull_from_the_trainer_and_are_never_a_source() -> None:

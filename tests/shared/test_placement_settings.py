@@ -6,6 +6,7 @@ import pytest
 
 from services.up.plan import services
 from shared.errors import SettingsError
+from shared.placement.devices import devices_of
 from shared.settings import loads
 
 SHARED = 'placement.mode = "shared"\nrollout.engine = "transformers"\n'
@@ -13,19 +14,13 @@ VLLM = 'placement.mode = "shared"\nrollout.engine = "vllm"\n'
 MODEL = 'reward.scorers = [{kind = "model", model = "m"}]\n'
 TWO = "rollout.vllm.tensor_parallel_size = 2"
 SPAN = 'rollout.nodes = 2\nrollout.rendezvous = "a:1"\nrollout.secret_file = "s"'
-LEND = 'placement.mode = "lend"\n'
 REFUSED = [
-    (LEND + 'rollout.engine = "scripted"', 'expected the engine "vllm" or "transformers" with placement.mode = "lend"'),
-    (LEND + 'trainer.nodes = 2\ntrainer.rendezvous = "a:1"', 'expected trainer.nodes = 1 with placement.mode = "lend"'),
-    (LEND + TWO, 'expected trainer.ranks to be a multiple of rollout.vllm.tensor_parallel_size = 2 with placement.mode = "lend"'),
+    ('placement.mode = "lend"', "placement.mode: expected 'separate' or 'shared', found 'lend': change placement.mode"),
+    (SHARED + 'trainer.nodes = 2\ntrainer.rendezvous = "a:1"', 'expected trainer.nodes = 1 with placement.mode = "shared"'),
     (VLLM + TWO + "\ntrainer.ranks = 3", "where a replica shares the devices of 2 ranks, found 3: change one of them"),
     (VLLM + TWO + "\ntrainer.ranks = 4\nrollout.replicas = 4", 'expected rollout.replicas = 2 with placement.mode = "shared"'),
     (VLLM + TWO + "\ntrainer.ranks = 2\nrollout.engines_per_gpu = 2", "expected rollout.engines_per_gpu = 1 with"),
     (VLLM + TWO + '\ntrainer.ranks = 2\n' + SPAN, 'expected rollout.nodes = 1 with placement.mode = "shared"'),
-    (LEND + 'rollout.engine = "vllm"\nrun.device = "cpu"', "expected placement.rung = 0 for vLLM on a CPU"),
-    (LEND + "trainer.gpus = [0]\nrollout.gpus = [0]", "expected other GPUs in rollout.gpus than in trainer.gpus"),
-    (LEND + "trainer.ranks = 2\nrollout.gpus = [1]\nrollout.replicas = 1", "found [1] and [0, 1]"),
-    (LEND + 'weights.update = "drain"', 'expected weights.update = "inflight" with placement.mode = "lend"'),
     (VLLM + 'run.device = "cpu"\nplacement.rung = 1', "expected placement.rung = 0 for vLLM on a CPU, found 1"),
     (VLLM + 'run.device = "cpu"', 'expected placement.rung = 0 for vLLM on a CPU, found "auto"'),
     (VLLM + 'weights.shadow = "full"', 'expected weights.shadow = "auto" or "bucketed" with placement.mode = "shared"'),
@@ -45,11 +40,9 @@ def test_what_is_not_supported_is_refused(text: str, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["shared", "lend"])
 @pytest.mark.parametrize("engines", ["2", "4", '"auto"'])
-def test_a_replica_may_have_several_engines_on_its_shared_gpu(mode: str, engines: str) -> None:
-    text = f'placement.mode = "{mode}"\nrollout.engine = "vllm"\nrollout.engines_per_gpu = {engines}'
-    assert loads(text, "run.toml").placement.mode == mode
+def test_a_replica_may_have_several_engines_on_its_shared_gpu(engines: str) -> None:
+    assert loads(f"{VLLM}rollout.engines_per_gpu = {engines}", "run.toml").shared_devices
 
 
 def test_replica_i_sees_the_gpu_of_rank_i() -> None:
@@ -84,22 +77,6 @@ def test_a_tensor_parallel_replica_sees_the_gpus_of_its_ranks() -> None:
     assert (shown["trainer-0"], shown["rollout-0"], shown["rollout-1"]) == ("3,5,6,7", "3,5", "6,7")
 
 
-def test_a_tensor_parallel_guest_has_the_gpus_of_its_ranks() -> None:
-    text = LEND + TWO + '\ntrainer.ranks = 4\ntrainer.gpus = [4, 5, 6, 7]\nrollout.gpus = [0, 1]\nrun.id = "a"'
-    settings = loads(text, "run.toml")
-    plans = services(settings, Path("run.toml"), "redis://x", {})
-    shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans if plan.service == "rollout"}
-    assert shown == {"rollout-0": "0,1", "guest-0": "4,5", "guest-1": "6,7"}
-    assert [settings.shared_devices_of(name) for name in ("guest-0", "guest-1", "guest-2")] == [(0, 1), (2, 3), ()]
-
-
-def test_a_guest_beside_the_trainer_sees_its_gpu() -> None:
-    text = LEND + 'rollout.replicas = 3\ntrainer.gpus = [5]\nrollout.gpus = [0, 1, 2]\nrun.id = "a"'
-    plans = services(loads(text, "run.toml"), Path("run.toml"), "redis://x", {})
-    shown = {plan.name: plan.environment.get("CUDA_VISIBLE_DEVICES") for plan in plans if plan.service == "rollout"}
-    assert shown == {"rollout-0": "0", "rollout-1": "1", "rollout-2": "2", "guest-0": "5"}
-
-
 @pytest.mark.parametrize(
     ("text", "in_turns"),
     [
@@ -119,11 +96,16 @@ def test_models_take_turns_unless_they_have_a_device_of_their_own(text: str, *, 
     (plan, *_) = [plan for plan in services(settings, Path("run.toml"), "redis://x", {}) if plan.service == "reward"]
     own = ",".join(map(str, settings.reward.gpus)) or None
     assert plan.environment.get("CUDA_VISIBLE_DEVICES") == ("5" if in_turns else own)
-    assert not loads(LEND + text, "run.toml").scores_in_turns
+    assert not loads(text, "run.toml").scores_in_turns
 
 
 def test_a_replica_shares_the_device_of_its_rank_where_the_mode_says_so() -> None:
-    lend, shared = loads(LEND, "run.toml"), loads(SHARED, "run.toml")
-    names = ("guest-0", "guest-1", "guest-2", "rollout-0", "trainer-0", "guest", "guest--1", "guest-01")
-    assert [lend.shared_devices_of(name) for name in names] == [(0,), (), (), (), (), (), (), ()]
-    assert [shared.shared_devices_of(name) for name in ("rollout-0", "rollout-1", "guest-0")] == [(0,), (), ()]
+    names = ("rollout-0", "rollout-1", "rollout-2", "rollout", "rollout--1", "rollout-01", "trainer-0", "reward-0")
+    shared = loads(SHARED + "trainer.ranks = 2\nrollout.replicas = 2", "run.toml")
+    assert [devices_of(shared, "rollout", name) for name in names] == [(0,), (1,), *[()] * 6]
+    assert (devices_of(shared, "trainer", "a"), devices_of(shared, "reward", "reward-0")) == ((0, 1), ())
+    scoring = loads(SHARED + MODEL, "run.toml")
+    assert [devices_of(scoring, "reward", name) for name in ("reward-0", "reward-1")] == [(0,), ()]
+    assert not any(
+        devices_of(loads("", "run.toml"), service, f"{service}-0") for service in ("rollout", "reward", "trainer")
+    )

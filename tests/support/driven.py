@@ -22,10 +22,17 @@ from shared.bus.stores.replicas.cordon import Cordon
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.stores.replicas.run_secret import RunSecret
 from shared.bus.streams import EVENTS, EXPERIENCE
+from shared.placement.lease import lease_of
+from shared.placement.turns import TrainerTurns
 from shared.process.service import Context
 from shared.process.telemetry import Status
 from shared.settings import Settings
 from tests.support.raw_redis import raw
+
+
+def own_devices(context: Context) -> TrainerTurns:
+    """Return the turns of a trainer that shares no device."""
+    return TrainerTurns(lease_of(context, "train"), context.settings, context.status)
 
 
 class Driven:
@@ -36,7 +43,7 @@ class Driven:
             of, "trainer", "trainer-0", bus, Status(), self.stop, Live(bus, of), cordon, RunSecret(bus)
         )
         self.mailbox = Mailbox()
-        self.driver = Driver(self.context, self.mailbox)
+        self.driver = Driver(self.context, self.mailbox, own_devices(self.context))
         self.root = of.run_folder / "checkpoints"
 
     async def feed(self, batch: list[Experience]) -> None:

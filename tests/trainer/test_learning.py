@@ -77,18 +77,6 @@ async def test_the_example_learns_on_a_device_that_trainer_and_replica_share(tmp
 
 
 @pytest.mark.slow
-async def test_the_example_learns_while_the_trainer_lends_its_device(tmp_path: Path) -> None:
-    folder = await run(tmp_path, "lend", ALONE, "--placement.mode=lend", "--placement.rung=4", "--algorithm.max_lag=0")
-    accuracies = [json.loads(line)["accuracy"] for line in (folder / "evaluations.jsonl").read_text().splitlines()]
-    assert accuracies[0] <= 0.40
-    assert accuracies[-1] >= 0.65
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == 15
-    assert all(step["lent_s"] > 0.0 for step in steps if "lends" in step)
-    assert sum(step.get("lends", 0.0) for step in steps) >= 1.0, "at least for the guest to load its model"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

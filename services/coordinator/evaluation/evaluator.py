@@ -33,7 +33,6 @@ from shared.errors import MessageError
 from shared.process.telemetry import tell
 from shared.settings import SamplingSettings
 from shared.settings.evaluation import EvaluationSettings, HeldOutSet
-from shared.settings.placement import is_guest
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +248,7 @@ def candidates(beats: Iterable[Heartbeat], version: PolicyVersion) -> list[Heart
     able = [
         beat
         for beat in beats
-        if beat.service == "rollout" and not is_guest(beat.replica) and beat.taking and beat.state != "stopping"
+        if beat.service == "rollout" and beat.taking and beat.state != "stopping"
         if beat.version is None or beat.version <= version
     ]
     return sorted(able, key=lambda beat: (beat.version != version, beat.replica))

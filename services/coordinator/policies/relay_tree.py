@@ -15,20 +15,19 @@ stream weights into their live parameters keep no copy to relay: each of them pu
 from collections.abc import Iterable, Mapping
 
 from shared.bus.stores.replicas.heartbeats import Heartbeat
-from shared.settings.placement import is_guest
 
 FAN_OUT = 2
 """Two saturate the trainer's network card."""
 
 
 def sources(replicas: Mapping[str, str], fan_out: int, trainer: str) -> dict[str, tuple[str, ...]]:
-    """Return each replica's source addresses in order; the trainer's is last. Guests, and replicas with an empty address,
-    pull from the trainer and relay nothing.
+    """Return each replica's source addresses in order; the trainer's is last. Replicas with an empty address pull
+    from the trainer and relay nothing.
 
     >>> sources({"a": "h:1", "b": "h:2", "c": ""}, 1, "t:0")
     {'a': ('t:0',), 'b': ('h:1', 't:0'), 'c': ('t:0',)}
     """
-    names = sorted(name for name, address in replicas.items() if address and not is_guest(name))
+    names = sorted(name for name, address in replicas.items() if address)
     parents = [place // fan_out - 1 for place in range(len(names))]
     return dict.fromkeys(replicas, (trainer,)) | {
         name: (replicas[names[parent]], trainer) for name, parent in zip(names, parents, strict=True) if parent >= 0

@@ -36,7 +36,6 @@ from shared.bus.stores.policy.rollback import (
 from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.stores.run.operations import Operation, OperationState
 from shared.process.telemetry import tell
-from shared.settings.placement import is_guest
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +177,7 @@ class Rollbacks:
     async def _wait_for_replicas(self, rollback: Rollback, version: PolicyVersion, status: RunStatus) -> None:
         if status.head is None or status.head < version:
             return
-        beats = [
-            beat for beat in await heartbeats(self._bus) if beat.service == "rollout" and not is_guest(beat.replica)
-        ]
+        beats = [beat for beat in await heartbeats(self._bus) if beat.service == "rollout"]
         behind = sorted(beat.replica for beat in beats if beat.version is None or beat.version < version)
         patient = time.time() - rollback.changed_at_s < self._deadline_s
         if (self._has_replicas and len(behind) == len(beats)) or (behind and patient):

@@ -23,7 +23,7 @@ from shared.bus.bus import Bus
 from shared.bus.messages import Purpose, RolloutGroup
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS
-from shared.process.device import DeviceLease
+from shared.placement.lease import DeviceLease
 from shared.process.telemetry import Status
 from shared.settings.algorithm import AlgorithmSettings
 
@@ -84,7 +84,7 @@ class Turns:
         return 0.0
 
 
-class DeviceTurns(Turns):
+class ModelTurns(Turns):
     """Turns of all models of this process on a shared device; on the event loop.
 
     Args:
@@ -224,7 +224,7 @@ class DeviceTurns(Turns):
             await model.leave()
         now_s = time.monotonic()
         self.on_memory("wait", now_s - leaves_s)
-        self._turn_s = self._moved_s + now_s - leaves_s + 2 * (self._lease.switch_s or 0.0)
+        self._turn_s = self._moved_s + now_s - leaves_s + 2 * self._lease.switch_s
         await self._lease.confirm()
         await self._lease.release()
 

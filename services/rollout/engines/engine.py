@@ -156,20 +156,3 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop between two decoding steps, cancel requests and release the device."""
-
-
-class SuspendableEngine(Engine, Protocol):
-    """An engine that frees its device's memory while another process uses it (docs/placement.md)."""
-
-    @property
-    def memory(self) -> dict[str, float]:
-        """Bytes held by component, before the last suspension."""
-
-    async def suspend(self, rung: int) -> None:
-        """Pause between two decoding steps; free the KV cache from rung 1 on, and the weights from rung 2 on.
-
-        Without weights, ``version`` is None until the next swap.
-        """
-
-    async def resume(self) -> None:
-        """Continue running requests, after the next swap if the weights were freed."""

@@ -31,7 +31,6 @@ from services.trainer.metrics import BatchFigures, batch_figures, export_metrics
 from services.trainer.rank0.branch import Branch, note_committed
 from services.trainer.rank0.first_texts import first_texts
 from services.trainer.rank0.intake import Intake, Taken
-from services.trainer.rank0.lending import Lending, missing_samples
 from services.trainer.rank0.mailbox import results
 from services.trainer.rank0.mailbox.commands import TURN_S, Command, CommandKind
 from services.trainer.rank0.mailbox.queues import Mailbox
@@ -43,19 +42,17 @@ from shared.bus.messages import PolicyRecord, StepReport
 from shared.bus.stores.experience.signals import SignalChange
 from shared.bus.stores.policy import held_out
 from shared.bus.stores.policy.ledger import CHECKPOINT, ENDED, POLICY, Ledger, RunState
-from shared.bus.streams import JOURNAL, TRAINING_STREAMS
+from shared.bus.streams import JOURNAL
 from shared.errors import Fenced, WeightsError
-from shared.process.device import DeviceLease
+from shared.placement.turns import TrainerTurns
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
 from shared.settings import Settings
-from shared.settings.placement import REPLICA_RUNG, RUNGS
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _CLOSE_S = 10.0
-_LEND_LOOK_S = 0.1
 _EXPORT_AGAIN_S = 5.0
 _SHOWN: tuple[str, ...] = ("reward_mean", "kl_mean", "entropy")
 _LOGGED = ("reward_mean", "loss", "kl_mean", "entropy", "lag_mean", "samples_per_s")
@@ -64,14 +61,10 @@ _LOGGED = ("reward_mean", "loss", "kl_mean", "entropy", "lag_mean", "samples_per
 class Driver:
     """Drives one trainer's ranks; on the event loop, except for the mailbox."""
 
-    def __init__(self, context: Context, mailbox: Mailbox, device: DeviceLease | None = None) -> None:
+    def __init__(self, context: Context, mailbox: Mailbox, turns: TrainerTurns) -> None:
         self._context = context
-        self._device = device or DeviceLease(context.bus, context.replica, "train")
-        self._moved_bytes = 0.0
-        """To the host since the last step."""
         self._settings = context.settings
-        lends, has_guests = self._settings.placement.mode == "lend", self._device.switch_s is not None
-        self._lending = Lending(has_guests=has_guests) if lends else None
+        self._turns = turns
         self._mailbox = mailbox
         self._bus = context.bus
         self._ledger = Ledger(context.bus)
@@ -180,76 +173,24 @@ class Driver:
 
     async def _take_device(self) -> bool:
         """Wait for shared devices; return False if the trainer stops first."""
-        if self._device.held:
-            return True
-        asked_s = time.monotonic()
-        while not await self._device.acquire(_CLOSE_S if self._context.stop.is_set() else TURN_S):
+        while not await self._turns.acquire(_CLOSE_S if self._context.stop.is_set() else TURN_S):
             if self._context.stop.is_set():
                 return False
             await self._ask(Command(CommandKind.IDLE), Result)
-        if self._lending is not None:
-            device = self._device
-            self._lending.note_returned(time.monotonic(), asked_s, device.switch_s, device.generated)
         return True
 
     async def _release_device(self, *, can_train: bool) -> None:
-        """Release shared devices unless the next batch is complete, or lending them is not worthwhile."""
-        if not self._device.is_shared or not self._device.held:
+        """Release shared devices unless the next batch is complete."""
+        turns = self._turns
+        if not turns.may_end or (can_train and await self._intake.next_batch(self._step, 0.0) is not None):
             return
-        ready = await self._intake.next_batch(self._step, 0.0) if can_train else None
-        is_load = can_train and self._device.rung >= 0
-        if ready is not None or not (self._lending is None or is_load or await self._may_lend(can_train=can_train)):
-            return
-        started_s = time.monotonic()
-        await self._free_memory(self._device.rung if is_load else 0)
-        await self._device.release()
-        if self._lending is not None:
-            self._lending.note_lent(now_s := time.monotonic(), now_s - started_s, None if is_load else self._rung)
-
-    async def _may_lend(self, *, can_train: bool) -> bool:
-        assert self._lending is not None
-        return can_train and self._lending.is_worthwhile(await self._missing(), time.monotonic(), self._rung)
-
-    async def _missing(self) -> int:
-        """Return the samples that the next batch lacks."""
-        whole = self._settings.run.deterministic == "run"  # entries are groups then
-        samples = 1 if whole else self._live.settings.sampling.group_size
-        unfinished, *complete = [depth.entries for depth in await self._bus.depths(*TRAINING_STREAMS)]
-        in_flight = await self._ledger.in_flight()
-        return missing_samples(
-            self._live.settings.algorithm.groups_per_step, samples, in_flight, sum(complete), unfinished
-        )
-
-    @property
-    def _rung(self) -> int:
-        """Of this turn on shared devices; 0 on own ones."""
-        if not self._device.is_shared:
-            return 0
-        chosen, seen = self._settings.placement.rung, self._device.freed
-        return chosen if chosen != "auto" else seen if seen >= 0 else RUNGS[-1]
-
-    @property
-    def _freed_bytes(self) -> float:
-        """Of the snapshot, if it was away during the step: the coordinator chooses rungs by a step's peak with it."""
-        freed = self._settings.frees_snapshots and self._rung >= REPLICA_RUNG
-        return self._context.status.values.get("memory_snapshot", 0.0) if freed else 0.0
-
-    async def _free_memory(self, least: int) -> None:
-        """Free memory at this turn's rung; with ``auto`` at ``least`` at the lowest, which a model needs to load."""
-        chooses = self._settings.placement.rung == "auto"
-        needed, rung = (self._device.offload_bytes, max(self._rung, least)) if chooses else (None, self._rung)
-        freed = await self._ask(Command(CommandKind.FREE, rung=rung, offload_bytes=needed), results.Freed)
-        self._moved_bytes += freed.moved_bytes
-        self._context.status.note_memory(freed.memory)
+        command = Command(CommandKind.FREE, rung=turns.rung, offload_bytes=turns.offload_bytes)
+        freed = await self._ask(command, results.Freed)
+        await turns.end(freed.memory, freed.moved_bytes)
 
     async def _next_step(self, can_train: bool) -> None:
         await self._release_device(can_train=can_train)
-        turn_s = TURN_S
-        if self._lending is not None and can_train:
-            turn_s = _LEND_LOOK_S
-            if not self._device.held and self._lending.is_due(await self._missing()):
-                await self._take_device()
-        waiting = self._intake.next_batch(self._step, turn_s) if can_train else asyncio.sleep(turn_s)
+        waiting = self._intake.next_batch(self._step, TURN_S) if can_train else asyncio.sleep(TURN_S)
         batch: list[Taken] | None = await self._or_stop(waiting)
         left, _ = await asyncio.gather(self._branch.was_left(), self._live.refresh())
         if left:
@@ -291,7 +232,7 @@ class Driver:
     async def _ask(self, command: Command, kind: type[R]) -> R:
         self._mailbox.command(command)
         result = await self._result(kind)
-        await self._device.confirm()
+        await self._turns.confirm()
         return result
 
     async def _result(self, kind: type[R]) -> R:
@@ -322,7 +263,7 @@ class Driver:
             payloads=(suspect.delivery.data,),
             groups=(suspect.experience,),
             contexts=contexts if any(contexts) else (),
-            rung=self._rung,
+            rung=self._turns.rung,
         )
         try:
             await self._ask(command, Result)
@@ -335,8 +276,6 @@ class Driver:
         return bool((await self._ledger.status()).bus_full) and await self._bus.length(JOURNAL) > 0
 
     async def _train(self, batch: list[Taken]) -> None:
-        if self._lending is not None:
-            self._lending.note_complete(time.monotonic())
         if not await self._take_device():
             return
         groups = [taken.experience for taken in batch]
@@ -354,7 +293,7 @@ class Driver:
                 contexts=contexts if any(contexts) else (),
                 learning_rate=learning_rate,
                 version=self._branch.next_version(),
-                rung=self._rung,
+                rung=self._turns.rung,
                 held_out=await self._held_out(),
             )
         )
@@ -362,7 +301,7 @@ class Driver:
         most = self._settings.trainer.micro_batch_tokens
         figures = batch_figures(groups, self._step, self._branch.steps, contexts, most_tokens=most, is_mixed=is_mixed)
         result = await self._result(Result)
-        await self._device.confirm()
+        await self._turns.confirm()
         if isinstance(result, StepSkipped):
             await self._skip(batch, result)
             return
@@ -391,12 +330,7 @@ class Driver:
         metrics = {**made.measured, **figures.metrics, **made.memory, **await self._left()}
         metrics |= signal_fraction(metrics, len(batch))
         await self._warn_of_rounding(metrics.get("micro_batches", 0.0))
-        metrics |= self._timing(made, figures, started_s - self._committed_s) | self._device.take_switches()
-        if self._device.is_shared:
-            metrics["switch_moved_bytes"], self._moved_bytes = self._moved_bytes, 0.0
-        if self._lending is not None:
-            self._lending.note_step(made.seconds.get("reload", 0.0))
-            metrics |= self._lending.take_figures(self._rung)
+        metrics |= self._timing(made, figures, started_s - self._committed_s) | self._turns.take_figures()
         shown = {name: metrics[name] for name in _SHOWN if name in metrics}
         record = self._branch.record(self._step + 1, made.published, shown)
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}
@@ -411,7 +345,7 @@ class Driver:
         await self._note_published(record)
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
-        self._context.status.note_memory({"peak": made.memory.get("memory_bytes", 0.0) + self._freed_bytes})
+        self._context.status.note_memory({"peak": made.memory.get("memory_bytes", 0.0) + self._turns.absent_bytes})
         for rank, samples in enumerate(made.samples):
             for sample in samples:
                 self._context.status.memory.note(sample, rank)

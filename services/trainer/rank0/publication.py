@@ -122,8 +122,7 @@ class Publication:
         if ranks > 1:  # the driver keeps the newest of whole ones
             keep_newest(self._settings.snapshot_folder / f"rank-{rank}", self._settings.weights.keep)
         # If every replica shares the trainer's device, none pulls while the trainer holds it, so one snapshot is enough.
-        alone = self._settings.placement.mode == "shared"
-        self._spare, self._offered = snapshot if alone else self._offered, snapshot
+        self._spare, self._offered = snapshot if self._settings.frees_snapshots else self._offered, snapshot
         return Whereabouts(header.digest, "", source.address)
 
     def _is_sharded(self, engine: TrainingEngine) -> bool:

@@ -20,9 +20,6 @@ end
 local term = redis.call('HINCRBY', run, 'device_term', 1)
 for _, device in ipairs(devices) do
   redis.call('HDEL', device, 'rung')
-  if phase ~= 'train' then
-    redis.call('HDEL', device, 'samples', 'tokens')
-  end
   redis.call('HSET', device, 'replica', replica, 'process', process, 'phase', phase, 'term', term,
     'since_ms', string.format('%.0f', now_ms), 'until_ms', string.format('%.0f', now_ms + tonumber(ttl_ms)))
 end

@@ -1,10 +1,9 @@
 #!lua flags=allow-oom
 -- Release what a process holds of the devices, and withdraw its request.
 -- KEYS: device_requests devices...
--- ARGV: replica process switch_ms samples tokens
--- ``switch_ms``: what the switch to the phase that ends took, or "". Samples and tokens count at the first device alone.
--- The end of a training turn sets an earlier ``switch_ms`` to 0, as the trainer has counted it: the field says that there
--- was a switch.
+-- ARGV: replica process switch_ms
+-- ``switch_ms``: what the switch to the phase that ends took, or "".
+-- The end of a training turn deletes an earlier one, as the trainer has counted it.
 -- Returns the number of devices released.
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -20,11 +19,10 @@ for _, device in ipairs(devices) do
       redis.call('HSET', device, 'freed', held[2], 'offload_bytes', held[5] or '0')
     end
     redis.call('HDEL', device, 'replica', 'process', 'phase', 'rung')
-    redis.call('HSET', device, 'samples', released == 0 and samples or 0, 'tokens', released == 0 and tokens or 0)
     if switch_ms ~= '' then
       redis.call('HSET', device, 'switch_ms', switch_ms)
-    elseif held[3] == 'train' and redis.call('HEXISTS', device, 'switch_ms') == 1 then
-      redis.call('HSET', device, 'switch_ms', 0)
+    elseif held[3] == 'train' then
+      redis.call('HDEL', device, 'switch_ms')
     end
     released = released + 1
   end

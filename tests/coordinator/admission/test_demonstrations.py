@@ -272,12 +272,10 @@ def test_without_imitation_a_completion_is_a_column_like_any_other(tmp_path: Pat
 
 
 def test_what_a_mixture_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
-    lend = {"mode": "lend"}
     for sections, sentence in (
         ({"data": {"path": "rows.jsonl"}}, "expected several datasets in data.path with algorithm.imitation > 0, found 0.1 and one"),
         ({"algorithm": {"imitation": 0.1, "preset": "dpo"}}, 'expected algorithm.imitation = 0 with algorithm.loss = "dpo"'),
         ({"algorithm": {"imitation": 0.1, "loss": "cross_entropy"}}, "expected algorithm.imitation to be left at its default"),
-        ({"placement": lend, "rollout": {"engine": "transformers"}}, 'expected another placement.mode than "lend"'),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
             mixture(tmp_path, PROBLEMS, SHOWN, **sections)

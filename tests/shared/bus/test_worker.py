@@ -87,32 +87,6 @@ async def test_no_more_than_concurrency_are_handled_at_once(bus: Bus) -> None:
     assert most <= 3
 
 
-async def test_a_worker_handles_no_more_than_it_is_allowed_and_takes_others_at_once_when_it_is_allowed_more(
-    bus: Bus,
-) -> None:
-    let_go = asyncio.Event()
-
-    async def wait(prompt: Prompt) -> RolloutGroup:
-        await let_go.wait()
-        return await answer(prompt)
-
-    async def takes(count: int) -> bool:
-        return worker.held == count
-
-    worker = make(bus, wait, concurrency=8)
-    worker.allow(3)
-    await put(bus, 30)
-    async with running(worker):
-        await until(lambda: takes(3))
-        worker.allow(100)
-        await until(lambda: takes(8))
-        worker.allow(0)
-        await asyncio.sleep(0.1)
-        assert worker.held == 8, "what it holds stays"
-        let_go.set()
-        await until(lambda: _is_length(bus, 30))
-
-
 async def test_workers_share_what_is_there_in_whole_units(bus: Bus) -> None:
     taken: dict[str, list[int]] = {"a": [], "b": []}
     let_go = asyncio.Event()

@@ -41,6 +41,7 @@ from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator.api.test_page import served
 from tests.support.children import children
 from tests.support.coordinator_players import make, record, running, settings
+from tests.support.driven import own_devices
 from tests.support.raw_redis import raw
 from tests.trainer.export.test_export import ROOT, Run, assert_is, loaded
 
@@ -310,7 +311,7 @@ async def test_cleanup_leaves_the_checkpoint_that_is_exported(bus: Bus, run: Run
         run.settings, "trainer", "trainer-0", bus, Status(), asyncio.Event(), Live(bus, run.settings),
         Cordon(bus, "trainer-0", lambda: None), RunSecret(bus),
     )  # fmt: skip
-    driver = Driver(context, Mailbox())
+    driver = Driver(context, Mailbox(), own_devices(context))
     driving = asyncio.create_task(driver.run())
     await Exports(bus).place(1, V(1), adapter=False)
     await until(processes)

@@ -23,7 +23,7 @@ from services.trainer.rank0.branch import Branch, committed_version
 from services.trainer.rank0.driver import Driver
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import Mailbox
-from services.trainer.rank0.mailbox.results import Freed, ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
+from services.trainer.rank0.mailbox.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
@@ -90,42 +90,6 @@ async def has(driven: Driven, event: str) -> None:
         return event in await driven.events()
 
     await until(told)
-
-
-@pytest.mark.parametrize(
-    ("rung", "least", "freed", "needed"), [("auto", 0, 3, 7), (3, 0, 3, None), ("auto", 4, 4, 7), (3, 4, 3, None)]
-)
-async def test_a_forced_rung_moves_all_optimizer_states_and_auto_what_is_needed_and_more_for_a_model_that_loads(
-    rung: Any, least: int, freed: int, needed: int | None
-) -> None:
-    sent: list[Command] = []
-
-    async def ask(command: Command, _kind: type[Freed]) -> Freed:
-        sent.append(command)
-        return Freed({"optimizer": 9.0}, moved_bytes=8.0)
-
-    placement, status = SimpleNamespace(rung=rung), Status()
-    driver = SimpleNamespace(
-        _device=SimpleNamespace(offload_bytes=7), _settings=SimpleNamespace(placement=placement), _rung=3, _ask=ask,
-        _context=SimpleNamespace(status=status), _moved_bytes=0.0,
-    )  # fmt: skip
-    await Driver._free_memory(driver, least)  # type: ignore[arg-type]
-    assert [(command.kind, command.rung, command.offload_bytes) for command in sent] == [
-        (CommandKind.FREE, freed, needed)
-    ]
-    assert status.values == {"memory_optimizer": 9.0}
-    assert driver._moved_bytes == 8.0
-
-
-async def test_the_samples_that_a_batch_lacks_follow_a_changed_group_size(bus: Bus, tmp_path: Path) -> None:
-    driven = Driven(bus, settings(bus, tmp_path))
-    await driven.ledger.create()
-    live = driven.context.live
-    groups, samples = live.settings.algorithm.groups_per_step, live.settings.sampling.group_size
-    assert await driven.driver._missing() == groups * samples
-    assert await live.change(0, {"sampling.group_size": 2 * samples}, "") is not None
-    await live.refresh()
-    assert await driven.driver._missing() == groups * 2 * samples
 
 
 async def test_the_largest_peak_of_the_trainer_s_steps_is_reported(bus: Bus, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ async def test_a_snapshot_that_is_away_in_training_returns_with_the_next_version
 
 @pytest.mark.parametrize(
     ("changes", "rung"),
-    [({"mode": "shared"}, 1), ({"mode": "shared", "transport": "file"}, 4), ({"mode": "lend"}, 4), ({}, 4)],
+    [({"mode": "shared"}, 1), ({"mode": "shared", "transport": "file"}, 4), ({}, 4)],
 )
 def test_a_snapshot_stays_where_replicas_may_pull_or_keep_their_weights(
     changes: dict[str, str], rung: int, tmp_path: Path, engine: Any

@@ -103,9 +103,9 @@ yes
 {{- regexFindAll "[0-9]+" $numbers -1 | toJson -}}
 {{- end -}}
 
-{{/* shared or lend, as run.config says, or empty. */}}
+{{/* "shared" if run.config says so, or empty. */}}
 {{- define "penstock.turns" -}}
-{{- regexFind "(?m)^[^#\n]*mode[\"']?\\s*=\\s*[\"'](shared|lend)[\"']" .Values.run.config | regexFind "(shared|lend).$" | trimAll "\"'" -}}
+{{- regexFind "(?m)^[^#\n]*mode[\"']?\\s*=\\s*[\"']shared[\"']" .Values.run.config | regexFind "shared" -}}
 {{- end -}}
 
 {{/* "yes" where run.config names a GPU for trainer and replicas. */}}
@@ -124,7 +124,7 @@ yes
 {{- if and $turns (not $trainer) }}{{ range until $ranks }}{{ $trainer = append $trainer (toString .) }}{{ end }}{{ end -}}
 {{- $needed := 0 -}}
 {{- range concat $trainer $replicas (include "penstock.gpus" (dict "root" . "table" "reward") | fromJsonArray) }}{{ $needed = max $needed (add1 (int .)) }}{{ end -}}
-{{- $known := or (eq $turns "shared") (and $turns $replicas) (include "penstock.commonGpus" .) -}}
+{{- $known := or $turns (include "penstock.commonGpus" .) -}}
 {{- if and $count (gt (int $needed) $count) -}}
 {{- fail (printf "expected pod.gpu.count of at least %d, for the GPUs of trainer, rollout and reward in run.config, found %d: change pod.gpu.count or these numbers" (int $needed) $count) -}}
 {{- end -}}
@@ -137,8 +137,6 @@ yes
 {{- define "penstock.processes" -}}
 {{- $rollouts := include "penstock.setting" (dict "root" . "table" "rollout" "key" "replicas" "value" "[0-9]+") | default "1" | int -}}
 {{- $rewards := include "penstock.setting" (dict "root" . "table" "reward" "key" "replicas" "value" "[0-9]+") | default "1" | int -}}
-{{- $ranks := include "penstock.setting" (dict "root" . "table" "trainer" "key" "ranks" "value" "[0-9]+") | default "1" | int -}}
-{{- $span := include "penstock.setting" (dict "root" . "table" "rollout\\.vllm" "key" "tensor_parallel_size" "value" "[0-9]+") | default "1" | int -}}
 {{- $text := "[\"'][^\"'\n]+[\"']" -}}
 {{- $pairs := include "penstock.setting" (dict "root" . "table" "data" "key" "rejected_field" "value" $text) -}}
 {{- $samples := not (or $pairs (include "penstock.setting" (dict "root" . "table" "algorithm" "key" "loss" "value" "[\"']cross_entropy[\"']"))) -}}
@@ -148,9 +146,6 @@ yes
 {{- $all = append $all (dict "service" "executor" "name" "executor" "starts" (not $elsewhere)) -}}
 {{- end -}}
 {{- range until $rollouts }}{{ $all = append $all (dict "service" "rollout" "name" (printf "rollout-%d" .) "starts" $samples) }}{{ end -}}
-{{- if eq (include "penstock.turns" .) "lend" -}}
-{{- range until (div $ranks $span | int) }}{{ $all = append $all (dict "service" "rollout" "name" (printf "guest-%d" .) "starts" true) }}{{ end -}}
-{{- end -}}
 {{- range until $rewards }}{{ $all = append $all (dict "service" "reward" "name" (printf "reward-%d" .) "starts" $samples) }}{{ end -}}
 {{- if include "penstock.tracks" . }}{{ $all = append $all (dict "service" "tracking" "name" "tracking-0" "starts" true) }}{{ end -}}
 {{- $started := list -}}

@@ -20,7 +20,6 @@ from shared.bus.bus import Bus
 from shared.bus.encoding import wire
 from shared.bus.keys import key
 from shared.bus.messages import PolicyVersion, Prompt
-from shared.settings.placement import is_guest
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +68,12 @@ class Description:
 class Holding:
     version: PolicyVersion
     replicas: tuple[str, ...]
-    """Replicas that keep it; empty: all but guests."""
+    """Replicas that keep it; empty: all."""
     timeout_s: float
 
     def names(self, replica: str) -> bool:
         """Whether ``replica`` should keep it."""
-        return replica in self.replicas or not (self.replicas or is_guest(replica))
+        return not self.replicas or replica in self.replicas
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -23,8 +23,8 @@ DEVICE = key(
 )
 REQUESTS = key("device_requests", "hash", "the run's", "replica → process, phase and devices that it requests")
 
-Phase = Literal["train", "score", "generate", "load"]
-"""``score``: of reward models. ``load``: a guest's first, for which the trainer releases its devices when it waits next."""
+Phase = Literal["train", "score", "generate"]
+"""``score``: of reward models."""
 _PHASES: dict[str, Phase] = {phase: phase for phase in get_args(Phase)}
 
 
@@ -60,15 +60,10 @@ class Renewal:
     term: int
     """0: it does not hold them."""
     rung: int
-    switch_s: float | None
-    """Longest switch of these devices to generation since the last training turn, 0 without one; with a guest, and its
-    suspension. None: there has been none in the run.
-    """
+    switch_s: float
+    """Longest switch of these devices to generation since the last training turn; 0 without one."""
     freed: int
     """Highest rung at which they were last released on request, or -1."""
-    samples: int
-    """Finished by guests in their last turns."""
-    tokens: int
     score_turns: int
     """Of reward models, since the run began."""
     score_s: float
@@ -120,11 +115,10 @@ async def grant_devices(bus: Bus, leader_term: int, request: DeviceRequest, ttl_
 
 
 async def renew_devices(bus: Bus, process: str, devices: Sequence[int], ttl_s: float) -> Renewal:
-    term, rung, switch_ms, freed, samples, tokens, score_turns, score_ms, offload_bytes = await bus.script(
+    term, rung, switch_ms, freed, score_turns, score_ms, offload_bytes = await bus.script(
         "renew_devices", process=process, ttl_ms=round(ttl_s * 1000), devices=_keys(devices)
     )
-    switch_s = None if switch_ms < 0 else switch_ms / 1000
-    return Renewal(term, rung, switch_s, freed, samples, tokens, score_turns, score_ms / 1000, offload_bytes)
+    return Renewal(term, rung, switch_ms / 1000, freed, score_turns, score_ms / 1000, offload_bytes)
 
 
 async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int, offload_bytes: int = 0) -> bool:
@@ -138,27 +132,14 @@ async def ask_back(bus: Bus, leader_term: int, index: int, term: int, rung: int,
 
 
 async def release_devices(
-    bus: Bus,
-    replica: str,
-    process: str,
-    devices: Sequence[int],
-    switch_s: float | None = None,
-    generated: tuple[int, int] = (0, 0),
+    bus: Bus, replica: str, process: str, devices: Sequence[int], switch_s: float | None = None
 ) -> int:
-    """Release a grant and withdraw a request.
-
-    Args:
-        switch_s: duration of the switch to the phase that ends.
-        generated: samples and their tokens that a guest finished.
-    """
-    samples, tokens = generated
+    """Release a grant and withdraw a request; ``switch_s``: duration of the switch to the phase that ends."""
     released: int = await bus.script(
         "release_devices",
         replica=replica,
         process=process,
         switch_ms="" if switch_s is None else round(switch_s * 1000),
-        samples=samples,
-        tokens=tokens,
         devices=_keys(devices),
     )
     return released

@@ -26,6 +26,7 @@ from shared.bus.stores.replicas.device_leases import (
     look_at_devices,
 )
 from shared.bus.stores.replicas.heartbeats import Heartbeat
+from shared.placement.devices import devices_of
 from shared.settings import Settings
 from shared.settings.placement import OPTIMIZER_RUNG, REPLICA_RUNG, RUNGS, USABLE_IN_TURNS
 
@@ -42,7 +43,7 @@ _ADDED = {1: {"kv_cache"}, 2: {"weights", "shadow"}}
 _ADDED_BY_TRAINER = {OPTIMIZER_RUNG: {"optimizer"}, 4: {"weights", "gradients"}}
 """Components that each rung frees in addition to the one below: of a replica for training, of the trainer for generation."""
 MEASURED = "memory_"
-_PRECEDENCE: Mapping[Phase, int] = {"train": 0, "score": 1, "generate": 2, "load": 2}
+_PRECEDENCE: Mapping[Phase, int] = {"train": 0, "score": 1, "generate": 2}
 
 
 class Rung(NamedTuple):
@@ -59,7 +60,7 @@ class Decision:
 
 
 def decide(look: DeviceLook) -> Decision:
-    """Training comes first, then scoring; but when training waits, a guest may load its model.
+    """Training comes first, then scoring.
 
     >>> request, replica = DeviceRequest("reward-0", "5f3a", "score", (0,)), Grant("rollout-0", "1b", "generate", 7, -1)
     >>> decide(DeviceLook((replica,), (request,))).ask_back == ((0, replica),)
@@ -76,11 +77,8 @@ def decide(look: DeviceLook) -> Decision:
         if holders.keys().isdisjoint(request.devices)
         and all(first[index] == _PRECEDENCE[request.phase] for index in request.devices)
     ]
-    loading = {index for request in look.requests if request.phase == "load" for index in request.devices}
     asked = [
-        (index, grant)
-        for index, grant in holders.items()
-        if grant.rung < 0 and (index in loading if grant.phase == "train" else first[index] < _PRECEDENCE[grant.phase])
+        (index, grant) for index, grant in holders.items() if grant.rung < 0 and first[index] < _PRECEDENCE[grant.phase]
     ]
     return Decision(tuple(grants), tuple(asked))
 
@@ -133,7 +131,8 @@ class DeviceGrants:
         self._ledger = ledger
         self._settings = settings
         self._beats = beats
-        self._peaks: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._peaks: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        """By service and replica."""
         self._looked_s = self._since_s = -math.inf
         """Monotonic time of the last look, and since when looks have followed one another."""
 
@@ -164,24 +163,25 @@ class DeviceGrants:
         chosen = self._settings.placement.rung
         if chosen != "auto":
             return Rung(chosen)
-        if grant.phase == "train":
-            return Rung(RUNGS[-1])
         self._note_peaks()
-        settings = self._settings
-        sharing = {name: peaks for name, peaks in self._peaks.items() if index in settings.shared_devices_of(name)}
-        models = {name: sharing.pop(name) for name in list(sharing) if name.startswith("reward-")}
-        scores = index in settings.shared_devices_of("reward-0")
-        if scores and not any("peak" in peaks for peaks in models.values()):
+        (replica, models) = (self._peaks_of(service, index) for service in ("rollout", "reward"))
+        scores = index in devices_of(self._settings, "reward", "reward-0")
+        if scores and "peak" not in models:
             return Rung(RUNGS[-1])
-        trainer = next((self._peaks[beat.replica] for beat in self._beats() if beat.service == "trainer"), {})
-        measured = dict(next(iter(sharing.values()), {}))
-        scoring = max((peaks.get("peak", 0.0) for peaks in models.values()), default=0.0)
-        capacity, frees = measured.pop("capacity", 0.0), settings.frees_snapshots
-        return lowest_rung(measured, trainer, capacity, scoring, frees_snapshots=frees)
+        beats = (beat for beat in self._beats() if beat.service == "trainer")
+        trainer = next((self._peaks["trainer", beat.replica] for beat in beats), {})
+        capacity, frees = replica.pop("capacity", 0.0), self._settings.frees_snapshots
+        return lowest_rung(replica, trainer, capacity, models.get("peak", 0.0), frees_snapshots=frees)
+
+    def _peaks_of(self, service: str, index: int) -> dict[str, float]:
+        """Return those of the replica of ``service`` that uses device ``index``."""
+        replicas = (name for of, name in self._peaks if of == service)
+        using = (name for name in replicas if index in devices_of(self._settings, service, name))
+        return dict(self._peaks[service, name]) if (name := next(using, "")) else {}
 
     def _note_peaks(self) -> None:
         for beat in self._beats():
-            peaks = self._peaks[beat.replica]
+            peaks = self._peaks[beat.service, beat.replica]
             for name, value in beat.values.items():
                 if name.startswith(MEASURED):
                     component = name.removeprefix(MEASURED)

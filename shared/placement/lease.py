@@ -11,7 +11,6 @@ Without devices (``placement.mode = "separate"``) every call returns at once.
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import time
 import uuid
@@ -26,7 +25,9 @@ from shared.bus.stores.replicas.device_leases import (
     renew_devices,
     request_devices,
 )
-from shared.errors import BusUnavailable, Fenced
+from shared.errors import BusUnavailable, Fenced, SettingsError
+from shared.placement.devices import devices_of
+from shared.process.service import Context
 
 _LOOK_S = 0.03
 _LEAVE_S = 1.0
@@ -50,10 +51,8 @@ class DeviceLease:
         """Rung at which the holder before released the devices, or -1."""
         self.offload_bytes = 0
         """What the trainer has to move to the host after its turn at rung 3, as asked from the holder before."""
-        self.switch_s: float | None = None
+        self.switch_s = 0.0
         """As of the newest grant: see :class:`Renewal`."""
-        self.generated = (0, 0)
-        """Samples and tokens that guests finished in their turns before the newest grant."""
         self._switches: dict[str, float] = {}
         self._scored: tuple[int, float] | None = None
         """Turns of reward models before the newest grant, and their seconds."""
@@ -123,11 +122,10 @@ class DeviceLease:
         self._switches = {
             "switches": self._switches.get("switches", 0.0) + 1,
             "switch_train_s": self._switches.get("switch_train_s", 0.0) + waited_s,
-            "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + (renewal.switch_s or 0.0),
+            "switch_generate_s": self._switches.get("switch_generate_s", 0.0) + renewal.switch_s,
             "switch_rung": float(max(0, renewal.freed)),
             **self._score_turns(renewal),
         }
-        self.generated = renewal.samples, renewal.tokens
         self._granted.set()
 
     def _score_turns(self, renewal: Renewal) -> dict[str, float]:
@@ -147,8 +145,8 @@ class DeviceLease:
         switches, self._switches = self._switches, {}
         return switches
 
-    async def release(self, switch_s: float | None = None, generated: tuple[int, int] = (0, 0)) -> None:
-        """As :func:`release_devices`; a guest that has loaded its model requests to generate from now on."""
+    async def release(self, switch_s: float | None = None) -> None:
+        """As :func:`release_devices`."""
         if not self.is_shared:
             return
         async with self._busy:
@@ -156,9 +154,26 @@ class DeviceLease:
             self._granted.clear()
             self._asked.clear()
             request = self._request
-            await release_devices(self._bus, request.replica, request.process, request.devices, switch_s, generated)
-            if request.phase == "load":
-                self._request = dataclasses.replace(request, phase="generate")
+            await release_devices(self._bus, request.replica, request.process, request.devices, switch_s)
+
+
+def lease_of(context: Context, phase: Phase) -> DeviceLease:
+    """Return the lease of the devices that a service shares, of none if it has its own.
+
+    Raises:
+        SettingsError: no devices belong to its replica's name.
+    """
+    settings, service = context.settings, context.service
+    devices = devices_of(settings, service, context.replica)
+    shares = settings.scores_in_turns if phase == "score" else bool(settings.shared_devices)
+    if shares and not devices:
+        last = settings.reward.replicas - 1 if phase == "score" else settings.rollout.replicas - 1
+        names = f"{service}-0" if not last else f"{service}-0 to {service}-{last}"
+        raise SettingsError(
+            f'expected a replica that is named {names} with placement.mode = "shared", where each uses the devices of its '
+            f"trainer ranks in turn, found {context.replica!r}: change --replica"
+        )
+    return DeviceLease(context.bus, context.replica, phase, devices, settings.internal.claim_after_s)
 
 
 @contextlib.asynccontextmanager

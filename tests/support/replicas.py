@@ -1,0 +1,26 @@
+"""The context of a rollout replica in this process."""
+
+import asyncio
+
+from shared.bus.bus import Bus
+from shared.bus.stores.replicas.cordon import Cordon
+from shared.bus.stores.replicas.live_settings import Live
+from shared.bus.stores.replicas.run_secret import RunSecret
+from shared.placement.lease import lease_of
+from shared.placement.turns import ReplicaTurns
+from shared.process.service import Context
+from shared.process.telemetry import Status
+from shared.settings import Settings
+
+
+def context(settings: Settings, bus: Bus, name: str, status: Status, taking: asyncio.Event | None = None) -> Context:
+    """Return a context whose replica takes prompts while ``taking`` is set; None: always."""
+    cordon = Cordon(bus, name, lambda: None)
+    cordon.taking = taking or cordon.taking
+    live, secret = Live(bus, settings), RunSecret(bus)
+    return Context(settings, "rollout", name, bus, status, asyncio.Event(), live, cordon, secret)
+
+
+def own_device(made: Context) -> ReplicaTurns:
+    """Return the turns of a replica that shares no device."""
+    return ReplicaTurns(lease_of(made, "generate"), made.status)
