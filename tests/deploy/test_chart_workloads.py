@@ -99,7 +99,8 @@ def test_the_trainer_s_pods_meet_at_its_first_and_each_job_restarts_its_own(
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True}
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 3, 3)
-    assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (100, "OnFailure")
+    assert (job["backoffLimitPerIndex"], job["maxFailedIndexes"], job["backoffLimit"]) == (100, 0, 300)
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert (variables["PENSTOCK__TRAINER__NODES"], variables["PENSTOCK__TRAINER__NODE"]) == ("3", "$(JOB_INDEX)")
     assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-trainer-0-0.{name}:29500"
     assert variables["JOB_INDEX"] == index

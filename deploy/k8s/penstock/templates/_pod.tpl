@@ -29,7 +29,7 @@ spec:
   automountServiceAccountToken: {{ and (eq $role "coordinator") (ne (include "penstock.released" $root) "[]") }}
   enableServiceLinks: false
   {{- if or (hasKey . "jobSet") (eq $role "pod") }}
-  restartPolicy: OnFailure
+  restartPolicy: Never  # which a podFailurePolicy needs
   {{- end }}
   # What the service may take to drain, ten seconds until it ends itself, and preStop.
   terminationGracePeriodSeconds: {{ include "penstock.grace" . }}
@@ -49,7 +49,8 @@ spec:
   {{- $security := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
   {{- $security = mergeOverwrite $security (include "penstock.value" (merge (dict "key" "securityContext") .) | fromYaml) }}
   {{- $fetches := include "penstock.readsModels" . }}
-  {{- if or $gpus $fetches }}
+  {{- $waits := and $fetches (include "penstock.fetched" $root) (not (and (hasKey . "jobSet") (include "penstock.modelsFirst" $root))) }}
+  {{- if or $gpus $waits }}
   initContainers:
     {{- if $gpus }}
     # Before a model is loaded: one sentence for what the node lacks.
@@ -73,7 +74,7 @@ spec:
         {{- . | nindent 8 }}
         {{- end }}
     {{- end }}
-    {{- if and $fetches (include "penstock.fetched" $root) }}
+    {{- if $waits }}
     - name: models
       image: {{ include "penstock.image" . | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
