@@ -511,7 +511,7 @@ ACCEPTED = {
     "CKV_K8S_15": "IfNotPresent: tags are never `latest`, and a GPU node should not fetch 10 GB again",
     "CKV_K8S_21": "Helm sets the namespace; objects do not name it",
     "CKV_K8S_35": "settings come by the environment, so bus.url does; the token and Valkey's users are files",
-    "CKV_K8S_38": "the coordinator alone: its token may scale this release's own workloads, and change its ScaledObjects",
+    "CKV_K8S_38": "the coordinator alone: its token may scale this release's own workloads, and delete its ScaledObjects",
     "CKV_K8S_43": "an image by digest is a value (<role>.image); which one, only its builder knows",
 }
 

@@ -4,9 +4,9 @@
 
     records complete ──▶ the trainer's copies are stored ──▶ PATCH …/scale {"spec": {"replicas": 0}}, each until it succeeds
 
-KEDA would restore its minimum, so that becomes zero first.
+KEDA would restore its minimum, so its ScaledObjects are deleted first: who may change one may scale any workload with it.
 
-Helm scales the workloads up again when a longer run is deployed, while coordinators of the old pod template, one after
+Helm creates them and scales the workloads up again when a longer run is deployed, while coordinators of the old pod template, one after
 the other, still lead and count the run as over. The ledger therefore notes which template has released it.
 """
 
@@ -48,30 +48,31 @@ class KubernetesScale:
         self._account = account
 
     async def to_zero(self, target: str) -> None:
-        """Scale ``target``, group/version/resource/name, to zero; one that does not exist is at zero.
+        """Scale ``target``, group/version/resource/name, to zero; a ScaledObject is deleted, one that is not there is done.
 
         Raises:
             ReleaseFailed: with the reason.
         """
         group, version, resource, name = target.split("/")
-        is_keda = resource == "scaledobjects"
-        body = {"spec": {"minReplicaCount" if is_keda else "replicas": 0}}
         try:
             path = f"/apis/{group}/{version}/namespaces/{self._read('namespace')}/{resource}/{name}"
-            answer = await self._patch(path if is_keda else f"{path}/scale", body)
+            if resource == "scaledobjects":
+                answer = await self._request("DELETE", path)
+            else:
+                answer = await self._request("PATCH", f"{path}/scale", b'{"spec": {"replicas": 0}}')
         except (OSError, KeyError, httpx.HTTPError) as error:
             raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {error!r}") from error
         if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
             said = " ".join(answer.text.split())[:300]
             raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {answer.status_code} {said}")
 
-    async def _patch(self, path: str, body: Mapping[str, Mapping[str, int]]) -> httpx.Response:
+    async def _request(self, method: str, path: str, body: bytes | None = None) -> httpx.Response:
         host, port = self._environment["KUBERNETES_SERVICE_HOST"], self._environment["KUBERNETES_SERVICE_PORT"]
         address = f"[{host}]" if ":" in host else host
         trust = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         headers = {"Authorization": f"Bearer {self._read('token')}", "Content-Type": _MERGE}
         async with httpx.AsyncClient(verify=trust, timeout=_TIMEOUT_S, trust_env=False) as client:
-            return await client.patch(f"https://{address}:{port}{path}", json=body, headers=headers)
+            return await client.request(method, f"https://{address}:{port}{path}", content=body, headers=headers)
 
     def _read(self, name: str) -> str:
         return (self._account / name).read_text(encoding="utf-8").strip()
