@@ -109,6 +109,7 @@ def test_every_custom_resource_is_one_of_its_crd(releases: list[Release]) -> Non
 JOB_SET_FIELDS: Json = {
     "network": {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"},
     "successPolicy": {"operator", "targetReplicatedJobs"},
+    "failurePolicy": {"maxRestarts", "rules"},
     "replicatedJobs": {"name", "replicas", "template", "groupName", "dependsOn"},
 }
 """Used fields of JobSet's CRD (v1alpha2, 0.10); no package has a model."""
@@ -124,7 +125,7 @@ def test_every_job_set_has_fields_of_its_crd_and_holds_a_job(
     for version, job_set in job_sets:
         spec = job_set["spec"]
         assert spec.keys() == JOB_SET_FIELDS.keys()
-        assert spec["network"].keys() <= JOB_SET_FIELDS["network"]
+        assert all(spec[field].keys() <= JOB_SET_FIELDS[field] for field in ("network", "failurePolicy"))
         assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
         assert all(replicated.keys() <= JOB_SET_FIELDS["replicatedJobs"] for replicated in spec["replicatedJobs"])
         for job in jobs_of(job_set):

@@ -166,3 +166,24 @@ def test_a_download_beside_the_run_is_queued_as_the_run_is() -> None:
     )
     jobs = render(queued, crds=ALL_CRDS).of("Job")
     assert [job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] for job in jobs] == ["research"] * 2
+
+
+def test_the_bus_is_the_last_pod_that_a_full_node_ends_and_is_placed_as_every_role() -> None:
+    placed = {"nodeSelector": {"pool": "cpu"}, "podLabels": {"team": "a"}, "podAnnotations": {"backup": "yes"}}
+    own = {**placed, "podSecurityContext": {"runAsUser": 2000}, "exporter": "registry.test/redis_exporter:1"}
+    more: Json = {"trainer": {"priorityClassName": "high"}, "defaults": {"priorityClassName": "low"}}
+    release = render(values(valkey=own, **more), crds=ALL_CRDS)
+    template = template_of(release.workload("bus"))
+    for container in template["spec"]["containers"]:  # Guaranteed: kubernetes.io/docs/concepts/workloads/pods/pod-qos/
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert container["resources"]["limits"].keys() == {"cpu", "memory"}
+    assert template["spec"]["priorityClassName"] == "high"
+    assert template["spec"]["nodeSelector"] == placed["nodeSelector"]
+    assert template["metadata"]["labels"]["team"] == "a"
+    assert template["metadata"]["annotations"] == placed["podAnnotations"]
+    assert template["spec"]["securityContext"]["runAsUser"] == 2000
+    (monitor,) = release.of("PodMonitor")
+    (chosen,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert "bus" in chosen["values"]
+    ingress = release.one("NetworkPolicy", "bus")["spec"]["ingress"]
+    assert sorted(port["port"] for rule in ingress for port in rule["ports"]) == [6379, 9400]
