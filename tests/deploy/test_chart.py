@@ -489,6 +489,7 @@ def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path, crds: Kin
         assert settings.internal.leave_when_over == (in_job_set and role == "trainer")
         if role == "coordinator":
             released = ["executor"] if crds else ["rollout", "reward", "trainer", "executor"]
+            released += ["after=2", "coordinator"]  # those of a volume of one node
             assert [target.rpartition("-")[2] for target in settings.internal.release] == released
 
 

@@ -142,6 +142,7 @@ async def test_no_example_has_a_gpu_pod_60_seconds_after_its_end(
         if kind != "pod":
             targets = json.loads(coordinator_of(release).get("PENSTOCK__INTERNAL__RELEASE", "[]"))
             (folder := tmp_path / f"{name}-{kind}").mkdir()
+            replicas = release.workload("coordinator")["spec"]["replicas"]
             server = ScaleServer(release, namespace_of(name, kind), folder)
             try:
                 cluster = KubernetesScale(server.environment, server.account)
@@ -151,6 +152,10 @@ async def test_no_example_has_a_gpu_pod_60_seconds_after_its_end(
                 server.close()
             assert releasing.notices() == []
             keda_acts(release)
+            own, *resting = release.of("Deployment", "coordinator")
+            assert [owner["spec"]["replicas"] for owner in (own, *resting)] == (
+                [0, replicas] if resting else [replicas]
+            )
         if kind == "jobset":
             (trainer,) = template_of(release.workload("trainer"))["spec"]["containers"]
             assert environment(trainer)["PENSTOCK__INTERNAL__LEAVE_WHEN_OVER"] == "true"
@@ -190,6 +195,24 @@ async def test_a_release_is_tried_until_it_succeeds_and_says_why_it_did_not(bus:
     await releasing.look()
     assert releasing.notices() == []
     assert scaling.patched == ["statefulsets/demo-penstock-trainer", "deployments/demo-penstock-rollout"]  # each once
+
+
+async def test_a_coordinator_stays_until_its_successor_is_created(
+    bus: Bus, runs: Mapping[tuple[str, str], Rendered], tmp_path: Path
+) -> None:
+    release = copy.deepcopy(runs["one-gpu-node", "jobset"])
+    targets = json.loads(coordinator_of(release)["PENSTOCK__INTERNAL__RELEASE"])
+    server = ScaleServer(release, namespace_of("one-gpu-node", "jobset"), tmp_path)
+    try:
+        cluster = KubernetesScale(server.environment, server.account)
+        releasing = Release(bus, await over(bus), targets, list, 1, cluster)
+        server.failures = [503]
+        await releasing.look()
+        assert server.patched == []
+        await releasing.look()
+        assert server.patched == [f"deployments/demo-penstock-coordinator{stage}" for stage in ("-after", "")]
+    finally:
+        server.close()
 
 
 async def test_the_role_allows_nothing_but_the_run_s_own_numbers_of_replicas(bus: Bus, scaling: ScaleServer) -> None:

@@ -415,7 +415,8 @@ topologySpreadConstraints: {{- . | nindent 2 }}
 {{- end }}
 {{- /* The trainer chooses the node of a volume that one node at a time can mount; the others follow it there. */}}
 {{- if and (include "penstock.oneNode" $root) (has .role (list "coordinator" "trainer" "rollout" "tracking")) }}
-{{- $roles := ternary (list "coordinator" "trainer" "rollout" "tracking") (list "trainer") (eq .role "trainer") }}
+{{- $all := list "coordinator" "trainer" "rollout" "tracking" }}
+{{- $roles := get (dict "trainer" $all "rollout" (list "trainer") "coordinator" (list (ternary "coordinator" "trainer" (hasKey . "stage"))) "tracking" (list "coordinator")) .role }}
 {{- $together = append $together (include "penstock.beside" (dict "root" $root "key" "kubernetes.io/hostname" "roles" $roles) | fromYaml) }}
 {{- end }}
 {{- with $together }}
