@@ -48,7 +48,7 @@ class KubernetesScale:
         self._account = account
 
     async def scale(self, target: str) -> None:
-        """Scale ``target``, group/version/resource/name or …=replicas, to zero or so many replicas.
+        """Scale ``target``, group/version/resource/name or …=replicas, to zero or to that number.
 
         A ScaledObject is deleted. What does not exist is done.
 
