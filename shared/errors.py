@@ -3,7 +3,7 @@
 ::
 
     PenstockError
-    ├── SettingsError          the run's settings or inputs are wrong      → one sentence on stderr, exit 2, no traceback
+    ├── SettingsError          the run's settings or inputs are wrong      → one sentence on stderr, exit 78 or 2 (``service``)
     ├── TemporaryError         may work later                              → the entry stays on the bus and is retried
     │   ├── NotHere            another replica may do it now               → given back, not counted as an attempt
     │   ├── BusUnavailable     Redis or Valkey does not answer             → wait with capped backoff, keep what is held

@@ -13,7 +13,7 @@ if __name__ == "__main__":
         try:
             settings, replica = service.parse("trainer", sys.argv[1:])
         except SettingsError as error:
-            sys.exit(service.refuse("trainer", error))
+            sys.exit(service.refuse("trainer", error, service.INVALID_SETTINGS))
         if settings.trainer.ranks * settings.trainer.nodes > 1:
             log.set_up(settings.telemetry.log_level, f"{replica}.launcher")
             sys.exit(

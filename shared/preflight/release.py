@@ -80,8 +80,10 @@ def examine(kubectl: Kubectl, release: str) -> Iterator[Finding]:
             "check its name and namespace with helm list --all-namespaces",
         )
     events = kubectl.objects("events")
+    replaced = {_place(pod) for pod in pods if _is_ready(pod)}
     for pod in pods:
-        yield from _stuck(pod, events)
+        if pod["status"].get("phase") != "Failed" or _place(pod) not in replaced:
+            yield from _stuck(pod, events)
     running = {_role(pod): _name(pod) for pod in pods if _is_ready(pod)}
     for role, name in running.items():
         if role in _CHECKS:
@@ -137,6 +139,13 @@ def _name(pod: Object) -> str:
 
 def _role(pod: Object) -> str:
     return str(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def _place(pod: Object) -> tuple[str, str]:
+    """What the replacement of a Job's pod has too: its Job and index."""
+    metadata = pod["metadata"]
+    index = metadata.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "")
+    return metadata["labels"].get("batch.kubernetes.io/job-name", ""), index
 
 
 def _has_claim(pod: Object) -> bool:

@@ -2,7 +2,7 @@
 
 ::
 
-    main("rollout", start)             one sentence on stderr and exit 2 for wrong settings; no traceback
+    main("rollout", start)             one sentence on stderr, no traceback, for wrong settings
       └── start(context)               the service's own coroutine; returns when it has stopped in order
             context.stop               set by SIGTERM, SIGINT and when people drain the replica
             context.live, context.cordon   current settings and orders, read with every heartbeat
@@ -43,6 +43,9 @@ from shared.process.telemetry import Presence, Status
 from shared.settings import Settings, load, loads
 from shared.text.redaction import redacted
 from shared.text.terminal import escaped, escaped_line
+
+INVALID_SETTINGS = 78
+"""Exit code where the settings alone are wrong, which no restart and no other node changes (EX_CONFIG of sysexits.h)."""
 
 _LEAVE_S = 10.0
 """Time after ``bus.drain_s`` until the kernel kills a stopping process."""
@@ -286,12 +289,16 @@ def main(
     *,
     loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> int:
-    """Run a service; return its exit code (0 stopped in order, 2 wrong settings, 1 a bug, or ``run``'s).
+    """Run a service; return its exit code.
 
-    ``loop`` replaces asyncio's event loop.
+    It is 0 if stopped in order, ``INVALID_SETTINGS``, 2 if it cannot start here and now (settings that do not fit the
+    place, a bus that does not answer), 1 for a bug, or ``run``'s. ``loop`` replaces asyncio's event loop.
     """
     try:
-        settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
+        try:
+            settings, replica = parse(service, sys.argv[1:] if arguments is None else arguments)
+        except SettingsError as error:
+            return refuse(service, error, INVALID_SETTINGS)
         log.set_up(settings.telemetry.log_level, replica)
         with asyncio.Runner(loop_factory=loop) as runner:
             try:
@@ -327,11 +334,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def refuse(service: str, error: Exception) -> int:
+def refuse(service: str, error: Exception, code: int = 2) -> int:
     """Print why a service cannot start; return its exit code. Lines begin with the service's name, for `penstock up`."""
     for line in str(error).splitlines():
         print(f"penstock {service}: {escaped_line(redacted(line))}", file=sys.stderr)  # noqa: T201
-    return 2
+    return code
 
 
 async def _awaited(work: Awaitable[int | None]) -> int | None:

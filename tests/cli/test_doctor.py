@@ -132,7 +132,11 @@ def test_a_pod_that_does_not_start_is_one_sentence(
 
 
 def test_pods_that_run_are_checked_from_inside(tmp_path: Path, own_server: Server) -> None:
-    pods = [pod("coordinator", ready=True), pod("trainer", ready=True)]
+    ended = {"exitCode": 1, "message": "driver: expected a driver, found none"}
+    replaced = pod(
+        "trainer", phase="Failed", initContainerStatuses=[{"name": "preflight", "state": {"terminated": ended}}]
+    )
+    pods = [pod("coordinator", ready=True), replaced, pod("trainer", ready=True)]
     status, said = doctor(tmp_path, pods, bus=own_server.url)
     assert status == 1, said
     lines = {line.partition(":")[0] for line in said.splitlines()}

@@ -17,6 +17,7 @@ from services.coordinator.run.release import KubernetesScale, Release
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.replicas.heartbeats import Heartbeat
+from tests.support import chart
 from tests.support.chart import (
     ALL_CRDS,
     CASES,
@@ -28,11 +29,13 @@ from tests.support.chart import (
     jobs_of,
     labels,
     merged,
+    play,
     play_all,
     template_of,
+    values,
 )
 from tests.support.chart import Release as Rendered
-from tests.support.fake_kubernetes import KEDA, LEADER_WORKER_SET, OPERATOR
+from tests.support.fake_kubernetes import KEDA, LEADER_WORKER_SET, OPERATOR, FakeKubernetes
 from tests.support.scale_server import ScaleServer
 
 pytestmark = pytest.mark.usefixtures("helm")
@@ -139,6 +142,7 @@ async def test_no_example_has_a_gpu_pod_60_seconds_after_its_end(
         if kind != "pod":
             targets = json.loads(coordinator_of(release).get("PENSTOCK__INTERNAL__RELEASE", "[]"))
             (folder := tmp_path / f"{name}-{kind}").mkdir()
+            replicas = release.workload("coordinator")["spec"]["replicas"]
             server = ScaleServer(release, namespace_of(name, kind), folder)
             try:
                 cluster = KubernetesScale(server.environment, server.account)
@@ -148,6 +152,10 @@ async def test_no_example_has_a_gpu_pod_60_seconds_after_its_end(
                 server.close()
             assert releasing.notices() == []
             keda_acts(release)
+            own, *resting = release.of("Deployment", "coordinator")
+            assert [owner["spec"]["replicas"] for owner in (own, *resting)] == (
+                [0, replicas] if resting else [replicas]
+            )
         if kind == "jobset":
             (trainer,) = template_of(release.workload("trainer"))["spec"]["containers"]
             assert environment(trainer)["PENSTOCK__INTERNAL__LEAVE_WHEN_OVER"] == "true"
@@ -189,6 +197,24 @@ async def test_a_release_is_tried_until_it_succeeds_and_says_why_it_did_not(bus:
     assert scaling.patched == ["statefulsets/demo-penstock-trainer", "deployments/demo-penstock-rollout"]  # each once
 
 
+async def test_a_coordinator_stays_until_its_successor_is_created(
+    bus: Bus, runs: Mapping[tuple[str, str], Rendered], tmp_path: Path
+) -> None:
+    release = copy.deepcopy(runs["one-gpu-node", "jobset"])
+    targets = json.loads(coordinator_of(release)["PENSTOCK__INTERNAL__RELEASE"])
+    server = ScaleServer(release, namespace_of("one-gpu-node", "jobset"), tmp_path)
+    try:
+        cluster = KubernetesScale(server.environment, server.account)
+        releasing = Release(bus, await over(bus), targets, list, 1, cluster)
+        server.failures = [503]
+        await releasing.look()
+        assert server.patched == []
+        await releasing.look()
+        assert server.patched == [f"deployments/demo-penstock-coordinator{stage}" for stage in ("-after", "")]
+    finally:
+        server.close()
+
+
 async def test_the_role_allows_nothing_but_the_run_s_own_numbers_of_replicas(bus: Bus, scaling: ScaleServer) -> None:
     others = ("apps/v1/deployments/demo-penstock-coordinator", "apps/v1/statefulsets/demo-penstock-bus")
     cluster = KubernetesScale(scaling.environment, scaling.account)
@@ -196,9 +222,8 @@ async def test_the_role_allows_nothing_but_the_run_s_own_numbers_of_replicas(bus
     await releasing.look()
     assert "403" in releasing.notices()[0].text
     (role,) = scaling.release.of("Role")
-    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"patch"}
-    resources = {resource for rule in role["rules"] for resource in rule["resources"]}
-    assert resources == {"deployments/scale", "statefulsets/scale", "scaledobjects"}
+    powers = {(verb, resource) for rule in role["rules"] for verb in rule["verbs"] for resource in rule["resources"]}
+    assert powers == {("patch", "deployments/scale"), ("patch", "statefulsets/scale"), ("delete", "scaledobjects")}
     assert all(rule["resourceNames"] for rule in role["rules"])
     assert scaling.patched == []
 
@@ -238,6 +263,27 @@ async def test_coordinators_of_an_older_pod_template_do_not_release_again_what_h
     await ledger.close()
     await Release(bus, ledger, TARGETS, list, 1, cluster, "new").look()
     assert len(scaling.patched) == 6
+
+
+def test_helm_makes_a_deleted_scaled_object_again_when_a_longer_run_is_deployed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    created: list[str] = []
+
+    class Released(FakeKubernetes):
+        """Its ScaledObjects are gone after each step."""
+
+        def answer(self, method: str, path: str, body: Json | None) -> tuple[int, Json]:
+            answered = super().answer(method, path, body)
+            for gone in [name for name in self.objects if "/scaledobjects/" in name]:
+                created.append(gone.rpartition("/")[2])
+                del self.objects[gone]
+            return answered
+
+    monkeypatch.setattr(chart, "FakeKubernetes", Released)
+    steps = [values("two-pools"), values("two-pools", image={"registry": "registry.test/team", "tag": "0.2.0"})]
+    assert [release.error for release in play(steps, crds=ALL_CRDS)] == ["", ""]
+    assert sorted(created) == ["demo-penstock-reward"] * 2 + ["demo-penstock-rollout"] * 2
 
 
 async def test_outside_of_a_cluster_a_release_is_a_sentence(bus: Bus, tmp_path: Path) -> None:

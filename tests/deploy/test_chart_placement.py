@@ -12,9 +12,11 @@ from tests.support.chart import (
     CASES,
     EXAMPLES,
     GPU,
+    TRACKED,
     Json,
     Release,
     labels,
+    merged,
     refusal,
     render,
     template_of,
@@ -182,6 +184,27 @@ def test_a_trainer_that_starts_again_returns_to_the_node_of_its_volume() -> None
     (trainer,) = [pod for pod in home.pods if pod.role == "trainer"]
     home.pods.remove(trainer)
     assert [node.name for node in nodes if fits(trainer, node, nodes, set())] == [home.name]
+
+
+@pytest.mark.parametrize("count", [2, 5, 9])
+@pytest.mark.parametrize("name", ["one-gpu-node", "cpu-smoke"])
+def test_after_the_end_of_a_run_its_coordinators_and_tracker_find_another_node(name: str, count: int) -> None:
+    case = merged(CASES[name], {"run": {"config": TRACKED}})
+    release, nodes = render(case, crds=ALL_CRDS), nodes_of(count)
+    nodes.append(Node("spare", 0, {HOST: "spare", ZONE: "a"}))
+    claims = {claim["metadata"]["name"] for claim in release.of("PersistentVolumeClaim")}
+    pods = list(pods_of(release))
+    assert not place(pods, nodes, claims)
+    (home,) = [node for node in nodes if any(pod.role == "trainer" for pod in node.pods)]
+    others = [node for node in nodes if node is not home]
+    for node in nodes:  # the trainer is done, and the others' node is drained
+        node.pods.clear()
+    during = [pod for pod in pods if pod.role in ("coordinator", "tracking")]
+    assert place(during, others, claims) == during
+    own, resting = release.of("Deployment", "coordinator")
+    after = [Pod("coordinator", template_of(resting))] * own["spec"]["replicas"]
+    assert not place([*after, *(pod for pod in during if pod.role == "tracking")], others, claims)
+    assert len([node for node in others if node.pods]) == 1
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,10 @@ def test_trainer_rollout_and_rewards_are_one_job_set_or_where_a_cluster_has_none
         assert (trainer["kind"], trainer["spec"]["podManagementPolicy"]) == ("StatefulSet", "Parallel")
         assert release.one("PodDisruptionBudget", "trainer")["spec"]["maxUnavailable"] == 0
         assert release.one("Service", "trainer")["spec"]["publishNotReadyAddresses"] is True
-        assert "rollout status statefulset/demo-penstock-trainer" in release.notes
+        several = trainer["spec"]["replicas"] > 1  # new pods would wait for ranks of old ones, one pod after the other
+        assert trainer["spec"].get("updateStrategy") == ({"type": "OnDelete"} if several else None)
+        assert ("replace its pods all at once" in release.notes) == several
+        assert "wait pod --for=condition=Ready" in release.notes
 
 
 def test_the_trainer_s_pods_meet_at_its_first_and_each_job_restarts_its_own(
@@ -99,7 +102,8 @@ def test_the_trainer_s_pods_meet_at_its_first_and_each_job_restarts_its_own(
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True}
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 3, 3)
-    assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (100, "OnFailure")
+    assert (job["backoffLimitPerIndex"], job["maxFailedIndexes"], job["backoffLimit"]) == (100, 0, 300)
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert (variables["PENSTOCK__TRAINER__NODES"], variables["PENSTOCK__TRAINER__NODE"]) == ("3", "$(JOB_INDEX)")
     assert variables["PENSTOCK__TRAINER__RENDEZVOUS"] == f"{name}-trainer-0-0.{name}:29500"
     assert variables["JOB_INDEX"] == index

@@ -30,7 +30,7 @@ from shared.bus.streams import EVAL_RESULTS, EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS
 from shared.bus.worker import Patience, Worker
 from shared.errors import PermanentError, SettingsError, TemporaryError
 from shared.expression import Expression
-from shared.process.service import Context
+from shared.process.service import INVALID_SETTINGS, Context
 from shared.process.telemetry import Status
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server, until
@@ -334,12 +334,23 @@ async def test_the_service_scores_what_comes_and_stops_in_order(bus: Bus, server
     assert await heartbeats(bus) == []
 
 
-async def test_a_wrong_expression_stops_the_start_with_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+async def test_a_bus_that_is_away_is_no_wrong_setting_which_would_end_the_run(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[run]\nid = "x"\n[bus]\nurl = "unix:///nonexistent.sock"\n[internal]\nstart_wait_s = 1.0\n')
+    process = _start(config, [])
+    output = await asyncio.to_thread(_wait, process)
+    assert process.returncode == 2
+    assert "penstock reward: the Redis or Valkey server did not answer within 1 s" in output
+
+
+async def test_a_wrong_expression_stops_the_start_with_one_sentence_and_the_code_that_no_restart_changes(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[run]\nid = "x"\n[bus]\nurl = "unix:///nonexistent.sock"\n')
     process = _start(config, ["--reward.expression", "answer ** 2"])
     output = await asyncio.to_thread(_wait, process)
-    assert process.returncode == 2
+    assert process.returncode == INVALID_SETTINGS
     assert output.startswith(f"penstock reward: {config}: expected names of scorers, numbers, + - * /")
     assert output.endswith("change reward.expression (reward.expression is set by flag --reward.expression)\n")
     assert output.count("\n") == 1

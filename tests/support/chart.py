@@ -24,6 +24,8 @@ ALL_CRDS = {**KEDA, **OPERATOR, **JOB_SET, **LEADER_WORKER_SET}
 WORKLOADS = ("Deployment", "StatefulSet", "Job", "LeaderWorkerSet")
 """Kinds whose pods have one role; a JobSet is its Jobs here."""
 GPU = "nvidia.com/gpu"
+STAGE = "penstock/stage"
+"""Label of workloads that have no pods until the run is over."""
 Json = dict[str, Any]
 Kinds = Mapping[str, Mapping[str, str]]
 
@@ -50,7 +52,9 @@ class Release:
 
     def workload(self, role: str) -> Json:
         workloads = [
-            workload for workload in self.workloads() if labels(workload)["app.kubernetes.io/component"] == role
+            workload
+            for workload in self.workloads()
+            if labels(workload)["app.kubernetes.io/component"] == role and STAGE not in labels(workload)
         ]
         if len(workloads) == 2:  # the JobSet's replicas, and those that KEDA adds
             workloads = [workload for workload in workloads if workload["kind"] == "Job"]

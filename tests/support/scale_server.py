@@ -68,6 +68,8 @@ class ScaleServer:
             return _status(404, "NotFound")
         if not self._allows(method, match):
             return _status(403, "Forbidden")
+        if method == "DELETE":
+            return self._delete(match)
         if headers["content-type"] != "application/merge-patch+json":
             return _status(415, "UnsupportedMediaType")
         return self._patch(match, json.loads(body))
@@ -83,34 +85,47 @@ class ScaleServer:
         account = {"kind": "ServiceAccount", "name": "demo-penstock-coordinator", "namespace": self.namespace}
         resource = match[3] + (match[5] or "")
         return (
-            method == "PATCH"
-            and match[2] == self.namespace
+            match[2] == self.namespace
             and binding["subjects"] == [account]
             and any(
                 match[1].split("/")[0] in rule["apiGroups"]
                 and resource in rule["resources"]
                 and match[4] in rule["resourceNames"]
-                and "patch" in rule["verbs"]
+                and method.lower() in rule["verbs"]
                 for rule in role["rules"]
             )
         )
 
-    def _patch(self, match: re.Match[str], body: Json) -> tuple[int, Json]:
+    def _of(self, match: re.Match[str]) -> list[Json]:
         version, kind = KINDS[match[3]]
-        scaled = [
+        return [
             manifest
             for manifest in self.release.objects
             if (manifest["apiVersion"], manifest["kind"], manifest["metadata"]["name"]) == (version, kind, match[4])
         ]
+
+    def _delete(self, match: re.Match[str]) -> tuple[int, Json]:
+        kept = [manifest for manifest in self.release.objects if manifest not in self._of(match)]
+        if len(kept) == len(self.release.objects):
+            return _status(404, "NotFound")
+        object.__setattr__(self.release, "objects", kept)
+        self.patched.append(f"{match[3]}/{match[4]}")
+        return 200, {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+
+    def _patch(self, match: re.Match[str], body: Json) -> tuple[int, Json]:
+        scaled = self._of(match)
         if not scaled:
             return _status(404, "NotFound")
-        field = "minReplicaCount" if kind == "ScaledObject" else "replicas"
-        if list(body) != ["spec"] or list(body["spec"]) != [field] or not isinstance(body["spec"][field], int):
+        if (
+            list(body) != ["spec"]
+            or list(body["spec"]) != ["replicas"]
+            or not isinstance(body["spec"]["replicas"], int)
+        ):
             return _status(422, "Invalid")
-        scaled[0]["spec"][field] = body["spec"][field]
+        scaled[0]["spec"]["replicas"] = body["spec"]["replicas"]
         self.patched.append(f"{match[3]}/{match[4]}")
         scale = {"apiVersion": "autoscaling/v1", "kind": "Scale", "spec": body["spec"], "status": {"replicas": 1}}
-        return 200, scale if match[5] else scaled[0]
+        return 200, scale
 
 
 def _handler(fake: ScaleServer) -> type[BaseHTTPRequestHandler]:

@@ -4,9 +4,9 @@
 
     records complete ──▶ the trainer's copies are stored ──▶ PATCH …/scale {"spec": {"replicas": 0}}, each until it succeeds
 
-KEDA would restore its minimum, so that becomes zero first.
+KEDA would restore its minimum, so its ScaledObjects are deleted first: who may change one may scale any workload with it.
 
-Helm scales the workloads up again when a longer run is deployed, while coordinators of the old pod template, one after
+Helm creates them and scales the workloads up again when a longer run is deployed, while coordinators of the old pod template, one after
 the other, still lead and count the run as over. The ledger therefore notes which template has released it.
 """
 
@@ -47,31 +47,37 @@ class KubernetesScale:
         self._environment = environment
         self._account = account
 
-    async def to_zero(self, target: str) -> None:
-        """Scale ``target``, group/version/resource/name, to zero; one that does not exist is at zero.
+    async def scale(self, target: str) -> None:
+        """Scale ``target``, group/version/resource/name or …=replicas, to zero or to that number.
+
+        A ScaledObject is deleted. What does not exist is done.
 
         Raises:
             ReleaseFailed: with the reason.
         """
-        group, version, resource, name = target.split("/")
-        is_keda = resource == "scaledobjects"
-        body = {"spec": {"minReplicaCount" if is_keda else "replicas": 0}}
+        group, version, resource, last = target.split("/")
+        name, _, replicas = last.partition("=")
         try:
             path = f"/apis/{group}/{version}/namespaces/{self._read('namespace')}/{resource}/{name}"
-            answer = await self._patch(path if is_keda else f"{path}/scale", body)
+            if resource == "scaledobjects":
+                answer = await self._request("DELETE", path)
+            else:
+                answer = await self._request("PATCH", f"{path}/scale", f'{{"spec": {{"replicas": {replicas or 0}}}}}')
         except (OSError, KeyError, httpx.HTTPError) as error:
-            raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {error!r}") from error
+            raise ReleaseFailed(f"could not scale {resource}/{name} to {replicas or 'zero'}: {error!r}") from error
         if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
             said = " ".join(answer.text.split())[:300]
-            raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {answer.status_code} {said}")
+            raise ReleaseFailed(
+                f"could not scale {resource}/{name} to {replicas or 'zero'}: {answer.status_code} {said}"
+            )
 
-    async def _patch(self, path: str, body: Mapping[str, Mapping[str, int]]) -> httpx.Response:
+    async def _request(self, method: str, path: str, body: str | None = None) -> httpx.Response:
         host, port = self._environment["KUBERNETES_SERVICE_HOST"], self._environment["KUBERNETES_SERVICE_PORT"]
         address = f"[{host}]" if ":" in host else host
         trust = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         headers = {"Authorization": f"Bearer {self._read('token')}", "Content-Type": _MERGE}
         async with httpx.AsyncClient(verify=trust, timeout=_TIMEOUT_S, trust_env=False) as client:
-            return await client.patch(f"https://{address}:{port}{path}", json=body, headers=headers)
+            return await client.request(method, f"https://{address}:{port}{path}", content=body, headers=headers)
 
     def _read(self, name: str) -> str:
         return (self._account / name).read_text(encoding="utf-8").strip()
@@ -81,7 +87,8 @@ class Release:
     """The leader's loop.
 
     Args:
-        targets: what to scale to zero (``internal.release``), in this order.
+        targets: what to scale (``internal.release``), in this order; at last this coordinator's own Deployment, if another
+            is to take over.
         beats: newest heartbeats.
         steps: ``run.steps``.
         pod_template: ``internal.pod_template``; empty: not known.
@@ -122,13 +129,13 @@ class Release:
             return
         storing = any(beat.service == "trainer" and not beat.values.get("stored") for beat in self._beats())
         due = [] if storing else [target for target in self._targets if target not in self._released]
-        troubles = [trouble for target in due if (trouble := await self._scale(target))]
+        troubles = await self._scale_all(due)
         if troubles and troubles[0] != self._trouble:
             log.warning("GPUs are not released", extra={"error": troubles[0]})
         self._trouble = next(iter(troubles), "")
         if due and not troubles:
             await self._ledger.note_released(self._pod_template)
-            await tell(self._bus, "coordinator", "workloads released", f"scaled to zero: {', '.join(due)}")
+            await tell(self._bus, "coordinator", "workloads released", f"scaled: {', '.join(due)}")
 
     def notices(self) -> list[NoticeView]:
         """Return why GPUs are still held, if they are."""
@@ -137,9 +144,18 @@ class Release:
         text = f"{self._trouble}: the coordinator tries again; `helm uninstall` frees the GPUs too"
         return [notice("release", "error", text)]
 
+    async def _scale_all(self, targets: Sequence[str]) -> list[str]:
+        troubles = []
+        for target in targets:
+            if trouble := await self._scale(target):
+                troubles.append(trouble)
+                if "=" in target:  # without its successor, this coordinator stays
+                    break
+        return troubles
+
     async def _scale(self, target: str) -> str:
         try:
-            await self._cluster.to_zero(target)
+            await self._cluster.scale(target)
         except ReleaseFailed as error:
             return str(error)
         self._released.add(target)

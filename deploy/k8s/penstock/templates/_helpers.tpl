@@ -32,6 +32,9 @@ app.kubernetes.io/component: {{ .role }}
 {{- with include "penstock.pool" . }}
 penstock/pool: {{ . }}
 {{- end }}
+{{- with .stage }}
+penstock/stage: {{ . }}
+{{- end }}
 {{- end -}}
 
 {{- define "penstock.labels" -}}
@@ -240,7 +243,12 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* What the coordinator scales to zero when the run is over, as JSON: group/version/resource/name. */}}
+{{/* "yes" where other coordinators take over when the run is over. */}}
+{{- define "penstock.resting" -}}
+{{- if and (eq .Values.run.onFinish "release") (include "penstock.oneNode" .) }}yes{{ end -}}
+{{- end -}}
+
+{{/* What the coordinator scales to zero when the run is over, as JSON: group/version/resource/name; with =number, to that. */}}
 {{- define "penstock.released" -}}
 {{- $all := list -}}
 {{- if eq .Values.run.onFinish "release" -}}
@@ -257,6 +265,11 @@ look it up and makes a new one each time: there, use secrets of your own. */}}
 {{- $all = append $all (printf "%s/%s" $kind (include "penstock.name" $one)) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if and (include "penstock.resting" .) (ne (include "penstock.kind" .) "pod") -}}
+{{- $own := printf "apps/v1/deployments/%s" (include "penstock.name" (dict "root" . "role" "coordinator")) -}}
+{{- $all = append $all (printf "%s-after=%d" $own (int .Values.coordinator.replicas)) -}}
+{{- $all = append $all $own -}}
 {{- end -}}
 {{- end -}}
 {{- $all | toJson -}}

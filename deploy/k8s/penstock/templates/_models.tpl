@@ -42,3 +42,9 @@
 {{- include "penstock.name" (dict "root" . "role" "models") -}}
 {{- end -}}
 {{- end -}}
+
+{{/* "yes" where the JobSet downloads before it creates pods that hold GPUs. On a volume of one node the trainer chooses the node,
+so its pod waits there. */}}
+{{- define "penstock.modelsFirst" -}}
+{{- if and (eq (include "penstock.kind" .) "jobset") (eq .Values.modelCache.accessMode "ReadWriteMany") (include "penstock.fetched" .) }}yes{{ end -}}
+{{- end -}}

@@ -29,7 +29,7 @@ spec:
   automountServiceAccountToken: {{ and (eq $role "coordinator") (ne (include "penstock.released" $root) "[]") }}
   enableServiceLinks: false
   {{- if or (hasKey . "jobSet") (eq $role "pod") }}
-  restartPolicy: OnFailure
+  restartPolicy: Never  # which a podFailurePolicy needs
   {{- end }}
   # What the service may take to drain, ten seconds until it ends itself, and preStop.
   terminationGracePeriodSeconds: {{ include "penstock.grace" . }}
@@ -49,7 +49,8 @@ spec:
   {{- $security := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
   {{- $security = mergeOverwrite $security (include "penstock.value" (merge (dict "key" "securityContext") .) | fromYaml) }}
   {{- $fetches := include "penstock.readsModels" . }}
-  {{- if or $gpus $fetches }}
+  {{- $waits := and $fetches (include "penstock.fetched" $root) (not (and (hasKey . "jobSet") (include "penstock.modelsFirst" $root))) }}
+  {{- if or $gpus $waits }}
   initContainers:
     {{- if $gpus }}
     # Before a model is loaded: one sentence for what the node lacks.
@@ -73,7 +74,7 @@ spec:
         {{- . | nindent 8 }}
         {{- end }}
     {{- end }}
-    {{- if and $fetches (include "penstock.fetched" $root) }}
+    {{- if $waits }}
     - name: models
       image: {{ include "penstock.image" . | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
@@ -414,7 +415,8 @@ topologySpreadConstraints: {{- . | nindent 2 }}
 {{- end }}
 {{- /* The trainer chooses the node of a volume that one node at a time can mount; the others follow it there. */}}
 {{- if and (include "penstock.oneNode" $root) (has .role (list "coordinator" "trainer" "rollout" "tracking")) }}
-{{- $roles := ternary (list "coordinator" "trainer" "rollout" "tracking") (list "trainer") (eq .role "trainer") }}
+{{- $all := list "coordinator" "trainer" "rollout" "tracking" }}
+{{- $roles := get (dict "trainer" $all "rollout" (list "trainer") "coordinator" (list (ternary "coordinator" "trainer" (hasKey . "stage"))) "tracking" (list "coordinator")) .role }}
 {{- $together = append $together (include "penstock.beside" (dict "root" $root "key" "kubernetes.io/hostname" "roles" $roles) | fromYaml) }}
 {{- end }}
 {{- with $together }}
