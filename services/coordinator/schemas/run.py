@@ -131,7 +131,7 @@ class RunView(ResponseModel):
     history: History
     """The last 60 steps."""
     evaluations: list[EvaluationView]
-    """The branch's, oldest first; /v1/policies has all."""
+    """The branch's first and its newest 200, oldest first; /v1/policies has all."""
     tokens_per_s: float
     started_at_s: float
     """Unix seconds."""
