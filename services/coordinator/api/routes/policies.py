@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 from starlette.exceptions import HTTPException
 
-from services.coordinator.api.dependencies import Limit, Parts, soon
+from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
 from services.coordinator.api.errors import Conflict
 from services.coordinator.api.routes.run import accepted
 from services.coordinator.evaluation.results import evaluations_of
@@ -30,9 +30,15 @@ def policy_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/policies."""
     router = APIRouter(prefix="/v1/policies", tags=["policies"])
 
-    @router.get("", operation_id="listPolicies", summary="Every policy version with its parent, oldest first")
-    async def policies(cursor: After = None, limit: Limit = 100, state: Only = None) -> Page[PolicyView]:
-        return await soon(_page(parts, -1 if cursor is None else int(cursor), limit, state))
+    @router.get(
+        "",
+        operation_id="listPolicies",
+        summary="Every policy version with its parent, oldest first",
+        response_model=Page[PolicyView],
+    )
+    async def policies(cursor: After = None, limit: Limit = 100, state: Only = None) -> Response:
+        page = await soon(_page(parts, -1 if cursor is None else int(cursor), limit, state))
+        return Response(page.model_dump_json(), media_type="application/json")  # valid: not checked twice
 
     @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
     async def policy(version: Version) -> PolicyView:
@@ -91,18 +97,27 @@ _EXAMINED = 2000
 
 async def _page(parts: Parts, after: int, limit: int, state: PolicyState | None) -> Page[PolicyView]:
     """Return the versions in ``state`` after one; None: in any."""
-    views: list[PolicyView] = []
+    if state in (PolicyState.LIVE, PolicyState.REVOKED):
+        head = (await parts.ledger.status()).head
+        known = await parts.ledger.revoked() if state is PolicyState.REVOKED else {head} - {None}
+        records = await parts.ledger.records(
+            sorted(version for version in known if version is not None and version > after)[: limit + 1]
+        )
+        page = page_of(records, limit, lambda record: str(record.version))
+        return Page(items=await _views(parts, page.items), next=page.next)
+    fitting: list[PolicyRecord] = []
     for _ in range(0, _EXAMINED, limit):
         records = await parts.ledger.page(after, limit + 1)
-        shown = records[:limit]
-        states = {} if state is None else await parts.ledger.policy_states(record.version for record in shown)
-        fitting = [record for record in shown if state in (None, states.get(record.version))][: limit - len(views)]
-        views += await _views(parts, fitting)
-        is_last = len(records) <= limit
-        after = fitting[-1].version if len(views) == limit else shown[-1].version if shown else after
-        if len(views) == limit or is_last:
-            return Page(items=views, next=None if is_last and (not shown or after >= shown[-1].version) else str(after))
-    return Page(items=views, next=str(after))
+        states = {} if state is None else await parts.ledger.policy_states(record.version for record in records)
+        for record in records[:limit]:
+            after = record.version
+            fitting += [record] if state in (None, states.get(record.version)) else []
+            if len(fitting) == limit:
+                break
+        is_last = not records or after == records[-1].version
+        if is_last or len(fitting) == limit:
+            return Page(items=await _views(parts, fitting), next=None if is_last else str(after))
+    return Page(items=await _views(parts, fitting), next=str(after))
 
 
 async def _views(parts: Parts, records: Sequence[PolicyRecord]) -> list[PolicyView]:
