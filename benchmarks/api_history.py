@@ -68,8 +68,13 @@ def write_rollouts(file: Path, groups: int) -> None:
     completions = [{**completion, "versions": [1]} for _ in range(4)]
     with file.open("w") as lines:
         for number in range(1, groups + 1):
-            line = {"entry": f"{number}-0", "step": number, "group": str(number), "prompt": "1+1=", "answer": "2"}
-            lines.write(json.dumps({**line, "completions": completions}) + "\n")
+            line = {"entry": f"{number}-0", "step": number, "group": number, "problem": "a:1"}
+            lines.write(
+                json.dumps(
+                    {**line, "prompt": "1+1=", "answer": "2", "replica": "rollout-0", "completions": completions}
+                )
+                + "\n"
+            )
 
 
 class Client:
@@ -99,7 +104,10 @@ async def ask(client: Client, versions: int) -> dict[str, Any]:
         await client.get("live", "/v1/policies?state=live")
         await client.get("run", "/v1/run")
         await asyncio.sleep(0.15)  # the view is kept for 100 ms
-        await client.get("rollouts", f"/v1/run/rollouts?limit=50&cursor={choose.randrange(1, versions // 10)}-0")
+        groups = await client.get(
+            "rollouts", f"/v1/run/rollouts?limit=50&cursor={choose.randrange(51, versions // 10)}-0"
+        )
+        assert len(groups["items"]) == 50
     pages: list[float] = []
     cursor: str | None = "-1"
     count = 0

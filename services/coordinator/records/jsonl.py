@@ -13,7 +13,7 @@ from shared.bus.messages import Json
 _BLOCK_BYTES = 1 << 16
 Entry = tuple[int, int]
 """A stream's entry: milliseconds and number."""
-_ENTRY = re.compile(rb'\{"entry": "([0-9]+)-([0-9]+)"')
+_ENTRY = re.compile(rb'[{ ]"entry": "([0-9]+)-([0-9]+)"')
 
 
 class Lines:
@@ -103,7 +103,7 @@ def _line_start(file: BinaryIO, at: int) -> int:
 
 
 def _entry_of(line: bytes) -> Entry | None:
-    match = _ENTRY.match(line)
+    match = _ENTRY.match(line) or _ENTRY.search(line)  # first, in our own lines
     return None if match is None else (int(match[1]), int(match[2]))
 
 

@@ -17,7 +17,7 @@ MARKS = key("marks", "hash", "the run's", "version → groups trained and place 
 PINS = key("pins", "set", "the run's", "versions whose checkpoints are kept")
 RELEASED = key("released", "set", "the run's", "versions that people may use")
 
-_CHUNK, _LINEAGE, _HOLE = 500, 64, 5000
+_CHUNK, _LINEAGE, _HOLE = 500, 64, 1000
 _PROBES_KEPT, _SKIPPED = 100, 16
 """Versions whose probes stay, and how many are looked at behind them."""
 
@@ -45,20 +45,20 @@ class Policies:
         chunks = [versions[start : start + _CHUNK] for start in range(0, len(versions), _CHUNK)]
         return [record for chunk in chunks for record in await self.records(chunk)]
 
-    async def records(self, versions: Sequence[int]) -> list[PolicyRecord]:
-        """Return the known ones of ``versions``."""
+    async def records(self, versions: Sequence[int], count: int | None = None) -> list[PolicyRecord]:
+        """Return the known ones of ``versions``, or the first ``count`` of them."""
         raw = await self._bus.hmget(POLICIES, *map(str, versions)) if versions else []
-        return [wire.decode(data, PolicyRecord) for data in raw if data is not None]
+        return [wire.decode(data, PolicyRecord) for data in [data for data in raw if data is not None][:count]]
 
     async def page(self, after: int, count: int) -> list[PolicyRecord]:
         """Return up to ``count`` records after a version, oldest first."""
         newest, records, width = int((await self._bus.hget(RUN, "newest_version")) or -1), list[PolicyRecord](), count
         while after < newest and len(records) < count:
             end = min(newest, after + width)
-            known = await self.records(range(after + 1, end + 1))
+            known = await self.records(range(after + 1, end + 1), count - len(records))
             after, width = end, count if known else _HOLE  # numbers that a lost bus may have used
             records += known
-        return records[:count]
+        return records
 
     async def lineage(self, version: int) -> AsyncGenerator[PolicyRecord]:
         """Yield a version and its recorded ancestors, newest first."""
