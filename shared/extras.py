@@ -1,14 +1,20 @@
-"""Optional packages: which extra of Penstock brings one, by the metadata of the installed distribution."""
+"""Optional packages: which extra of Penstock brings one, by the metadata of the installed distribution.
+
+Penstock is on no package index, where anybody may register its name: nothing says to install it from one.
+"""
 
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?.*;.*\bextra\s*==\s*['"]([\w-]+)['"]""")
 _BROUGHT_BY = {"tokenizers": "transformers", "flash_attn": "flash-attn-4", "sympy": "math-verify"}
 """Packages that no extra names, by what brings them."""
 _NAME = "penstock"
+_ROOT = Path(__file__).parents[1]
 
 
 def missing(packages: Iterable[str]) -> list[str]:
@@ -19,7 +25,24 @@ def missing(packages: Iterable[str]) -> list[str]:
 def install_advice(packages: Iterable[str]) -> str:
     """Return the command that installs ``packages`` with Penstock's extras; "" if none of them is of an extra."""
     extras = {extra for package in packages for extra in _extra_of(package)}
-    return f"pip install '{_NAME}[{','.join(sorted(extras))}]'" if extras else ""
+    return install_command(*sorted(extras)) if extras else ""
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs extras: from the checkout, or without one package by package."""
+    if (_ROOT / "pyproject.toml").is_file():
+        return f"pip install '.[{','.join(extras)}]' in {_ROOT}"
+    return f"pip install {shlex.join(sorted({need for extra in extras for need in _needs(extra)}))}"
+
+
+def _needs(extra: str) -> Iterator[str]:
+    for line in _requirements():
+        if (match := _REQUIREMENT.match(line)) and match[3] == extra:
+            if match[1] == _NAME:
+                for inner in match[2].split(","):
+                    yield from _needs(inner)
+            else:
+                yield line.partition(";")[0].strip()
 
 
 def advice_on(error: ImportError) -> str:

@@ -176,11 +176,10 @@ class Follower:
                 log.warning("unreadable record passed over", extra={"entry": entry, "reason": str(error)})
             else:
                 offset.pending.append(offset.segments.of_step(report))
-        if len(rows) < _BATCH and await evaluated(self._bus) - set(offset.evaluated):
-            for version, raw in sorted((await results(self._bus)).items(), key=lambda item: int(item[0])):
-                if int(version) not in offset.evaluated:
-                    offset.pending.append(offset.segments.of_evaluation(results_of(raw)))
-                    offset.evaluated.append(int(version))
+        if len(rows) < _BATCH and (new := sorted(await evaluated(self._bus) - set(offset.evaluated))):
+            for version, raw in (await results(self._bus, new)).items():
+                offset.pending.append(offset.segments.of_evaluation(results_of(raw)))
+                offset.evaluated.append(version)
         return len(rows) == _BATCH
 
     async def _read_rollouts(self, offset: Offset) -> int:

@@ -10,6 +10,7 @@ from services.tracking.follower import SEPARATE, Follower, finish
 from services.tracking.sink_client import SinkClient
 from services.tracking.sinks.sink import TrackedRun
 from shared.errors import SettingsError
+from shared.extras import install_command
 from shared.process.service import Context, seconds_left, serve
 from shared.process.telemetry import tell
 from shared.settings import Settings
@@ -72,8 +73,7 @@ def check_libraries(sinks: tuple[str, ...]) -> None:
     for name in sinks:
         if importlib.util.find_spec(name) is None:
             raise SettingsError(
-                f"expected the package {name} for tracking.sinks, found none: pip install 'penstock[{name}]', or change "
-                "tracking.sinks"
+                f"expected the package {name} for tracking.sinks, found none: {install_command(name)}, or change tracking.sinks"
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shared.dataset_source import hub_dataset
 from shared.errors import SettingsError
+from shared.extras import install_command
 
 
 def pinned(source: str, setting: str, known: Sequence[str] = ()) -> str:
@@ -24,7 +25,7 @@ def pinned(source: str, setting: str, known: Sequence[str] = ()) -> str:
         from huggingface_hub import HfApi
     except ImportError as error:
         raise SettingsError(
-            f"expected the package datasets to read {source}, found none: pip install 'penstock[datasets]', or change {setting} "
+            f"expected the package datasets to read {source}, found none: {install_command('datasets')}, or change {setting} "
             "to a file"
         ) from error
     try:

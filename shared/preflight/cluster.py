@@ -13,6 +13,7 @@ from shared.bus.messages import Event
 from shared.bus.streams import Stream
 from shared.errors import BusUnavailable, SettingsError
 from shared.preflight.finding import Finding, failed, passed
+from shared.settings.reading.published import check_public
 
 SCRATCH = Stream("check", max_entries=10)
 _CLOCK_S = 5.0
@@ -49,6 +50,15 @@ def closed(host: str, port: int) -> Finding:
         fix = "use a network plugin that enforces NetworkPolicies, or set networkPolicy.enabled to false and isolate the namespace yourself"
         return failed("network policy", f"no connection from here to {host}:{port}", "one", fix)
     return passed("network policy", f"{host}:{port} is closed to this pod")
+
+
+def without_secrets(config: Path) -> Finding:
+    """Check that the run's settings file, which a ConfigMap keeps, holds no secret."""
+    try:
+        check_public(config.read_text(encoding="utf-8"), str(config))
+    except SettingsError as error:
+        return Finding("settings", False, str(error))
+    return passed("settings", f"{config} holds no password or key")
 
 
 async def bus(url: str, run_id: str, wait_s: float = 30.0) -> list[Finding]:

@@ -19,6 +19,7 @@ from shared.bus.stores.run.functions import Change
 from shared.bus.streams import EVENTS, MEMORY
 from shared.process.memory_timeline import MemoryTimeline
 from shared.process.start_up import StartUp
+from shared.text.redaction import redacted
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,9 @@ class HandlerFailures:
 
 
 async def tell(bus: Bus, source: str, name: str, detail: str, **fields: Json) -> None:
+    """Log an event, and publish it without secrets: people read events on the page and pass reports on."""
     log.info(name, extra={"detail": detail, **fields})
+    detail = redacted(detail)
     await bus.publish(EVENTS, Event(at_s=time.time(), source=source, name=name, detail=detail, fields=fields))
 
 

@@ -40,7 +40,8 @@ def hub() -> Iterator[Hub]:
             elif path == "/api/repos/create":
                 asked = json.loads(body)
                 name = f"{asked['organization']}/{asked['name']}"
-                kept.repositories[name] = asked.get("visibility") == "private" or bool(asked.get("private"))
+                is_private = asked.get("visibility") == "private" or bool(asked.get("private"))
+                kept.repositories.setdefault(name, is_private)
                 self._json({"url": f"{kept.url}/{name}"})
             elif path.endswith("/preupload/main"):
                 files = json.loads(body)["files"]
@@ -54,6 +55,10 @@ def hub() -> Iterator[Hub]:
                 self._json({"error": f"unknown: POST {path}"}, 404)
 
         def do_GET(self) -> None:
+            name = self.path.removeprefix("/api/models/")
+            if name in kept.repositories:
+                self._json({"id": name, "private": kept.repositories[name]})
+                return
             self._json({"error": f"unknown: GET {self.path}"}, 404)
 
         def _commit(self, repository: list[str], body: bytes) -> None:

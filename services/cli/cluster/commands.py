@@ -15,6 +15,7 @@ from services.cli.connection import LATEST
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
 from shared.settings import load
+from shared.settings.reading.published import check_public
 from shared.text.terminal import escaped_line
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -46,7 +47,9 @@ def deploy(
         raise SettingsError(
             f"expected a name of 1 to 40 lower-case letters, digits and '-', found {name!r}: give --name"
         )
-    run = {**cluster.values.get("run", {}), "config": config.read_text(encoding="utf-8")}
+    toml = config.read_text(encoding="utf-8-sig")
+    check_public(toml, str(config))
+    run = {**cluster.values.get("run", {}), "config": toml}
     words = ["upgrade", name, cluster.chart_place, "--install", "--values", "-"]
     words += ["--version", cluster.version] if cluster.version else []
     words += ["--dry-run=server"] if dry_run else []

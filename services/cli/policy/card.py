@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,15 @@ import tomli_w
 from services.coordinator.records.jsonl import read
 from services.coordinator.records.summary import one_line_a_step
 from shared.settings import Settings
-from shared.text.redaction import redacted
+from shared.settings.reading.published import public_text, published
 
 _CURVES = ("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "lag_mean")
 _SUPERVISED = ("loss", "evaluation_loss", "preference_accuracy", "evaluation_accuracy", "entropy", "learning_rate")
 _ROWS = 20
-_SECTIONS = ("policy", "data", "sampling", "reward", "algorithm", "trainer")
-_OF_GENERATION = ("sampling", "reward")
-_PRIVATE = ("store", "signing_key_file", "gpus")
+_SECTIONS = frozenset({"policy", "data", "sampling", "reward", "algorithm", "trainer"})
+_OF_GENERATION = frozenset({"sampling", "reward"})
+_SENTENCES = frozenset({"reason", "changed_inputs", "missing"})
+"""Fields of summary.json that hold texts of people and paths."""
 
 
 def card(settings: Settings, version: int, step: int) -> str:
@@ -37,17 +40,20 @@ def card(settings: Settings, version: int, step: int) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def records(folder: Path) -> list[Path]:
-    """Return the records that accompany a policy."""
-    return [
-        path for name in ("metrics.jsonl", "evaluations.jsonl", "summary.json") if (path := folder / name).is_file()
-    ]
+def copy_records(run_folder: Path, to: Path) -> None:
+    """Write the records that accompany a policy: figures, no sentences."""
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        if (run_folder / name).is_file():
+            shutil.copy(run_folder / name, to / name)
+    if summary := _summary(run_folder):
+        figures = {name: value for name, value in summary.items() if name not in _SENTENCES}
+        (to / "summary.json").write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _front(settings: Settings) -> str:
     lines = ["---", "library_name: transformers", f"tags: [penstock, {_method(settings)[0]}]"]
     model = settings.policy.model
-    if not Path(model).exists():
+    if not Path(model).exists() and public_text("policy.model", model) == model:
         lines.append(f"base_model: {json.dumps(model)}")
     return "\n".join([*lines, "---"])
 
@@ -67,25 +73,11 @@ def _method(settings: Settings) -> tuple[str, str]:
 def _model(settings: Settings) -> str:
     """Return the model's name, without this machine's folders."""
     model = settings.policy.model
-    return Path(model).name if Path(model).exists() else model
+    return public_text("policy.model", os.path.abspath(model) if Path(model).exists() else model) or "a local model"  # noqa: PTH100
 
 
 def _settings(settings: Settings) -> str:
-    values = settings.model_dump(mode="json", exclude_none=True, include=set(_SECTIONS), exclude_defaults=True)
-    for name in _OF_GENERATION if settings.is_supervised else ():
-        values.pop(name, None)
-    for name in _PRIVATE:
-        values.get("trainer", {}).pop(name, None)
-    return redacted(tomli_w.dumps(_without_folders(values)))
-
-
-def _without_folders(value: Any) -> Any:
-    """Return ``value`` with absolute paths cut to their last part."""
-    if isinstance(value, dict):
-        return {_without_folders(name): _without_folders(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(each) for each in value]
-    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+    return tomli_w.dumps(published(settings, _SECTIONS - _OF_GENERATION if settings.is_supervised else _SECTIONS))
 
 
 def _curves(settings: Settings, step: int) -> list[dict[str, Any]]:
@@ -109,11 +101,19 @@ def _evaluations(folder: Path, step: int) -> list[dict[str, Any]]:
     return [{name: line.get(name) for name in names} for line in lines]
 
 
-def _ledger(folder: Path) -> list[dict[str, Any]]:
+def _summary(folder: Path) -> dict[str, Any]:
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _ledger(folder: Path) -> list[dict[str, Any]]:
+    try:
+        summary = _summary(folder)
         counts = {"admitted": summary["groups_admitted"], **summary["counts"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return []
     return [{"ending": name, "groups": count} for name, count in counts.items()]
 

@@ -97,16 +97,19 @@ def push(
     run: RunArgument = LATEST,
     run_option: RunOption = None,
     version: VersionOption = "latest",
-    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Create a repository that everybody may read. Default: a private one.")
+    ] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="Upload the LoRA adapter alone, not merged.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Upload a policy version to a Hugging Face hub, with a model card of its settings, curves and ledger.
 
     The token is the hub's own: `HF_TOKEN`, or `hf auth login`. `HF_ENDPOINT` names another hub. One commit holds all
-    files. Settings whose names or values are secrets are not uploaded.
+    files. A new repository is private; one that exists stays as it is. Of the settings, numbers, choices and the names of
+    model and data are uploaded.
 
-    **Example:** `penstock push my-name/my-model runs/math-… --version 40 --private`
+    **Example:** `penstock push my-name/my-model runs/math-… --version 40`
     """
     from services.cli.policy import push as pushes
 
@@ -115,4 +118,4 @@ def push(
             f"expected OWNER/NAME of a model on the hub, each of letters, digits, '-', '_' and '.', found {repository!r}: "
             "change it"
         )
-    pushes.push(repository, named(run_option or run), version, private=private, adapter=adapter, as_json=as_json)
+    pushes.push(repository, named(run_option or run), version, private=not public, adapter=adapter, as_json=as_json)

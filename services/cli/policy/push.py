@@ -1,13 +1,12 @@
 """``penstock push``: upload a policy version and its model card, in one commit."""
 
-import shutil
 import tempfile
 from pathlib import Path
 
 from services.cli import export
-from services.cli.policy.card import card, records
+from services.cli.policy.card import card, copy_records
 from services.up.display import console
-from shared.errors import PenstockError
+from shared.errors import PenstockError, SettingsError
 from shared.settings import load_run
 
 
@@ -18,8 +17,7 @@ def push(repository: str, run: Path, version: str, *, private: bool, adapter: bo
         folder = Path(place) / "policy"
         exported = export.make(run, number, folder, adapter=adapter)
         (folder / "penstock").mkdir()
-        for record in records(settings.run_folder):
-            shutil.copy(record, folder / "penstock" / record.name)
+        copy_records(settings.run_folder, folder / "penstock")
         text = card(settings, exported["version"], exported["step"])
         (folder / "README.md").write_text(text, encoding="utf-8")
         url = _upload(repository, folder, f"Version {exported['version']} of run {settings.run.id}", private=private)
@@ -36,7 +34,12 @@ def _upload(repository: str, folder: Path, message: str, *, private: bool) -> st
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
+        is_public = private and api.model_info(repository).private is False
+        if is_public:
+            raise SettingsError(f"{repository} is public on {api.endpoint}: give --public, or another OWNER/NAME")
         commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    except SettingsError:
+        raise
     except Exception as error:
         sentence = " ".join(str(error).split())[:300] or type(error).__name__
         raise PenstockError(

@@ -11,6 +11,7 @@ from services.coordinator.admission import hub
 from shared.bus.messages import Json
 from shared.dataset_source import check_kind, hub_dataset
 from shared.errors import SettingsError
+from shared.extras import install_command
 
 _BATCH_ROWS = 1024
 
@@ -68,7 +69,7 @@ def _parquet(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise SettingsError(
-            f"reading {path} needs the package pyarrow: pip install 'penstock[coordinator]', or change {setting}"
+            f"reading {path} needs the package pyarrow: {install_command('coordinator')}, or change {setting}"
         ) from error
     try:
         number = 0
@@ -103,7 +104,7 @@ def _load_saved(path: Path, setting: str) -> Any:
         import datasets
     except ImportError as error:
         raise SettingsError(
-            f"reading the folder {path} needs the package datasets: pip install 'penstock[datasets]', "
+            f"reading the folder {path} needs the package datasets: {install_command('datasets')}, "
             f"or change {setting} to a .jsonl or .parquet file"
         ) from error
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shared.dataset_source import HubDataset
 from shared.errors import SettingsError
+from shared.extras import install_command
 
 
 def read(dataset: HubDataset, setting: str) -> Iterator[tuple[str, dict[str, object]]]:
@@ -20,7 +21,7 @@ def _load(dataset: HubDataset, setting: str) -> Any:
         import datasets
     except ImportError as error:
         raise SettingsError(
-            f"expected the package datasets to read {dataset}, found none: pip install 'penstock[datasets]', "
+            f"expected the package datasets to read {dataset}, found none: {install_command('datasets')}, "
             f"or change {setting} to a file"
         ) from error
     datasets.disable_progress_bars()

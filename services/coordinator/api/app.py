@@ -35,7 +35,7 @@ from shared.process.service import readiness
 
 _PROBLEM_ANSWER = {
     "description": "An error.",
-    "content": {PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    "content": {PROBLEM_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}},
 }
 _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",

@@ -1,20 +1,35 @@
-"""Connections of the HTTP API, bounded in number, time and head size (docs/api.md, "Limits")."""
+"""Connections of the HTTP API, bounded in number, time and head size (docs/api.md, "Limits").
+
+Those that have sent a valid token are counted apart from all others, so that a flood without token displaces only
+itself.
+"""
 
 import asyncio
-import collections
+import contextlib
 import dataclasses
 import http
-from typing import Any, Final
+import logging
+from collections.abc import Callable
+from typing import Any
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.coordinator.api.errors import RETRY_AFTER_S, problem
+from shared.peers.handshake import Newcomers
+
+log = logging.getLogger(__name__)
+
+_PROVEN = "penstock.proven"
+"""Key of a request's scope: the function to call once the caller has proven a token."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    connections: int = 512
-    connections_each: int = 256
+    unproven: int = 128
+    """Connections without a valid token; one more closes the oldest."""
+    proven: int = 256
+    """The others; one more closes the one whose last request is oldest."""
     head_bytes: int = 32 * 1024
     head_s: float = 10.0
     request_s: float = 30.0
@@ -26,22 +41,27 @@ class ConnectionBounds:
 class Connections:
     def __init__(self, bounds: ConnectionBounds) -> None:
         self.bounds = bounds
-        self._by_address: collections.Counter[str] = collections.Counter()
+        self._unproven = Newcomers(bounds.unproven)
+        self._proven = Newcomers(bounds.proven)
 
     def protocol(self, **arguments: Any) -> asyncio.Protocol:
         return _Bounded(self, **arguments)
 
-    def enter(self, address: str) -> bool:
-        """Return whether the connection is allowed; count it."""
-        fits = self._by_address.total() < self.bounds.connections
-        fits = fits and self._by_address[address] < self.bounds.connections_each
-        self._by_address[address] += fits
-        return fits
+    def enter(self, connection: "_Bounded", drop: Callable[[], object], *, proven: bool) -> None:
+        """Count a connection as the newest of its kind."""
+        self.leave(connection)
+        (self._proven if proven else self._unproven).enter(connection, drop)
 
-    def leave(self, address: str) -> None:
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
+    def leave(self, connection: "_Bounded") -> None:
+        self._unproven.leave(connection)
+        self._proven.leave(connection)
+
+
+def note_proven(scope: Scope) -> None:
+    """Count the request's connection as one of a caller that may read or operate."""
+    prove = scope.get(_PROVEN)
+    if prove is not None:
+        prove()
 
 
 class _Refused(Exception):
@@ -50,16 +70,15 @@ class _Refused(Exception):
 
 _LINGER_S = 1.0
 """Seconds to drain a refused connection: closing at once could lose the answer."""
-_TOO_MANY: Final = (
-    "expected at most {} connections, {} from one address; the limit is reached: close some, or try again"
-)
 
 
 class _Bounded(HttpToolsProtocol):
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._all = connections
-        self._address: str | None = None
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests whose answers are incomplete, and the last."""
+        self._proven = False
         self._in_head = False
         self._refused = False
         self._head_bytes = 0
@@ -69,22 +88,49 @@ class _Bounded(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        address, bounds = self.client[0] if self.client else "", self._all.bounds
-        if self._all.enter(address):
-            self._address = address
-            self._expect(bounds.head_s)
-        elif len(self.connections) > 2 * bounds.connections:
-            transport.abort()
-        else:
-            self._refuse(503, _TOO_MANY.format(bounds.connections, bounds.connections_each))
+        self._all.enter(self, self._displaced, proven=False)
+        self._expect(self._all.bounds.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unexpect()
         self.resume_writing()
-        if self._address is not None:
-            self._all.leave(self._address)
-            self._address = None
+        self._all.leave(self)
+        self._disconnect()
         super().connection_lost(exc)
+
+    def _prove(self) -> None:
+        self._proven = True
+        self._all.enter(self, self._cut, proven=True)
+
+    def _displaced(self) -> None:
+        """Close this connection, unless a request that has already arrived proves a token.
+
+        One turn of the loop reads what was sent before the connection was accepted, the next handles it: however many
+        connections one turn accepts, each can prove itself.
+        """
+        self.loop.call_soon(self.loop.call_soon, self._drop)
+
+    def _drop(self) -> None:
+        if not self._proven:
+            self._cut()
+
+    def eof_received(self) -> None:
+        self._disconnect()
+
+    def _cut(self) -> None:
+        self._disconnect()
+        self.transport.abort()
+
+    def _disconnect(self) -> None:
+        """Drop what handlers send from now on: to write to a transport that closes is an error.
+
+        uvicorn does so later, and only for the last of several pipelined requests.
+        """
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                log.debug("client left before its answer", extra={"client": self.client})
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     # ---------------------------------------------------------------- reading
 
@@ -102,6 +148,7 @@ class _Bounded(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
+        self.scope[_PROVEN] = self._prove  # type: ignore[literal-required]
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -112,6 +159,8 @@ class _Bounded(HttpToolsProtocol):
             raise _Refused
         self._expect(self._all.bounds.request_s)
         super().on_headers_complete()
+        if self.cycle is not None:
+            self._cycles = [*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle]
 
     def on_message_complete(self) -> None:
         self._unexpect()
@@ -140,7 +189,7 @@ class _Bounded(HttpToolsProtocol):
         self._reading = None
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and cycle.response_started and not cycle.response_complete:
-            self.transport.abort()
+            self._cut()
         elif cycle is None and not self._in_head:
             self.transport.close()
         else:
@@ -150,7 +199,7 @@ class _Bounded(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self._all.bounds.unread_s, self.transport.abort)
+        self._unread = self.loop.call_later(self._all.bounds.unread_s, self._cut)
 
     def resume_writing(self) -> None:
         if self._unread is not None:
@@ -168,5 +217,6 @@ class _Bounded(HttpToolsProtocol):
         phrase = http.HTTPStatus(status).phrase
         head = [f"HTTP/1.1 {status} {phrase}".encode(), *(name + b": " + value for name, value in answer.raw_headers)]
         self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + bytes(answer.body))
-        self.transport.write_eof()
+        with contextlib.suppress(OSError):  # the client has already left
+            self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.close)

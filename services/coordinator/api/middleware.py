@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.coordinator.api.auth import Access, Role
 from services.coordinator.api.bodies import Bodies, BodyRefused
+from services.coordinator.api.connections import note_proven
 from services.coordinator.api.errors import ANSWER_WITHIN_S, bus_away, problem
 from services.coordinator.api.routes.page import SESSION_PATH, page_type, session_cookie
 from shared.bus.bus import Bus
@@ -117,6 +118,7 @@ class Conventions:
                 return problem(401, detail, {"WWW-Authenticate": 'Bearer realm="penstock"'})
             if role is Role.READ and not reads:
                 return problem(403, f"expected a token that may operate for {scope['method']}, found one that may read")
+            note_proven(scope)
         origin = headers.get("origin")
         if not reads and origin is not None and not self._is_own(origin, scope["scheme"], headers.get("host", "")):
             return problem(403, f"expected a request of this origin, found {origin}")

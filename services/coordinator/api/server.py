@@ -21,6 +21,9 @@ from shared.files.durable import write_whole
 
 log = logging.getLogger(__name__)
 
+_BACKLOG = 512
+"""Connections that one turn of the event loop may accept: with those held, fewer than the usual 1,024 open files."""
+
 
 class _Quiet(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
@@ -42,6 +45,7 @@ class ApiServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)  # the kernel holds silent connections
         try:
             self._socket.bind((host, port))
         except OSError as error:
@@ -66,6 +70,7 @@ class ApiServer:
             lifespan="off",
             ws="none",
             proxy_headers=False,
+            backlog=_BACKLOG,
             timeout_graceful_shutdown=2,
         )
         server = _Quiet(config)

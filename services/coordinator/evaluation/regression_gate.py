@@ -5,17 +5,16 @@ Verdict and action are on the bus, so a restart acts once.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import Counter
 
-from services.coordinator.evaluation.results import Evaluation, evaluations
+from services.coordinator.evaluation.results import Evaluation, Evaluations
 from services.coordinator.evaluation.statistics import Estimate, fall
 from services.coordinator.operations.operations import StateConflict
-from services.coordinator.policies.lineage import ancestors
 from services.coordinator.policies.rollback import Rollbacks
 from shared.bus.bus import Bus
-from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.bus.messages import PolicyVersion
 from shared.bus.stores.policy.evaluations import decisions, note_decision
 from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
 from shared.process.telemetry import tell
@@ -59,14 +58,15 @@ def with_verdict(evaluation: Evaluation, before: Sequence[Evaluation], gate: Gat
     return dataclasses.replace(evaluation, gate=FELL if fell else PASSED, gate_detail=detail)
 
 
-def target(
-    evaluated: Sequence[Evaluation],
-    records: Mapping[PolicyVersion, PolicyRecord],
-    checkpoints: Collection[PolicyVersion],
-) -> PolicyVersion | None:
+async def target(evaluated: Sequence[Evaluation], ledger: Ledger) -> PolicyVersion | None:
+    """Return the newest version that passed, or the nearest one that it came from, with a checkpoint."""
     newest = max((evaluation.version for evaluation in evaluated if evaluation.gate == PASSED), default=None)
-    line = [] if newest is None else ancestors(newest, records)
-    return next((version for version in line if version in checkpoints), None)
+    checkpoints = await ledger.checkpoints() if newest is not None else {}
+    if newest is not None and checkpoints:
+        async for record in ledger.lineage(newest):
+            if record.version in checkpoints:
+                return record.version
+    return None
 
 
 def _estimate(evaluation: Evaluation) -> Estimate | None:
@@ -86,12 +86,13 @@ class RegressionGate:
         self._settings = settings
         self._rollbacks = rollbacks
         self._changed = changed
+        self._evaluations = Evaluations(bus)
 
     async def judge(self, evaluation: Evaluation) -> Evaluation:
         if self._settings.gate.action == "off" or evaluation.set != self._settings.gated:
             return evaluation
         revoked = await self._ledger.revoked()
-        before = [earlier for earlier in await evaluations(self._bus) if earlier.version not in revoked]
+        before = [earlier for earlier in await self._evaluations.read() if earlier.version not in revoked]
         return with_verdict(evaluation, before, self._settings.gate)
 
     async def act(self, status: RunStatus, evaluated: Sequence[Evaluation]) -> bool:
@@ -116,8 +117,7 @@ class RegressionGate:
         if len(before) >= MAX_ROLLBACKS:
             why = f"{len(before)} rollbacks in a row did not help"
             return await self._pause(fallen, why)
-        records = {record.version: record for record in await self._ledger.policies()}
-        goal = target(evaluated, records, await self._ledger.checkpoints())
+        goal = await target(evaluated, self._ledger)
         if goal is None:
             return await self._pause(fallen, "no version that passed, or that one came from, has a checkpoint")
         await note_decision(self._bus, fallen.version, "rollback")

@@ -8,8 +8,10 @@ from typing import Any
 from services.coordinator.evaluation.statistics import Estimate, estimate, pass_at
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.evaluations import Description, EvaluationRequest, results
+from shared.bus.stores.policy.evaluations import Description, EvaluationRequest, evaluated, results
 from shared.settings.evaluation import ONLY_SET
+
+_CHUNK = 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,13 +89,28 @@ def sentence(evaluation: Evaluation) -> str:
     return f"version {evaluation.version} on {evaluation.set}: {told} {evaluation.note}".rstrip()
 
 
-async def evaluations(bus: Bus) -> list[Evaluation]:
-    return read_evaluations(await results(bus))
+async def evaluations_of(bus: Bus, versions: Sequence[PolicyVersion]) -> dict[PolicyVersion, list[Evaluation]]:
+    return {
+        PolicyVersion(version): [_evaluation(fields) for fields in _listed(json.loads(text))]
+        for version, text in (await results(bus, versions)).items()
+    }
 
 
-def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
-    by_version = [json.loads(raw[version]) for version in sorted(raw, key=int)]
-    return [_evaluation(fields) for of_version in by_version for fields in _listed(of_version)]
+class Evaluations:
+    """All results of the run; each is read once, as a version is evaluated once."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._known: dict[PolicyVersion, list[Evaluation]] = {}
+
+    async def read(self) -> list[Evaluation]:
+        """Return every result, oldest version first."""
+        versions = sorted(await evaluated(self._bus))
+        new = [version for version in versions if version not in self._known]
+        for start in range(0, len(new), _CHUNK):
+            self._known |= await evaluations_of(self._bus, new[start : start + _CHUNK])
+        self._known = {version: self._known[version] for version in versions if version in self._known}
+        return [evaluation for of_version in self._known.values() for evaluation in of_version]
 
 
 def _listed(decoded: Any) -> list[dict[str, Any]]:

@@ -1,36 +1,42 @@
 """Lineage and comparison of versions."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import aclosing
 
 from services.coordinator.schemas.resources import Comparison, Difference
 from shared.bus.messages import PolicyRecord, PolicyVersion
+from shared.bus.stores.policy.policies import Policies
 
 
-def ancestors(version: PolicyVersion, records: Mapping[PolicyVersion, PolicyRecord]) -> list[PolicyVersion]:
-    """Return ``version`` and its recorded ancestors, newest first."""
-    versions: list[PolicyVersion] = []
-    at: PolicyVersion | None = version
-    while at is not None and at in records:
-        versions.append(at)
-        at = records[at].parent
-    return versions
+async def common_ancestor(
+    policies: Policies, left: PolicyRecord, right: PolicyRecord, revoked: Collection[PolicyVersion]
+) -> PolicyRecord | None:
+    """Return the newest version from which both come; None: not recorded."""
+    if left.version not in revoked and right.version not in revoked:
+        return min(left, right, key=lambda record: record.version)  # a rollback revokes all but one line
+    async with aclosing(policies.lineage(left.version)) as lefts, aclosing(policies.lineage(right.version)) as rights:
+        one, other = await anext(lefts, None), await anext(rights, None)
+        while one is not None and other is not None and one.version != other.version:
+            if one.version > other.version:
+                one = await anext(lefts, None)
+            else:
+                other = await anext(rights, None)
+        return None if other is None else one
 
 
 def compare(
     left: PolicyRecord,
     right: PolicyRecord,
-    records: Mapping[PolicyVersion, PolicyRecord],
+    ancestor: PolicyRecord | None,
     accuracy: Mapping[PolicyVersion, float | None],
 ) -> Comparison:
-    of_right = set(ancestors(right.version, records))
-    ancestor = next((version for version in ancestors(left.version, records) if version in of_right), None)
-    start = 0 if ancestor is None else records[ancestor].step
+    start = 0 if ancestor is None else ancestor.step
     names = sorted({*left.metrics, *right.metrics})
     return Comparison(
         left=left.version,
         right=right.version,
-        ancestor=ancestor,
+        ancestor=None if ancestor is None else ancestor.version,
         left_steps=left.step - start,
         right_steps=right.step - start,
         metrics={name: _difference(left.metrics.get(name), right.metrics.get(name)) for name in names},

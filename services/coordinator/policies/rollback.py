@@ -23,7 +23,6 @@ from services.coordinator.operations.operations import OperationOutcome, Report,
 from shared.bus.bus import Bus
 from shared.bus.messages import Json, PolicyVersion
 from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
-from shared.bus.stores.policy.policies import PolicyState
 from shared.bus.stores.policy.rollback import (
     OVER,
     SOURCE,
@@ -93,33 +92,31 @@ class Rollbacks:
 
     async def _begin(self, target: PolicyVersion, reason: str, *, again: bool = False) -> str:
         status = await self._ledger.status()  # read first: a newer status implies a newer version
-        records, states, checkpoints = await asyncio.gather(
-            self._ledger.policies(), self._ledger.policy_states(), self._ledger.checkpoints()
+        record, revoked, checkpoints = await asyncio.gather(
+            self._ledger.policy(target), self._ledger.revoked(), self._ledger.checkpoints()
         )
-        record = next((record for record in records if record.version == target), None)
         if record is None or status.newest_version is None:
-            highest = max((record.version for record in records), default=None)
-            known = "none yet" if highest is None else f"versions up to {highest}"
+            known = "none yet" if status.newest_version is None else f"versions up to {status.newest_version}"
             raise StateConflict(f"this run has no policy version {target}; it has {known}")
         newest = None if again else status.tip
-        if states.get(target) is PolicyState.REVOKED:
+        if target in revoked:
             raise StateConflict(
-                f"version {target} is revoked: a rollback left its branch; {_choices(checkpoints, states, newest)}"
+                f"version {target} is revoked: a rollback left its branch; {_choices(checkpoints, revoked, newest)}"
             )
         if target == status.tip and not again:
             raise StateConflict(
-                f"version {target} is the newest: roll back to an earlier one; {_choices(checkpoints, states, newest)}"
+                f"version {target} is the newest: roll back to an earlier one; {_choices(checkpoints, revoked, newest)}"
             )
-        return await begin_rollback(self._bus, self._ledger, status, records, record, reason)
+        return await begin_rollback(self._bus, self._ledger, status, record, reason)
 
     async def _refusal(self, answer: str, target: PolicyVersion, *, again: bool) -> str:
-        status, states, checkpoints = await asyncio.gather(
-            self._ledger.status(), self._ledger.policy_states(), self._ledger.checkpoints()
+        status, revoked, checkpoints = await asyncio.gather(
+            self._ledger.status(), self._ledger.revoked(), self._ledger.checkpoints()
         )
         if answer == "no_checkpoint":
             newest = None if again else status.tip
             return (
-                f"version {target} has no checkpoint; {_choices(checkpoints, states, newest)} "
+                f"version {target} has no checkpoint; {_choices(checkpoints, revoked, newest)} "
                 "(trainer.checkpoint_every_steps and trainer.keep_last set how many there are)"
             )
         state = answer.partition(":")[2]
@@ -201,9 +198,7 @@ class Rollbacks:
 
 
 def _choices(
-    checkpoints: Mapping[PolicyVersion, str], states: Mapping[PolicyVersion, PolicyState], newest: PolicyVersion | None
+    checkpoints: Mapping[PolicyVersion, str], revoked: Collection[PolicyVersion], newest: PolicyVersion | None
 ) -> str:
-    usable: Collection[PolicyVersion] = sorted(
-        v for v in checkpoints if v != newest and states.get(v) is not PolicyState.REVOKED
-    )
+    usable: Collection[PolicyVersion] = sorted(v for v in checkpoints if v != newest and v not in revoked)
     return f"roll back to one of {', '.join(map(str, usable))}" if usable else "no earlier version has a checkpoint"

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -10,6 +11,9 @@ from typing import BinaryIO
 from shared.bus.messages import Json
 
 _BLOCK_BYTES = 1 << 16
+Entry = tuple[int, int]
+"""A stream's entry: milliseconds and number."""
+_ENTRY = re.compile(rb'[{ ]"entry": "([0-9]+)-([0-9]+)"')
 
 
 class Lines:
@@ -52,12 +56,13 @@ def read(path: Path) -> Iterator[dict[str, Json]]:
                 yield record
 
 
-def newest_first(path: Path) -> Iterator[dict[str, Json]]:
-    """Yield a file's complete lines, newest first, reading lazily."""
+def newest_first(path: Path, before: Entry | None = None) -> Iterator[dict[str, Json]]:
+    """Yield a file's complete lines, newest first, reading lazily: those before an entry, which is searched for."""
     if not path.exists():
         return
     with path.open("rb") as file:
-        at, rest = file.seek(0, os.SEEK_END), b""
+        size = file.seek(0, os.SEEK_END)
+        at, rest = size if before is None else _end_before(file, size, before), b""
         while at > 0:
             size = min(_BLOCK_BYTES, at)
             at -= size
@@ -69,22 +74,58 @@ def newest_first(path: Path) -> Iterator[dict[str, Json]]:
             yield record
 
 
+def _end_before(file: BinaryIO, size: int, before: Entry) -> int:
+    """Return where the lines of entries before ``before`` end; entries grow with the file."""
+    low, high = 0, size  # the answer is the start of a line from `low` to `high`
+    while low < high:
+        middle = (low + high) // 2
+        start = _line_start(file, middle)
+        file.seek(start)
+        line = file.readline()
+        entry = _entry_of(line)
+        if entry is None or entry >= before:
+            high = start
+        else:
+            low = start + len(line)
+    return low
+
+
+def _line_start(file: BinaryIO, at: int) -> int:
+    """Return the start of the line that byte ``at`` belongs to."""
+    while at > 0:
+        start = max(0, at - _BLOCK_BYTES)
+        file.seek(start)
+        end = file.read(at - start).rfind(b"\n")
+        if end >= 0:
+            return start + end + 1
+        at = start
+    return 0
+
+
+def _entry_of(line: bytes) -> Entry | None:
+    match = _ENTRY.match(line) or _ENTRY.search(line)  # first, in our own lines
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
 def _write_all(file: BinaryIO, data: bytes) -> None:
     while data:
         data = data[file.write(data) :]
 
 
 def _mend(path: Path) -> dict[str, Json] | None:
-    last, whole = None, 0
+    """Cut off what follows the last whole record; return that."""
     if not path.exists():
         return None
     with path.open("r+b") as file:
-        for line in file:
-            if (record := _parse(line)) is None:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = _line_start(file, end - 1)
+            file.seek(start)
+            if (record := _parse(file.read(end - start))) is not None:
                 break
-            last, whole = record, whole + len(line)
-        file.truncate(whole)
-    return last
+            end = start
+        file.truncate(end)
+    return record if end else None
 
 
 def _parse(line: bytes) -> dict[str, Json] | None:

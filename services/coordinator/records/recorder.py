@@ -18,7 +18,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from services.coordinator.evaluation.results import evaluations
+from services.coordinator.evaluation.results import evaluations_of
 from services.coordinator.records.jsonl import Lines
 from services.coordinator.records.memory import MEMORY_FILE, MemoryLines, memory_line
 from shared.bus import streams
@@ -123,11 +123,10 @@ class Recorder:
             self._after[stream] = entries[-1][0]
 
     async def _record_evaluations(self) -> None:
-        if not await evaluated(self._bus) - self._evaluated:
-            return
-        new = [evaluation for evaluation in await evaluations(self._bus) if evaluation.version not in self._evaluated]
-        self._evaluations.append([dataclasses.asdict(evaluation) for evaluation in new])
-        self._evaluated.update(evaluation.version for evaluation in new)
+        new = sorted(await evaluated(self._bus) - self._evaluated)
+        results = await evaluations_of(self._bus, new)
+        self._evaluations.append([dataclasses.asdict(evaluation) for version in new for evaluation in results[version]])
+        self._evaluated.update(new)
 
     async def _sample(self) -> None:
         if self._step // self._every <= self._sampled_step // self._every:

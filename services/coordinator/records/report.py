@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import tomli_w
 from pydantic import ValidationError
 
 from services.coordinator.records.jsonl import finite, read
@@ -18,7 +19,11 @@ from services.coordinator.records.memory import MEMORY_FILE, thinned
 from services.coordinator.records.summary import ends, one_line_a_step
 from services.coordinator.schemas.records import rollout_view
 from shared.bus.messages import Json
+from shared.errors import SettingsError
 from shared.files.durable import write_whole
+from shared.settings import SETTINGS_FILE, load
+from shared.settings.reading.published import published
+from shared.text.redaction import redacted_values
 
 DATA = "data"
 """Event source for data warnings."""
@@ -57,9 +62,9 @@ def write_report(run_folder: Path) -> Path:
 
 
 def records(run_folder: Path) -> dict[str, Json]:
-    summary = _object(run_folder / "summary.json")
+    summary = redacted_values(_object(run_folder / "summary.json"))
     steps = one_line_a_step(read(run_folder / "metrics.jsonl"))
-    events = list(read(run_folder / "events.jsonl"))
+    events = [redacted_values(event) for event in read(run_folder / "events.jsonl")]
     doubts = {str(event.get("name")): event.get("detail") for event in events if event.get("source") == DATA}
     return {
         "run_id": summary.get("run_id") or run_folder.resolve().name,
@@ -73,7 +78,7 @@ def records(run_folder: Path) -> dict[str, Json]:
         "doubts": list(doubts.values()),
         "events": list[Json](events[-_EVENTS:]),
         "memory": _memory(run_folder),
-        "settings": _text(run_folder / "settings.toml"),
+        "settings": _settings(run_folder),
     }
 
 
@@ -114,6 +119,15 @@ def _memory(run_folder: Path) -> list[Json]:
     while len(lines) > _REPORTS and len(fewer := thinned(lines)) < len(lines):
         lines = fewer
     return [{"id": line["entry"], "replica": line["replica"], "samples": line["samples"]} for line in lines]
+
+
+def _settings(run_folder: Path) -> str:
+    """Return what may be published of the run's settings: reports are passed on."""
+    try:
+        settings = load(run_folder / SETTINGS_FILE, environment={})
+    except SettingsError:
+        return ""
+    return f"# Without texts and paths, which are in {SETTINGS_FILE} in the run's folder.\n{tomli_w.dumps(published(settings))}"
 
 
 def _text(file: Path) -> str:

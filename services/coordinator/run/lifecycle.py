@@ -23,7 +23,7 @@ from pathlib import Path
 
 from services.coordinator.evaluation.evaluator import Due, Evaluator, take_all
 from services.coordinator.evaluation.regression_gate import RegressionGate
-from services.coordinator.evaluation.results import Evaluation, evaluations
+from services.coordinator.evaluation.results import Evaluation, Evaluations
 from services.coordinator.records import summary
 from services.coordinator.records.jsonl import read
 from services.coordinator.records.recorder import Recorder
@@ -99,6 +99,7 @@ class Lifecycle:
         self._opened = opened
         self._folder = folder
         self._poll_s = poll_s
+        self._results = Evaluations(bus)
         self._offer = offer
         self._seen: RunStatus | None = None
         self._note_again_s = 0.0
@@ -178,7 +179,7 @@ class Lifecycle:
 
     async def _evaluations(self) -> list[Evaluation]:
         revoked = await self._ledger.revoked()
-        return [evaluation for evaluation in await evaluations(self._bus) if evaluation.version not in revoked]
+        return [evaluation for evaluation in await self._results.read() if evaluation.version not in revoked]
 
     async def _evaluate(self, status: RunStatus, evaluated: list[Evaluation]) -> bool:
         if self._evaluator is None or status.head is None:
@@ -262,7 +263,9 @@ class Lifecycle:
         functions = await read_functions(self._bus)
         inputs, server = read_inputs(self._folder), self._bus.server
         changed = inputs.accepted if inputs is not None else ()
-        result = summary.summarize(self._settings, status, counts, evaluated, lines, server, functions, changed)
+        result = await asyncio.to_thread(
+            summary.summarize, self._settings, status, counts, evaluated, lines, server, functions, changed
+        )
         summary.write(result, self._folder)
         await asyncio.to_thread(write_report, self._folder)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import Gauge
 
-from services.coordinator.evaluation.results import Evaluation, read_evaluations
+from services.coordinator.evaluation.results import Evaluation, Evaluations
 from services.coordinator.records.summary import training_seconds
 from services.coordinator.run.guards import read_guards
 from services.coordinator.run.notices import changed_code, compose, dead_letters, too_long
@@ -23,7 +23,7 @@ from shared.advice import advice
 from shared.bus import streams
 from shared.bus.bus import Bus, Depth
 from shared.bus.encoding import wire
-from shared.bus.messages import StepReport
+from shared.bus.messages import PolicyVersion, StepReport
 from shared.bus.stores.experience.dead_letters import newest_reason
 from shared.bus.stores.policy.ledger import RunState, RunStatus
 from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
@@ -67,6 +67,7 @@ SHOWN = (*streams.TRAINING_STREAMS, streams.JOURNAL)
 _KEEP_S = 0.1
 _EVERY_S = 1.0
 _HISTORY_STEPS = 60
+_EVALUATIONS = 200
 _PACE_STEPS = 20
 """Steps for the ETA."""
 
@@ -95,6 +96,8 @@ class Monitor:
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
         self._dead, self._dead_reason = 0, ""
+        self._evaluations = Evaluations(bus)
+        self._evaluation_views: dict[tuple[PolicyVersion, str], EvaluationView] = {}
         self._view: RunView | None = None
         self._text = b""
         self._seen_at_s = -math.inf
@@ -139,7 +142,7 @@ class Monitor:
         dead = [stream.dead for stream in streams.GROUPED_STREAMS]
         depths = await self._bus.depths(*SHOWN, *dead)
         run = await overview(self._bus)
-        evaluated = read_evaluations(run.evaluations)
+        evaluated = await self._evaluations.read()
         return Look(
             status=run.status,
             depths={
@@ -151,7 +154,7 @@ class Monitor:
             guards=read_guards(run.guards),
             groups_in_flight=run.groups_in_flight,
             changes=changes(run.functions),
-            evaluations=[evaluation for evaluation in evaluated if evaluation.version not in run.revoked],
+            evaluations=_shown([evaluation for evaluation in evaluated if evaluation.version not in run.revoked]),
         )
 
     async def _count_dead(self, depths: Sequence[Depth]) -> int:
@@ -176,7 +179,9 @@ class Monitor:
     # ---------------------------------------------------------------- compose
 
     def _compose(self, look: Look) -> RunView:
-        status, settings = look.status, self._live.settings
+        status, settings, views = look.status, self._live.settings, self._evaluation_views
+        keys = {(evaluation.version, evaluation.set): evaluation for evaluation in look.evaluations}
+        views = self._evaluation_views = {key: views.get(key) or evaluation_view(keys[key]) for key in keys}
         steps = settings.run.steps
         newest = self._history[-1] if self._history else None
         metrics = {} if newest is None else numbers(newest.metrics)
@@ -220,7 +225,7 @@ class Monitor:
             last=metrics,
             lag_counts={} if newest is None else dict(newest.lag_counts),
             history=_history(self._history),
-            evaluations=[evaluation_view(evaluation) for evaluation in look.evaluations],
+            evaluations=list(views.values()),
             tokens_per_s=metrics.get("tokens_per_s") or 0.0,
             started_at_s=status.created_at_s,
             training_s=training_seconds(status, steps, time.time()),
@@ -264,6 +269,12 @@ def _set_evaluations(views: Sequence[EvaluationView]) -> None:
         EVALUATION_VERSION.labels(evaluation.set).set(evaluation.version)
         for k, estimate in evaluation.pass_at.items():
             EVALUATION_PASS_AT.labels(evaluation.set, k).set(estimate.value)
+
+
+def _shown(evaluations: list[Evaluation]) -> list[Evaluation]:
+    """Return the first version's results, with which others are compared, and the newest ones."""
+    first = [evaluation for evaluation in evaluations[:_EVALUATIONS] if evaluation.version == evaluations[0].version]
+    return first + evaluations[len(first) :][-_EVALUATIONS:]
 
 
 def activity(status: RunStatus) -> str:

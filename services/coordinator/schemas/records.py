@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.coordinator.schemas.run import ResponseModel
+from services.coordinator.schemas.run import ResponseModel, Sentence
 from shared.bus.messages import FinishReason, Json, ScoreStatus
 
 
@@ -55,7 +55,7 @@ class ScoreView(ResponseModel):
     status: ScoreStatus
     """ok, or why there is no value."""
     value: float | None
-    detail: str
+    detail: Sentence
 
 
 class CompletionView(ResponseModel):

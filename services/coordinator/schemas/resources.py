@@ -2,15 +2,16 @@
 
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
-from services.coordinator.schemas.run import Command, EvaluationView, ResponseModel
+from services.coordinator.schemas.run import Command, EvaluationView, ResponseModel, Sentence
 from shared.bus.stores.experience.dead_letters import DeadLetterSource
 from shared.bus.stores.policy.ledger import RunState
 from shared.bus.stores.policy.policies import PolicyState
 from shared.bus.stores.replicas.cordon import Word
 from shared.bus.stores.run.operations import OperationState
 from shared.settings.rollout import LEAST_TEMPERATURE
+from shared.text.redaction import redacted_values
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class ServiceView(ResponseModel):
     seen_at_s: float
     """Last heartbeat, Unix seconds."""
     memory_bytes: int
-    last_error: str
+    last_error: Sentence
     values: dict[str, float | None]
     source: str
     """host:port relaying weights; empty: none."""
@@ -151,7 +152,7 @@ class OperationView(ResponseModel):
     state: OperationState
     phase: str
     """Progress, specific to the kind."""
-    detail: str
+    detail: Sentence
     """Current wait or outcome."""
     request: dict[str, Any]
     result: dict[str, Any]
@@ -168,7 +169,7 @@ class DeadLetterView(ResponseModel):
     entry: str
     """Id in the dead-letter stream."""
     group: str
-    reason: str
+    reason: Sentence
     attempts: int
     buried_at_s: float
     """Unix seconds."""
@@ -202,9 +203,9 @@ class EventView(ResponseModel):
     """Unix seconds."""
     source: str
     name: str
-    detail: str
+    detail: Sentence
     """One sentence."""
-    fields: dict[str, Any]
+    fields: Annotated[dict[str, Any], AfterValidator(redacted_values)]
 
 
 class StateView(ResponseModel):
@@ -215,7 +216,7 @@ class StateView(ResponseModel):
     """Unix seconds."""
     before: RunState
     state: RunState
-    reason: str
+    reason: Sentence
     step: int
     """Committed steps then."""
 
@@ -225,7 +226,7 @@ class RunSummary(ResponseModel):
 
     run_id: str
     state: RunState
-    reason: str
+    reason: Sentence
     step: int
     """Committed optimizer steps."""
     head: int | None
@@ -275,7 +276,7 @@ class LiveSettings(ResponseModel):
     revision: int
     """0: the run's file."""
     values: LiveValues
-    reason: str
+    reason: Sentence
     step: int
     """Committed steps then."""
     at_s: float | None
@@ -288,7 +289,7 @@ class RevisionView(ResponseModel):
     revision: int
     changes: dict[str, Any]
     """By dotted name."""
-    reason: str
+    reason: Sentence
     step: int
     """Committed steps then."""
     at_s: float

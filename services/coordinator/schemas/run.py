@@ -1,11 +1,15 @@
 """Schemas of the run, and base classes of all answers. Names are a contract with clients."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from shared.bus.messages import FinishReason
 from shared.bus.stores.policy.ledger import RunState
+from shared.text.redaction import redacted
+
+Sentence = Annotated[str, AfterValidator(redacted)]
+"""Text of programs and people, without the secrets of addresses and headers in it."""
 
 
 class ResponseModel(BaseModel):
@@ -58,11 +62,11 @@ class EvaluationView(ResponseModel):
     answered: int
     initial: bool
     final: bool
-    note: str
+    note: Sentence
     """Why answers are missing."""
     gate: str
     """passed, fell, or empty: not applied."""
-    gate_detail: str
+    gate_detail: Sentence
     """Reference and difference."""
 
 
@@ -72,7 +76,7 @@ class GuardView(ResponseModel):
     guard: str
     action: str
     """tell or pause."""
-    detail: str
+    detail: Sentence
     since_s: float
     """Unix seconds."""
 
@@ -84,7 +88,7 @@ class NoticeView(ResponseModel):
     """Stable subject: paused, guard kl, scorer 'answer', held-out data, …"""
     level: Literal["error", "warning"]
     """error: work is not done as configured; warning: worth a look."""
-    text: str
+    text: Sentence
 
 
 class RunView(ResponseModel):
@@ -92,11 +96,11 @@ class RunView(ResponseModel):
 
     run_id: str
     state: RunState
-    reason: str
+    reason: Sentence
     closed: bool
     """Ended, with complete records, summary and report."""
     activity: str
-    bus_full: str
+    bus_full: Sentence
     """Why admission waits for memory, if it does."""
     guards: list[GuardView]
     notices: list[NoticeView]
@@ -127,7 +131,7 @@ class RunView(ResponseModel):
     history: History
     """The last 60 steps."""
     evaluations: list[EvaluationView]
-    """The branch's, oldest first; /v1/policies has all."""
+    """The branch's first and its newest 200, oldest first; /v1/policies has all."""
     tokens_per_s: float
     started_at_s: float
     """Unix seconds."""
@@ -148,7 +152,7 @@ class RunChange(ResponseModel):
     state: RunState
     changed: bool
     """False if it already was."""
-    reason: str
+    reason: Sentence
 
 
 class Command(BaseModel):
@@ -237,7 +241,7 @@ class Check(ResponseModel):
     """One requirement."""
 
     ok: bool
-    detail: str
+    detail: Sentence
 
 
 class Readiness(ResponseModel):

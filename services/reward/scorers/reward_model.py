@@ -23,6 +23,7 @@ from services.reward.normalisation import Normaliser
 from services.reward.scorers.scorer import unavailable, valued
 from shared.bus.messages import RolloutGroup, Score, ScoreStatus
 from shared.errors import SettingsError
+from shared.extras import install_command
 from shared.model.model_source import check_model
 from shared.process.importing import importing
 from shared.process.memory_timeline import Held
@@ -109,7 +110,7 @@ def require_libraries(whose: str) -> None:
     """Check that the model libraries are installed. Raises SettingsError."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise SettingsError(f"{whose} needs the package {missing[0]}: pip install 'penstock[reward-models]'")
+        raise SettingsError(f"{whose} needs the package {missing[0]}: {install_command('reward-models')}")
 
 
 def _open(scorer: ModelScorer, work: ModelWork) -> "Classifier":

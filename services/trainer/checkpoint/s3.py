@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import SettingsError, StoreError
+from shared.extras import install_command
 from shared.settings.trainer import StoreSettings
 
 _PART_BYTES = 64 << 20
@@ -137,7 +138,7 @@ def _open(settings: StoreSettings) -> tuple[Any, Any]:
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
         raise SettingsError(
-            f"trainer.store.uri needs boto3 ({error}): install penstock[s3], or leave trainer.store.uri empty"
+            f"trainer.store.uri needs boto3 ({error}): {install_command('s3')}, or leave trainer.store.uri empty"
         ) from error
     config = Config(
         connect_timeout=_CONNECT_S,

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import PenstockError, SettingsError
+from shared.extras import install_command
 from shared.process.importing import uncompiled
 from shared.settings import PolicySettings
 
@@ -75,7 +76,7 @@ def add(model: Any, settings: PolicySettings, zero_stage: int = 0, *, published_
         with uncompiled():  # it imports bitsandbytes if installed
             from peft import get_peft_model
     except ImportError as error:
-        raise SettingsError("policy.lora.rank > 0 needs peft: install penstock[trainer] or set it to 0") from error
+        raise SettingsError(f"policy.lora.rank > 0 needs peft: {install_command('trainer')}, or set it to 0") from error
     try:
         with warnings.catch_warnings():  # peft misses its own pattern of experts' ranks, but does use it
             warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)

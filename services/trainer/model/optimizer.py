@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shared.errors import SettingsError
+from shared.extras import install_command
 from shared.settings import TrainerSettings
 
 _LARGE, GROUP_WEIGHTS = 2**31 - 2**20, 2**30
@@ -86,7 +87,7 @@ def _import_bitsandbytes() -> Any:
         import bitsandbytes
     except (ImportError, OSError, RuntimeError) as error:  # a CUDA library may be missing
         raise SettingsError(
-            f'trainer.optimizer = "adamw_8bit" needs bitsandbytes, which could not be loaded ({error}): install '
-            'penstock[adam-8bit], or set it to "adamw"'
+            f'trainer.optimizer = "adamw_8bit" needs bitsandbytes, which could not be loaded ({error}): '
+            f'{install_command("adam-8bit")}, or set it to "adamw"'
         ) from error
     return bitsandbytes

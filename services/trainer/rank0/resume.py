@@ -172,8 +172,7 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeC
             return ResumePoint(None, (), status, stranded=True)
         if status.state is RunState.STOPPED or (status.state in ENDED and status.step >= settings.run.steps):
             return ResumePoint(None, (), status, stranded=True)
-        records = await ledger.policies()
-        target = await _target(ledger, choice, records)
+        target = await _target(ledger, choice)
         if choice.checkpoint is None and choice.damages:
             raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
         if target is None or choice.checkpoint is None or status.state is RunState.CREATED:
@@ -181,21 +180,21 @@ async def _go_back(bus: Bus, ledger: Ledger, settings: Settings, choice: ResumeC
             raise SettingsError(await _pause(bus, ledger, sentence))
         status = await _unpause(ledger, status)
         lost = _lost(choice, status.step)
-        answer = await begin_rollback(bus, ledger, status, records, target, f"{_why(choice)}: {lost}")
+        answer = await begin_rollback(bus, ledger, status, target, f"{_why(choice)}: {lost}")
         if answer == "ok":
             await _report_damage(bus, ledger, choice, lost)
             return ResumePoint(choice.checkpoint, (), await ledger.status(), choice.stored, went_back=True)
         await asyncio.sleep(_LOOK_S)  # moved, or to be reopened by the coordinator
 
 
-async def _target(ledger: Ledger, choice: ResumeCandidate, records: Sequence[PolicyRecord]) -> PolicyRecord | None:
+async def _target(ledger: Ledger, choice: ResumeCandidate) -> PolicyRecord | None:
     if choice.checkpoint is None:
         return None
     known, revoked = await ledger.checkpoints(), await ledger.revoked()
     folder = str(choice.checkpoint.folder)
     places = {folder, choice.stored.uri if choice.stored is not None else folder}
     versions = {version for version, where in known.items() if where in places} | {choice.checkpoint.state.version}
-    usable = [record for record in records if record.version in versions and record.version not in revoked]
+    usable = await ledger.records(sorted(versions - revoked))
     if not usable:
         return None
     target = max(usable, key=lambda record: record.version)

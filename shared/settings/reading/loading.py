@@ -21,6 +21,7 @@ from shared.text.redaction import SECRET_NAME, redact
 ENVIRONMENT_PREFIX = "PENSTOCK__"
 SETTINGS_FILE = "settings.toml"
 """Where ``penstock up`` writes a run's settings, in its folder."""
+_DEEPEST = 32
 
 
 def load(path: Path | None, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Settings:
@@ -97,14 +98,18 @@ def _validated(values: dict[str, Any], name: str, sources: Mapping[str, str] = M
         raise SettingsError(_explain(error, name, sources)) from error
 
 
-def _check_values(value: object, key: str, name: str) -> None:
-    """Raise SettingsError for an integer of more than 64 bits, which TOML has not, a number that is not finite, and a secret."""
+def _check_values(value: object, key: str, name: str, depth: int = 0) -> None:
+    """Raise SettingsError for an integer of more than 64 bits, which TOML has not, a number that is not finite, a secret,
+    and tables or lists nested more deeply than every reader can follow."""
+    if depth > _DEEPEST:
+        shown = key if len(key) <= 60 else f"{key[:60]}…"
+        raise SettingsError(f"{name}: expected at most {_DEEPEST} levels of tables and lists, found more in {shown}")
     if isinstance(value, Mapping):
         for inner, part in value.items():
-            _check_values(part, f"{key}.{inner}" if key else str(inner), name)
+            _check_values(part, f"{key}.{inner}" if key else str(inner), name, depth + 1)
     elif isinstance(value, list | tuple):
         for part in value:
-            _check_values(part, key, name)
+            _check_values(part, key, name, depth + 1)
     elif isinstance(value, int) and value.bit_length() > 63:
         raise SettingsError(
             f"{name}: expected an integer of at most 64 bits in {key}, found a larger one: change {key}"

@@ -151,14 +151,18 @@ def test_a_pushed_policy_comes_with_settings_curves_and_ledger(
         assert "give a token that may write by HF_TOKEN" in capsys.readouterr().err
         assert kept.files == {}
         monkeypatch.setenv("HF_TOKEN", "right")
-        assert main(["push", "me/mine", str(run), "--version", "0", "--private", "--json"]) == 0
+        assert main(["push", "me/mine", str(run), "--version", "0", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {
             "version": 0,
             "step": 0,
             "url": f"{kept.url}/me/mine/commit/{'5' * 40}",
         }
-    assert kept.repositories == {"me/mine": True}
-    assert kept.commits == [("me/mine", "Version 0 of run mine")]
+        kept.repositories["me/open"] = False
+        assert main(["push", "me/open", str(run), "--version", "0"]) == 2
+        assert "me/open is public on" in capsys.readouterr().err
+        assert main(["push", "me/new", str(run), "--version", "0", "--public"]) == 0
+    assert kept.repositories == {"me/mine": True, "me/open": False, "me/new": False}
+    assert kept.commits == [("me/mine", "Version 0 of run mine"), ("me/new", "Version 0 of run mine")]
     assert kept.files["model.safetensors"] == (ROOT / "examples/arithmetic/policy/model.safetensors").read_bytes()
     assert kept.files["penstock/metrics.jsonl"] == (run / "metrics.jsonl").read_bytes()
     card = kept.files["README.md"].decode()

@@ -192,7 +192,7 @@ def test_without_the_datasets_package_the_sentence_says_what_to_install(
 ) -> None:
     (tmp_path / "dataset_info.json").touch()
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install 'penstock[datasets]'" in refusal(tmp_path)
+    assert "pip install '.[datasets]'" in refusal(tmp_path)
 
 
 def test_each_epoch_draws_every_problem_once_in_its_own_order() -> None:

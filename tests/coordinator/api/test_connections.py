@@ -4,37 +4,51 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
+from benchmarks import api_flood
 from services.coordinator.api.app import make_app
+from services.coordinator.api.auth import Access
 from services.coordinator.api.bodies import Bodies, BodyBounds, BodyRefused
 from services.coordinator.api.connections import ConnectionBounds
+from services.coordinator.api.dependencies import Parts
 from services.coordinator.api.routes.events import OpenStreams
 from services.coordinator.api.server import ApiServer
 from shared.bus.bus import Bus
+from shared.bus.keys import Keys
 from shared.bus.stores.policy.ledger import Ledger
 from tests.conftest import PATIENCE_S, until
 from tests.support.coordinator_players import make, settings
 
 PATIENT = ConnectionBounds(
-    connections=6, connections_each=4, head_bytes=4096, head_s=PATIENCE_S, request_s=PATIENCE_S, unread_s=PATIENCE_S
+    unproven=4, proven=6, head_bytes=4096, head_s=PATIENCE_S, request_s=PATIENCE_S, unread_s=PATIENCE_S
 )
 SHORT = dataclasses.replace(PATIENT, head_s=0.3, request_s=0.3, unread_s=0.3)
 
 
 @contextlib.asynccontextmanager
-async def serving(bus: Bus, folder: Path, bounds: ConnectionBounds) -> AsyncIterator[ApiServer]:
+async def serving(
+    bus: Bus, folder: Path, bounds: ConnectionBounds, access: Access | None = None
+) -> AsyncIterator[ApiServer]:
     await Ledger(bus).create()
     parts = make(bus, settings(folder, coordinator={"autostart": False}))
     server = ApiServer("127.0.0.1", 0, bounds)
-    task = asyncio.create_task(server.run(make_app(parts.api), folder / "coordinator.json", "test"))
+    task = asyncio.create_task(
+        server.run(
+            make_app(dataclasses.replace(parts.api, access=access or Access())), folder / "coordinator.json", "test"
+        )
+    )
     try:
         await server.answers.wait()
         yield server
@@ -121,16 +135,75 @@ async def test_a_silent_connection_is_closed(bus: Bus, tmp_path: Path) -> None:
         writer.close()
 
 
-async def test_connections_are_bounded_by_address_and_come_back(bus: Bus, tmp_path: Path) -> None:
-    async with serving(bus, tmp_path, PATIENT) as server:
-        held = [await connect(server) for _ in range(4)]
-        status, problem = await answer(server, b"")
-        assert (status, problem["status"]) == (503, 503)
-        assert "at most 6 connections, 4 from one address" in str(problem["detail"])
-        for _, writer in held:
+UNFINISHED = b"GET /v1/run HTTP/1.1\r\nHost: loc"
+TOKEN = b"a token of an operator"
+
+
+def authorized(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN.decode()}\r\n\r\n".encode()
+
+
+async def test_a_connection_without_token_displaces_the_oldest_of_its_kind_only(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, PATIENT, Access(TOKEN)) as server:
+        operator_reader, operator_writer = await connect(server)
+        operator_writer.write(authorized("/v1/run/history"))
+        await operator_reader.readuntil(b"\r\n\r\n")
+        held = []
+        for _ in range(9):
+            reader, writer = await connect(server)
+            writer.write(UNFINISHED)
+            held.append((reader, writer))
+        for reader, _ in held[:5]:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        assert not any(reader.at_eof() for reader, _ in held[5:])
+        operator_writer.write(authorized("/v1/run/history"))
+        assert b"HTTP/1.1 200" in await operator_reader.readuntil(b"200 OK")
+        for writer in [operator_writer, *(writer for _, writer in held)]:
             writer.close()
 
-        await works(server)
+
+async def test_the_operator_and_probes_are_answered_during_a_flood(bus: Bus, tmp_path: Path) -> None:
+    access = Access(api_flood.TOKEN.encode())
+    async with serving(bus, tmp_path, ConnectionBounds(), access) as server:
+        flooded = await api_flood.measure(server.url, threads=300, seconds=3.0)
+    for asked in (flooded["operator"], flooded["liveness"]):
+        assert (asked["answered"], asked["others"]) == (1.0, [])
+    assert flooded["hostile_connections"] > ConnectionBounds().unproven
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize(
+    "request_", [authorized("/v1/run") * 3, b"GET /v1/run HTTP/1.1\r\nHost: a\r\n\r\n", b"x\r\n\r\n"]
+)
+def test_clients_that_leave_early_are_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, request_: bytes, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def slow() -> str:
+        await asyncio.sleep(0.02)
+        return "{}"
+
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Parts))
+    parts |= {"bus": SimpleNamespace(keys=Keys("test")), "monitor": SimpleNamespace(text=slow), "access": Access(TOKEN)}
+
+    async def leave() -> None:
+        server = ApiServer("127.0.0.1", 0)
+        task = asyncio.create_task(server.run(make_app(Parts(**parts)), tmp_path / "coordinator.json", "test"))
+        await server.answers.wait()
+        host, _, port = server.address.partition(":")
+        for how in (socket.SHUT_WR, socket.SHUT_RDWR) * 5:
+            with socket.create_connection((host, int(port))) as client:  # in one turn of the server's loop
+                client.sendall(request_)
+                client.shutdown(how)
+            await asyncio.sleep(0)
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
+            assert (await http.get("/v1/run", headers={"Authorization": f"Bearer {TOKEN.decode()}"})).status_code == 200
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(leave())
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 async def test_a_client_that_reads_nothing_is_cut_off(bus: Bus, tmp_path: Path) -> None:

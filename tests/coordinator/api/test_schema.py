@@ -30,6 +30,26 @@ def test_the_committed_description_is_that_of_the_code() -> None:
     assert committed == description(), "the API changed: run `make openapi` and read the difference"
 
 
+def test_every_reference_resolves_and_a_generator_builds_a_client_s_models(tmp_path: Path) -> None:
+    need_module("datamodel_code_generator", "datamodel-code-generator")
+    described = json.loads(description())
+
+    def references(value: object) -> set[str]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        own = {value["$ref"]} if isinstance(value, dict) and isinstance(value.get("$ref"), str) else set()
+        return own.union(*map(references, parts))
+
+    known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
+    assert known >= references(described) > set()
+    generator = [sys.executable, "-m", "datamodel_code_generator", "--input", str(ROOT / "docs/openapi.json")]
+    forms = ["--input-file-type", "openapi", "--openapi-scopes", "schemas", "paths", "parameters", "--strict-refs"]
+    output = ["--output-model-type", "pydantic_v2.BaseModel", "--formatters", "builtin"]
+    subprocess.run([*generator, *forms, *output, "--output", str(tmp_path / "models.py")], check=True)
+    read = "import models; print(models.ProblemDetails(type='', title='', status=404, detail='x').detail)"
+    done = subprocess.run([sys.executable, "-c", read], cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "x\n"
+
+
 @pytest.fixture
 async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
     """A coordinator process with a version, a replica and dead letters."""

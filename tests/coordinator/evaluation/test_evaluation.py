@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.coordinator.evaluation.evaluator import Due, Evaluator
-from services.coordinator.evaluation.results import Evaluation, evaluations, summarize
+from services.coordinator.evaluation.results import Evaluation, Evaluations, summarize
 from services.coordinator.run.lifecycle import due
 from services.coordinator.service import load_data, make_evaluator
 from shared.bus import streams
@@ -58,7 +58,7 @@ async def test_accuracy_is_the_share_of_rewards_above_the_threshold(bus: Bus, tm
         evaluation = await alone(evaluator(bus, tmp_path).evaluate(V0, 0, FIRST))
     assert (evaluation.problems, evaluation.answered, evaluation.correct, evaluation.accuracy) == (6, 6, 4, 4 / 6)
     assert (evaluation.initial, evaluation.final, evaluation.note, evaluation.set) == (True, False, "", "heldout")
-    assert await evaluations(bus) == [evaluation]
+    assert await Evaluations(bus).read() == [evaluation]
     assert await is_clean(bus)
 
 
@@ -114,7 +114,7 @@ async def test_a_version_is_not_evaluated_twice(bus: Bus, tmp_path: Path) -> Non
         part = evaluator(bus, tmp_path)
         assert await part.evaluate(V0, 0, FIRST) is not None
         assert await part.evaluate(V0, 0, FIRST) is None
-    assert len(await evaluations(bus)) == 1
+    assert len(await Evaluations(bus).read()) == 1
 
 
 async def test_dead_problems_do_not_hang_it_and_the_result_says_so(bus: Bus, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ async def test_a_stop_interrupts_it_and_leaves_nothing(bus: Bus, tmp_path: Path)
     await until(lambda: asked(bus, 6))
     await ledger.transition(RunState.STOPPED, "", [RunState.CREATED])
     assert await task is None
-    assert await evaluations(bus) == []
+    assert await Evaluations(bus).read() == []
     assert await is_clean(bus)
 
 

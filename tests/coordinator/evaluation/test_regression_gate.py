@@ -7,7 +7,7 @@ import pytest
 
 from services.coordinator.evaluation import regression_gate
 from services.coordinator.evaluation.regression_gate import FELL, PASSED, target, with_verdict
-from services.coordinator.evaluation.results import Evaluation, evaluations, summarize
+from services.coordinator.evaluation.results import Evaluation, Evaluations, summarize
 from services.coordinator.service import Coordinator
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion, Prompt
@@ -55,12 +55,23 @@ def test_the_reference_is_the_best_that_passed() -> None:
     assert with_verdict(evaluated(4, 1), [], GATE).gate == PASSED, "the first has nothing to be compared with"
 
 
-def test_the_run_goes_back_to_the_newest_checkpoint_that_is_known_to_be_good() -> None:
-    records = {V(v): record(v, v - 1 if v else None, v) for v in range(9)}
+async def test_the_run_goes_back_to_the_newest_checkpoint_that_is_known_to_be_good(bus: Bus) -> None:
+    ledger = Ledger(bus)
+    for version in range(9):
+        await ledger.restore_policy(record(version, version - 1 if version else None, version), 0, 0)
+
+    async def goal(*checkpoints: int) -> int | None:
+        for version in range(9):
+            await ledger.drop_checkpoint(f"step-{version}")
+        for version in checkpoints:
+            await ledger.set_checkpoint(V(version), f"step-{version}")
+        return await target(history, ledger)
+
     history = [evaluated(2, 80, gate=PASSED), evaluated(6, 81, gate=PASSED), evaluated(8, 20, gate=FELL)]
-    assert target(history, records, {V(1), V(4), V(7)}) == 4, "7 was trained after 6 and never evaluated"
-    assert target(history, records, {V(6), V(4)}) == 6
-    assert target(history, records, {V(7)}) is None
+    assert await goal(1, 4, 7) == 4, "7 was trained after 6 and never evaluated"
+    assert await goal(6, 4) == 6
+    assert await goal(7) is None
+    assert await goal() is None
 
 
 class Policy:
@@ -71,11 +82,13 @@ class Policy:
 
 
 async def _fell(bus: Bus, version: int) -> bool:
-    return any(evaluation.version == version and evaluation.gate == FELL for evaluation in await evaluations(bus))
+    return any(
+        evaluation.version == version and evaluation.gate == FELL for evaluation in await Evaluations(bus).read()
+    )
 
 
 async def _evaluated(bus: Bus, version: int) -> bool:
-    return any(evaluation.version == version for evaluation in await evaluations(bus))
+    return any(evaluation.version == version for evaluation in await Evaluations(bus).read())
 
 
 async def _head(bus: Bus, version: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation.results import Evaluation, evaluations
+from services.coordinator.evaluation.results import Evaluation, Evaluations
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.policy.policies import PolicyState
@@ -48,7 +48,7 @@ async def run(folder: Path) -> AsyncIterator[forge.Started]:
 
 
 async def _of(bus: Bus, gate: str) -> list[Evaluation]:
-    return [evaluation for evaluation in await evaluations(bus) if evaluation.gate == gate]
+    return [evaluation for evaluation in await Evaluations(bus).read() if evaluation.gate == gate]
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ async def test_a_whole_run_becomes_one_page_with_its_curves(tmp_path: Path) -> N
     assert (data["steps"][0], data["steps"][-1], len(data["steps"])) == (1, 250, 250)
     assert data["columns"]["lag_counts"][7] == {"0": 128, "1": 384}
     assert [group["step"] for group in data["rollouts"]] == [245, 210, 175, 140, 110, 75, 40, 5]
-    assert data["settings"] == "[run]\nsteps = 250\n"
+    assert data["settings"].endswith("\n[run]\nsteps = 250\n")
     assert len(data["memory"]) == 200, "thinned out"
     async with shown(tmp_path) as page:
         for text in ("0.364 → 0.89", "2 min 6 s"):
@@ -249,10 +249,9 @@ async def test_what_a_model_wrote_is_never_html(tmp_path: Path) -> None:
     write_lines(tmp_path / "rollouts.jsonl", [rollout(5, ATTACK, ATTACK, [ATTACK, "\ud800"])])
     write_lines(tmp_path / "events.jsonl", [{"at_s": 1.0, "source": "data", "name": ATTACK, "detail": ATTACK}])
     (tmp_path / "summary.json").write_text(json.dumps({"run_id": ATTACK, "counts": {ATTACK: 1}, "reason": ATTACK}))
-    (tmp_path / "settings.toml").write_text(ATTACK)
     assert checked(write_report(tmp_path))["rollouts"][0]["completions"][0]["text"] == ATTACK
     async with shown(tmp_path) as page:
-        for place in ("h1", ".bad", "#tables td", "#rollouts pre", "#rollouts .text", "#records pre", "#records td"):
+        for place in ("h1", ".bad", "#tables td", "#rollouts pre", "#rollouts .text", "#records td"):
             await page.locator(place).filter(has_text=ATTACK).first.wait_for(state="attached")
         assert await page.locator("img").count() == 0
         assert await page.locator("script").count() == 2

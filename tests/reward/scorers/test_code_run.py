@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation.results import evaluations
+from services.coordinator.evaluation.results import Evaluations
 from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.streams import ROLLOUTS
@@ -65,7 +65,7 @@ async def _kill_executor(run: Run, bus: Bus) -> None:
 
     async def is_evaluated() -> bool:
         run.check()
-        return bool(await evaluations(bus))
+        return bool(await Evaluations(bus).read())
 
     await until(is_evaluated)
     pid = run.pid("executor")

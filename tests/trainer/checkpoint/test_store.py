@@ -450,7 +450,7 @@ def test_credentials_in_a_url_are_refused(tmp_path: Path, key: str) -> None:
 
 def test_without_boto3_the_setting_is_refused_in_a_sentence(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(SettingsError, match=r"trainer\.store\.uri needs boto3 .*: install penstock\[s3\]"):
+    with pytest.raises(SettingsError, match=r"trainer\.store\.uri needs boto3 .*: pip install .*s3"):
         store_of(storage)
 
 

@@ -298,7 +298,7 @@ def test_more_weights_than_moments_of_eight_bits_can_count_are_refused(
 
 def test_moments_of_eight_bits_are_refused_where_their_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(SettingsError, match=r"needs bitsandbytes, .* install penstock\[adam-8bit\], or set it to"):
+    with pytest.raises(SettingsError, match=r"needs bitsandbytes, .* pip install .*adam-8bit.*, or set it to"):
         Stepper(settings(optimizer="adamw_8bit"))
 
 

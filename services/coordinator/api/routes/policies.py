@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
@@ -10,9 +11,9 @@ from starlette.exceptions import HTTPException
 from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
 from services.coordinator.api.errors import Conflict
 from services.coordinator.api.routes.run import accepted
-from services.coordinator.evaluation.results import evaluations
+from services.coordinator.evaluation.results import evaluations_of
 from services.coordinator.policies.exports import KIND as EXPORT
-from services.coordinator.policies.lineage import compare
+from services.coordinator.policies.lineage import common_ancestor, compare
 from services.coordinator.run.monitor import evaluation_view, numbers
 from services.coordinator.schemas.resources import Comparison, OperationView, Page, PolicyMark, PolicyView
 from services.coordinator.schemas.run import Command, Export
@@ -29,17 +30,19 @@ def policy_routes(parts: Parts) -> APIRouter:
     """Return the routes under /v1/policies."""
     router = APIRouter(prefix="/v1/policies", tags=["policies"])
 
-    @router.get("", operation_id="listPolicies", summary="Every policy version with its parent, oldest first")
-    async def policies(cursor: After = None, limit: Limit = 100, state: Only = None) -> Page[PolicyView]:
-        after = -1 if cursor is None else int(cursor)
-        matching = [
-            view for view in await soon(_policies(parts)) if view.version > after and state in (None, view.state)
-        ]
-        return page_of(matching, limit, lambda view: str(view.version))
+    @router.get(
+        "",
+        operation_id="listPolicies",
+        summary="Every policy version with its parent, oldest first",
+        response_model=Page[PolicyView],
+    )
+    async def policies(cursor: After = None, limit: Limit = 100, state: Only = None) -> Response:
+        page = await soon(_page(parts, -1 if cursor is None else int(cursor), limit, state))
+        return Response(page.model_dump_json(), media_type="application/json")  # valid: not checked twice
 
     @router.get("/{version}", operation_id="getPolicy", summary="One policy version")
     async def policy(version: Version) -> PolicyView:
-        return await soon(_policy(parts, version))
+        return (await soon(_views(parts, [await soon(_record(parts, version))])))[0]
 
     @router.get("/{version}/compare/{other}", operation_id="comparePolicies", summary="Two versions side by side")
     async def compare_policies(version: Version, other: Version) -> Comparison:
@@ -88,15 +91,43 @@ def policy_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _policies(parts: Parts) -> list[PolicyView]:
-    ledger = parts.ledger
-    records, states, checkpoints, pins, released, evaluated = await asyncio.gather(
-        ledger.policies(),
-        ledger.policy_states(),
+_EXAMINED = 2000
+"""Versions that one request examines; its `next` continues after them."""
+
+
+async def _page(parts: Parts, after: int, limit: int, state: PolicyState | None) -> Page[PolicyView]:
+    """Return the versions in ``state`` after one; None: in any."""
+    if state in (PolicyState.LIVE, PolicyState.REVOKED):
+        head = (await parts.ledger.status()).head
+        known = await parts.ledger.revoked() if state is PolicyState.REVOKED else {head} - {None}
+        records = await parts.ledger.records(
+            sorted(version for version in known if version is not None and version > after)[: limit + 1]
+        )
+        page = page_of(records, limit, lambda record: str(record.version))
+        return Page(items=await _views(parts, page.items), next=page.next)
+    fitting: list[PolicyRecord] = []
+    for _ in range(0, _EXAMINED, limit):
+        records = await parts.ledger.page(after, limit + 1)
+        states = {} if state is None else await parts.ledger.policy_states(record.version for record in records)
+        for record in records[:limit]:
+            after = record.version
+            fitting += [record] if state in (None, states.get(record.version)) else []
+            if len(fitting) == limit:
+                break
+        is_last = not records or after == records[-1].version
+        if is_last or len(fitting) == limit:
+            return Page(items=await _views(parts, fitting), next=None if is_last else str(after))
+    return Page(items=await _views(parts, fitting), next=str(after))
+
+
+async def _views(parts: Parts, records: Sequence[PolicyRecord]) -> list[PolicyView]:
+    ledger, versions = parts.ledger, [record.version for record in records]
+    states, checkpoints, pins, released, evaluated = await asyncio.gather(
+        ledger.policy_states(versions),
         ledger.checkpoints(),
         ledger.pins(),
         ledger.released(),
-        evaluations(parts.bus),
+        evaluations_of(parts.bus, versions),
     )
     return [
         PolicyView.model_validate(
@@ -105,20 +136,13 @@ async def _policies(parts: Parts) -> list[PolicyView]:
                 "metrics": numbers(record.metrics),
                 "state": states.get(record.version),
                 "checkpoint": checkpoints.get(record.version),
-                "evaluations": [
-                    evaluation_view(evaluation) for evaluation in evaluated if evaluation.version == record.version
-                ],
+                "evaluations": [evaluation_view(evaluation) for evaluation in evaluated.get(record.version, ())],
                 "pinned": record.version in pins,
                 "released": record.version in released,
             }
         )
         for record in records
     ]
-
-
-async def _policy(parts: Parts, version: int) -> PolicyView:
-    await _record(parts, version)
-    return next(policy for policy in await _policies(parts) if policy.version == version)
 
 
 async def _record(parts: Parts, version: int) -> PolicyRecord:
@@ -132,12 +156,16 @@ async def _record(parts: Parts, version: int) -> PolicyRecord:
 
 async def _compare(parts: Parts, version: int, other: int) -> Comparison:
     left, right = await _record(parts, version), await _record(parts, other)
-    records = {record.version: record for record in await parts.ledger.policies()}
-    evaluated = await evaluations(parts.bus)
+    ancestor = await common_ancestor(parts.ledger, left, right, await parts.ledger.revoked())
+    evaluated = await evaluations_of(parts.bus, [left.version, right.version])
+    first_set = next((results[0].set for results in evaluated.values() if results), "")
     accuracy = {
-        evaluation.version: evaluation.accuracy for evaluation in evaluated if evaluation.set == evaluated[0].set
+        evaluation.version: evaluation.accuracy
+        for results in evaluated.values()
+        for evaluation in results
+        if evaluation.set == first_set
     }
-    return compare(left, right, records, accuracy)
+    return compare(left, right, ancestor, accuracy)
 
 
 async def _mark(parts: Parts, number: int, *, pinned: bool | None = None, released: bool | None = None) -> PolicyMark:
@@ -148,7 +176,7 @@ async def _mark(parts: Parts, number: int, *, pinned: bool | None = None, releas
             raise Conflict(f"version {version} has no checkpoint to keep")
         changed, word = await ledger.pin(version, pinned=pinned), "pinned" if pinned else "unpinned"
     if released is not None:
-        state = (await ledger.policy_states()).get(version)
+        state = (await ledger.policy_states([version])).get(version)
         if released and state is PolicyState.REVOKED:
             raise Conflict(f"version {version} was revoked")
         changed, word = await ledger.release(version, released=released), "released" if released else "withdrawn"

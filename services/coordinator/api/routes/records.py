@@ -138,7 +138,7 @@ def _recorded(file: Path, before: str | None, count: int) -> list[RolloutView]:
 
 
 def _older(file: Path, before: str | None) -> Iterator[RolloutView]:
-    for line in jsonl.newest_first(file):
+    for line in jsonl.newest_first(file, None if before is None else _place(before)):
         try:
             rollout = rollout_view(_finite(line))
         except (KeyError, ValidationError):

@@ -24,6 +24,7 @@ from services.reward.subprocess_pool.cache import Recent
 from services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
 from shared.bus.messages import Json, RolloutGroup, Sample, Score, ScoreStatus
 from shared.errors import PermanentError, SettingsError, TemporaryError
+from shared.extras import install_command
 from shared.settings.rewards import scorers
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class AnswerMatcher:
         if importlib.util.find_spec("math_verify") is None:
             raise SettingsError(
                 f"scorer {self.name!r} with mode = 'math' needs the package math-verify: "
-                "pip install 'penstock[reward]', or change mode in [[reward.scorers]]"
+                f"{install_command('reward')}, or change mode in [[reward.scorers]]"
             )
         await self._processes.warm()
 

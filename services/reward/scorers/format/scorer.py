@@ -26,6 +26,7 @@ from services.reward.subprocess_pool.cache import Recent
 from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
 from shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
 from shared.errors import SettingsError, TemporaryError
+from shared.extras import install_command
 from shared.settings.rewards import scorers
 from shared.settings.rewards.scorers import FormatRule
 
@@ -131,7 +132,7 @@ class FormatChecker:
         if self._scorer.json_schema and importlib.util.find_spec("jsonschema") is None:
             raise SettingsError(
                 f"scorer {self.name!r} with json_schema needs the package jsonschema: "
-                "pip install 'penstock[reward]', or remove json_schema in [[reward.scorers]]"
+                f"{install_command('reward')}, or remove json_schema in [[reward.scorers]]"
             )
         try:
             await self._checkers.warm()

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from services.rollout.engines.vllm.multihost.hosts import Hosts
 from shared.errors import SettingsError
+from shared.extras import install_command
 from shared.files import temporary
 
 _LONGEST_SOCKET_PATH = 107
@@ -98,7 +99,7 @@ def check_version() -> str:
     """Return the installed version of vLLM; may raise SettingsError."""
     installed = _installed()
     if not installed:
-        raise SettingsError("vLLM is not installed: install penstock[vllm] or change rollout.engine")
+        raise SettingsError(f"vLLM is not installed: {install_command('vllm')}, or change rollout.engine")
     if not _OLDEST <= release() <= _NEWEST:
         raise SettingsError(f"expected vLLM 0.26 to 0.33, found {installed}: install another or change rollout.engine")
     return installed

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from services.trainer.model.layers import norms, projections
 from shared.errors import SettingsError
+from shared.extras import install_command
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,6 @@ def _missing(model: Any, device: str) -> str:
     if device != "cuda":
         return f"a GPU, found {device},"
     if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel (install penstock[fused-kernels]),"
+        return f"liger-kernel ({install_command('fused-kernels')}),"
     known, model_type = liger("transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN, model.config.model_type
     return "" if model_type in known else f"a model type that Liger knows, found {model_type!r},"

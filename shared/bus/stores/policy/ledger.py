@@ -420,6 +420,8 @@ class Ledger(Policies):
             "promote", group=streams.PUBLISHED.group or "", entry_id=delivery.entry_id, version=record.version,
             payload=wire.encode(update), policy_entries=streams.POLICY.max_entries or 0, term=self._term(),
         )  # fmt: skip
+        if promoted:
+            await self.drop_probe(record.version)
         return bool(promoted)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 from shared.bus import streams
@@ -26,16 +26,14 @@ def descendants(records: Iterable[PolicyRecord], ancestor: PolicyVersion) -> lis
     return sorted(lineage - {ancestor})
 
 
-async def begin_rollback(
-    bus: Bus, ledger: Ledger, status: RunStatus, records: Sequence[PolicyRecord], target: PolicyRecord, reason: str
-) -> str:
+async def begin_rollback(bus: Bus, ledger: Ledger, status: RunStatus, target: PolicyRecord, reason: str) -> str:
     """Take the run back to ``target``.
 
     Returns:
         "ok", "moved" (read again), "busy" (another is under way), "no_checkpoint", or "state:<state>" (neither running nor paused).
     """
     counts, mark = await bus.counts(), await ledger.mark(target.version)
-    now_s, left = time.time(), descendants(records, target.version)
+    now_s, left = time.time(), descendants(await ledger.policies(target.version), target.version)
     sentence = f"rolling back to version {target.version}" + (f": {reason}" if reason else "")
     undone = 0 if mark is None else counts.get("trained", 0) - mark[0]
     detail = f"{sentence}; from step {status.step}: {len(left)} versions revoked, {undone} groups undone"

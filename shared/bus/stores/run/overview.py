@@ -1,12 +1,10 @@
 """Data of the live view, read at one moment."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from shared.bus.bus import Bus, read_counts
 from shared.bus.keys import COUNTS, RUN
 from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.evaluations import EVALUATIONS
 from shared.bus.stores.policy.ledger import IN_FLIGHT, RunStatus, read_status
 from shared.bus.stores.policy.policies import REVOKED
 from shared.bus.stores.run.functions import FUNCTIONS, History, decode
@@ -17,18 +15,15 @@ class Overview:
     status: RunStatus
     counts: dict[str, int]
     guards: bytes
-    evaluations: Mapping[bytes, bytes]
-    """As :func:`shared.bus.stores.policy.evaluations.results`."""
     revoked: frozenset[PolicyVersion]
     groups_in_flight: int
     functions: History
 
 
 async def overview(bus: Bus) -> Overview:
-    run, counts, evaluations, revoked, functions, *in_flight = await bus.ask_all(
+    run, counts, revoked, functions, *in_flight = await bus.ask_all(
         ("HGETALL", RUN),
         ("HGETALL", COUNTS),
-        ("HGETALL", EVALUATIONS),
         ("SMEMBERS", REVOKED),
         ("HGETALL", FUNCTIONS),
         *IN_FLIGHT,
@@ -38,7 +33,6 @@ async def overview(bus: Bus) -> Overview:
         read_status(run),
         read_counts(counts),
         run.get(b"guards", b""),
-        evaluations,
         fenced,
         sum(in_flight),
         decode(functions),
