@@ -96,11 +96,11 @@ async def ask(client: Client, versions: int) -> dict[str, Any]:
     """Ask for all kinds of answers, then for all versions in pages."""
     choose = random.Random(0)
     for _ in range(20):
-        one, other = choose.randrange(versions), choose.randrange(versions)
-        await client.get("version", f"/v1/policies/{one}")
-        await client.get("compare", f"/v1/policies/{one}/compare/{other}")
-        await client.get("page of 100", f"/v1/policies?cursor={one}")
-        await client.get("page of 500", f"/v1/policies?limit=500&cursor={one}")
+        version, other = choose.randrange(versions), choose.randrange(versions)
+        await client.get("version", f"/v1/policies/{version}")
+        await client.get("compare", f"/v1/policies/{version}/compare/{other}")
+        await client.get("page of 100", f"/v1/policies?cursor={version}")
+        await client.get("page of 500", f"/v1/policies?limit=500&cursor={version}")
         await client.get("live", "/v1/policies?state=live")
         await client.get("run", "/v1/run")
         await asyncio.sleep(0.15)  # the view is kept for 100 ms

@@ -16,13 +16,13 @@ async def common_ancestor(
     if left.version not in revoked and right.version not in revoked:
         return min(left, right, key=lambda record: record.version)  # a rollback revokes all but one line
     async with aclosing(policies.lineage(left.version)) as lefts, aclosing(policies.lineage(right.version)) as rights:
-        one, other = await anext(lefts, None), await anext(rights, None)
-        while one is not None and other is not None and one.version != other.version:
-            if one.version > other.version:
-                one = await anext(lefts, None)
+        left_record, right_record = await anext(lefts, None), await anext(rights, None)
+        while left_record is not None and right_record is not None and left_record.version != right_record.version:
+            if left_record.version > right_record.version:
+                left_record = await anext(lefts, None)
             else:
-                other = await anext(rights, None)
-        return None if other is None else one
+                right_record = await anext(rights, None)
+        return None if right_record is None else left_record
 
 
 def compare(

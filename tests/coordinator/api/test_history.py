@@ -74,8 +74,8 @@ async def test_versions_of_an_abandoned_branch_are_compared_by_their_lineage(bus
     parts = make(bus, settings(tmp_path, coordinator={"autostart": False}))
     transport = httpx.ASGITransport(make_app(parts.api))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-        for one, other, ancestor in ((3, 6, 1), (6, 3, 1), (2, 3, 2), (4, 6, 4), (3, 3, 3), (0, 3, 0)):
-            assert (await http.get(f"/v1/policies/{one}/compare/{other}")).json()["ancestor"] == ancestor
+        for version, other, ancestor in ((3, 6, 1), (6, 3, 1), (2, 3, 2), (4, 6, 4), (3, 3, 3), (0, 3, 0)):
+            assert (await http.get(f"/v1/policies/{version}/compare/{other}")).json()["ancestor"] == ancestor
         assert await pages(http, "state=revoked&limit=1") == [2, 3]
 
 
