@@ -28,6 +28,7 @@ from shared.bus.messages import Experience, PolicyVersion, Prompt, Sampling
 from shared.bus.stores.experience.signals import read_current
 from shared.bus.stores.policy.ledger import AdmissionState, Ledger, RunState
 from shared.errors import BusFull
+from shared.process.traces import TRACES
 from shared.settings import SamplingSettings, Settings
 
 ADMITTED = Counter("penstock_coordinator_admitted_total", "Groups admitted by this process.")
@@ -136,6 +137,9 @@ class Admission:
             )
             if admitted != _MOVED:
                 ADMITTED.inc(max(0, admitted))
+                now_s = time.time()
+                for group in groups[: max(0, admitted)]:
+                    TRACES.add("admitted", group.group_id, now_s, now_s, version=int(newest))
                 return max(0, admitted)
 
     async def _follow_signals(self, newest: PolicyVersion) -> bool:

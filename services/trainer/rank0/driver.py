@@ -48,6 +48,7 @@ from shared.errors import Fenced, WeightsError
 from shared.process.device import DeviceLease
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
+from shared.process.traces import TRACES
 from shared.settings import Settings
 from shared.settings.placement import REPLICA_RUNG, RUNGS
 
@@ -398,7 +399,8 @@ class Driver:
             self._lending.note_step(made.seconds.get("reload", 0.0))
             metrics |= self._lending.take_figures(self._rung)
         shown = {name: metrics[name] for name in _SHOWN if name in metrics}
-        record = self._branch.record(self._step + 1, made.published, shown)
+        groups = [taken.experience.group_id for taken in batch]
+        record = self._branch.record(self._step + 1, made.published, shown, tuple(filter(TRACES.takes, groups)))
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}
         report = StepReport(record.step, record.version, time.time(), figures.samples, metrics, lags)
         self._committed_s = started_s
@@ -408,6 +410,8 @@ class Driver:
             return False
         self._step, self._is_new, self._commit_s = record.step, True, time.perf_counter() - started_s
         self._intake.release(batch)
+        for group in record.traced:
+            TRACES.add("trained", group, record.created_at_s - metrics["step_s"], time.time(), step=record.step)
         await self._note_published(record)
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
