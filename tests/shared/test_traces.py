@@ -18,7 +18,7 @@ from tests.support import forge
 from tests.support.http_server import served
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-STEPS, GROUPS, SIZE = 3, 4, 2
+STEPS, GROUPS, SIZE = 6, 4, 2
 
 
 class Receiver(http.server.BaseHTTPRequestHandler):
@@ -46,7 +46,11 @@ async def test_every_trained_group_of_a_run_has_its_five_spans_in_one_trace(
     with served(Receiver) as url:
         monkeypatch.setenv(ENDPOINT, url)
         words = ["config/arithmetic.toml", f"--run.folder={tmp_path}", f"--run.steps={STEPS}"]
-        words += [f"--sampling.group_size={SIZE}", f"--algorithm.groups_per_step={GROUPS}", "--evaluation.every_steps=100000"]
+        words += [
+            f"--sampling.group_size={SIZE}",
+            f"--algorithm.groups_per_step={GROUPS}",
+            "--evaluation.every_steps=100000",
+        ]
         await forge.up([*words, f"--evaluation.path={forge.FEW_PROBLEMS}"], tmp_path / "up.txt")
     by_trace: dict[bytes, list[tuple[str, Any]]] = defaultdict(list)
     for service, span in Receiver.received:
@@ -167,9 +171,7 @@ def test_all_processes_trace_the_same_share_of_groups(monkeypatch: pytest.Monkey
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "expected http/protobuf for traces, found 'grpc'"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, sentence: str
-) -> None:
+def test_what_cannot_be_done_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, sentence: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError, match=sentence):
         _started(monkeypatch, "http://127.0.0.1:1")
