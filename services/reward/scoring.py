@@ -33,9 +33,9 @@ from shared.errors import PermanentError, TemporaryError
 from shared.expression import Expression
 from shared.process.memory_timeline import Held
 from shared.process.telemetry import Status
-from shared.process.traces import TRACES
 from shared.reasoning import Reasoning
 from shared.settings import Settings
+from shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ from shared.bus.streams import Stream
 from shared.bus.worker import HandOver, Patience, Worker
 from shared.guest_room import GuestRoom
 from shared.process.telemetry import HandlerFailures, Status
-from shared.process.traces import TRACES
 from shared.settings import WeightsSettings
+from shared.traces import TRACES
 from shared.weights.receiver.puller import Puller
 
 GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])

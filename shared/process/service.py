@@ -40,10 +40,10 @@ from shared.process import event_loop, log
 from shared.process.endpoints import Endpoints
 from shared.process.gpus import held_gpus
 from shared.process.telemetry import Presence, Status
-from shared.process.traces import TRACES
 from shared.settings import Settings, load, loads
 from shared.text.redaction import redacted
 from shared.text.terminal import escaped, escaped_line
+from shared.traces import TRACES
 
 _LEAVE_S = 10.0
 """Time after ``bus.drain_s`` until the kernel kills a stopping process."""

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from shared import traces
 from shared.errors import SettingsError
-from shared.process import traces
-from shared.process.traces import SPANS, Traces
+from shared.traces import SPANS, Traces
 from tests.conftest import PATIENCE_S, until
 from tests.support import forge
 from tests.support.http_server import served
@@ -87,7 +87,7 @@ def _redirect(handler: http.server.BaseHTTPRequestHandler) -> None:
 
 
 def _lost() -> float:
-    return SPANS.labels("lost")._value.get()
+    return float(SPANS.labels("lost")._value.get())
 
 
 @pytest.mark.parametrize("answer", [_fail, _redirect])

@@ -28,8 +28,8 @@ from shared.bus.messages import Experience, PolicyVersion, Prompt, Sampling
 from shared.bus.stores.experience.signals import read_current
 from shared.bus.stores.policy.ledger import AdmissionState, Ledger, RunState
 from shared.errors import BusFull
-from shared.process.traces import TRACES
 from shared.settings import SamplingSettings, Settings
+from shared.traces import TRACES
 
 ADMITTED = Counter("penstock_coordinator_admitted_total", "Groups admitted by this process.")
 

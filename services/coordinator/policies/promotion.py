@@ -17,7 +17,7 @@ from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.streams import PUBLISHED
 from shared.errors import MessageError
-from shared.process.traces import TRACES
+from shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 

@@ -48,9 +48,9 @@ from shared.errors import Fenced, WeightsError
 from shared.process.device import DeviceLease
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
-from shared.process.traces import TRACES
 from shared.settings import Settings
 from shared.settings.placement import REPLICA_RUNG, RUNGS
+from shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 
