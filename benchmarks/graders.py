@@ -6,7 +6,7 @@
 Each grader's cases are scored under the preset of its name (Hendrycks' under ``qwen-math``, which contains it), and every
 disagreement is listed. ``references``: the references of the public test sets that do not match themselves, written in
 a box, and are not refused when the data is read. ``tiny``: generated pairs of formulas with tiny factors. ``attacks``: wrong
-answers of :mod:`benchmarks.answer_attacks` that the default accepts, beside math-verify. The folders are those of
+answers of :mod:`benchmarks.answer_attacks` that the default accepts, beside math-verify. ``labelled``: a file of answers with verdicts of a person (``tests/support/answer_words.jsonl``). The folders are those of
 checkouts of the projects; nothing of them is copied.
 """
 
@@ -126,6 +126,30 @@ def library(cases: Iterable[Case]) -> list[bool]:
     return [bool(verify(parse(rf"\boxed{{{case.reference}}}"), parse(case.text))) for case in cases]
 
 
+def labelled(file: Path) -> Iterator[tuple[str, Case]]:
+    """Yield (set, case) of the rows ``[set, kind, reference, completion, equal]``; letters are not the library's."""
+    for number, kind, reference, text, equal in _rows(file):
+        if kind != "choice":
+            yield f"set_{number}", Case(kind, reference, text, equal)
+
+
+async def of_labelled(file: Path) -> dict[str, object]:
+    """Count what the default and math-verify accept and refuse wrongly."""
+    sets = dict[str, list[Case]]()
+    for name, case in labelled(file):
+        sets.setdefault(name, []).append(case)
+    counted = dict[str, object]()
+    for name, cases in sets.items():
+        for grader, accepted in (("penstock", await verdicts(cases)), ("math_verify", library(cases))):
+            pairs = list(zip(cases, accepted, strict=True))
+            counted[f"{name}_{grader}"] = {
+                "cases": len(cases),
+                "accepted_wrongly": sum(verdict and not case.equal for case, verdict in pairs),
+                "refused_wrongly": sum(case.equal and not verdict for case, verdict in pairs),
+            }
+    return counted
+
+
 async def measure(arguments: argparse.Namespace) -> dict[str, object]:
     figures = dict[str, object]()
     if arguments.math_verify:
@@ -142,6 +166,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, object]:
     if arguments.attacks:
         wrong = [Case(attack.kind, attack.reference, attack.completion, False) for attack in attacks(arguments.attacks)]
         figures["attacks"] = {**await disagreements(wrong), "math_verify_accepts": sum(library(wrong))}
+    if arguments.labelled:
+        figures["labelled"] = await of_labelled(arguments.labelled)
     return figures
 
 
@@ -161,7 +187,7 @@ async def of_references(cases: list[Case]) -> dict[str, object]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("math-verify", "hendrycks", "qwen-math"):
+    for name in ("math-verify", "hendrycks", "qwen-math", "labelled"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--tiny", type=int, default=0)
     parser.add_argument("--attacks", type=int, default=0)

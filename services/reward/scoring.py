@@ -35,6 +35,7 @@ from shared.process.memory_timeline import Held
 from shared.process.telemetry import Status
 from shared.reasoning import Reasoning
 from shared.settings import Settings
+from shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 
@@ -195,12 +196,15 @@ class Scoring:
         rewards = await self._rewards(scores, group.prompt.problem)
         self._count(rewards)
         self._failures.succeeded(HANDLER)
+        scored_at_s, score_s = time.time(), time.monotonic() - started_s
+        if group.prompt.purpose is Purpose.TRAIN:
+            TRACES.add("scored", group.group_id, scored_at_s - score_s, scored_at_s, samples=len(group.samples))
         return Experience(
             group=group,
             rewards=rewards,
             scores=scores,
-            scored_at_s=time.time(),
-            score_s=time.monotonic() - started_s,
+            scored_at_s=scored_at_s,
+            score_s=score_s,
             reference_logprobs=reference_logprobs,
         )
 

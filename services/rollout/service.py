@@ -45,6 +45,7 @@ from shared.bus.worker import HandOver, Worker
 from shared.placement.turns import ReplicaTurns, Suspendable
 from shared.process.service import Context
 from shared.process.telemetry import HandlerFailures
+from shared.traces import TRACES
 from shared.weights.receiver.puller import Puller
 
 GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
@@ -120,7 +121,8 @@ class Generation:
                     await self._follower.check_kept(prompt.min_version)
                 request = GenerationRequest(token_ids, sampling, seed_of(self._seed, prompt), self._stop(sampling))
                 generated = await self._engine.generate(request)
-        return self._made(prompt if prompt.sample is None else bare(prompt), token_ids, [generated], purpose)
+        part = "all" if prompt.sample is None else f"{prompt.sample}"
+        return self._made(prompt if prompt.sample is None else bare(prompt), token_ids, [generated], purpose, part)
 
     async def handle_together(
         self, prompt: Prompt, places: Sequence[int], hand_over: HandOver, purpose: Purpose
@@ -149,7 +151,8 @@ class Generation:
                     made = {place: ended[place].result() for place in sorted(ended) if not ended[place].exception()}
                     if made:
                         token_ids = requests[places[0]].prompt_token_ids
-                        part = self._made(bare(prompt), token_ids, list(made.values()), purpose)
+                        names = ",".join(map(str, made))
+                        part = self._made(bare(prompt), token_ids, list(made.values()), purpose, names)
                         await hand_over(dataclasses.replace(part, places=tuple(made)))
             finally:
                 for task in asked:
@@ -180,9 +183,16 @@ class Generation:
         return StopTexts(self._codec.decode, sampling.stop, sampling.min_new_tokens) if sampling.stop else None
 
     def _made(
-        self, prompt: Prompt, token_ids: Int32Array, generated: Sequence[GeneratedGroup], purpose: Purpose
+        self, prompt: Prompt, token_ids: Int32Array, generated: Sequence[GeneratedGroup], purpose: Purpose, part: str
     ) -> RolloutGroup:
         self._count(prompt.purpose, generated)
+        started_s, finished_s = (
+            min(each.started_at_s for each in generated),
+            max(each.finished_at_s for each in generated),
+        )
+        if purpose is Purpose.TRAIN:
+            key = f"{part}/{prompt.requeues}"
+            TRACES.add("generated", prompt.group_id, started_s, finished_s, key, samples=part)
         samples = [sample for each in generated for sample in each.samples]
         texts = self._codec.texts(token_ids, [sample.token_ids for sample in samples])
         return RolloutGroup(
@@ -190,8 +200,8 @@ class Generation:
             prompt_token_ids=token_ids,
             samples=with_texts(samples, texts, supports=purpose is Purpose.TRAIN),
             replica=self._replica,
-            started_at_s=min(each.started_at_s for each in generated),
-            finished_at_s=max(each.finished_at_s for each in generated),
+            started_at_s=started_s,
+            finished_at_s=finished_s,
         )
 
     def _count(self, purpose: Purpose, generated: Sequence[GeneratedGroup]) -> None:

@@ -461,6 +461,8 @@ class PolicyRecord:
     """``host:port`` of the trainer; empty: by file only."""
     probe: Probe | None = None
     settings_revision: Annotated[int, _ID] = 0
+    traced: Annotated[tuple[int, ...], _ID] = ()
+    """Groups of its step that are traced."""
 
 
 @message("policy_update", schema=1)

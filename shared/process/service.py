@@ -43,6 +43,7 @@ from shared.process.telemetry import Presence, Status
 from shared.settings import Settings, load, loads
 from shared.text.redaction import redacted
 from shared.text.terminal import escaped, escaped_line
+from shared.traces import TRACES
 
 INVALID_SETTINGS = 78
 """Exit code where the settings alone are wrong, which no restart and no other node changes (EX_CONFIG of sysexits.h)."""
@@ -139,6 +140,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
     A hanging shutdown (e.g. the bus is gone) is ended ``_LEAVE_S`` after ``bus.drain_s``.
     """
     stop, told_to_stop = _listen_for_stop(settings.bus.drain_s)
+    TRACES.start(settings.run.id, service, replica)
     status = Status(gpus=held_gpus(settings, service, os.environ))
     status.start.begin("waiting for the bus")
     bus = await Bus.connect(settings.bus.url, settings.run.id, wait_s=settings.internal.start_wait_s)
@@ -178,6 +180,7 @@ async def serve(settings: Settings, service: str, replica: str) -> AsyncIterator
         beats.cancel()
         noting.cancel()
         await asyncio.wait([beats, noting])
+        await asyncio.to_thread(TRACES.stop)
         endpoints.close()
         await bus.close()
         _end_after(0.0)

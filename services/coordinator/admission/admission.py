@@ -29,6 +29,7 @@ from shared.bus.stores.experience.signals import read_current
 from shared.bus.stores.policy.ledger import AdmissionState, Ledger, RunState
 from shared.errors import BusFull
 from shared.settings import SamplingSettings, Settings
+from shared.traces import TRACES
 
 ADMITTED = Counter("penstock_coordinator_admitted_total", "Groups admitted by this process.")
 
@@ -136,6 +137,9 @@ class Admission:
             )
             if admitted != _MOVED:
                 ADMITTED.inc(max(0, admitted))
+                now_s = time.time()
+                for group in groups[: max(0, admitted)]:
+                    TRACES.add("admitted", group.group_id, now_s, now_s, version=int(newest))
                 return max(0, admitted)
 
     async def _follow_signals(self, newest: PolicyVersion) -> bool:

@@ -17,6 +17,7 @@ from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.heartbeats import heartbeats
 from shared.bus.streams import PUBLISHED
 from shared.errors import MessageError
+from shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Promotion:
         self._promoted(record.version)
         published_at_s = int(delivery.entry_id.partition("-")[0]) / 1000
         PROMOTE_SECONDS.observe(max(0.0, time.time() - published_at_s))
+        for group in record.traced:
+            TRACES.add("live", group, record.created_at_s, time.time(), version=int(record.version))
         log.info("policy live", extra={"version": int(record.version), "step": record.step})
 
     async def _check(self, record: PolicyRecord) -> None:

@@ -69,7 +69,9 @@ class Branch:
     def next_version(self) -> PolicyVersion:
         return PolicyVersion(0 if self.newest is None else self.newest + 1)
 
-    def record(self, step: int, published: Published, metrics: dict[str, float]) -> PolicyRecord:
+    def record(
+        self, step: int, published: Published, metrics: dict[str, float], traced: tuple[int, ...] = ()
+    ) -> PolicyRecord:
         """Return the next version's record, with the weights of ``step``."""
         assert published.weights is not None
         return PolicyRecord(
@@ -83,6 +85,7 @@ class Branch:
             source=published.weights.source,
             probe=published.probe,
             settings_revision=self.revision,
+            traced=traced,
         )
 
     async def newest_of(self, step: int) -> PolicyRecord | None:

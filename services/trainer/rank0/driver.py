@@ -48,6 +48,7 @@ from shared.placement.turns import TrainerTurns
 from shared.process.service import Context, seconds_left
 from shared.process.telemetry import tell
 from shared.settings import Settings
+from shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +333,8 @@ class Driver:
         await self._warn_of_rounding(metrics.get("micro_batches", 0.0))
         metrics |= self._timing(made, figures, started_s - self._committed_s) | self._turns.take_figures()
         shown = {name: metrics[name] for name in _SHOWN if name in metrics}
-        record = self._branch.record(self._step + 1, made.published, shown)
+        groups = [taken.experience.group_id for taken in batch]
+        record = self._branch.record(self._step + 1, made.published, shown, tuple(filter(TRACES.takes, groups)))
         lags = {str(lag): count for lag, count in sorted(figures.lag_counts.items())}
         report = StepReport(record.step, record.version, time.time(), figures.samples, metrics, lags)
         self._committed_s = started_s
@@ -342,6 +344,8 @@ class Driver:
             return False
         self._step, self._is_new, self._commit_s = record.step, True, time.perf_counter() - started_s
         self._intake.release(batch)
+        for group in record.traced:
+            TRACES.add("trained", group, record.created_at_s - metrics["step_s"], time.time(), step=record.step)
         await self._note_published(record)
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])

@@ -26,10 +26,8 @@ from tests.support import builders
 from tests.support.answer_pairs import EQUAL, UNEQUAL, Pair, pairs
 
 DEFAULT = set(AnswerScorer(kind="answer").lenient)
-CORPUS = [
-    json.loads(line)
-    for line in (Path(__file__).parents[2] / "support" / "answer_corpus.jsonl").read_text().splitlines()
-]
+SUPPORT = Path(__file__).parents[2] / "support"
+CORPUS = [json.loads(line) for line in (SUPPORT / "answer_corpus.jsonl").read_text().splitlines()]
 SEED = 2026
 REFUSED_SHARE = 0.01
 
@@ -72,7 +70,7 @@ async def test_every_pair_of_the_corpus_has_the_verdict_that_a_person_gave(match
     assert wrong == []
     assert len(CORPUS) == 360
     refused = [row["reference"] for row in CORPUS if row["equal"] and not set(row["needs"]) <= DEFAULT]
-    assert refused == ["50%", "25", "5\\text{ cm}", "(3,4)"], "right to a person, and refused by default"
+    assert refused == ["25", "(3,4)"], "right to a person, and refused by default"
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -91,11 +89,34 @@ async def test_no_pair_made_by_rule_is_accepted_wrongly_and_few_are_refused_wron
         *(matchers.score(pair.reference, rf"\boxed{{{pair.answer}}}", extract="boxed") for pair in made)
     )
     accepted = {pair for pair, score in zip(made, scores, strict=True) if score.value == 1.0}
-    assert [pair for pair in made if pair in accepted and not pair.equal] == []
+    bare = {pair for pair, score in zip(made, scores, strict=True) if "units" in score.lenient}
+    assert {pair.rule for pair in bare} == {"unit_dropped", "percent_sign_dropped"}, "counted as lenient"
+    assert [pair for pair in made if pair in accepted - bare and not pair.equal] == []
     refused = [pair for pair in made if pair.equal and pair not in accepted]
     assert refused == []
     assert len(made) >= 1_000
     assert sum(pair.equal for pair in made) >= 500
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_words_around_a_number_count(matchers: Matchers) -> None:
+    """Two sets of labelled answers, written before and after the rules for words; these verdicts differ."""
+    rows = [json.loads(line) for line in (SUPPORT / "answer_words.jsonl").read_text(encoding="utf-8").splitlines()]
+    differing = []
+    for _, kind, reference, text, equal in rows:
+        score = await matchers.score(reference, text, extract="choice" if kind == "choice" else "auto")
+        if (score.value == 1.0) is not equal:
+            differing.append(text)
+    assert len(rows) == 693
+    assert differing == [
+        "One bound is 30.",
+        "Thus she spent $30 on lunch.",
+        "They need 30 more chairs.",
+        "The train travels at 30 miles per hour.",
+        "Therefore, 30 students passed.",
+        r"So we get $\boxed{|{-4}|+0}$.",
+        r"So we get $\boxed{\text{none}}$.",
+    ]
 
 
 @pytest.mark.asyncio(loop_scope="module")

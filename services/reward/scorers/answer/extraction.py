@@ -229,7 +229,8 @@ def _decided(letter: str, rest: str, letters: str) -> str | None:
     if corrected is not None:
         return corrected[1]
     another = rf"\(?[{letters}](?![A-Za-z0-9'’])"
-    if re.match(rf"[)\]*_.}}$\s]{{0,6}}(?:(?:[/,;&|+]|(?i:or|and)\b)\s*{another}|\([{letters}]\))", rest):
+    joint = rf"(?:[/,;&|+–-]|(?i:or|and)\b(?:\s+not\b)?)\s*{another}"
+    if re.match(rf"[)\]*_.}}$\s]{{0,6}}(?:\?|{joint}|\([{letters}]\))", rest):
         return None
     sentence = re.split(
         r"\b(?:because|since|not|rather|instead)\b|\n(?!\s{0,4}+(?i:or)\b)|[.!?]\s(?!\s{0,4}+(?i:or|maybe|perhaps|alternatively|no|it|could)\b)",

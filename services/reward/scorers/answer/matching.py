@@ -14,12 +14,13 @@ import re
 from collections.abc import Collection, Iterator
 from fractions import Fraction
 from functools import lru_cache
+from math import gcd
 
 from services.reward.scorers.answer import relations, shapes
 from services.reward.scorers.answer.mathematics import plain_numbers
 from services.reward.scorers.answer.notation import plain, split
 from services.reward.scorers.answer.prose import LONGEST as LONGEST_PROSE
-from services.reward.scorers.answer.prose import is_prose, stated
+from services.reward.scorers.answer.prose import is_prose, stated, without_opening
 from services.reward.scorers.answer.units import DEGREE, Unit, split_unit
 from services.reward.scorers.answer.words import has_words, is_text, same_text, swaps_case
 
@@ -32,7 +33,8 @@ _NAME = re.compile(r"(?P<name>\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?'?(?:\s*\(\s*[
 _LEADING = re.compile(r"(?:=|\\approx(?![A-Za-z]))\s*")
 _COMPUTES = re.compile(
     r"\\(?:sum|i{0,3}nt|oint|prod|lim|limsup|liminf|gcd|lcm|det|max|min|sup|inf|bmod|pmod|mod|nabla|partial|operatorname)(?![A-Za-z])"
-    r"|\\text\{\s*(?:lcm|gcd|det|mod)\s*\}|\\frac\s*\{\s*d[^{}]{0,20}\}\s*\{\s*d\s*[a-z]|\\begin\{[vV]matrix\}|(?<![A-Za-z\\])(?:gcd|lcm|det|max|min)\s*\("
+    r"|\\sqrt\s*\{\s*[0-9.]+(?:\s*\^\s*\{?[0-9]+\}?)?\s*(?:[-+*]|\\times|\\cdot)[0-9.^{}\s]*\}"
+    r"|\\text\{\s*(?:lcm|gcd|det|mod)\s*\}|\\frac\s*\{\s*d[^{}]{0,20}\}\s*\{\s*d\s*[a-z]|\\begin\{[vV]matrix\}|\\l(?:ceil|floor)(?![A-Za-z])|(?<![A-Za-z\\])(?:gcd|lcm|det|max|min)\s*\("
 )
 _ARITHMETIC = re.compile(r"(?<=[0-9})%])\s*(?:[-+*/]|\\times|\\cdot|\\div)\s*(?!\s*10\s*\^)(?=[0-9(.\\{])")
 _ONLY_NUMBERS = re.compile(r"(?:[0-9.,\s(){}+*/%-]|\\(?:times|cdot|div|frac|%))+")
@@ -45,6 +47,9 @@ _DEGREES_INSIDE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*\^\\circ")
 _READ = re.compile(r"(?:[A-Za-z0-9\s+\-*/^_{}()\[\]|.,!=<>&\\:;%]|(?<=[A-Za-z)])')+")
 """Characters that computer algebra reads; it drops others, such as the prime of ``5'``."""
 _DOTS = re.compile(r"\\[lc]?dots(?![A-Za-z])|\.\.\.")
+_ORDINAL = re.compile(r"1st$|2nd$|3rd$|[0-9]th$")
+_POWER = re.compile(r"[0-9][eE][-+]?[0-9]")
+_DIVIDED = re.compile(r"([0-9]{1,12})\s*\\div\s*([0-9]{1,12})")
 _FUNCTIONS = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
@@ -109,6 +114,8 @@ def _reference(text: str) -> str:
 def _texts(answer: str, lenient: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     if len(answer) <= LONGEST_FORMULA:
         yield answer, ()
+    if "prose" in lenient and (opened := without_opening(answer)) != answer and len(opened) <= LONGEST_FORMULA:
+        yield opened, ("prose",)
     if "prose" in lenient and is_prose(answer[-LONGEST_PROSE:]):
         claim = stated(answer)
         if claim is not None:
@@ -122,6 +129,10 @@ def _of_texts(reference: str, answer: str, lenient: frozenset[str]) -> Iterator[
         yield Attempt((), frozenset(same))
         return
     if re.search(r"\\[hv]?phantom", answer):  # shows nothing
+        return
+    reference, answer = relations.as_set(reference), relations.as_set(answer)
+    if reference == answer == r"\emptyset":
+        yield Attempt(())
         return
     if (ratio := shapes.same_ratio(reference, answer)) is not None:
         if ratio:
@@ -232,6 +243,8 @@ def _comparable(expected: Reading, given: Reading) -> bool:
 
 
 def _is_mathematics(core: str) -> bool:
+    if _ORDINAL.search(core) is not None:
+        return False
     if plain_numbers.read(core) is not None:
         return True
     return _READ.fullmatch(core) is not None and not (has_words(core) or is_text(core) or shapes.beyond_infinity(core))
@@ -243,6 +256,8 @@ def _of_quantities(expected: Reading, given: Reading) -> Iterator[Attempt]:
         yield Attempt(((_share(expected), _share(given)),))
         if _above_one(expected.core) and not (expected.unit or given.unit):
             yield Attempt((pair,), frozenset({"percent"}))
+            if expected.percent and plain_numbers.read(expected.core) is not None:
+                yield Attempt((pair,), frozenset({"units"}))
         return
     yield from _of_units(expected.unit, given.unit, pair)
     yield from _of_bases(pair)
@@ -302,8 +317,13 @@ def _of_bases(pair: tuple[str, str]) -> Iterator[Attempt]:
 
 
 def is_dressed(text: str) -> bool:
-    """Whether ``text`` may contain a currency or percent sign, or be a date or time."""
-    return "$" in text or "%" in text or shapes.is_literal(text)
+    """Whether ``text`` may contain a currency or percent sign or a power written with e, or be a date or time."""
+    return "$" in text or "%" in text or _POWER.search(text) is not None or shapes.is_literal(text)
+
+
+def is_undone(text: str) -> bool:
+    """Whether ``text`` leaves something to compute, or computes with infinity."""
+    return restates(text) or shapes.beyond_infinity(text)
 
 
 def restates(text: str) -> bool:
@@ -314,6 +334,8 @@ def restates(text: str) -> bool:
     """
     if _COMPUTES.search(text):
         return True
+    if (divided := _DIVIDED.fullmatch(text)) is not None:
+        return gcd(int(divided[1]), int(divided[2])) != 1 or divided[2] == "1"
     if _ONLY_NUMBERS.fullmatch(text) is None or _FRACTION_TEXT.fullmatch(text) or shapes.is_literal(text):
         return False
     return any(_ARITHMETIC.search(_without_fractions(part)) for part in split(text))

@@ -16,7 +16,17 @@ _SIGNS = {
     **dict.fromkeys("−–‒﹣－", "-"),
     **dict.fromkeys("\u00a0\u2007\u2008\u2009\u200a\u202f\u3000", " "),
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f", ""),
-    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "∗": "*", "＋": "+", "＝": "="},
+    **{
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "÷": r"\div ",
+        "∕": "/",
+        "⁄": "/",
+        "∗": "*",
+        "＋": "+",
+        "＝": "=",
+    },
     **{"≤": r"\leq ", "≥": r"\geq ", "≠": r"\neq ", "≈": r"\approx ", "±": r"\pm ", "∞": r"\infty ", "π": r"\pi "},
     **{"∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "°": r"^\circ ", "（": "(", "）": ")", "，": ",", "．": "."},
     **{
@@ -38,7 +48,13 @@ _TRANSLATION = str.maketrans(_SIGNS)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _ROOT = re.compile(r"([√∛])\s*(?:\(([^()]{1,40})\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
+_SIZES = "tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
+_DRESSED = r"\\(?:(?:text)?color\s*\{[A-Za-z0-9!]{1,40}\}|u(?:nder)?line(?=\s*\{))\s*"
 _LOOKS = (
+    (re.compile(rf"(?<![0-9A-Za-z^_]){_DRESSED}\{{([^{{}}]*)\}}|(?<=[0-9]){_DRESSED}\{{([0-9.]+)\}}"), r"\1\2"),
+    (re.compile(rf"(?<![0-9A-Za-z^_]){_DRESSED}\{{([^{{}}]*)\}}"), r"\1"),
+    (re.compile(_DRESSED), ""),
+    (re.compile(rf"\\(?:bf|it|rm|sf|tt|bfseries|itshape|{_SIZES})(?![A-Za-z])\s*(?!\{{)"), ""),
     (re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?=[()\[\]|.\\/])"), ""),
     (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|phantom\{\})(?![A-Za-z])\s*"), ""),
     (re.compile(r"\\!|(?<!\\)\\(?=\s)"), ""),
@@ -54,9 +70,20 @@ _LOOKS = (
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
     (re.compile(r"\\degree(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])"), r"^\\circ"),
+    (re.compile(r"\\langle(?![A-Za-z])([^<>|]{1,200}?,[^<>|]{1,200}?)\\rangle(?![A-Za-z])"), r"(\1)"),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
 )  # fmt: skip
+_WRITTEN = (
+    (re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})"), r"\1\\times 10^{\2}"),
+    (
+        re.compile(
+            r"([-+]?[0-9]*\.[0-9]{0,20}?)(?!00)([1-9]|[0-9]{2,8}?)(?:\2){2,}(?:\.\.\.|…|\\[lc]?dots(?![A-Za-z]))"
+        ),
+        r"\1\\overline{\2}",
+    ),
+)
+"""Whole texts: 1e100, and a decimal whose last digits are written three times before its dots."""
 _DRESS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _SCALES: dict[str, int | Fraction] = {
     **{"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12},
@@ -101,6 +128,9 @@ def plain(text: str) -> str:
         for pattern, replacement in _LOOKS:
             text = pattern.sub(replacement, text)
         text = bare(text)
+    for pattern, replacement in _WRITTEN:
+        if (match := pattern.fullmatch(text)) is not None:
+            text = match.expand(replacement)
     return text
 
 

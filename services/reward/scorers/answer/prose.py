@@ -20,8 +20,30 @@ _SAID = re.compile(
 )
 _STATES = re.compile(
     r"(?i)(?:\b(?:is|are|equals?|gets?|gives?|makes?|has|have|obtain|yields?|costs?|earns?|(?:must|will|should) be"
-    r"|(?:equal|equals|comes?|adds? up|sums? up|amounts?|simplifies|reduces|evaluates|leads) to)\b|[=:])\s*"
+    r"|(?:equal|equals|comes?|adds? up|sums? up|amounts?|simplifies|reduces|evaluates|leads) to|takes?)\b(?:\s+(?:us|you)\b)?|[=:])\s*"
 )
+_OPENING = re.compile(
+    r"(?i)(?:\\text\s*\{\s*)?(?:(?:so|thus|hence|therefore|then|finally|altogether|in total|(?:the )?(?:final )?(?:answer|total|result)(?: is)?"
+    r"|it|is|equal to|equals?|exactly|precisely|just|simply|about|approximately|a total of)[:,]?(?:\s+|\s*=\s*|\s*(?=\})))+(?:\}\s*)?"
+)
+"""Words before a number that state it."""
+_ANSWER = r"(?:answer|it|this|that|result|number|value|total|sum)"
+_ALTERED = re.compile(
+    r"(?i)\b(?:half|third|quarter|square|cube|root|factorial|reciprocal|inverse|negative|opposite|multiple|factor|divisor)"
+    rf"\s+of\s+(?:the\s+)?{_ANSWER}\b|\b(?:twice|thrice|double|triple|times)\s+(?:the\s+)?{_ANSWER}\b"
+    rf"|\b{_ANSWER}\s+(?:minus|plus|times|squared|cubed|doubled|tripled|divided)\b|\bone\s+less\b"
+)
+"""A sentence about a function of the answer: ``twice the answer is 30``."""
+_DISOWNED = re.compile(
+    r"(?i)\b(?:doubt\w*|thinks|thought|believe[sd]?|suppos\w*|assum\w*|suspect\w*|hop(?:e|es|ing)|imagin\w*|pretend\w*"
+    r"|claim\w*|wrong|false|incorrect\w*|unlikely|impossible|far\s+from)\b"
+)
+_CLAUSE_START = re.compile(r"[.!?]\s|[\n,;]|\b(?:so|thus|hence|therefore|then)\b")
+_INTRODUCES = re.compile(
+    r"(?i)(?:^|[,:=]|\b(?:so|thus|hence|therefore|then|that|finds?|found|concludes?|means?|leaves|results?\s+in|(?:total|sum|value|answer)\s+of"
+    r"|answer|result|solution|about|exactly|approximately|just|simply))\s*$"
+)
+"""What may precede a formula that a sentence states, beside a verb."""
 _FORMULA = re.compile(r"(?<!\\)\$\$(.{1,600}?)(?<!\\)\$\$|(?<![\\$])\$(?!\$)([^$\n]{1,600}?)(?<!\\)\$|\\\((.{1,600}?)\\\)|\\\[(.{1,600}?)\\\]", re.DOTALL)  # fmt: skip
 _NUMBER = re.compile(
     r"(?<![\w.\\])[-+]?(?:\\?\$)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?(?:\\?%)?(?![\w^])"
@@ -29,7 +51,7 @@ _NUMBER = re.compile(
 _HEDGED = re.compile(r"(?i)\b(?:may|maybe|might|could|perhaps|possibly|probably|either|neither|nor|not|never|cannot|or|wrong|incorrect|unless|guess|no|instead|but|except|without)\b|n't\b|\?")  # fmt: skip
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 _CLAUSE = re.compile(
-    r"(?i)\s*(?:,\s*(?:so|which|because|since|as|where|and)|\b(?:because|since|which|after|when|where|for|in total|altogether|every|each|left|remaining)\b).*$"
+    r"(?i)\s*(?:,\s*(?:so|which|because|since|as|where|and)|\b(?:because|since|which|after|when|where|for|in total|altogether|every|each(?!\s+(?:way|side|end)\b)|left|remaining|old|of\s+them)\b).*$"
 )
 _EMPHASIS = re.compile(r"(?<![\w)}\]])\*\*|\*\*(?![\w({\[])")
 """Markdown bold, opened or closed; not a power as in ``2**3``."""
@@ -51,11 +73,27 @@ def stated(text: str) -> str | None:
     text = re.sub(r"\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip()
     said = last(_SAID, text)
     if said is not None:
-        return _claim(_first_sentence(text[said.end() :]))
+        return None if _is_other(text[: said.end()]) else _claim(_first_sentence(text[said.end() :]))
     sentences = [sentence for sentence in _SENTENCE.split(_one_line_formulas(text)) if sentence.strip()]
-    if not sentences or _HEDGED.search(_without_formulas(sentences[-1])):
+    if not sentences or _HEDGED.search(_without_formulas(sentences[-1])) or _is_other(sentences[-1]):
         return None
     return _last_claim(sentences[-1])
+
+
+def without_opening(text: str) -> str:
+    r"""Strip words that state a number.
+
+    >>> without_opening(r"\text{exactly } 7"), without_opening("at most 7")
+    ('7', 'at most 7')
+    """
+    rest = _OPENING.sub("", text, count=1) if _OPENING.match(text) else text
+    return rest if re.match(r"[-+=$\\0-9.]", rest) else text
+
+
+def _is_other(text: str) -> bool:
+    """Whether a sentence states another quantity than the answer, or what is not so."""
+    clause = _CLAUSE_START.split(text.rstrip(" ,;.!"))[-1]
+    return bool(_ALTERED.search(clause) or _DISOWNED.search(clause))
 
 
 def _first_sentence(text: str) -> str:
@@ -73,13 +111,26 @@ def _without_formulas(text: str) -> str:
 def _claim(text: str) -> str | None:
     if not text or _HEDGED.search(_without_formulas(text)):
         return None
-    formulas = [_inside(match) for match in _FORMULA.finditer(text)]
-    if text.startswith(("$", r"\(", r"\[")) and formulas:
-        return formulas[0] if len(set(formulas)) == 1 else None
+    text = without_opening(text)
+    formulas = list(_FORMULA.finditer(text))
+    if formulas and formulas[0].start() == 0:
+        return (
+            _with_unit(text, formulas[0], _inside(formulas[0]))
+            if len({_inside(match) for match in formulas}) == 1
+            else None
+        )
     if formulas:
         return None
     claim = bare(_CLAUSE.sub("", text))
     return claim if 0 < len(claim) <= _LONGEST_STATED else None
+
+
+def _with_unit(text: str, formula: re.Match[str], value: str) -> str | None:
+    """Return the value of a formula with the words after it, which may be a unit, or ``million``."""
+    after = _CLAUSE.sub("", text[formula.end() :]).strip(" \n.!;:,")
+    if not after or text[formula.end() :].lstrip().startswith((",", ";", ":")):
+        return value
+    return f"{value} {after}" if re.fullmatch(r"[A-Za-z/^0-9 .]{1,60}", after) else None
 
 
 def _last_claim(sentence: str) -> str | None:
@@ -87,12 +138,15 @@ def _last_claim(sentence: str) -> str | None:
     if formulas:
         before = sentence[: formulas[-1].start()]
         several = len({_inside(match) for match in formulas}) > 1
-        return None if several and not _ends_stating(before) else _value(_inside(formulas[-1]))
+        introduced = "=" in _inside(formulas[-1]) or _INTRODUCES.search(before) is not None
+        stated = _ends_stating(before) or (introduced and not several)
+        return _with_unit(sentence, formulas[-1], _value(_inside(formulas[-1]))) if stated else None
     states = list(_STATES.finditer(sentence))
     if states:
-        claim = bare(_CLAUSE.sub("", sentence[states[-1].end() :]))
+        claim = bare(_CLAUSE.sub("", without_opening(sentence[states[-1].end() :])))
         if claim and len(_NUMBER.findall(claim)) == 1 and _NUMBER.match(claim):
             return claim
+    sentence = without_opening(sentence)
     numbers = list(_NUMBER.finditer(sentence))
     return bare(_CLAUSE.sub("", sentence)) if len(numbers) == 1 and numbers[0].start() == 0 else None
 

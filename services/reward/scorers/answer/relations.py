@@ -1,9 +1,12 @@
 """Equations and inequalities as answers: named values, and intervals written with ``<``."""
 
 import re
+from itertools import pairwise
 
+from services.reward.scorers.answer.mathematics import plain_numbers
 from services.reward.scorers.answer.notation import split
 from services.reward.scorers.answer.shapes import shape
+from services.reward.scorers.answer.words import unwrapped
 
 _RELATION = re.compile(
     r"(?<!\\)[=<>]|\\(?:leq|geq|neq|approx|equiv|sim|simeq|cong|in|notin|ni|subset|subseteq|supset|to|rightarrow|Rightarrow|implies|iff|propto|mid|nmid|ll|gg)(?![A-Za-z])"
@@ -18,7 +21,45 @@ _COMPARED = re.compile(rf"\s*{_SIDE}\s*(<|>|\\leq|\\geq)\s*{_SIDE}\s*(?:(<|>|\\l
 _MEMBER = re.compile(rf"\s*({_SYMBOL})\s*\\in(?![A-Za-z])\s*(.+)")
 _OR = re.compile(r"\s*(?:,\s*)?(?:\\text\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\lor(?![A-Za-z]))\s*")
 
+_REALS = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\R(?![A-Za-z])|(?i:(?:\\text\s*\{\s*)?all\s+real(?:s|\s+numbers)(?:\s*\})?))"
+_ALL_REAL = re.compile(
+    rf"(?:{_SYMBOL}\s*\\in(?![A-Za-z])\s*)?{_REALS}(?:\s*(?:\\setminus|\\backslash|-)\s*\\\{{(?P<without>.+)\\\}})?"
+)
+_NOT_EQUAL = re.compile(rf"({_SYMBOL})\s*\\neq\s*(?P<without>.+)")
+_BUILT = re.compile(
+    rf"\\\{{\s*({_SYMBOL})\s*(?:\\in\s*{_REALS}\s*)?(?:\\mid(?![A-Za-z])|\||:)\s*(?P<condition>.+)\\\}}"
+)
+_EMPTY = re.compile(
+    r"(?i)(?:there\s+(?:is|are)\s+)?(?:no\s+(?:real\s+)?solutions?(?:\s+exists?)?|(?:the\s+)?empty\s+set)"
+)
+
+_MOST_POINTS = 16
 Pairs = tuple[tuple[str, str], ...]
+
+
+def as_set(text: str) -> str:
+    r"""Return a set that is written in words, or by a condition, in the notation of intervals.
+
+    >>> as_set(r"\mathbb{R}\setminus\{2\}"), as_set(r"\{x \mid x > 3\}"), as_set(r"\text{no solution}")
+    ('(-\\infty,2)\\cup (2,\\infty)', 'x > 3', '\\emptyset')
+    """
+    if _EMPTY.fullmatch(unwrapped(text)):
+        return r"\emptyset"
+    if (built := _BUILT.fullmatch(text)) is not None and is_relation(built["condition"]):
+        return built["condition"].strip()
+    if (reals := _ALL_REAL.fullmatch(text)) is not None:
+        return _without(reals["without"]) or text
+    return text
+
+
+def _without(points: str | None) -> str | None:
+    """Return the real numbers without ``points``; None unless all are plain numbers."""
+    parts = split(points) if points else []
+    numbers = [(number.share, part) for part in parts if (number := plain_numbers.read(part)) is not None]
+    if len(numbers) < len(parts) or len(parts) > _MOST_POINTS:
+        return None
+    ends = [r"-\infty", *(part for _, part in sorted(numbers)), r"\infty"]
+    return r"\cup ".join(f"({low},{high})" for low, high in pairwise(ends))
 
 
 def is_relation(text: str) -> bool:
@@ -62,6 +103,8 @@ def _solved(text: str) -> tuple[str, str] | None:
 def _interval(text: str) -> tuple[str, str] | None:
     if (member := _MEMBER.fullmatch(text)) is not None:
         return (member[1], member[2].strip()) if _is_region(member[2].strip()) else None
+    if (unequal := _NOT_EQUAL.fullmatch(text)) is not None and (region := _without(unequal["without"])) is not None:
+        return unequal[1], region
     match = _COMPARED.fullmatch(text)
     if match is None:
         return None

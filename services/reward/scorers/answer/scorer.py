@@ -197,7 +197,7 @@ class AnswerMatcher:
         if expected is not None and given is not None:
             same_kind = bool(expected.digits) == bool(given.digits)
             return self._equal_here(reference, answer) if same_kind else None
-        if self._scorer.mode == "numeric" or plain_mathematics.read(reference) is None or matching.restates(answer):
+        if self._scorer.mode == "numeric" or plain_mathematics.read(reference) is None or matching.is_undone(answer):
             return None
         return self._equal_here(reference, answer)
 

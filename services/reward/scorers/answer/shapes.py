@@ -15,6 +15,7 @@ _RATIO = re.compile(r"[0-9]{1,12}(?:\s*:\s*[0-9]{1,12}){1,5}")
 _RATIO_VALUE = re.compile(r"(?P<above>[0-9]{1,12})\s*/\s*(?P<below>[0-9]{1,12})|\\frac\s*\{\s*(?P<up>[0-9]{1,12})\s*\}\s*\{\s*(?P<down>[0-9]{1,12})\s*\}|\\frac(?P<digits>[0-9]{2})")  # fmt: skip
 _SPACED = re.compile(r"[-+]?[0-9./]+(?:\s+[-+]?[0-9./]+)+")
 _INFINITE = re.compile(r"[-+]?\s*\\infty")
+_ENDS = re.compile(r"[,;()\[\]]|\\[{}]|\\(?:cup|cap|setminus)(?![A-Za-z])")
 _THOUSANDS = re.compile(
     r"(?P<before>[^,()\[\]]*?(?<![0-9]))(?P<number>[0-9]{1,3}(?:,[0-9]{3})+)(?P<after>(?![0-9,])[^,]*)"
 )
@@ -141,5 +142,12 @@ def _ratio(text: str) -> tuple[int, ...] | None:
 
 
 def beyond_infinity(text: str) -> bool:
-    r"""Whether ``text`` computes with ``\infty``."""
-    return r"\infty" in text and shape(text) == "single" and r"\cup" not in text and _INFINITE.fullmatch(text) is None
+    r"""Whether ``text``, or a member of it, computes with ``\infty``.
+
+    >>> beyond_infinity(r"(-\infty, 3)"), beyond_infinity(r"0\cdot\infty"), beyond_infinity(r"(\infty-\infty, 1)")
+    (False, True, True)
+    """
+    if r"\infty" not in text:
+        return False
+    parts = [text] if shape(text) == "single" and r"\cup" not in text else _ENDS.split(text)
+    return any(r"\infty" in part and _INFINITE.fullmatch(part.strip()) is None for part in parts)
