@@ -1,15 +1,55 @@
-"""Append-only JSON Lines files; opening one cuts off a torn last line."""
+"""Append-only JSON Lines files; opening one cuts off a torn last line.
 
+Several coordinators may write a folder's files, one of which may wake after any time with lines that the other has
+written. So a file is opened and appended to under :func:`exclusive`, and only as it was left by the same object. Readers
+drop lines that a file has twice, as files of older versions may.
+"""
+
+import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from shared.bus.messages import Json
 
 _BLOCK_BYTES = 1 << 16
+_LOCK_FILE = "records.lock"
+_LOCK_TRIES, _TRY_S = 40, 0.005
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_ENTRY = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
+
+
+class Overtaken(OSError):
+    """Another coordinator has written, or leads."""
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold a folder's records. Raises OSError: another process holds them."""
+    file = folder / _LOCK_FILE
+    with file.open("ab") as lock:
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt + 1 == _LOCK_TRIES:
+                    why = "another coordinator holds it: if that one is frozen, end it"
+                    raise OSError(errno.EBUSY, why, str(file)) from None
+                time.sleep(_TRY_S)
+            except OSError as error:  # a file system without locks: one that has frozen may repeat lines
+                if error.errno not in _NO_LOCKS:
+                    raise
+                break
+        yield
 
 
 class Lines:
@@ -18,38 +58,58 @@ class Lines:
     >>> lines = Lines(Path("metrics.jsonl"))          # doctest: +SKIP
     >>> lines.last                                    # doctest: +SKIP
     {'entry': '17-0', 'step': 3}
+
+    Both need :func:`exclusive` where others may write it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.last = _mend(path)
+        self._left = state_of(path)
 
     def append(self, lines: Sequence[dict[str, Json]]) -> None:
-        """Raises OSError: the file is unchanged."""
+        """Raises OSError: the file is unchanged; Overtaken: another has changed it, so open it again."""
         if not lines:
             return
+        if state_of(self._path) != self._left:
+            raise Overtaken(errno.ESTALE, "another process has changed it", str(self._path))
         text = "".join(f"{json.dumps(finite(line), ensure_ascii=False)}\n" for line in lines)
         with self._path.open("ab", buffering=0) as file:
-            end = file.tell()
+            end = file.seek(0, os.SEEK_END)
             try:
                 _write_all(file, text.encode("utf-8", "replace"))
             except OSError:
                 file.truncate(end)
                 raise
-        self.last = lines[-1]
+        self.last, self._left = lines[-1], state_of(self._path)
 
     def read(self) -> Iterator[dict[str, Json]]:
-        """Yield every line, oldest first."""
         return read(self._path)
 
 
 def read(path: Path) -> Iterator[dict[str, Json]]:
+    """Yield a file's complete lines, oldest first, each once."""
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            if (record := _parse(line)) is not None:
-                yield record
+        yield from _once(record for line in file if (record := _parse(line)) is not None)
+
+
+def _once(lines: Iterable[dict[str, Json]]) -> Iterator[dict[str, Json]]:
+    """Drop a line whose entry is not above all before it, and, of lines without one, a version's set that was there."""
+    newest, evaluated = (0, 0), set[tuple[Json, Json]]()
+    for line in lines:
+        entry, evaluation = line.get("entry"), (line.get("version"), line.get("set"))
+        if isinstance(entry, str) and _ENTRY.fullmatch(entry):
+            at_ms, _, number = entry.partition("-")
+            if (place := (int(at_ms), int(number))) <= newest:
+                continue
+            newest = place
+        elif isinstance(evaluation[0], int) and isinstance(evaluation[1], str):
+            if evaluation in evaluated:
+                continue
+            evaluated.add(evaluation)
+        yield line
 
 
 def newest_first(path: Path) -> Iterator[dict[str, Json]]:
@@ -75,16 +135,32 @@ def _write_all(file: BinaryIO, data: bytes) -> None:
 
 
 def _mend(path: Path) -> dict[str, Json] | None:
-    last, whole = None, 0
+    """Cut a torn end off; return the newest line."""
     if not path.exists():
         return None
     with path.open("r+b") as file:
-        for line in file:
-            if (record := _parse(line)) is None:
-                break
-            last, whole = record, whole + len(line)
+        whole = 0
+
+        def complete() -> Iterator[dict[str, Json]]:
+            nonlocal whole
+            for line in file:
+                if (record := _parse(line)) is None:
+                    return
+                whole += len(line)
+                yield record
+
+        newest = deque(_once(complete()), maxlen=1)
         file.truncate(whole)
-    return last
+    return newest[0] if newest else None
+
+
+def state_of(path: Path) -> tuple[int, int] | None:
+    """Return what every change of a file changes; None: nothing is in it."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return (state.st_ino, state.st_size) if state.st_size else None
 
 
 def _parse(line: bytes) -> dict[str, Json] | None:
