@@ -1,6 +1,7 @@
 """Evaluation results by set, as stored. Only answered problems count."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,8 +93,13 @@ async def evaluations(bus: Bus) -> list[Evaluation]:
 
 
 def read_evaluations(raw: Mapping[bytes, bytes]) -> list[Evaluation]:
-    by_version = [json.loads(raw[version]) for version in sorted(raw, key=int)]
-    return [_evaluation(fields) for of_version in by_version for fields in _listed(of_version)]
+    return [evaluation for version in sorted(raw, key=int) for evaluation in _of_version(raw[version])]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _of_version(raw: bytes) -> tuple[Evaluation, ...]:
+    """Results do not change, and all of them are read at each look."""
+    return tuple(map(_evaluation, _listed(json.loads(raw))))
 
 
 def _listed(decoded: Any) -> list[dict[str, Any]]:

@@ -95,6 +95,7 @@ class Monitor:
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
         self._dead, self._dead_reason = 0, ""
+        self._evaluated: tuple[list[Evaluation], list[EvaluationView]] = ([], [])
         self._view: RunView | None = None
         self._text = b""
         self._seen_at_s = -math.inf
@@ -220,7 +221,7 @@ class Monitor:
             last=metrics,
             lag_counts={} if newest is None else dict(newest.lag_counts),
             history=_history(self._history),
-            evaluations=[evaluation_view(evaluation) for evaluation in look.evaluations],
+            evaluations=self._evaluation_views(look.evaluations),
             tokens_per_s=metrics.get("tokens_per_s") or 0.0,
             started_at_s=status.created_at_s,
             training_s=training_seconds(status, steps, time.time()),
@@ -229,6 +230,12 @@ class Monitor:
             bus=self._bus.server,
             settings_revision=self._live.revision,
         )
+
+    def _evaluation_views(self, evaluated: list[Evaluation]) -> list[EvaluationView]:
+        """Return the views of a run's evaluations, which are as many as it has evaluated versions and seldom change."""
+        if evaluated != self._evaluated[0]:
+            self._evaluated = evaluated, [evaluation_view(evaluation) for evaluation in evaluated]
+        return self._evaluated[1]
 
     def _set_gauges(self, view: RunView) -> None:
         for name, depth in view.streams.items():
@@ -304,5 +311,4 @@ def _history(reports: Sequence[StepReport]) -> History:
 
 
 def evaluation_view(evaluation: Evaluation) -> EvaluationView:
-    fields = dataclasses.asdict(evaluation)
-    return EvaluationView.model_validate({name: fields[name] for name in EvaluationView.model_fields})
+    return EvaluationView.model_validate(evaluation, from_attributes=True)

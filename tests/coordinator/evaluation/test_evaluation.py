@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.coordinator.evaluation.evaluator import Due, Evaluator
-from services.coordinator.evaluation.results import Evaluation, evaluations, summarize
+from services.coordinator.evaluation.results import Evaluation, evaluations, read_evaluations, summarize
 from services.coordinator.run.lifecycle import due
 from services.coordinator.service import load_data, make_evaluator
 from shared.bus import streams
@@ -51,6 +51,15 @@ async def is_clean(bus: Bus) -> bool:
     lengths = [await bus.length(s) for s in (streams.EVAL_PROMPTS, streams.EVAL_ROLLOUTS, streams.EVAL_RESULTS)]
     left = await raw(bus).exists(bus.keys.named("evaluation"), bus.keys.named("evaluation_answers"))
     return lengths == [0, 0, 0] and left == 0
+
+
+def test_a_result_is_read_once_however_often_a_run_is_looked_at() -> None:
+    raw = {str(version).encode(): b'[{"version": %d, "step": 3, "problems": 1, "answered": 1, "correct": 1, ' % version
+           + b'"accuracy": 1.0, "initial": false, "final": false, "started_at_s": 0.0, "seconds": 1.0, "note": ""}]'
+           for version in (70001, 70002)}  # fmt: skip
+    first, again = read_evaluations(raw), read_evaluations(raw)
+    assert [evaluation.version for evaluation in first] == [70001, 70002]
+    assert all(a is b for a, b in zip(first, again, strict=True))
 
 
 async def test_accuracy_is_the_share_of_rewards_above_the_threshold(bus: Bus, tmp_path: Path) -> None:
