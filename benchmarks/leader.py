@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -28,8 +29,9 @@ def main() -> None:
     arguments = parser.parse_args()
     strikes, began_s = [], time.monotonic()
     for seed in range(arguments.first, arguments.first + arguments.seeds):
-        with tempfile.TemporaryDirectory(prefix="leader-") as scratch:
-            strikes.append(asyncio.run(strike(Path(scratch), seed)))
+        folder = Path(tempfile.mkdtemp(prefix=f"leader-{seed}-"))  # stays where a seed fails
+        strikes.append(asyncio.run(strike(folder, seed)))
+        shutil.rmtree(folder)
         print(strikes[-1], file=sys.stderr, flush=True)
     result = {
         "benchmark": "leader",

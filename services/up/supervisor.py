@@ -238,19 +238,17 @@ class Supervisor:
 
 
 async def _answers(plan: ProcessPlan) -> bool:
-    """Whether a process without heartbeats answers within ``SILENT_S``, whatever it says."""
+    """Whether a process without heartbeats listens, and answers within ``SILENT_S``, whatever it says."""
     with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(SILENT_S):
-            if plan.address is None:
-                assert plan.socket is not None
+        async with asyncio.timeout(SILENT_S), contextlib.AsyncExitStack() as closing:
+            if plan.socket is not None:
                 reader, writer = await asyncio.open_unix_connection(plan.socket)
-            else:
+                closing.callback(writer.close)
+            if plan.address is not None:
                 reader, writer = await asyncio.open_connection(*plan.address)
-            try:
-                writer.write(_QUESTIONS[plan.service])
-                return bool(await reader.read(1))
-            finally:
-                writer.close()
+                closing.callback(writer.close)
+            writer.write(_QUESTIONS[plan.service])
+            return bool(await reader.read(1))
     return False
 
 
