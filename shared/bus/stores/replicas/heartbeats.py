@@ -97,7 +97,7 @@ async def note_left(bus: Bus, replica: str) -> None:
 
 
 async def left(bus: Bus, replicas: Sequence[str]) -> frozenset[str]:
-    """Return those of ``replicas`` that left in order, or have been told to."""
+    """Return those of ``replicas`` that left in order, or are to leave."""
     marks = await bus.ask("MGET", *map(LEFT.of, replicas)) if replicas else ()
     return frozenset(replica for replica, mark in zip(replicas, marks, strict=True) if mark is not None)
 
