@@ -14,6 +14,7 @@ from penstock.process import UpProcess
 from services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
 from services.client.policy import LivePolicy
 from services.client.views import PolicyView, ReplicaView, RunView
+from services.coordinator.records.jsonl import read
 from shared.errors import PenstockError
 from shared.settings import Settings, load_run
 
@@ -304,8 +305,7 @@ class Run:
 
 def _recorded(file: Path) -> list[dict[str, Any]]:
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        record = json.loads(line)
+    for record in read(file):
         named = ("entry", "step", "version", "samples", "finished_at_s", "lag_counts")
         metrics = {name: value for name, value in record.items() if name not in named}
         rows.append({**record, "id": record["entry"], "metrics": metrics})

@@ -103,7 +103,6 @@ class Coordinator:
     async def lead(self, term: int, stop: asyncio.Event) -> None:
         """Run the leader's loops under ``term``, until ``stop``."""
         self.api.ledger.term = term
-        self.recorder.reopen()
         await self.clock.resume(psutil.Process().create_time(), time.time())
         async with asyncio.TaskGroup() as inner:
             tasks = [inner.create_task(loop()) for loop in self.leading]
@@ -227,7 +226,13 @@ def assemble(
     offering: Callable[[], Awaitable[None]] | None = None,
 ) -> Coordinator:
     ledger, settings = Ledger(bus), live.settings
-    recorder = Recorder(bus, folder, settings.coordinator.sample_every_steps)
+    lease = Lease(bus, replica)
+    recorder = Recorder(
+        bus,
+        folder,
+        settings.coordinator.sample_every_steps,
+        lambda: not ledger.term or (ledger.term == lease.term and lease.leading),
+    )
 
     def look() -> None:
         monitor.forget()
@@ -301,7 +306,7 @@ def assemble(
     )
     promotion = Promotion(bus, ledger, FAN_OUT, promoted)
     live.listen(lambda settings: look())
-    lease, devices = Lease(bus, replica), DeviceGrants(bus, ledger, settings, monitor.beats)
+    devices = DeviceGrants(bus, ledger, settings, monitor.beats)
     gpu_hours = GpuHours(bus, ledger, live, monitor.beats, settings.internal.deadline_s, look)
     own = settings.internal
     release = Release(bus, ledger, own.release, monitor.beats, settings.run.steps, pod_template=own.pod_template)

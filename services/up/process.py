@@ -16,6 +16,7 @@ import dataclasses
 import os
 import re
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,12 +27,13 @@ from typing import BinaryIO
 from services.up import process_tree
 from services.up.plan import ProcessPlan
 from shared.backoff import Backoff
-from shared.process.children import kill_group
+from shared.process.children import kill_group, reap
 from shared.text.redaction import redacted
 
 WRONG_SETTINGS = 2
 _LAST_LINES = 15
 _LONGEST_LINE = 300
+_LOG_BYTES = 32 << 20
 _SENT = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals of others: the kernel out of memory, an operator."""
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
@@ -134,6 +136,21 @@ class Child:
     def stop(self) -> None:
         self._asked.set()
 
+    def rotate_log(self, most_bytes: int = _LOG_BYTES) -> None:
+        """Move the content of a log above ``most_bytes`` to ``<name>.log.1``, in place of what is there.
+
+        The process holds the log open and continues to append to it.
+        """
+        before = self.log.with_name(f"{self.log.name}.1")
+        try:
+            if self.log.stat().st_size > most_bytes:
+                with self.log.open("r+b") as log, before.open("wb") as moved:
+                    shutil.copyfileobj(log, moved)
+                    log.truncate(0)
+                self._log_start = 0
+        except OSError:  # a full disk, or no log
+            return
+
     def kill(self) -> None:
         self._asked.set()
         self._hurry.set()
@@ -156,6 +173,7 @@ class Child:
             code = await self._until_gone(process)
         finally:
             kill_group(process.pid)  # its remaining children
+            await reap(process)  # also when cancelled: else asyncio reports a child that it does not know
         self.pid = None
         self._around.changed()
         return code

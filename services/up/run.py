@@ -198,6 +198,8 @@ def _heed(
 async def _show(supervisor: Supervisor, watch: Watch, screen: Screen) -> None:
     while True:
         screen.show(watch.seen.run, _rows(supervisor.children, watch.seen))
+        if not supervisor.is_ending:
+            watch.look_for_silence()
         await asyncio.sleep(_SHOW_EVERY_S)
 
 

@@ -30,6 +30,11 @@ _BUS_START_S = 30.0
 _BUS_ANSWER_S = 5.0
 _WORTH_TELLING_S = 3.0
 _LOOK_EVERY_S = 0.5
+_ROTATE_EVERY_S = 10.0
+SILENT_S = 5.0
+"""Time without an answer of a process without heartbeats after which that is reported."""
+_HTTP = b"GET /healthz HTTP/1.0\r\n\r\n"
+_QUESTIONS = {VALKEY: b"PING\r\n", EXECUTOR: _HTTP, PROMETHEUS: _HTTP}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +93,10 @@ class Supervisor:
                 child.mark_ready()
 
     @property
+    def is_ending(self) -> bool:
+        return self._ended.is_set()
+
+    @property
     def was_ready(self) -> bool:
         return all(child.was_ready for child in self.children)
 
@@ -100,6 +109,7 @@ class Supervisor:
             around = [
                 tasks.create_task(self._end_orphans()),
                 tasks.create_task(self._look_for_silent()),
+                tasks.create_task(self._rotate_logs()),
                 tasks.create_task(self._table.run()),
             ]
             await self._ended.wait()
@@ -180,14 +190,32 @@ class Supervisor:
         return await self._step()
 
     async def _look_for_silent(self) -> None:
-        """Detect readiness of the executor and Prometheus by their sockets: they have no heartbeat."""
+        """Ask processes without heartbeats whether they are ready, and whether they still answer."""
+        asked = [child for child in self.children if child.plan.service in _QUESTIONS]
+        async with asyncio.TaskGroup() as tasks:
+            for child in asked:
+                tasks.create_task(self._ask_forever(child))
+
+    async def _ask_forever(self, child: Child) -> None:
+        is_silent = False
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if child.state not in (ChildState.STARTING, ChildState.READY):
+                continue
+            pid, answers = child.pid, await _answers(child.plan)
+            if answers and child.plan.service != VALKEY:  # which the start of a run waits for
+                child.mark_ready()
+            if answers != is_silent or child.state is not ChildState.READY or child.pid != pid:
+                continue
+            is_silent = not answers
+            why = f"has not answered for {SILENT_S:.0f} s: it is frozen, or short of processor time"
+            self._tell(f"{child.plan.name} {'answers again' if answers else why}")
+
+    async def _rotate_logs(self) -> None:
         while True:
             for child in self.children:
-                if child.plan.service in (EXECUTOR, PROMETHEUS) and child.state is ChildState.STARTING:
-                    with contextlib.suppress(OSError):
-                        await _connect(child.plan)
-                        child.mark_ready()
-            await asyncio.sleep(_LOOK_EVERY_S)
+                child.rotate_log()
+            await asyncio.sleep(_ROTATE_EVERY_S)
 
     async def _end_orphans(self) -> None:
         """End orphans, such as a killed trainer's ranks."""
@@ -209,13 +237,19 @@ class Supervisor:
         self._table.write(json.dumps(table, indent=2) + "\n")
 
 
-async def _connect(plan: ProcessPlan) -> None:
-    if plan.socket is not None:
-        _, writer = await asyncio.open_unix_connection(plan.socket)
-    else:
-        assert plan.address is not None
-        _, writer = await asyncio.open_connection(*plan.address)
-    writer.close()
+async def _answers(plan: ProcessPlan) -> bool:
+    """Whether a process without heartbeats listens, and answers within ``SILENT_S``, whatever it says."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(SILENT_S), contextlib.AsyncExitStack() as closing:
+            if plan.socket is not None:
+                reader, writer = await asyncio.open_unix_connection(plan.socket)
+                closing.callback(writer.close)
+            if plan.address is not None:
+                reader, writer = await asyncio.open_connection(*plan.address)
+                closing.callback(writer.close)
+            writer.write(_QUESTIONS[plan.service])
+            return bool(await reader.read(1))
+    return False
 
 
 def _row(child: Child) -> dict[str, str | int | float | None]:

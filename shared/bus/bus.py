@@ -101,6 +101,7 @@ class Bus(Commands):
         super().__init__(client, run_id, wait_s=wait_s)
         self.audit_entries = audit_entries
         self.server = ""
+        self._url = ""
 
     @classmethod
     async def connect(
@@ -113,6 +114,7 @@ class Bus(Commands):
             BusUnavailable: no answer within ``wait_s``.
         """
         bus = cls(connection.open_client(url), run_id, wait_s=wait_s, audit_entries=audit_entries)
+        bus._url = url
         try:
             bus.server = await bus.call(lambda: connection.check_server(bus._client))
             await bus.make_groups()
@@ -126,6 +128,10 @@ class Bus(Commands):
 
     def of_run(self, run_id: str) -> "Bus":
         return Bus(self._client, run_id, wait_s=self._wait_s, audit_entries=self.audit_entries)
+
+    def again(self) -> "Bus":
+        """Return it over connections of its own, for another event loop."""
+        return Bus(connection.open_client(self._url), self.run_id, wait_s=self._wait_s)
 
     async def make_groups(self) -> None:
         """Create missing consumer groups, at their streams' beginning."""

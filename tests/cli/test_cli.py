@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from penstock.__main__ import command_line
 from services.cli import settings_help
 from services.cli.__main__ import main
 from services.client.coordinator import find
@@ -561,3 +562,18 @@ def test_a_run_folder_that_cannot_be_written_is_a_sentence(run: Path) -> None:
     shown = penstock("up", "run.toml", folder=run)
     assert shown.returncode == 2
     assert "change run.folder" in shown.stderr
+
+
+def test_an_interrupt_while_the_command_is_imported_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "services.cli.__main__":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "services.cli.__main__")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        command_line()
+    assert ended.value.code == 130

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -22,10 +23,10 @@ TTL_S = 0.6
 class LongLease(Lease):
     """Looks as often as one of TTL_S, and is held for longer, so that a busy machine does not lose it."""
 
-    async def _claim(self) -> None:
+    async def _claim(self, bus: Bus) -> None:
         self._ttl_s = PATIENCE_S
         try:
-            await super()._claim()
+            await super()._claim(bus)
         finally:
             self._ttl_s = TTL_S
 
@@ -34,7 +35,7 @@ class Leader:
     """Notes its terms, and leads until stopped."""
 
     def __init__(self, bus: Bus, name: str) -> None:
-        self.lease = LongLease(bus, name, TTL_S)
+        self.lease: Lease = LongLease(bus, name, TTL_S)
         self.terms: list[int] = []
 
     async def lead(self, term: int) -> None:
@@ -66,7 +67,7 @@ async def test_one_leads_and_the_other_knows_whom_until_it_leaves(bus: Bus) -> N
 
 async def test_a_leader_that_dies_is_followed_when_its_lease_has_run_out(bus: Bus) -> None:
     dead, next_one = Lease(bus, "a", TTL_S), Leader(bus, "b")
-    await dead._claim()
+    await dead._claim(bus)
     assert dead.term == 1
     async with next_one.running():
         await until(lambda: next_one.terms == [2])
@@ -75,8 +76,8 @@ async def test_a_leader_that_dies_is_followed_when_its_lease_has_run_out(bus: Bu
 
 async def test_a_process_started_again_under_its_name_leads_at_once_under_the_next_term(bus: Bus) -> None:
     before, after = Lease(bus, "a", TTL_S), Lease(bus, "a", TTL_S)
-    await before._claim()
-    await after._claim()
+    await before._claim(bus)
+    await after._claim(bus)
     assert (before.term, after.term) == (1, 2)
 
 
@@ -86,10 +87,10 @@ async def test_a_leader_of_an_older_term_neither_admits_nor_promotes(bus: Bus) -
     trainer = await Trainer(bus).start()
     await ledger.transition(RunState.RUNNING, "test", [RunState.CREATED])
     frozen, next_one = Lease(bus, "a", TTL_S), LongLease(bus, "b", TTL_S)
-    await frozen._claim()
+    await frozen._claim(bus)
     old, new = Ledger(bus), Ledger(bus)
     old.term = frozen.term
-    await until(lambda: _follows(next_one))
+    await until(lambda: _follows(next_one, bus))
     new.term = next_one.term
     published = await bus.read(streams.PUBLISHED, PolicyRecord, "coordinator", 1, 1.0)
     prompts = [builders.prompt(group_id) for group_id in range(2)]
@@ -104,9 +105,37 @@ async def test_a_leader_of_an_older_term_neither_admits_nor_promotes(bus: Bus) -
     assert trainer.epoch == 1
 
 
-async def _follows(lease: Lease) -> bool:
-    await lease._claim()
+async def _follows(lease: Lease, bus: Bus) -> bool:
+    await lease._claim(bus)
     return lease.leading
+
+
+async def test_a_leader_whose_event_loop_is_held_up_for_a_moment_renews_its_lease(bus: Bus) -> None:
+    leader = Leader(bus, "a")
+    async with leader.running():
+        await until(lambda: leader.terms == [1])
+        until_s = leader.lease._until_s
+        _hold_up_until(lambda: leader.lease._until_s > until_s)
+        assert leader.lease.leading
+    assert leader.terms == [1]
+
+
+async def test_a_leader_whose_event_loop_is_held_up_for_long_loses_its_lease_to_another(bus: Bus) -> None:
+    held_up, next_one = Leader(bus, "a"), Leader(bus, "b")
+    held_up.lease = Lease(bus, "a", TTL_S, held_up_s=2 * TTL_S)
+    async with held_up.running():
+        await until(lambda: held_up.terms == [1])
+        _hold_up_until(lambda: not held_up.lease.leading)
+        async with next_one.running():
+            await until(lambda: next_one.terms != [])
+
+
+def _hold_up_until(holds: Callable[[], bool]) -> None:
+    """Keep this event loop from running, as a long computation does."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not holds() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert holds()
 
 
 async def test_what_fails_while_leading_ends_the_claim(bus: Bus) -> None:
@@ -117,7 +146,7 @@ async def test_what_fails_while_leading_ends_the_claim(bus: Bus) -> None:
     with pytest.raises(RuntimeError, match="a bug"):
         await lease.run(fail)
     other = LongLease(bus, "b", TTL_S)
-    await other._claim()
+    await other._claim(bus)
     assert other.leading, "it left the lease at once"
 
 

@@ -3,18 +3,25 @@
 import dataclasses
 import io
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from services.client.views import Notice, RunView
 from services.coordinator.evaluation.results import Evaluation
-from services.coordinator.run.notices import compose, notice
+from services.coordinator.run.monitor import Monitor, is_replaced
+from services.coordinator.run.notices import compose, notice, silent
 from services.coordinator.schemas.run import GuardView
 from services.up.display import view
 from services.up.display.screen import PlainDisplay
+from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import RunState, RunStatus, read_status
-from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
+from shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, PartFailure, beat_once, note_left
+from shared.bus.stores.replicas.live_settings import Live
+from shared.process.telemetry import Status
+from tests.support.coordinator_players import settings
+from tests.support.raw_redis import raw
 
 REASON = "guard unscored: none of the last 16 groups could be scored; the newest: scorer 'mine' unavailable: KeyError: 'limit' (mine.py:4)"
 
@@ -116,3 +123,27 @@ def test_plain_lines_say_a_notice_whole_at_once_and_not_again_while_only_its_fig
         "warning: scorer 'mine' failed 1 times",
         f"error: paused: {REASON}",
     ]
+
+
+def test_a_replica_is_silent_until_another_of_its_service_has_started_after_it() -> None:
+    told = [entry.text for entry in silent({"rollout-0": 7.4}, status(RunState.RUNNING))]
+    assert told == ["rollout-0 has sent no heartbeat for 7 s: it is frozen, has died, or does not reach the bus"]
+    assert silent({"rollout-0": 7.4}, status(RunState.FINISHED)) == []
+    dead = dataclasses.replace(beat("reward-a"), seen_at_s=100.0)
+    older, newer = (dataclasses.replace(beat("reward-b"), started_at_s=at_s) for at_s in (99.0, 101.0))
+    other = dataclasses.replace(beat("rollout-0"), service="rollout", started_at_s=101.0)
+    assert [is_replaced(dead, [each]) for each in (older, newer, other)] == [False, True, False]
+
+
+async def test_replicas_that_left_in_order_are_not_silent_and_those_that_ceased_are(bus: Bus, tmp_path: Path) -> None:
+    monitor = Monitor(bus, Live(bus, settings(tmp_path)), Status())
+    for name in ("reward-0", "reward-1", "reward-2"):
+        await beat_once(bus, beat(name), 60.0)
+    await monitor.read_beats()
+    await note_left(bus, "reward-1")
+    await raw(bus).delete(bus.keys.of(SERVICE.of("reward-2")))  # it has expired
+    await monitor.read_beats()
+    assert list(monitor._silent_s()) == ["reward-2"]
+    await beat_once(bus, beat("reward-2"), 60.0)
+    await monitor.read_beats()
+    assert monitor._silent_s() == {}

@@ -17,9 +17,9 @@ import pytest
 from services.cli.__main__ import main
 from services.up import run_folder
 from services.up.display.view import duration, spark
-from services.up.plan import services
+from services.up.plan import ProcessPlan, services
 from services.up.prepare import prepare
-from services.up.process import Restarts, how
+from services.up.process import Child, Restarts, Surroundings, how
 from shared.errors import SettingsError
 from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
@@ -312,6 +312,37 @@ def _runs(process: psutil.Process, script: str) -> bool:
         return any(word.endswith(script) for word in process.cmdline())
     except psutil.Error:
         return False  # it has just ended
+
+
+async def test_a_process_that_is_no_longer_watched_is_ended_and_its_log_moves_while_it_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def unasked(*_: object) -> None:
+        return None
+
+    around = Surroundings(
+        tmp_path, Restarts(), asyncio.Lock(), lambda: None, print, print, unasked, unasked, lambda _: []  # type: ignore[arg-type]
+    )  # fmt: skip
+    writing = "import time\nfor n in range(10**6): print(n, flush=True); time.sleep(0.001)"
+    child = Child(ProcessPlan("x-0", "x", (sys.executable, "-c", writing), dict(os.environ)), around)
+    life = asyncio.create_task(child.run())
+    moved = tmp_path / "x-0.log.1"
+
+    def has_moved() -> bool:
+        child.rotate_log(most_bytes=500)
+        return moved.exists()
+
+    await until(has_moved)
+    written = moved.read_text().splitlines()
+    await until(lambda: child.log.stat().st_size > 0)
+    assert written[:3] == ["0", "1", "2"]
+    assert int(child.log.read_text().splitlines()[1]) >= len(written), "the process appends to the emptied log"
+    pid = child.pid
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)
+    assert pid is not None
+    assert not psutil.pid_exists(pid)
+    assert "nknown child" not in caplog.text
 
 
 async def test_waits_double_up_to_a_cap() -> None:

@@ -1,10 +1,20 @@
-"""Append-only JSON Lines files; opening one cuts off a torn last line."""
+"""Append-only JSON Lines files; opening one cuts off a torn last line.
 
+Several coordinators may write a folder's files, one of which may wake after any time with lines that the other has
+written. So a file is opened and appended to under :func:`exclusive`, and only as it was left by the same object. Readers
+drop lines that a file has twice, as files of older versions may.
+"""
+
+import contextlib
+import errno
+import fcntl
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +24,36 @@ _BLOCK_BYTES = 1 << 16
 Entry = tuple[int, int]
 """A stream's entry: milliseconds and number."""
 _ENTRY = re.compile(rb'[{ ]"entry": "([0-9]+)-([0-9]+)"')
+_NEWEST_LINES = 1000
+"""Among which the newest entry is: a coordinator that wakes late has at most one batch in hand."""
+_LOCK_FILE = "records.lock"
+_LOCK_TRIES, _TRY_S = 40, 0.005
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Overtaken(OSError):
+    """Another coordinator has written, or leads."""
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold a folder's records. Raises OSError: another process holds them."""
+    file = folder / _LOCK_FILE
+    with file.open("ab") as lock:
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt + 1 == _LOCK_TRIES:
+                    why = "another coordinator holds it: if that one is frozen, end it"
+                    raise OSError(errno.EBUSY, why, str(file)) from None
+                time.sleep(_TRY_S)
+            except OSError as error:  # a file system without locks: one that has frozen may repeat lines
+                if error.errno not in _NO_LOCKS:
+                    raise
+                break
+        yield
 
 
 class Lines:
@@ -22,38 +62,65 @@ class Lines:
     >>> lines = Lines(Path("metrics.jsonl"))          # doctest: +SKIP
     >>> lines.last                                    # doctest: +SKIP
     {'entry': '17-0', 'step': 3}
+
+    Both need :func:`exclusive` where others may write it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.last = _mend(path)
+        self._left = state_of(path)
 
     def append(self, lines: Sequence[dict[str, Json]]) -> None:
-        """Raises OSError: the file is unchanged."""
+        """Raises OSError: the file is unchanged; Overtaken: another has changed it, so open it again."""
         if not lines:
             return
+        if state_of(self._path) != self._left:
+            raise Overtaken(errno.ESTALE, "another process has changed it", str(self._path))
         text = "".join(f"{json.dumps(finite(line), ensure_ascii=False)}\n" for line in lines)
         with self._path.open("ab", buffering=0) as file:
-            end = file.tell()
+            end = file.seek(0, os.SEEK_END)
             try:
                 _write_all(file, text.encode("utf-8", "replace"))
             except OSError:
                 file.truncate(end)
                 raise
-        self.last = lines[-1]
+        self.last, self._left = lines[-1], state_of(self._path)
 
     def read(self) -> Iterator[dict[str, Json]]:
-        """Yield every line, oldest first."""
         return read(self._path)
 
 
 def read(path: Path) -> Iterator[dict[str, Json]]:
+    """Yield a file's complete lines, oldest first, each once."""
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            if (record := _parse(line)) is not None:
-                yield record
+        yield from _once(record for line in file if (record := _parse(line)) is not None)
+
+
+def _once(lines: Iterable[dict[str, Json]]) -> Iterator[dict[str, Json]]:
+    """Drop a line whose entry is not above all before it, and, of lines without one, a version's set that was there."""
+    newest, evaluated = (0, 0), set[tuple[Json, Json]]()
+    for line in lines:
+        place, evaluation = _place(line), (line.get("version"), line.get("set"))
+        if place > (0, 0):
+            if place <= newest:
+                continue
+            newest = place
+        elif isinstance(evaluation[0], int) and isinstance(evaluation[1], str):
+            if evaluation in evaluated:
+                continue
+            evaluated.add(evaluation)
+        yield line
+
+
+def _place(line: dict[str, Json]) -> Entry:
+    """Return a line's entry, (0, 0) without one."""
+    entry = line.get("entry")
+    if not isinstance(entry, str) or (parts := re.fullmatch("([0-9]{1,19})-([0-9]{1,19})", entry)) is None:
+        return (0, 0)
+    return int(parts[1]), int(parts[2])
 
 
 def newest_first(path: Path, before: Entry | None = None) -> Iterator[dict[str, Json]]:
@@ -113,7 +180,7 @@ def _write_all(file: BinaryIO, data: bytes) -> None:
 
 
 def _mend(path: Path) -> dict[str, Json] | None:
-    """Cut off what follows the last whole record; return that."""
+    """Cut off what follows the last whole record; return the newest one."""
     if not path.exists():
         return None
     with path.open("r+b") as file:
@@ -121,11 +188,20 @@ def _mend(path: Path) -> dict[str, Json] | None:
         while end > 0:
             start = _line_start(file, end - 1)
             file.seek(start)
-            if (record := _parse(file.read(end - start))) is not None:
+            if _parse(file.read(end - start)) is not None:
                 break
             end = start
         file.truncate(end)
-    return record if end else None
+    return max(itertools.islice(newest_first(path), _NEWEST_LINES), key=_place, default=None)
+
+
+def state_of(path: Path) -> tuple[int, int] | None:
+    """Return what every change of a file changes; None: nothing is in it."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return (state.st_ino, state.st_size) if state.st_size else None
 
 
 def _parse(line: bytes) -> dict[str, Json] | None:

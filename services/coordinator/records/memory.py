@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.coordinator.records.jsonl import Lines, finite, read
+from services.coordinator.records.jsonl import Lines, finite, read, state_of
 from shared.bus.messages import Json, MemoryReport
 from shared.files.durable import write_whole
 
@@ -33,6 +33,7 @@ class MemoryLines(Lines):
             while len(kept) > 1 and 4 * sum(map(len, kept)) > 3 * self._most_bytes:
                 del kept[: len(kept) // 2]  # of too many processes to become smaller otherwise
             write_whole(self._file, "".join(kept))
+            self._left = state_of(self._file)
 
 
 def memory_line(entry: str, report: MemoryReport) -> dict[str, Json]:

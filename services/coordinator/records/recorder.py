@@ -9,17 +9,20 @@
     memory                    memory.jsonl         one process's memory by phase and component (``records.memory``)
     journal (newest group)    rollouts.jsonl       one trained group, each ``sample_every_steps`` steps
 
-Lines carry their entry's id, where the recorder resumes. While the disk is full it retries.
+Lines carry their entry's id, where the recorder resumes. While the disk is full it retries. Whatever else has written
+the files, each entry becomes one line: a file that has changed is read again before a line is added.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from services.coordinator.evaluation.results import evaluations_of
-from services.coordinator.records.jsonl import Lines
+from services.coordinator.records.jsonl import Lines, Overtaken, exclusive
 from services.coordinator.records.memory import MEMORY_FILE, MemoryLines, memory_line
 from shared.bus import streams
 from shared.bus.bus import Bus
@@ -38,37 +41,45 @@ _WAIT_S = 0.5
 _AGAIN_S = 1.0
 
 
+class _Files:
+    """A run's record files as they are now, and what they have: to be made in :func:`exclusive`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.metrics = Lines(folder / "metrics.jsonl")
+        self.events = Lines(folder / "events.jsonl")
+        self.evaluations = Lines(folder / "evaluations.jsonl")
+        self.rollouts = Lines(folder / "rollouts.jsonl")
+        self.memory = MemoryLines(folder / MEMORY_FILE)
+        self.after = {
+            streams.STEPS: _entry(self.metrics),
+            streams.EVENTS: _entry(self.events),
+            streams.MEMORY: _entry(self.memory),
+        }
+        self.evaluated = {line.get("version") for line in self.evaluations.read()}
+        self.step = _number(self.metrics.last, "step")
+        self.sampled_step = min(_number(self.rollouts.last, "step"), self.step)
+
+
 class Recorder:
-    def __init__(self, bus: Bus, folder: Path, sample_every_steps: int) -> None:
+    """``leading``: whether the coordinator may write."""
+
+    def __init__(
+        self, bus: Bus, folder: Path, sample_every_steps: int, leading: Callable[[], bool] = lambda: True
+    ) -> None:
         self._bus = bus
         self._every = sample_every_steps
         self._folder = folder
+        self._leading = leading
         self._busy = asyncio.Lock()
         self.trouble = ""
         """Why records cannot be written."""
-        self.reopen()
-
-    def reopen(self) -> None:
-        """Reread the last lines: another coordinator may have written."""
-        folder = self._folder
-        self._metrics = Lines(folder / "metrics.jsonl")
-        self._events = Lines(folder / "events.jsonl")
-        self._evaluations = Lines(folder / "evaluations.jsonl")
-        self._rollouts = Lines(folder / "rollouts.jsonl")
-        self._memory = MemoryLines(folder / MEMORY_FILE)
-        self._after = {
-            streams.STEPS: _entry(self._metrics),
-            streams.EVENTS: _entry(self._events),
-            streams.MEMORY: _entry(self._memory),
-        }
-        self._evaluated = {line.get("version") for line in self._evaluations.read()}
-        self._sampled_step = _number(self._rollouts.last, "step")
-        self._step = _number(self._metrics.last, "step")
+        self._files: _Files | None = None
 
     async def run(self) -> None:
         while True:
             await self.catch_up()
-            await wait_for_any(self._bus, self._after, _WAIT_S)
+            if self._files is not None:
+                await wait_for_any(self._bus, self._files.after, _WAIT_S)
 
     async def catch_up(self) -> None:
         async with self._busy:
@@ -79,6 +90,9 @@ class Recorder:
         while True:
             try:
                 await write()
+            except Overtaken:
+                self._files = None
+                await asyncio.sleep(0.0 if self._leading() else _AGAIN_S)  # until the lease finds out
             except OSError as error:
                 file = Path(error.filename) if isinstance(error.filename, str) else self._folder / "records"
                 if not self.trouble:
@@ -89,47 +103,65 @@ class Recorder:
                 self.trouble = ""
                 return
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the folder's records while leading. Raises OSError: another holds them; Overtaken: another leads."""
+        with exclusive(self._folder):
+            if not self._leading():
+                raise Overtaken(errno.ESTALE, "another coordinator leads", str(self._folder))
+            yield
+
+    def _open(self) -> _Files:
+        with self.writing():
+            return _Files(self._folder)
+
     async def _catch_up(self) -> None:
-        while await self._record_steps() + await self._record_events() + await self._record_memory():
+        if self._files is None:
+            self._files = await asyncio.to_thread(self._open)  # files may be long
+        files = self._files
+        while await self._record_steps(files) + await self._record_events(files) + await self._record_memory(files):
             pass
-        await self._record_evaluations()
-        await self._sample()
+        await self._record_evaluations(files)
+        await self._sample(files)
 
-    async def _record_steps(self) -> int:
-        entries = await following(self._bus, streams.STEPS, self._after[streams.STEPS], _BATCH)
+    async def _record_steps(self, files: _Files) -> int:
+        entries = await following(self._bus, streams.STEPS, files.after[streams.STEPS], _BATCH)
         reports = list(_decoded(entries, StepReport))
-        self._metrics.append([step_line(entry, report) for entry, report in reports])
-        self._pass(streams.STEPS, entries)
+        self._append(files.metrics, [step_line(entry, report) for entry, report in reports])
+        _pass(files, streams.STEPS, entries)
         if reports:
-            self._step = reports[-1][1].step
-            self._sampled_step = min(self._sampled_step, self._step)
+            files.step = reports[-1][1].step
+            files.sampled_step = min(files.sampled_step, files.step)
         return len(entries)
 
-    async def _record_events(self) -> int:
-        entries = await following(self._bus, streams.EVENTS, self._after[streams.EVENTS], _BATCH)
+    async def _record_events(self, files: _Files) -> int:
+        entries = await following(self._bus, streams.EVENTS, files.after[streams.EVENTS], _BATCH)
         events = _decoded(entries, Event)
-        self._events.append([{"entry": entry, **dataclasses.asdict(event)} for entry, event in events])
-        self._pass(streams.EVENTS, entries)
+        self._append(files.events, [{"entry": entry, **dataclasses.asdict(event)} for entry, event in events])
+        _pass(files, streams.EVENTS, entries)
         return len(entries)
 
-    async def _record_memory(self) -> int:
-        entries = await following(self._bus, streams.MEMORY, self._after[streams.MEMORY], _BATCH)
-        self._memory.append([memory_line(entry, report) for entry, report in _decoded(entries, MemoryReport)])
-        self._pass(streams.MEMORY, entries)
+    async def _record_memory(self, files: _Files) -> int:
+        entries = await following(self._bus, streams.MEMORY, files.after[streams.MEMORY], _BATCH)
+        self._append(files.memory, [memory_line(entry, report) for entry, report in _decoded(entries, MemoryReport)])
+        _pass(files, streams.MEMORY, entries)
         return len(entries)
 
-    def _pass(self, stream: Stream, entries: list[Row]) -> None:
-        if entries:
-            self._after[stream] = entries[-1][0]
+    def _append(self, file: Lines, lines: list[dict[str, Json]]) -> None:
+        if lines:
+            with self.writing():
+                file.append(lines)
 
-    async def _record_evaluations(self) -> None:
-        new = sorted(await evaluated(self._bus) - self._evaluated)
+    async def _record_evaluations(self, files: _Files) -> None:
+        if not (new := sorted(await evaluated(self._bus) - files.evaluated)):
+            return
         results = await evaluations_of(self._bus, new)
-        self._evaluations.append([dataclasses.asdict(evaluation) for version in new for evaluation in results[version]])
-        self._evaluated.update(new)
+        lines = [dataclasses.asdict(evaluation) for version in new for evaluation in results[version]]
+        self._append(files.evaluations, lines)
+        files.evaluated.update(new)
 
-    async def _sample(self) -> None:
-        if self._step // self._every <= self._sampled_step // self._every:
+    async def _sample(self, files: _Files) -> None:
+        if files.step // self._every <= files.sampled_step // self._every:
             return
         newest = await page(self._bus, streams.JOURNAL, None, 1)
         for entry, experience in _decoded(
@@ -137,8 +169,14 @@ class Recorder:
         ):  # empty just after a checkpoint; retried at the next step
             fields = newest[0][1]
             step, version = int(fields[b"step"]), fields.get(b"version")
-            self._rollouts.append([rollout_line(entry, step, experience, None if version is None else int(version))])
-            self._sampled_step = max(step, self._step)
+            line = rollout_line(entry, step, experience, None if version is None else int(version))
+            self._append(files.rollouts, [] if entry == _entry(files.rollouts) else [line])
+            files.sampled_step = max(step, files.step)
+
+
+def _pass(files: _Files, stream: Stream, entries: list[Row]) -> None:
+    if entries:
+        files.after[stream] = entries[-1][0]
 
 
 def step_line(entry: str, report: StepReport) -> dict[str, Json]:

@@ -8,7 +8,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import tomli_w
@@ -52,12 +53,15 @@ _DOCUMENT = """<!doctype html>
 """
 
 
-def write_report(run_folder: Path) -> Path:
+def write_report(run_folder: Path, writing: Callable[[], AbstractContextManager[None]] = nullcontext) -> Path:
+    """Write report.html, in a context that ``writing`` returns."""
     path = run_folder / "report.html"
     style, script = (_PAGE / "look.css").read_text(encoding="utf-8"), _script()
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; form-action 'none'"
     data = json.dumps(finite(records(run_folder))).replace("<", "\\u003c")
-    write_whole(path, _DOCUMENT.format(policy=policy, style=style, script=script, data=data))
+    document = _DOCUMENT.format(policy=policy, style=style, script=script, data=data)
+    with writing():
+        write_whole(path, document)
     return path
 
 

@@ -126,7 +126,7 @@ class Lifecycle:
             await self._create()
             return True
         if _notable(self._seen) != _notable(status) or time.monotonic() > self._note_again_s:
-            await asyncio.to_thread(note_state, self._folder, status)
+            await asyncio.to_thread(self._note_state, status)
             self._note_again_s = time.monotonic() + _NOTE_EVERY_S
         self._seen = status
         if status.state is RunState.FINISHED and status.step < self._settings.run.steps and status.head is not None:
@@ -144,6 +144,10 @@ class Lifecycle:
         if status.state is RunState.RUNNING and status.step >= self._settings.run.steps:
             return status.head == status.newest_version and await self._end(RunState.FINISHED)
         return False
+
+    def _note_state(self, status: RunStatus) -> None:
+        with contextlib.suppress(OSError), self._recorder.writing():  # else the state before stays
+            note_state(self._folder, status)
 
     async def _create(self) -> None:
         """Create a new run, or one that the server has lost, as it was: paused, stopped, with what it had been offered."""
@@ -266,8 +270,9 @@ class Lifecycle:
         result = await asyncio.to_thread(
             summary.summarize, self._settings, status, counts, evaluated, lines, server, functions, changed
         )
-        summary.write(result, self._folder)
-        await asyncio.to_thread(write_report, self._folder)
+        with self._recorder.writing():
+            summary.write(result, self._folder)
+        await asyncio.to_thread(write_report, self._folder, self._recorder.writing)
 
     async def _wait_for_trainer(self, state: RunState) -> None:
         """Wait for the trainer's heartbeat after the last commit: up to ``bus.drain_s``, or as long as it writes the policy."""
@@ -291,7 +296,7 @@ async def create(ledger: Ledger, folder: Path, seen: RunStatus | None = None) ->
 
 
 def note_state(folder: Path, status: RunStatus) -> None:
-    """Record the run's state in its folder, for a coordinator that starts on an empty bus."""
+    """Record the run's state in its folder, for a coordinator that starts on an empty bus. May raise OSError."""
     if status.reason.startswith(CANNOT_CONTINUE):
         return  # its trainer finds out again
     noted = {
@@ -305,8 +310,7 @@ def note_state(folder: Path, status: RunStatus) -> None:
         **({} if status.last_commit_s is None else {"last_commit_s": status.last_commit_s}),
         **({"closed_at_s": status.changed_at_s} if status.closed else {}),
     }
-    with contextlib.suppress(OSError):  # a full disk: the state before stays
-        write_whole(folder / _STATE_FILE, json.dumps(noted))
+    write_whole(folder / _STATE_FILE, json.dumps(noted))
 
 
 def _notable(status: RunStatus | None) -> tuple[RunState, str, bool] | None:

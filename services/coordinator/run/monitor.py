@@ -17,7 +17,7 @@ from prometheus_client import Gauge
 from services.coordinator.evaluation.results import Evaluation, Evaluations
 from services.coordinator.records.summary import training_seconds
 from services.coordinator.run.guards import read_guards
-from services.coordinator.run.notices import changed_code, compose, dead_letters, too_long
+from services.coordinator.run.notices import changed_code, compose, dead_letters, silent, too_long
 from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
 from shared.advice import advice
 from shared.bus import streams
@@ -26,7 +26,7 @@ from shared.bus.encoding import wire
 from shared.bus.messages import PolicyVersion, StepReport
 from shared.bus.stores.experience.dead_letters import newest_reason
 from shared.bus.stores.policy.ledger import RunState, RunStatus
-from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
+from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats, left
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.stores.run.functions import Change, changes
 from shared.bus.stores.run.overview import overview
@@ -93,6 +93,8 @@ class Monitor:
         self._telling = telling
         self._standing = standing
         self._beats: Sequence[Heartbeat] = ()
+        self._newest: dict[str, tuple[Heartbeat, float]] = {}
+        """Each replica's newest heartbeat, with when it was seen (monotonic)."""
         self._history: deque[StepReport] = deque(maxlen=_HISTORY_STEPS)
         self._newest_report = ""
         self._dead, self._dead_reason = 0, ""
@@ -199,6 +201,7 @@ class Monitor:
                 look.evaluations,
                 self._beats,
                 [
+                    *silent(self._silent_s(), status),
                     *changed_code(look.changes),
                     *dead_letters(look.dead, self._dead_reason, status),
                     *too_long(self._history, look.counts.get("dropped:too_long", 0)),
@@ -235,6 +238,11 @@ class Monitor:
             settings_revision=self._live.revision,
         )
 
+    def _silent_s(self) -> dict[str, float]:
+        """Return the seconds since the newest heartbeat of each replica that sends none."""
+        beating = {beat.replica for beat in self._beats}
+        return {name: time.monotonic() - at_s for name, (_, at_s) in self._newest.items() if name not in beating}
+
     def _set_gauges(self, view: RunView) -> None:
         for name, depth in view.streams.items():
             STREAM_ENTRIES.labels(name).set(depth.entries)
@@ -253,10 +261,20 @@ class Monitor:
 
     async def read_beats(self) -> None:
         beats = self._beats = await heartbeats(self._bus)
+        self._newest |= {beat.replica: (beat, time.monotonic()) for beat in beats}
+        gone = await left(self._bus, sorted(self._newest.keys() - {beat.replica for beat in beats}))
+        self._newest = {
+            name: seen for name, seen in self._newest.items() if name not in gone and not is_replaced(seen[0], beats)
+        }
         REPLICAS_VERSION.clear()
         for beat in beats:
             if beat.version is not None:
                 REPLICAS_VERSION.labels(beat.replica).set(beat.version)
+
+
+def is_replaced(beat: Heartbeat, beats: Sequence[Heartbeat]) -> bool:
+    """Whether another replica of its service has started after its last heartbeat, as a pod in place of a dead one."""
+    return any(other.service == beat.service and other.started_at_s > beat.seen_at_s for other in beats)
 
 
 def _set_evaluations(views: Sequence[EvaluationView]) -> None:
@@ -311,5 +329,4 @@ def _history(reports: Sequence[StepReport]) -> History:
 
 
 def evaluation_view(evaluation: Evaluation) -> EvaluationView:
-    fields = dataclasses.asdict(evaluation)
-    return EvaluationView.model_validate({name: fields[name] for name in EvaluationView.model_fields})
+    return EvaluationView.model_validate(evaluation, from_attributes=True)

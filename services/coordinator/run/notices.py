@@ -1,13 +1,13 @@
 """Notices: sentences that every observer of a run should read. Pure functions."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from services.coordinator.evaluation.results import Evaluation
 from services.coordinator.schemas.run import GuardView, NoticeView
 from shared.bus.messages import StepReport
-from shared.bus.stores.policy.ledger import RunState, RunStatus
+from shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
 from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
 from shared.bus.stores.run.functions import Change
 
@@ -29,6 +29,20 @@ def compose(
 ) -> list[NoticeView]:
     notices = [*_state(status), *_guards(guards, status), *_failures(beats), *_unanswered(evaluations), *standing]
     return sorted(notices, key=lambda entry: _ORDER[entry.level])
+
+
+def silent(silent_s: Mapping[str, float], status: RunStatus) -> list[NoticeView]:
+    """Return a notice of each process whose heartbeats have ceased, by the seconds since its last one."""
+    if status.state in ENDED:
+        return []
+    return [
+        notice(
+            f"{replica} is silent",
+            "error",
+            f"{replica} has sent no heartbeat for {seconds:.0f} s: it is frozen, has died, or does not reach the bus",
+        )
+        for replica, seconds in silent_s.items()
+    ]
 
 
 def changed_code(changes: Sequence[Change]) -> list[NoticeView]:

@@ -63,6 +63,11 @@ class CheckpointStore:
         self._damaged: set[str] = set()
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the storage last took or sent anything, while it is asked for something; else 0."""
+        return self._objects.silent_s()
+
+    @property
     def unreadable(self) -> dict[str, str]:
         """Reasons for refused manifests so far, by checkpoint name."""
         with self._changing:

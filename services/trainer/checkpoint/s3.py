@@ -7,7 +7,8 @@ Names are relative to ``<trainer.store.uri>/<run id>/``; writes are atomic. For 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,18 @@ class ObjectStore:
         self.uri = f"s3://{bucket}/{self._prefix}"
         """Prefix of all names, with a final slash."""
         self._client, self._transfer = _open(settings)
+        self._asked = 0
+        self._counting = threading.Lock()
+        self._heard_s = 0.0
+        for event in ("before-send.s3", "response-received.s3"):
+            self._client.meta.events.register(event, self._hear)
+
+    def silent_s(self) -> float:
+        """Return the seconds since it last took or sent anything, while it is asked for something; else 0. For any thread."""
+        return time.monotonic() - self._heard_s if self._asked else 0.0
+
+    def _hear(self, *_: object, **__: object) -> None:
+        self._heard_s = time.monotonic()
 
     def list(self, folder: str) -> dict[str, Object]:
         objects = {}
@@ -69,11 +82,13 @@ class ObjectStore:
 
     def upload(self, path: Path, name: str) -> None:
         with self._asking(f"upload {path}"):
-            self._client.upload_file(str(path), self._bucket, self._prefix + name, Config=self._transfer)
+            self._client.upload_file(
+                str(path), self._bucket, self._prefix + name, Config=self._transfer, Callback=self._hear
+            )
 
     def download(self, name: str, path: Path, most_bytes: int) -> bool:
         """False if the object is missing or larger than ``most_bytes``."""
-        room = _Room(most_bytes)
+        room = _Room(most_bytes, self._hear)
         with self._asking(f"download {name}"):
             try:
                 self._client.download_file(
@@ -103,6 +118,9 @@ class ObjectStore:
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
+        self._hear()
+        with self._counting:
+            self._asked += 1
         try:
             yield
         except (BotoCoreError, Boto3Error, ClientError, OSError) as error:
@@ -110,6 +128,9 @@ class ObjectStore:
             code = cause.response["Error"]["Code"] if isinstance(cause, ClientError) else ""
             denied = code in _DENIED or isinstance(cause, NoCredentialsError)
             raise StoreError(f"could not {action} in {self.uri}: {cause}", denied=denied) from error
+        finally:
+            with self._counting:
+                self._asked -= 1
 
 
 class _TooLarge(Exception):
@@ -119,11 +140,13 @@ class _TooLarge(Exception):
 class _Room:
     """Aborts a download beyond ``nbytes``; boto3 calls it from several threads."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, heard: Callable[[], None]) -> None:
         self._left_bytes = nbytes
+        self._heard = heard
         self._changing = threading.Lock()
 
     def take(self, nbytes: int) -> None:
+        self._heard()
         with self._changing:
             self._left_bytes -= nbytes
             if self._left_bytes < 0:

@@ -34,6 +34,10 @@ from shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 1.0
+SILENT_S = 10.0
+"""Time without an answer of the object storage after which that is reported."""
+
 
 class Retention:
     """Retains checkpoints; on the event loop, with storage access in threads.
@@ -58,7 +62,9 @@ class Retention:
     async def run(self) -> None:
         """Copy checkpoints to object storage, if any, forever."""
         if self._uploader is not None:
-            await self._uploader.run()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._uploader.run())
+                tasks.create_task(self._tell_silence())
 
     async def describe(self, step: int, version: PolicyVersion, live: Live) -> CheckpointState:
         """Return the ledger state for a checkpoint of ``step``, whose newest version is ``version``."""
@@ -206,6 +212,20 @@ class Retention:
                 await in_thread(functools.partial(store.delete, old))
         if usable:
             await in_thread(lambda: store.clear_remains(usable[-1].state.step))
+
+    async def _tell_silence(self) -> None:
+        """Report a storage that hangs long before its requests fail, which are patient with a slow one."""
+        is_silent = False
+        while self.store is not None:
+            await asyncio.sleep(_LOOK_S)
+            if (self.store.silent_s > SILENT_S) == is_silent:
+                continue
+            is_silent = not is_silent
+            detail = f"object storage has not answered for {SILENT_S:.0f} s: training continues, and the request waits"
+            if is_silent:
+                await tell(self._bus, "trainer", "object storage silent", f"{self._options.uri}: {detail}")
+            else:
+                await tell(self._bus, "trainer", "object storage answers again", self._options.uri)
 
     async def _tell_failure(self, job: Upload, error: StoreError) -> None:
         cause = "denied" if error.denied else "away"

@@ -14,6 +14,8 @@ from services.client.views import EventView, ReplicaView, RunView
 from shared.errors import PenstockError
 
 POLL_S = 1.0
+SILENT_S = 8.0
+"""Time without an answer of the coordinator after which that is reported."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,6 +37,7 @@ class Watch:
         self._started_at_s = time.time()
         self._last_event = (0, 0)
         self._coordinator: AsyncCoordinator | None = None
+        self._is_silent = False
 
     async def run(self, on_news: Callable[[RunSnapshot], None]) -> None:
         try:
@@ -57,7 +60,21 @@ class Watch:
                 return False
             by_name = {replica.replica: replica for replica in replicas}
             self.seen = RunSnapshot(run, by_name, time.time(), coordinator.url)
+            self._told = ""
+            if self._is_silent:
+                self._is_silent = False
+                self._tell("the coordinator answers again")
             return True
+
+    def look_for_silence(self) -> None:
+        """Report once that a coordinator which has answered does not any more."""
+        silent_s = time.time() - self.seen.at_s
+        if self.seen.run is not None and silent_s > SILENT_S and not (self._is_silent or self._told):
+            self._is_silent = True
+            self._tell(
+                f"the coordinator has not answered for {silent_s:.0f} s: it is frozen, has died, or is short of processor time; "
+                "groups in flight are trained meanwhile"
+            )
 
     async def finished(self) -> bool:
         await self.ask()

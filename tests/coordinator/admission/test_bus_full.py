@@ -88,7 +88,7 @@ async def test_a_full_bus_still_knows_who_is_there_and_who_leads(small: Bus) -> 
     await fill(small)
     await small.make_groups()
     lease = Lease(small, "a", PATIENCE_S)
-    await lease._claim()
+    await lease._claim(small)
     assert lease.leading
     stop = asyncio.Event()
     beating = asyncio.create_task(Presence(small, "reward", "reward-0", 0.05, Status(state="working")).run(stop))

@@ -1,5 +1,6 @@
 """Laws of the records: no line twice, none torn, despite kills."""
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.coordinator.evaluation.results import Evaluation
-from services.coordinator.records.jsonl import Lines
+from services.coordinator.records.jsonl import Lines, Overtaken, exclusive, read
 from services.coordinator.records.recorder import Recorder
 from services.coordinator.records.report import records
 from services.coordinator.records.summary import digest, one_line_a_step, summarize, training_seconds
@@ -65,6 +66,60 @@ async def test_a_restart_writes_no_line_twice(bus: Bus, tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
     assert [line["name"] for line in lines(tmp_path, "events.jsonl")] == ["first", "second"]
     assert lines(tmp_path, "events.jsonl")[1]["fields"] == {"version": 3}
+
+
+async def test_a_leader_that_wakes_late_writes_nothing_twice_and_loses_nothing(bus: Bus, tmp_path: Path) -> None:
+    """As a frozen one, the first recorder has read where the file ends, and then another writes."""
+    frozen, next_one = Recorder(bus, tmp_path, 1), Recorder(bus, tmp_path, 1)
+    await commit_group(bus, 0)
+    await frozen.catch_up()
+    for group_id in (1, 2):
+        await commit_group(bus, group_id)
+        await next_one.catch_up()
+    await tell(bus, "test", "first", "")
+    await frozen.catch_up()
+    await next_one.catch_up()
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in lines(tmp_path, "rollouts.jsonl")] == [1, 2, 3]
+    assert [line["name"] for line in lines(tmp_path, "events.jsonl")] == ["first"]
+
+
+async def test_one_that_no_longer_leads_writes_no_record_and_reports_no_trouble(bus: Bus, tmp_path: Path) -> None:
+    leading = [False]
+    recorder = Recorder(bus, tmp_path, 1, lambda: leading[0])
+    await put_steps(bus, 1)
+    with pytest.raises(Overtaken), recorder.writing():
+        raise AssertionError
+    writing = asyncio.create_task(recorder.catch_up())
+    await asyncio.sleep(0.1)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert recorder.trouble == ""
+    leading[0] = True
+    await writing
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1]
+
+
+def test_records_that_another_process_holds_are_refused_in_words(tmp_path: Path) -> None:
+    with exclusive(tmp_path), pytest.raises(OSError, match="another coordinator holds it"), exclusive(tmp_path):
+        raise AssertionError
+
+
+def test_readers_see_each_entry_and_evaluation_of_a_repeated_file_once(tmp_path: Path) -> None:
+    """A leader of an older version that woke late has written 1 to 3 again."""
+    metrics, evaluated = tmp_path / "metrics.jsonl", tmp_path / "evaluations.jsonl"
+    steps = [1, 2, 3, 4, 1, 2, 3, 5]
+    metrics.write_text("".join(f'{{"entry": "{step}-0", "step": {step}}}\n' for step in steps))
+    evaluated.write_text(
+        "".join(f'{{"version": {v}, "set": "{s}"}}\n' for v, s in ((4, "a"), (4, "b"), (2, "a"), (4, "a")))
+    )
+    assert [line["step"] for line in one_line_a_step(read(metrics))] == [1, 2, 3, 4, 5]
+    assert [(line["version"], line["set"]) for line in read(evaluated)] == [(4, "a"), (4, "b"), (2, "a")]
+    with metrics.open("a") as file:  # a real rollback: new entries of lower steps
+        file.write('{"entry": "6-0", "step": 3}\n{"entry": "7-0", "step": 4}\n{"entry": "4-0", "step": 4}\n')
+    assert [line["entry"] for line in one_line_a_step(read(metrics))] == ["1-0", "2-0", "6-0", "7-0"]
+    last = Lines(metrics).last
+    assert last is not None
+    assert last["entry"] == "7-0", "where the recorder continues"
 
 
 @pytest.mark.parametrize("torn", [b'{"entry": "99-0", "st', b"\x00\x00\x00\n", b"{}garbage\n"])

@@ -1,7 +1,7 @@
 // The coordinator's HTTP API, as any other client uses it: docs/api.md. Knows tokens and errors, not what is shown.
 
 const KEPT_AS = "penstock token";
-const AGAIN_MS = 1000;
+const AGAIN_MS = 1000, SILENT_MS = 10000;
 
 /** An answer that is no success; `message` says what was expected and what was found, `errors` each of several by itself. */
 export class Problem extends Error {
@@ -56,7 +56,8 @@ async function send(method, path, body, more = {}) {
     const headers = { Accept: "application/json", ...more };
     if (sent !== null) headers.Authorization = `Bearer ${sent}`;
     if (body !== undefined) headers["Content-Type"] = "application/json";
-    const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+    const stop = new AbortController(), late = setTimeout(() => stop.abort(new Error(`the coordinator has not answered for ${SILENT_MS / 1000} s: it is frozen, or short of processor time`)), SILENT_MS);
+    const answer = await fetch(path, { method, headers, signal: stop.signal, body: body === undefined ? undefined : JSON.stringify(body) }).finally(() => clearTimeout(late));
     if (answer.ok) return answer;
     const problem = await problemOf(answer);
     if (answer.status !== 401 && !(answer.status === 403 && method !== "GET")) throw problem;

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from collections.abc import Sequence
 
 from pydantic import TypeAdapter
 
@@ -93,6 +94,12 @@ async def note_left(bus: Bus, replica: str) -> None:
     """Remove the heartbeat: the replica left in order."""
     await note_told(bus, replica)
     await bus.write(SERVICE.of(replica), "DEL")
+
+
+async def left(bus: Bus, replicas: Sequence[str]) -> frozenset[str]:
+    """Return those of ``replicas`` that left in order, or are to leave."""
+    marks = await bus.ask("MGET", *map(LEFT.of, replicas)) if replicas else ()
+    return frozenset(replica for replica, mark in zip(replicas, marks, strict=True) if mark is not None)
 
 
 async def count_start(bus: Bus, replica: str, process: str) -> tuple[int, bool]:
