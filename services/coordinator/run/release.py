@@ -11,13 +11,12 @@ the other, still lead and count the run as over. The ledger therefore notes whic
 """
 
 import asyncio
+import http
 import logging
 import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import httpx
 
 from services.coordinator.run.notices import notice
 from services.coordinator.schemas.run import NoticeView
@@ -25,6 +24,8 @@ from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.errors import PenstockError
+from shared.http.answer import Answer, NoHttpAnswer
+from shared.http.client import HttpClient
 from shared.process.telemetry import tell
 
 log = logging.getLogger(__name__)
@@ -59,19 +60,18 @@ class KubernetesScale:
         try:
             path = f"/apis/{group}/{version}/namespaces/{self._read('namespace')}/{resource}/{name}"
             answer = await self._patch(path if is_keda else f"{path}/scale", body)
-        except (OSError, KeyError, httpx.HTTPError) as error:
+        except (OSError, KeyError, NoHttpAnswer) as error:
             raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {error!r}") from error
-        if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
-            said = " ".join(answer.text.split())[:300]
-            raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {answer.status_code} {said}")
+        if not answer.is_success and answer.status != http.HTTPStatus.NOT_FOUND:
+            raise ReleaseFailed(f"could not scale {resource}/{name} to zero: {answer.status} {answer.text()[:300]}")
 
-    async def _patch(self, path: str, body: Mapping[str, Mapping[str, int]]) -> httpx.Response:
+    async def _patch(self, path: str, body: Mapping[str, Mapping[str, int]]) -> Answer:
         host, port = self._environment["KUBERNETES_SERVICE_HOST"], self._environment["KUBERNETES_SERVICE_PORT"]
         address = f"[{host}]" if ":" in host else host
         trust = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         headers = {"Authorization": f"Bearer {self._read('token')}", "Content-Type": _MERGE}
-        async with httpx.AsyncClient(verify=trust, timeout=_TIMEOUT_S, trust_env=False) as client:
-            return await client.patch(f"https://{address}:{port}{path}", json=body, headers=headers)
+        async with HttpClient(verify=trust, timeout_s=_TIMEOUT_S, trust_env=False) as client:
+            return await client.ask("PATCH", f"https://{address}:{port}{path}", json=body, headers=headers)
 
     def _read(self, name: str) -> str:
         return (self._account / name).read_text(encoding="utf-8").strip()
