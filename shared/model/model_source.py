@@ -12,6 +12,7 @@ from typing import Any
 from shared.errors import SettingsError
 from shared.http.answer import NoHttpAnswer
 from shared.http.client import ask
+from shared.http.hub import bound_hub
 
 _HUB_TIMEOUT_S = 5.0
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -152,6 +153,7 @@ def _damaged(path: Path, reason: str, setting: str) -> SettingsError:
 def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
     from huggingface_hub import constants, try_to_load_from_cache
 
+    bound_hub()
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in needed):
         return
     try:

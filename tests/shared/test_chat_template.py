@@ -26,7 +26,11 @@ def tokenizer(template: str) -> Any:
         (NESTED, TemplateEndless, "it did not end within 1 s of CPU time"),
         ("{{ 9 ** (9 ** 9) }}", TemplateEndless, "it did not end within 1 s of CPU time"),
         ("{{ 'a' * (2000000000 + messages|length) }}", TemplateFailed, "MemoryError"),
-        ("{{ 'a' * (16777217 + messages|length) }}", TemplateFailed, "expected at most 16777216 characters, found 16777218"),
+        (
+            "{{ 'a' * (16777217 + messages|length) }}",
+            TemplateFailed,
+            "expected at most 16777216 characters, found 16777218",
+        ),
         ("{{ raise_exception('no system') }}", TemplateFailed, "no system"),
         ("{% for %}", TemplateFailed, "Expected an expression"),
     ],

@@ -8,6 +8,7 @@ from services.cli import export
 from services.cli.policy.card import card, records
 from services.up.display import console
 from shared.errors import PenstockError
+from shared.http.hub import bound_hub
 from shared.settings import load_run
 
 
@@ -33,6 +34,7 @@ def _upload(repository: str, folder: Path, message: str, *, private: bool) -> st
     """Return the commit's address."""
     from huggingface_hub import HfApi
 
+    bound_hub()
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)
