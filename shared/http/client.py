@@ -164,7 +164,7 @@ def _no_cookies() -> http.cookiejar.CookieJar:
 
 
 def below(url: str, path: str) -> str:
-    """Return the URL of ``path`` below ``url``. Raises ValueError: ``url`` is none.
+    """Return the URL of ``path`` below ``url``. Raises ValueError: an invalid ``url``.
 
     >>> below("http://judge/v1/", "../detokenize")
     'http://judge/detokenize'
