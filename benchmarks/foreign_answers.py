@@ -1,4 +1,4 @@
-"""Memory and event-loop stalls that hostile answers cost: of a judge, a teacher, the hub and a tracker.
+"""Memory and event-loop stalls that hostile answers cost: of a judge, a teacher and the hub.
 
 Each victim is the product's own client in a process of its own, each attack a server on loopback; the victim makes 16
 requests at once where it can. ``memory_mb`` is the victim's peak above idle, ``stall_cpu_s`` the longest time of its own

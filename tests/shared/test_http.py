@@ -12,6 +12,7 @@ import pytest
 
 from shared.http.answer import LONGEST_RETRY_S, Answer, NoHttpAnswer
 from shared.http.client import HttpClient, ask
+from shared.http.hub import bound_hub
 from tests.conftest import PATIENCE_S
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -195,3 +196,19 @@ async def test_sixteen_hostile_answers_at_once_cost_a_process_less_than_a_hundre
     server.close()
     assert child.returncode == 0
     assert int(written) * 1024 < 100 * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        (encoded("gzip", 1), "expected an answer of the hub without content encoding, found 'gzip'"),
+        (endless(), "the hub's answer has more than 16777216 bytes"),
+    ],
+)
+async def test_an_answer_of_the_hub_is_bounded_in_its_library_too(parts: Iterator[bytes], sentence: str) -> None:
+    from huggingface_hub import HfApi
+
+    bound_hub()
+    async with serving(parts) as url:
+        with pytest.raises(OSError, match=sentence):
+            await asyncio.to_thread(HfApi(endpoint=url).dataset_info, "a/b", timeout=PATIENCE_S)
