@@ -12,7 +12,7 @@ from typing import Any
 
 API_TIMEOUT_S = 60.0
 _API_BYTES = 16 * 1024**2
-_API_PATH = "/api/"
+_API_PATH, _FILES = "/api/", ("/resolve/", "/api/resolve-cache/")
 
 
 @functools.cache
@@ -43,7 +43,8 @@ def _ask_plain(request: Any) -> None:
 def _check(base: Any, response: Any) -> None:
     """Raise OSError, as the hub's library does itself, for an answer that is not bounded."""
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    is_api = response.url.path.startswith(_API_PATH)
+    path = response.url.path  # HF_ENDPOINT may have one too
+    is_api = _API_PATH in path and not any(part in path for part in _FILES)
     if encoding != "identity" and (is_api or encoding != "gzip"):
         raise OSError(f"expected an answer of the hub without content encoding, found {encoding[:40]!r}")
     if is_api:
