@@ -21,9 +21,14 @@ Other exceptions of a handler are bugs that cost their group (see ``worker``); e
 Messages are lower case and name what was expected, what was found and the setting to change.
 """
 
+from shared.text.terminal import cut
+
 
 class PenstockError(Exception):
-    """Any error that Penstock reports."""
+    """Any error that Penstock reports; a message that repeats a long name is cut."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(cut(each) if isinstance(each, str) else each for each in arguments))
 
 
 class SettingsError(PenstockError):

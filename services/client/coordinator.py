@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import httpx
 from pydantic import ValidationError
 
 from services.client.views import EventsPage, EventView, ReplicaView, RunView, ServicesPage, View
 from shared.errors import PenstockError
 from shared.files.secret_file import read_secret
+from shared.http.answer import Answer, NoHttpAnswer
+from shared.http.client import LARGEST_BYTES, HttpClient, ask, stream_lines
 from shared.peers import tickets
 
 TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
@@ -26,6 +27,9 @@ _GENERATE_S = 150.0
 _ANNOUNCED, _SETTINGS, _SUMMARY = "coordinator.json", "settings.toml", "summary.json"
 _POLL_S = 0.2
 _SILENCE_S = 30.0
+_LARGEST_BYTES = 256 * 1024**2
+"""A page of rollouts has many texts."""
+_LONGEST_REASON = 8_000
 
 JsonObject: TypeAlias = dict[str, Any]
 """A raw answer; see docs/openapi.json."""
@@ -124,7 +128,7 @@ class CoordinatorClient:
     def run_json(self) -> str:
         """Return ``GET /v1/run`` with the replicas, as JSON text."""
         replicas = [replica.model_dump() for replica in self.replicas()]
-        return json.dumps({**self._answer("GET", "/v1/run").json(), "services": replicas}, indent=2)
+        return json.dumps({**self.get("/v1/run"), "services": replicas}, indent=2)
 
     def newest_events(self, most: int) -> list[EventView]:
         """Return the newest events, oldest first."""
@@ -134,7 +138,7 @@ class CoordinatorClient:
         return _read(self._answer("GET", "/v1/services", query={"limit": 500}), ServicesPage).services
 
     def get(self, path: str, **query: str | int) -> JsonObject:
-        answer: JsonObject = self._answer("GET", path, query=query).json()
+        answer: JsonObject = _value(self._answer("GET", path, query=query))
         return answer
 
     def post(self, path: str, body: JsonObject | None = None) -> JsonObject:
@@ -144,7 +148,7 @@ class CoordinatorClient:
             Refused: by the coordinator.
             Unreachable: no answer.
         """
-        answer: JsonObject = self._answer("POST", path, body=body, key=uuid.uuid4().hex).json()
+        answer: JsonObject = _value(self._answer("POST", path, body=body, key=uuid.uuid4().hex))
         return answer
 
     def generate(self, question: JsonObject) -> JsonObject:
@@ -154,7 +158,7 @@ class CoordinatorClient:
             RequestRefused: by the coordinator.
             Unreachable: no answer.
         """
-        answer: JsonObject = self._answer("POST", "/v1/run/generate", body=question, timeout_s=_GENERATE_S).json()
+        answer: JsonObject = _value(self._answer("POST", "/v1/run/generate", body=question, timeout_s=_GENERATE_S))
         return answer
 
     def delete(self, path: str) -> None:
@@ -189,18 +193,12 @@ class CoordinatorClient:
             more = {**headers, "Last-Event-ID": last} if last else headers
             url = f"{self._url}/v1/events/stream"
             try:
-                with httpx.stream("GET", url, headers=more, timeout=_SILENCE_S, trust_env=False) as answer:
-                    if not answer.is_success:
-                        answer.read()
-                        _checked(answer)
-                    for line in answer.iter_lines():
-                        if line.startswith("data: "):
-                            event: JsonObject = json.loads(line.removeprefix("data: "))
-                            last = str(event["id"])
-                            yield event
-            except httpx.RemoteProtocolError:
-                continue
-            except httpx.HTTPError as error:
+                for line in stream_lines(url, more, _SILENCE_S, _checked):
+                    if line.startswith("data: "):
+                        event: JsonObject = json.loads(line.removeprefix("data: "))
+                        last = str(event["id"])
+                        yield event
+            except NoHttpAnswer as error:
                 raise Unreachable(_nobody(self._url, error)) from error
 
     def _answer(
@@ -212,19 +210,20 @@ class CoordinatorClient:
         body: JsonObject | None = None,
         key: str = "",
         timeout_s: float = _TIMEOUT_S,
-    ) -> httpx.Response:
+    ) -> Answer:
         headers = {**self._headers, "Idempotency-Key": key} if key else self._headers
         try:
-            answer = httpx.request(
+            answer = ask(
                 method,
                 f"{self._url}{path}",
                 params=dict(query or {}),
                 json=body,
                 headers=headers,
-                timeout=timeout_s,
+                timeout_s=timeout_s,
+                largest_bytes=_LARGEST_BYTES,
                 trust_env=False,
             )
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except NoHttpAnswer as error:
             raise Unreachable(_nobody(self._url, error)) from error
         return _checked(answer)
 
@@ -235,7 +234,7 @@ class AsyncCoordinator:
     def __init__(self, url: str, token: str = "") -> None:
         self.url = url
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+        self._client = HttpClient(headers=headers, timeout_s=_TIMEOUT_S, trust_env=False)
 
     async def run(self) -> RunView:
         return _read(await self._get("/v1/run"), RunView)
@@ -248,12 +247,12 @@ class AsyncCoordinator:
         return _read(await self._get("/v1/events?limit=50"), EventsPage).items[::-1]
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
-    async def _get(self, path: str) -> httpx.Response:
+    async def _get(self, path: str) -> Answer:
         try:
-            answer = await self._client.get(path)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            answer = await self._client.ask("GET", f"{self.url}{path}", largest_bytes=16 * LARGEST_BYTES)
+        except NoHttpAnswer as error:
             raise Unreachable(_nobody(self.url, error)) from error
         return _checked(answer)
 
@@ -262,24 +261,38 @@ def _nobody(url: str, error: Exception) -> str:
     return f"no coordinator answers at {url} ({error or type(error).__name__}): is the run up?"
 
 
-def _checked(answer: httpx.Response) -> httpx.Response:
+def _checked(answer: Answer) -> Answer:
     if answer.is_success:
         return answer
     try:
-        reason = str(answer.json()["detail"])
+        reason = str(answer.json()["detail"])[:_LONGEST_REASON]
     except (ValueError, KeyError, TypeError):
-        reason = answer.text[:200] or answer.reason_phrase
-    if answer.status_code >= 500:
-        raise Unreachable(f"expected an answer from {answer.url}, found {answer.status_code}: {reason}")
+        reason = answer.text()[:200] or "it gives no reason"
+    if answer.status >= 500:
+        raise Unreachable(f"expected an answer from {answer.url}, found {answer.status}: {reason}")
     raise RequestRefused(reason)
 
 
-def _read(answer: httpx.Response, kind: type[V]) -> V:
+def _value(answer: Answer) -> JsonObject:
     try:
-        return kind.model_validate_json(answer.content)
+        value = answer.json(most_values=None)
+    except ValueError as error:
+        raise _unreadable(answer, str(error)) from error
+    if not isinstance(value, dict):
+        raise _unreadable(answer, "no JSON object")
+    return value
+
+
+def _read(answer: Answer, kind: type[V]) -> V:
+    try:
+        return kind.model_validate_json(bytes(answer.content))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise Unreadable(
-            f"expected a Penstock coordinator at {answer.url}, found another answer ({where}: {first['msg']}): check --url"
-        ) from error
+        raise _unreadable(answer, f"{where}: {first['msg']}") from error
+
+
+def _unreadable(answer: Answer, reason: str) -> Unreadable:
+    return Unreadable(
+        f"expected a Penstock coordinator at {answer.url}, found another answer ({reason[:200]}): check --url"
+    )

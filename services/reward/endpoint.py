@@ -12,21 +12,19 @@
 """
 
 import asyncio
-import contextlib
-import datetime
-import email.utils
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import httpx
 from prometheus_client import Counter, Histogram
 
 from shared.backoff import Backoff
 from shared.errors import SettingsError, TemporaryError
 from shared.files.secret_file import read_private
+from shared.http.answer import Answer, NoHttpAnswer
+from shared.http.client import LARGEST_BYTES, HttpClient, below
 
 REQUESTS = Counter(
     "penstock_reward_judge_requests_total",
@@ -40,8 +38,8 @@ SECONDS = Histogram(
 _PASSING = frozenset({408, 409, 425, 429})
 _REFUSALS = frozenset({400, 422})
 _LONGEST_ERROR = 120
-LARGEST_BYTES = 4 * 1024**2
-"""Of a response."""
+_PARSED_HERE_BYTES = 64 * 1024
+"""Larger answers are parsed in a thread."""
 ATTEMPTS = 4
 """Requests per sample before its group is retried through the bus."""
 BACKOFF_S = 0.5
@@ -51,7 +49,7 @@ MAX_WAIT_S = 30.0
 _BACKOFF = Backoff(BACKOFF_S, longest_s=MAX_WAIT_S)
 
 
-Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 T = TypeVar("T")
 
 
@@ -100,32 +98,32 @@ class Endpoint:
         concurrency: int = 16,
         requests_per_s: float = 0.0,
     ) -> None:
-        self._of, self._expected, self._timeout_s = of, expected, timeout_s
+        self._of, self._expected, self._url = of, expected, url
         try:
-            self._url = httpx.URL(url.rstrip("/"))
-        except httpx.InvalidURL as error:
+            below(url, "")
+        except ValueError as error:
             raise SettingsError(f"expected a URL for {setting}, found {url!r} ({error}): change url") from error
         self._key = read_key(key_source, setting)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self._http = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout_s)
+        self._http = HttpClient(timeout_s=timeout_s, headers=headers, concurrency=concurrency)
         self._places = asyncio.Semaphore(concurrency)
         self._pace = Pace(requests_per_s)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def ask(
         self,
         path: str,
         body: Mapping[str, object],
-        parse: Callable[[Any], Answer],
-        read: Callable[[Answer], Awaitable[T]],
+        parse: Callable[[Answer], Value],
+        read: Callable[[Value], Awaitable[T]],
         largest_bytes: int = LARGEST_BYTES,
     ) -> T:
-        """POST ``body`` to ``path`` below the URL; return ``read(parse(JSON))``. Both may raise Passing, to ask again.
+        """POST ``body`` to ``path`` below the URL; return ``read(parse(answer))``. Both may raise Passing, to ask again.
 
-        A response of more than ``largest_bytes`` is no answer. ``parse`` may raise LookupError, TypeError and ValueError for JSON that is not as expected.
+        A response of more than ``largest_bytes`` is no answer. ``parse`` may raise LookupError, TypeError and ValueError for
+        an answer that is not as expected; it runs in a thread for a large one, so it yields to others now and then.
 
         Raises:
             NoVerdict: the last answer was unreadable.
@@ -154,54 +152,40 @@ class Endpoint:
         raise AssertionError("expected at least one attempt")
 
     async def _ask_once(
-        self, path: str, body: Mapping[str, object], parse: Callable[[Any], Answer], largest_bytes: int
-    ) -> Answer:
+        self, path: str, body: Mapping[str, object], parse: Callable[[Answer], Value], largest_bytes: int
+    ) -> Value:
         async with self._places:
             await self._pace.turn()
             started_s = time.monotonic()
             try:
-                answer = self._read(await self._post(path, body, largest_bytes), parse)
+                answer = await self._http.ask("POST", below(self._url, path), json=body, largest_bytes=largest_bytes)
+                value = await self._read(answer, parse)
+            except NoHttpAnswer as error:
+                REQUESTS.labels(self._of, "retried").inc()
+                raise Passing(self._shown(str(error))) from error
             except Passing:
                 REQUESTS.labels(self._of, "retried").inc()
                 raise
         SECONDS.labels(self._of).observe(time.monotonic() - started_s)
-        return answer
+        return value
 
-    async def _post(self, path: str, body: Mapping[str, object], largest_bytes: int) -> httpx.Response:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._bounded(path, body, largest_bytes)
-        except TimeoutError as error:
-            raise Passing(f"there was no answer within {self._timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise Passing(f"found {type(error).__name__}: {self._shown(str(error))}") from error
-
-    async def _bounded(self, path: str, body: Mapping[str, object], largest_bytes: int) -> httpx.Response:
-        content = bytearray()
-        url = self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{path}")
-        async with self._http.stream("POST", url, json=body) as response:
-            async for part in response.aiter_bytes():
-                content += part
-                if len(content) > largest_bytes:
-                    raise Passing(f"the response has more than {largest_bytes} bytes")
-        headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
-        return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
-
-    def _read(self, response: httpx.Response, parse: Callable[[Any], Answer]) -> Answer:
-        status = response.status_code
+    async def _read(self, answer: Answer, parse: Callable[[Answer], Value]) -> Value:
+        status, shown = answer.status, repr(answer.text(self._key)[:_LONGEST_ERROR])
         if status in _PASSING or status >= 500:
-            raise Passing(f"found HTTP {status}: {self._shown(response.text)}", retry_after_s(response))
+            raise Passing(f"found HTTP {status}: {shown}", answer.retry_after_s)
         if status != 200:
             REQUESTS.labels(self._of, "refused").inc()
             ending = Refused if status in _REFUSALS else NoAnswer
-            raise ending(f"expected HTTP 200 from {response.url}, found {status}: {self._shown(response.text)}")
+            raise ending(f"expected HTTP 200 from {answer.url}, found {status}: {shown}")
         try:
-            return parse(response.json())
+            if len(answer.content) > _PARSED_HERE_BYTES:
+                return await asyncio.to_thread(parse, answer)
+            return parse(answer)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise Passing(f"the response (HTTP 200) has no {self._expected}: {self._shown(response.text)}") from error
+            raise Passing(f"the response (HTTP 200) has no {self._expected}: {shown}") from error
 
     def _shown(self, text: str) -> str:
-        return repr(" ".join(self.hidden(text).split())[:_LONGEST_ERROR])
+        return " ".join(self.hidden(text).split())[: 2 * _LONGEST_ERROR]
 
     def hidden(self, text: str) -> str:
         """Return ``text`` without the key."""
@@ -224,17 +208,6 @@ class Pace:
 
     def hold(self, wait_s: float) -> None:
         self._held_until_s = max(self._held_until_s, time.monotonic() + wait_s)
-
-
-def retry_after_s(response: httpx.Response) -> float | None:
-    """Parse ``Retry-After``: seconds or a date; None if absent or unreadable."""
-    text = response.headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    with contextlib.suppress(ValueError, TypeError):
-        until = email.utils.parsedate_to_datetime(text)
-        return max(0.0, (until - datetime.datetime.now(until.tzinfo)).total_seconds())
-    return None
 
 
 def read_key(key_source: str, setting: str) -> str:

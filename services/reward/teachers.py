@@ -12,20 +12,24 @@ A teacher whose vocabulary differs from the policy's is refused: at the start, o
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from services.reward.endpoint import LARGEST_BYTES, Endpoint, NoAnswer, Refused
+from services.reward.endpoint import Endpoint, NoAnswer, Refused
 from services.reward.models.reading import Reading, check, join
 from services.reward.models.turns import Turns
 from services.reward.reference import Reference
 from shared.bus.messages import RolloutGroup
 from shared.errors import PermanentError, SettingsError, TemporaryError
+from shared.http.answer import Answer
+from shared.http.client import LARGEST_BYTES
 from shared.process.importing import importing
 from shared.settings import Settings
 from shared.settings.rewards.models import TeacherSettings
@@ -38,6 +42,11 @@ TIMEOUT_S = 120.0
 _IDS_PER_REQUEST = 1024
 _ENTRY_BYTES = 128
 """Of a most probable token in an answer's JSON: vLLM's have about 80."""
+_LONGEST_ENTRY = 1_024
+"""Characters of one."""
+_ROWS = re.compile(r'"prompt_logprobs"\s*:\s*\[')
+"""In a text of an answer this has a backslash before its second quote."""
+_DECODER = json.JSONDecoder()
 _LEAST_LOGPROB = -1e6
 _ROUNDING = 0.1
 """A logprob up to this above 0 is rounding."""
@@ -107,22 +116,10 @@ class EndpointTeacher:
             "prompt_logprobs": self._top_k,
         }
 
-        def parse(answer: Any) -> Reading:
-            rows = answer["choices"][0]["prompt_logprobs"]
-            if not isinstance(rows, list) or len(rows) != len(token_ids):
-                raise ValueError("another number of tokens")
-            rows = rows[-len(completion) :]
-            logprobs = [_logprob(row, token_id) for row, token_id in zip(rows, completion, strict=True)]
-            logprobs_N = np.array(logprobs, dtype=np.float32)
-            if not self._top_k:
-                return Reading(logprobs_N)
-            tops = [_most_probable(row, self._top_k) for row in rows]
-            ids_NK = np.array([[token_id for token_id, _ in row] for row in tops], dtype=np.int32)
-            return Reading(
-                logprobs_N, ids_NK, np.array([[value for _, value in row] for row in tops], dtype=np.float32)
-            )
+        def parse(answer: Answer) -> Reading:
+            return _reading(answer.content.decode(), len(prompt), completion, self._top_k)
 
-        largest_bytes = LARGEST_BYTES + len(token_ids) * self._top_k * _ENTRY_BYTES
+        largest_bytes = LARGEST_BYTES + len(token_ids) * (self._top_k + 1) * _ENTRY_BYTES
         return await self._endpoint.ask("completions", body, parse, _as_is, largest_bytes)
 
     async def _compare(self) -> None:
@@ -154,7 +151,7 @@ class EndpointTeacher:
     async def _compare_text(self, ids: Sequence[int]) -> None:
         body = {"model": self._teacher.model, "tokens": ids}
         try:
-            text = await self._endpoint.ask("../detokenize", body, lambda answer: answer["prompt"], _as_is)
+            text = await self._endpoint.ask("../detokenize", body, lambda answer: answer.json()["prompt"], _as_is)
         except NoAnswer as error:
             raise TemporaryError(f"could not compare its vocabulary with the policy's: {error}") from error
         if text != await asyncio.to_thread(self._tokenizer.decode, ids):
@@ -235,6 +232,43 @@ def taught(group: RolloutGroup, readings: Sequence[Reading]) -> RolloutGroup:
 
 async def _as_is(answer: T) -> T:
     return answer
+
+
+def _reading(text: str, before: int, completion: Sequence[int], top_k: int) -> Reading:
+    """Return what an answer's rows say of the completion's tokens, which follow ``before`` others. Raises ValueError."""
+    logprobs, ids, tops = [], [], []
+    rows = _rows(text, before + len(completion), (top_k + 2) * _LONGEST_ENTRY)
+    for token_id, row in zip(completion, itertools.islice(rows, before, None), strict=True):
+        logprobs.append(_logprob(row, token_id))
+        if top_k:
+            pairs = _most_probable(row, top_k)
+            ids.append([token_id for token_id, _ in pairs])
+            tops.append([value for _, value in pairs])
+    logprobs_N = np.array(logprobs, dtype=np.float32)
+    if not top_k:
+        return Reading(logprobs_N)
+    return Reading(logprobs_N, np.array(ids, dtype=np.int32), np.array(tops, dtype=np.float32))
+
+
+def _rows(text: str, count: int, longest: int) -> Iterator[Any]:
+    """Yield the rows of ``prompt_logprobs``, parsed one by one, so that no call holds the interpreter for long.
+
+    Raises:
+        ValueError: another number of rows than ``count``, or one of more than ``longest`` characters.
+    """
+    opening = _ROWS.search(text)
+    if opening is None:
+        raise ValueError("no prompt_logprobs")
+    at = opening.end()
+    for number in range(1, count + 1):
+        part = text[at : at + longest].lstrip()
+        skipped = min(longest, len(text) - at) - len(part)
+        row, end = _DECODER.raw_decode(part)
+        rest = part[end:].lstrip()
+        if not rest.startswith("]" if number == count else ","):
+            raise ValueError("another number of tokens")
+        yield row
+        at += skipped + len(part) - len(rest) + 1
 
 
 def _logprob(row: Any, token_id: int | str) -> float:

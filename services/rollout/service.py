@@ -166,6 +166,8 @@ class Generation:
         """Return the tokens of a prompt that this replica may generate, once it has the prompt's version."""
         if self._plausibility is not None:
             await self._plausibility.check(prompt, purpose)
+        if prompt.messages is not None:
+            await asyncio.to_thread(self._codec.prepare, prompt)  # a model's template may not end
         token_ids = self._codec.encode(prompt)
         await self._follower.wait_for(prompt.min_version)
         return token_ids

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from shared.dataset_source import hub_dataset
 from shared.errors import SettingsError
 from shared.extras import install_command
+from shared.http.hub import API_TIMEOUT_S, bound_hub
 
 
 def pinned(source: str, setting: str, known: Sequence[str] = ()) -> str:
@@ -28,8 +29,9 @@ def pinned(source: str, setting: str, known: Sequence[str] = ()) -> str:
             f"expected the package datasets to read {source}, found none: {install_command('datasets')}, or change {setting} "
             "to a file"
         ) from error
+    bound_hub()
     try:
-        info = HfApi().dataset_info(dataset.repository, revision=dataset.revision or None)
+        info = HfApi().dataset_info(dataset.repository, revision=dataset.revision or None, timeout=API_TIMEOUT_S)
     except Exception as error:  # the library raises whatever its HTTP client raises
         sentence = " ".join(str(error).split())[:300] or type(error).__name__
         raise SettingsError(

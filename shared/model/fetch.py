@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import SettingsError
+from shared.http.hub import bound_hub
 
 log = logging.getLogger(__name__)
 _HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -69,6 +70,7 @@ def _ready(source: str, folder: Path) -> Path:
 def _from_hub(name: str, revision: str | None, cache: Path) -> None:
     from huggingface_hub import snapshot_download
 
+    bound_hub()
     snapshot = Path(snapshot_download(name, revision=revision, cache_dir=cache, ignore_patterns=list(_PICKLES)))
     if revision:  # so that the hub name alone means this revision
         refs = snapshot.parent.parent / "refs"

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import SettingsError
+from shared.http.answer import NoHttpAnswer
+from shared.http.client import ask
+from shared.http.hub import bound_hub
 
 _HUB_TIMEOUT_S = 5.0
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -148,16 +151,16 @@ def _damaged(path: Path, reason: str, setting: str) -> SettingsError:
 
 
 def _check_hub(setting: str, name: str, needed: tuple[str, ...]) -> None:
-    import httpx
     from huggingface_hub import constants, try_to_load_from_cache
 
+    bound_hub()
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in needed):
         return
     try:
         if constants.HF_HUB_OFFLINE:
-            raise httpx.ConnectError("HF_HUB_OFFLINE is set")
-        httpx.head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-    except httpx.HTTPError as error:
+            raise NoHttpAnswer("HF_HUB_OFFLINE is set")
+        ask("HEAD", constants.ENDPOINT, timeout_s=_HUB_TIMEOUT_S)
+    except NoHttpAnswer as error:
         raise SettingsError(
             f"there is no folder {name!r}, and the hub cannot be reached ({error}): change {setting}"
         ) from error

@@ -4,14 +4,14 @@ import dataclasses
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from shared.bus.messages import Int32Array, Prompt
 from shared.errors import PermanentError, SettingsError
+from shared.model import chat_template
 from shared.model.model_source import check_tokenizer
 from shared.process.importing import importing
 from shared.reasoning import Reasoning
@@ -119,15 +119,17 @@ def stop_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a completion: the tokenizer's, and where its chat template ends answers with another special
     token (Gemma's ``<end_of_turn>``), that one.
     """
-    from jinja2 import TemplateError
-
     ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if not tokenizer.chat_template:
         return ends
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False, return_dict=False))
-    except (TemplateError, ValueError, TypeError, KeyError, IndexError):
+        text = chat_template.render(tokenizer, turns)
+    except chat_template.TemplateEndless as error:
+        raise SettingsError(
+            f"the chat template of the tokenizer cannot be used ({error}): change policy.tokenizer or policy.model"
+        ) from error
+    except chat_template.TemplateFailed:
         return ends  # which messages it renders is said of each prompt
     _, answer, end = text.rpartition(_ANSWER)
     known = special_tokens(tokenizer) if answer else {}
@@ -148,12 +150,12 @@ def check_stop_texts(tokenizer: Tokenizer, sampling: "SamplingSettings", markers
             )
 
 
-def clock_of(prompt: Prompt) -> Callable[[str], str]:
-    """Return ``strftime_now`` for chat templates that write today's date: the time of the prompt's admission, in UTC.
+def clock_of(prompt: Prompt) -> float:
+    """Return the time that chat templates write, which is that of the prompt's admission, in seconds since the epoch.
 
     So all replicas render the same tokens for the samples of a group, after midnight and in other time zones.
     """
-    return datetime.fromtimestamp(prompt.admitted_at_s or time.time(), UTC).strftime
+    return prompt.admitted_at_s or time.time()
 
 
 UNLIMITED = 1 << 30
@@ -203,6 +205,12 @@ class TokenizerCodec:
         self._vocabulary = reader.vocabulary
         self._say_nothing = {tokenizer.pad_token_id, tokenizer.unk_token_id}
         self._recent: OrderedDict[Any, Int32Array] = OrderedDict()
+        self._prepared: OrderedDict[Any, str] = OrderedDict()
+
+    def prepare(self, prompt: Prompt) -> None:
+        """Render the messages that :meth:`encode` needs, which may take seconds; for a thread. Raises PermanentError."""
+        if prompt.messages is not None and self._tokenizer.chat_template is not None:
+            self.rendered(prompt, add_generation_prompt=True)
 
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return the token ids, read-only; the samples of a group share them."""
@@ -272,29 +280,32 @@ class TokenizerCodec:
 
     def render(self, prompt: Prompt, *, add_generation_prompt: bool) -> list[int]:
         """Return the tokens of a prompt's messages; raises PermanentError."""
-        token_ids: list[int] = self._render(prompt, add_generation_prompt, tokenize=True)
+        text = self.rendered(prompt, add_generation_prompt=add_generation_prompt)
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
 
     def rendered(self, prompt: Prompt, *, add_generation_prompt: bool) -> str:
         """Return the text of a prompt's messages; raises PermanentError."""
-        return str(self._render(prompt, add_generation_prompt, tokenize=False))
-
-    def _render(self, prompt: Prompt, add_generation_prompt: bool, *, tokenize: bool) -> Any:
-        from jinja2 import TemplateError
-
+        key = prompt.messages, prompt.admitted_at_s, add_generation_prompt
+        if (text := self._prepared.get(key)) is not None:
+            return text
         turns = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
         try:
-            return self._tokenizer.apply_chat_template(
+            text = chat_template.render(
+                self._tokenizer,
                 turns,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=tokenize,
-                return_dict=False,
-                **{"strftime_now": clock_of(prompt), **self._template_arguments},
+                arguments=self._template_arguments,
+                at_s=clock_of(prompt),
             )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        except chat_template.TemplateFailed as error:
             raise PermanentError(
                 f"the chat template cannot render the messages of {prompt.problem}: {error}"
             ) from error
+        self._prepared[key] = text
+        if len(self._prepared) > _RECENT_PROMPTS:
+            self._prepared.popitem(last=False)
+        return text
 
 
 def _log_as_we_do() -> None:

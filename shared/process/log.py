@@ -8,7 +8,7 @@ import sys
 import time
 
 from shared.text.redaction import redacted
-from shared.text.terminal import escaped, escaped_line
+from shared.text.terminal import cut, escaped, escaped_line
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -26,12 +26,12 @@ class JsonLines(logging.Formatter):
             "level": record.levelname,
             "replica": self._replica,
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": _shown(record.getMessage()),
             **_extra(record),
         }
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return escaped(redacted(json.dumps(line, default=str, ensure_ascii=False)))
+            line["traceback"] = _shown(self.formatException(record.exc_info))
+        return escaped(json.dumps(line, default=str, ensure_ascii=False))
 
 
 class PlainLines(logging.Formatter):
@@ -41,12 +41,25 @@ class PlainLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s " + replica + " %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        values = " ".join(f"{name}={escaped_line(str(value))}" for name, value in _extra(record).items())
-        return escaped(redacted(f"{super().format(record)}  {values}".rstrip()))
+        values = " ".join(f"{name}={escaped_line(cut(str(value)))}" for name, value in _extra(record).items())
+        return escaped(_shown(f"{super().format(record)}  {values}".rstrip()))
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    return {name: _bounded(value) for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _bounded(value: object) -> object:
+    """Return a value as it is written: redacted, and cut if it is long."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    shown = _shown(text)
+    return value if shown == text else shown
+
+
+def _shown(text: str) -> str:
+    return cut(redacted(text))
 
 
 def set_up(level: str, replica: str) -> None:

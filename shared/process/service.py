@@ -42,7 +42,7 @@ from shared.process.gpus import held_gpus
 from shared.process.telemetry import Presence, Status
 from shared.settings import Settings, load, loads
 from shared.text.redaction import redacted
-from shared.text.terminal import escaped, escaped_line
+from shared.text.terminal import cut, escaped, escaped_line
 from shared.traces import TRACES
 
 INVALID_SETTINGS = 78
@@ -321,7 +321,7 @@ def _report(service: str, error: Exception) -> int:
     """Print what ended a service; return its exit code."""
     if isinstance(error, (SettingsError, BusUnavailable)):
         return refuse(service, error)
-    print(escaped(redacted("".join(traceback.format_exception(error)))), file=sys.stderr)  # noqa: T201
+    print(escaped(cut(redacted("".join(traceback.format_exception(error))))), file=sys.stderr)  # noqa: T201
     return 1
 
 
@@ -340,7 +340,7 @@ def leave(code: int) -> NoReturn:
 def refuse(service: str, error: Exception, code: int = 2) -> int:
     """Print why a service cannot start; return its exit code. Lines begin with the service's name, for `penstock up`."""
     for line in str(error).splitlines():
-        print(f"penstock {service}: {escaped_line(redacted(line))}", file=sys.stderr)  # noqa: T201
+        print(f"penstock {service}: {escaped_line(cut(redacted(line)))}", file=sys.stderr)  # noqa: T201
     return code
 
 

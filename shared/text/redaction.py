@@ -1,24 +1,24 @@
 """Redact secrets in text: passwords and options of URLs, headers that authorize, and paths of key files.
 
 If a password was not percent-encoded, everything up to the last ``@`` is hidden. Options are hidden unless they are
-known to be harmless.
+known to be harmless. Foreign text passes through here, so no expression reads a character twice: each begins at a
+separator or a name and ends before the next one.
 """
 
 import re
 from typing import Any
 
 HIDDEN = "***"
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>\\]+")
-_USER = re.compile(r"(://[^:/?#@]*):.*@")
-_OPTION = re.compile(r"([?&#](?!(?:db|protocol|api-version|ssl_c\w*)=)[^=&#?]*=)[^&#]*", re.IGNORECASE)
+_URL = re.compile(r"://[^\s'\"<>\\]+")
+_USER = re.compile(r"://[^:/?#@]*:")
+_OPTION = re.compile(r"([?&#](?!(?:db|protocol|api-version|ssl_c\w*)=)[^=&#?]*+=)[^&#]*", re.IGNORECASE)
 _HEADER = re.compile(
     r"((?:authorization|cookie|password|(?:api|access|secret)[-_]?key|(?:hf|auth|access|api|session)[-_]token)(?:\\?['\"])?\s{0,4}[:=]\s{0,4}(?:\\?['\"])?)[^\s'\"\\][^'\"\\\n]*",
     re.IGNORECASE,
 )
 _KEY_FILE = re.compile(r"\b(file:)(?=[/~.])(?!//)[^\s'\"\\]+")
-_SECRET_OPTION = re.compile(
-    r"[?&#][^=&#?]*(?:pass|secret|token|credential|key|sig|code|auth)[^=&#?]*=[^&#]", re.IGNORECASE
-)
+_WORD = "pass|secret|token|credential|key|sig|code|auth"
+_SECRET_OPTION = re.compile(rf"[?&#](?:(?!{_WORD})[^=&#?])*+(?:{_WORD})[^=&#?]*+=[^&#]", re.IGNORECASE)
 SECRET_NAME = re.compile(r"(?:.*[_-])?(?:password|passwd|secret|api[_-]?key|token|authorization|cookie)", re.IGNORECASE)
 """Secret names in other programs' tables."""
 
@@ -29,7 +29,10 @@ def redact(url: str) -> str:
     >>> redact("redis://user:a/b@c@host:1/0?sentinel_password=x&db=2")
     'redis://user:***@host:1/0?sentinel_password=***&db=2'
     """
-    return _OPTION.sub(rf"\g<1>{HIDDEN}", _USER.sub(rf"\1:{HIDDEN}@", url))
+    last, user = url.rfind("@"), _USER.search(url)
+    if user is not None and user.end() <= last:
+        url = f"{url[: user.end()]}{HIDDEN}{url[last:]}"
+    return _OPTION.sub(rf"\g<1>{HIDDEN}", url)
 
 
 def redacted(text: str) -> str:

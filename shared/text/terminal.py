@@ -1,4 +1,4 @@
-r"""Escape characters that control a terminal, or reorder its text, as ``\u001b`` (valid in JSON).
+r"""Cut long texts, and escape characters that control a terminal, or reorder its text, as ``\u001b`` (valid in JSON).
 
 C0 and C1 except newline and tab, DEL, bidirectional and invisible formatting, line and paragraph separators, tags, and
 surrogates.
@@ -6,10 +6,24 @@ surrogates.
 
 import re
 
+LONGEST = 20_000
+"""Characters of a log value or an error's message."""
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e0fff]"
 )
+
+
+def cut(text: str, longest: int = LONGEST) -> str:
+    """Return ``text`` without its middle if it is longer than ``longest`` characters.
+
+    >>> cut("abcdefgh", 4)
+    'ab… (4 characters left out) …gh'
+    """
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}… ({len(text) - 2 * half} characters left out) …{text[-half:]}"
 
 
 def escaped(text: str) -> str:

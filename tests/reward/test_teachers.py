@@ -398,18 +398,18 @@ async def test_most_probable_tokens_that_are_of_no_distribution_over_the_vocabul
 async def test_an_answer_that_is_larger_than_that_of_its_tokens_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """6 tokens with 2 × 128 bytes each, beside the bytes that any answer may have."""
+    """6 tokens with 3 × 128 bytes each, beside the bytes that any answer may have."""
     monkeypatch.setattr("services.reward.teachers.LARGEST_BYTES", 1000)
     folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
     rows = [{**entries(t9=-1.0), str(i): {"logprob": -2.0}} for i in range(3)]
     good = prompt_logprobs([None, None, None, *rows])
-    padded: Reply = 200, {}, good[2] + " " * (1001 + 6 * 2 * 128 - len(good[2]))
+    padded: Reply = 200, {}, good[2] + " " * (1001 + 6 * 3 * 128 - len(good[2]))
     async with (
         serving(sequence(vocabulary_text(folder), PROBE, padded, padded, good)) as endpoint,
         asked(far_with_top_k(endpoint, folder)) as teacher,
     ):
         await teacher.start()
-        with pytest.raises(TemporaryError, match="far unavailable: the response has more than 2536 bytes"):
+        with pytest.raises(TemporaryError, match="far unavailable: the response has more than 3304 bytes"):
             await teacher.read(made)
         assert (await teacher.read(made)).logprobs_N.tolist() == [-2.0, -2.0, -2.0]
 

@@ -7,6 +7,7 @@ from services.cli import export
 from services.cli.policy.card import card, copy_records
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
+from shared.http.hub import bound_hub
 from shared.settings import load_run
 
 
@@ -31,6 +32,7 @@ def _upload(repository: str, folder: Path, message: str, *, private: bool) -> st
     """Return the commit's address."""
     from huggingface_hub import HfApi
 
+    bound_hub()
     api = HfApi()
     try:
         api.create_repo(repository, private=private, exist_ok=True)

@@ -26,7 +26,7 @@ from services.coordinator.admission.demonstrations import Demonstration, Demonst
 from services.coordinator.admission.row_filter import RowFilter
 from shared.bus.encoding import wire
 from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
-from shared.errors import SettingsError
+from shared.errors import MessageError, SettingsError
 from shared.settings import DataSettings
 from shared.settings.rewards.scorers import AnswerScorer
 
@@ -296,8 +296,8 @@ def _problem(
                 )
             problem = dataclasses.replace(problem, teachers=taught_by)
         problem = dataclasses.replace(problem, row_id=_row_id(_asked(*question), answer))
-        wire.encode(problem.prompt(0, _PROBE))
-    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        wire.decode(wire.encode(problem.prompt(0, _PROBE)), Prompt)  # what no reader takes is bad here, too
+    except (ValueError, OverflowError, TypeError, RecursionError, MessageError) as error:
         raise BadRow(f"a value cannot be put into a message: {error}") from error
     return problem
 

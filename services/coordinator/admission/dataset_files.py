@@ -1,7 +1,12 @@
-"""Read dataset rows named ``file:line``: JSONL, Parquet, saved Hugging Face datasets, and splits on a hub."""
+"""Read dataset rows named ``file:line``: JSONL, Parquet, saved Hugging Face datasets, and splits on a hub.
+
+Compression makes a small file of Parquet large: its texts are read as dictionaries and rows are made one by one, so that
+memory is bounded by what its row groups declare, and what all rows hold by the file's size.
+"""
 
 import datetime
 import decimal
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +15,20 @@ from typing import Any, TypeAlias
 from services.coordinator.admission import hub
 from shared.bus.messages import Json
 from shared.dataset_source import check_kind, hub_dataset
-from shared.errors import SettingsError
+from shared.errors import PenstockError, SettingsError
 from shared.extras import install_command
 
 _BATCH_ROWS = 1024
+_ROW_BYTES = 16 * 1024**2
+_ROW_VALUES = 1_000_000
+"""Of a line of JSON, by its separators, those in texts included."""
+_GROUP_BYTES = 2 * 1024**3
+"""Of a row group, decompressed, with 8 bytes for each value."""
+_FILE_BYTES, _EXPANSION = 256 * 1024**2, 1_000
+"""A Parquet file's rows may hold the first, and its size this many times."""
 
 
-class BadRow(Exception):
+class BadRow(PenstockError):
     """A row that cannot be read."""
 
 
@@ -45,13 +57,22 @@ def read(source: str, setting: str) -> Iterator[tuple[str, DatasetRow]]:
 
 def _lines(path: Path) -> Iterator[tuple[str, DatasetRow]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number in itertools.count(1):
+            if not (line := file.readline(_ROW_BYTES + 1)):
+                return
+            if len(line) > _ROW_BYTES:
+                while not line.endswith(b"\n") and (line := file.readline(_ROW_BYTES)):
+                    pass
+                yield f"{path.name}:{number}", BadRow(f"expected at most {_ROW_BYTES} bytes on a line, found more")
+                continue
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if content.strip():
                 yield f"{path.name}:{number}", _line(content)
 
 
 def _line(content: bytes) -> DatasetRow:
+    if (values := 1 + sum(map(content.count, (b",", b"[", b"{")))) > _ROW_VALUES:
+        return BadRow(f"expected at most {_ROW_VALUES} values on a line, found {values} separators")
     try:
         value = json.loads(content)
     except UnicodeDecodeError as error:
@@ -72,14 +93,46 @@ def _parquet(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:
             f"reading {path} needs the package pyarrow: {install_command('coordinator')}, or change {setting}"
         ) from error
     try:
-        number = 0
         with parquet.ParquetFile(path) as file:
+            columns = [file.schema.column(place) for place in range(len(file.schema))]
+        texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        number, left = 0, _FILE_BYTES + _EXPANSION * path.stat().st_size
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:
+            _check_groups(path, file.metadata, setting)
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
+                for place in range(batch.num_rows):
+                    (row,) = batch.slice(place, 1).to_pylist()
+                    number, nbytes = number + 1, _size(row)
+                    left -= nbytes
+                    if nbytes > _ROW_BYTES or left < 0:
+                        raise SettingsError(
+                            f"expected rows of at most {_ROW_BYTES} bytes, together at most {_FILE_BYTES} more than {_EXPANSION} times "
+                            f"the size of {path}, found more at row {number}: shorten its texts, or change {setting}"
+                        )
                     yield f"{path.name}:{number}", row
     except arrow.ArrowException as error:
         raise SettingsError(f"could not read {path} as a Parquet file: {error}: change {setting}") from error
+
+
+def _check_groups(path: Path, metadata: Any, setting: str) -> None:
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        nbytes = sum(column.total_uncompressed_size + 8 * column.num_values for column in columns)
+        if nbytes > _GROUP_BYTES:
+            raise SettingsError(
+                f"expected row groups of at most {_GROUP_BYTES} bytes in {path}, found one of {nbytes}: write it again with "
+                f"smaller ones (row_group_size of pyarrow), or change {setting}"
+            )
+
+
+def _size(value: object) -> int:
+    """Return about how many bytes a row holds."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 8
 
 
 def _saved(path: Path, setting: str) -> Iterator[tuple[str, DatasetRow]]:

@@ -9,6 +9,7 @@ from typing import Any
 from shared.dataset_source import HubDataset
 from shared.errors import SettingsError
 from shared.extras import install_command
+from shared.http.hub import bound_hub
 
 
 def read(dataset: HubDataset, setting: str) -> Iterator[tuple[str, dict[str, object]]]:
@@ -25,6 +26,7 @@ def _load(dataset: HubDataset, setting: str) -> Any:
             f"or change {setting} to a file"
         ) from error
     datasets.disable_progress_bars()
+    bound_hub()
     try:
         return datasets.load_dataset(
             dataset.repository,

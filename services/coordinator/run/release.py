@@ -11,13 +11,13 @@ the other, still lead and count the run as over. The ledger therefore notes whic
 """
 
 import asyncio
+import http
 import logging
 import os
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import httpx
+from typing import Any
 
 from services.coordinator.run.notices import notice
 from services.coordinator.schemas.run import NoticeView
@@ -25,6 +25,8 @@ from shared.bus.bus import Bus
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.heartbeats import Heartbeat
 from shared.errors import PenstockError
+from shared.http.answer import Answer, NoHttpAnswer
+from shared.http.client import HttpClient
 from shared.process.telemetry import tell
 
 log = logging.getLogger(__name__)
@@ -62,22 +64,21 @@ class KubernetesScale:
             if resource == "scaledobjects":
                 answer = await self._request("DELETE", path)
             else:
-                answer = await self._request("PATCH", f"{path}/scale", f'{{"spec": {{"replicas": {replicas or 0}}}}}')
-        except (OSError, KeyError, httpx.HTTPError) as error:
+                answer = await self._request("PATCH", f"{path}/scale", {"spec": {"replicas": int(replicas or 0)}})
+        except (OSError, KeyError, NoHttpAnswer) as error:
             raise ReleaseFailed(f"could not scale {resource}/{name} to {replicas or 'zero'}: {error!r}") from error
-        if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
-            said = " ".join(answer.text.split())[:300]
-            raise ReleaseFailed(
-                f"could not scale {resource}/{name} to {replicas or 'zero'}: {answer.status_code} {said}"
-            )
+        if not answer.is_success and answer.status != http.HTTPStatus.NOT_FOUND:
+            said = " ".join(answer.text().split())[:300]
+            raise ReleaseFailed(f"could not scale {resource}/{name} to {replicas or 'zero'}: {answer.status} {said}")
 
-    async def _request(self, method: str, path: str, body: str | None = None) -> httpx.Response:
+    async def _request(self, method: str, path: str, body: Mapping[str, Mapping[str, int]] | None = None) -> Answer:
         host, port = self._environment["KUBERNETES_SERVICE_HOST"], self._environment["KUBERNETES_SERVICE_PORT"]
         address = f"[{host}]" if ":" in host else host
         trust = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         headers = {"Authorization": f"Bearer {self._read('token')}", "Content-Type": _MERGE}
-        async with httpx.AsyncClient(verify=trust, timeout=_TIMEOUT_S, trust_env=False) as client:
-            return await client.request(method, f"https://{address}:{port}{path}", content=body, headers=headers)
+        async with HttpClient(verify=trust, timeout_s=_TIMEOUT_S, trust_env=False) as client:
+            given: dict[str, Any] = {} if body is None else {"json": body}
+            return await client.ask(method, f"https://{address}:{port}{path}", headers=headers, **given)
 
     def _read(self, name: str) -> str:
         return (self._account / name).read_text(encoding="utf-8").strip()

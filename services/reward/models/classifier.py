@@ -18,6 +18,7 @@ from services.reward.models.placement import Placed, first_line, pick_device, pi
 from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Prompt
 from shared.errors import PermanentError, SettingsError
+from shared.model import chat_template
 from shared.model.causal_model import check_loaded
 from shared.model.plain_model import eager_attention, ordinary_ids
 from shared.model.tokenizer import clock_of, encode_text
@@ -100,20 +101,15 @@ class Classifier:
         )
 
     def _templated(self, turns: list[dict[str, str]], prompt: Prompt) -> list[int]:
-        from jinja2 import TemplateError
-
         try:
-            token_ids: list[int] = self._tokenizer.apply_chat_template(
-                turns,
-                chat_template=self._scorer.own_template,
-                tokenize=True,
-                return_dict=False,
-                strftime_now=clock_of(prompt),
+            text = chat_template.render(
+                self._tokenizer, turns, template=self._scorer.own_template, at_s=clock_of(prompt)
             )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        except chat_template.TemplateFailed as error:
             raise PermanentError(
                 f"the chat template {self._where} cannot render the messages of {prompt.problem}: {error}"
             ) from error
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
 
     def _fitted(self, token_ids: Sequence[int]) -> Text:

@@ -10,6 +10,9 @@ from shared.errors import PermanentError
 
 
 class Codec(Protocol):
+    def prepare(self, prompt: Prompt) -> None:
+        """Do what of :meth:`encode` may take seconds, in a thread; raises PermanentError."""
+
     def encode(self, prompt: Prompt) -> Int32Array:
         """Return a prompt's token ids; raises PermanentError if it can never be generated."""
 
@@ -24,6 +27,9 @@ class CharacterCodec:
     """Character codes as token ids, 0 to stop."""
 
     stop = 0
+
+    def prepare(self, prompt: Prompt) -> None:
+        """Do nothing."""
 
     def encode(self, prompt: Prompt) -> Int32Array:
         if not prompt.text:

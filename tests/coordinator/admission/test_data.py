@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from services.coordinator.admission import dataset, references
+from services.coordinator.admission import dataset, dataset_files, references
 from services.coordinator.admission.data_overlap import Overlap, Training
 from services.coordinator.admission.dataset import EpochOrder, subset
 from services.coordinator.service import load_data
@@ -456,3 +457,62 @@ def test_several_datasets_are_loaded_one_after_the_other(tmp_path: Path) -> None
         2,
         ("b.jsonl:4: expected text in 'prompt', found an empty one",),
     )
+
+
+def test_a_line_is_bounded_in_bytes_and_values_and_the_next_one_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'{"prompt": "' + b"a" * (16 << 20) + b'"}\n' + b"[[]" + b",[]" * 600_000 + b']\n{"prompt": "q"}\n'
+    )
+    loaded = load(path, max_bad_rows=2)
+    assert [problem.source for problem in loaded.problems] == ["a.jsonl:3"]
+    assert loaded.bad[0] == "a.jsonl:1: expected at most 16777216 bytes on a line, found more"
+    assert loaded.bad[1].startswith("a.jsonl:2: expected at most 1000000 values on a line")
+
+
+@pytest.mark.parametrize(("depth", "bad"), [(31, 0), (32, 0), (33, 1), (500, 1), (5_000, 1)])
+def test_a_row_that_no_reader_takes_is_bad(depth: int, bad: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "q"}\n{"prompt": "q", "deep": ' + "[" * depth + "]" * depth + "}\n")
+    assert load(path, max_bad_rows=1).bad_rows == bad
+
+
+_LOADED = """
+import sys
+from pathlib import Path
+from services.coordinator.admission import dataset_files
+from shared.errors import SettingsError
+def peak_kib():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+before = peak_kib()
+rows = 0
+try:
+    for _ in dataset_files.read(sys.argv[1], "data.path"):
+        rows += 1
+except SettingsError as error:
+    print(error)
+print(rows, peak_kib() - before)
+"""
+
+
+@pytest.mark.parametrize(("length", "rows"), [(2_400_000, 106), (17 << 20, 0)])
+def test_a_small_parquet_file_of_enormous_rows_is_refused_in_little_memory(
+    length: int, rows: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.parquet"
+    texts = arrow.DictionaryArray.from_arrays(arrow.array([0] * 1024, arrow.int32()), ["a" * length])
+    parquet.write_table(arrow.table({"prompt": texts}), path, compression="zstd")
+    assert path.stat().st_size < 30_000
+    done = subprocess.run([sys.executable, "-c", _LOADED, path], capture_output=True, text=True, check=True, cwd=ROOT)
+    sentence, counts = done.stdout.strip().splitlines()
+    read, kib = map(int, counts.split())
+    assert sentence.startswith("expected rows of at most 16777216 bytes")
+    assert rows <= read < rows + 20
+    assert kib < 300 * 1024
+
+
+def test_a_row_group_that_declares_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"prompt": ["q"] * 1000}), path)
+    monkeypatch.setattr(dataset_files, "_GROUP_BYTES", 1000)
+    assert "expected row groups of at most 1000 bytes" in refusal(path)

@@ -7,15 +7,13 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from email.utils import formatdate
 from pathlib import Path
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
 from services.reward import endpoint as endpoints
-from services.reward.endpoint import Pace, retry_after_s
+from services.reward.endpoint import Pace
 from services.reward.scorers.judge import verdict
 from services.reward.scorers.judge.reading import make_read
 from services.reward.scorers.judge.scorer import Judge
@@ -329,14 +327,6 @@ def test_a_template_that_asks_for_what_is_not_there_can_never_be_filled_in() -> 
 
 
 @pytest.mark.parametrize(
-    ("header", "wait_s"),
-    [("7", 7.0), ("soon", None), ("", None), ("-1", None), (formatdate(0.0, usegmt=True), 0.0)],
-)
-def test_retry_after_is_seconds_or_a_date(header: str, wait_s: float | None) -> None:
-    assert retry_after_s(httpx.Response(429, headers={"Retry-After": header})) == wait_s
-
-
-@pytest.mark.parametrize(
     ("more", "sentence"),
     [
         ({"key_source": "env:NOT_SET_ANYWHERE"}, "expected a key in NOT_SET_ANYWHERE for scorer 'judge'"),
@@ -392,7 +382,7 @@ async def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
     ("reply", "detail"),
     [
         ((200, {}, "[" * 100_000), "the response (HTTP 200) has no chat message: "),
-        ((200, {}, " " * (4 * 1024**2 + 1)), "the response has more than 4194304 bytes"),
+        ((200, {}, " " * (1024**2 + 1)), "the response has more than 1048576 bytes"),
     ],
 )
 async def test_a_response_that_is_too_deep_or_too_large_is_no_answer_and_no_crash(reply: Reply, detail: str) -> None:

@@ -1,11 +1,12 @@
 """A client of OpenAI-compatible chat completions."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prometheus_client import Counter
 
 from services.reward.endpoint import Endpoint, NoVerdict, Passing
+from shared.http.answer import Answer
 from shared.settings.rewards.scorers import JudgeScorer
 
 TOKENS = Counter(
@@ -59,11 +60,12 @@ class ChatClient:
             **self._scorer.request,
         }
 
-    def _content(self, answer: Any) -> str:
-        content = answer["choices"][0]["message"]["content"]
+    def _content(self, answer: Answer) -> str:
+        value = answer.json()
+        content = value["choices"][0]["message"]["content"]
         if not isinstance(content, str):
             raise TypeError("the message is not text")
-        self._count(answer.get("usage"))
+        self._count(value.get("usage"))
         return content
 
     def _count(self, usage: object) -> None:
