@@ -155,6 +155,7 @@ async def start(settings: Settings, replica: str) -> None:
             if kept := await context.live.kept():
                 detail = f"{'; '.join(kept)}: revision {context.live.revision} overrides the run's settings"
                 await tell(context.bus, SOURCE, "live settings kept", detail)
+            data = dataclasses.replace(data, notices=(*data.notices, *await _doubt_replication(context.bus)))
             for doubt in data.notices:
                 await tell(context.bus, DATA, doubt.about, doubt.text)
             offering = functools.partial(_offer, context.bus, settings, data, await registered_settings(context.bus))
@@ -163,6 +164,15 @@ async def start(settings: Settings, replica: str) -> None:
             await _coordinate(context, parts, server, folder)
     finally:
         server.close()
+
+
+async def _doubt_replication(bus: Bus) -> list[NoticeView]:
+    """Return a notice if a failover of the bus may lose more steps than need be; a leader restarts in any case."""
+    try:
+        text = await bus.check_replication()
+    except SettingsError as error:
+        text = str(error)
+    return [notice("bus replication", "warning", text)] if text else []
 
 
 async def _offer(bus: Bus, settings: Settings, data: Data, registered: str | None) -> None:

@@ -332,7 +332,7 @@ def _check_port(host: str, port: int, setting: str) -> None:
 async def _check_bus(url: str) -> None:
     try:
         async with asyncio.timeout(_BUS_CHECK_S):
-            await connection.probe(url)
+            await connection.probe(url, replication=True)
     except (BusUnavailable, TimeoutError) as error:
         reason = str(error.__cause__ or error) or "no answer"
         raise SettingsError(

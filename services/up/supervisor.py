@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -165,6 +166,9 @@ class Supervisor:
                     try:
                         await connection.probe(self._bus_url)
                     except BusUnavailable:
+                        if child.last_death:
+                            self._fail(ProcessFailure(self._damaged_bus(child), 1))
+                            return False
                         await asyncio.sleep(0.05)
                     else:
                         child.mark_ready()
@@ -176,6 +180,15 @@ class Supervisor:
                 ProcessFailure(f"the embedded bus did not respond within {_BUS_START_S:.0f} s; its log: {child.log}", 1)
             )
         return False
+
+    def _damaged_bus(self, child: Child) -> str:
+        data = self._run_folder / "valkey"
+        resume = f"penstock up --resume {shlex.quote(str(self._run_folder))}"
+        return (
+            f"the embedded bus ended while it read its data ({child.last_death}). If {data} is damaged, move it away (mv {data} "
+            f"{data}-damaged) and resume: {resume}. The run continues from its newest checkpoint; only what the bus alone had is "
+            "lost: steps since then and groups in flight, which are made again and counted"
+        )
 
     async def _step_without(self, service: str) -> int | None:
         """Return the run's step, or None if it waits for something other than ``service``, or needs no ``service``."""

@@ -419,6 +419,10 @@ class Bus(Commands):
     async def remove(self, stream: Stream) -> None:
         await self.write(stream, "DEL")
 
+    async def check_replication(self) -> str:
+        """Raises SettingsError: see :func:`connection.check_replication`."""
+        return await self.call(lambda: connection.check_replication(self._client))
+
     async def memory_bytes(self) -> tuple[int, int]:
         """Return memory used and maxmemory (0: not set)."""
         return await self.call(lambda: connection.memory_bytes(self._client))

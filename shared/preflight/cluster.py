@@ -74,7 +74,7 @@ async def bus(url: str, run_id: str, wait_s: float = 30.0) -> list[Finding]:
         entry = await connected.publish(SCRATCH, sent)
         received = await connected.newest(SCRATCH, Event)
         answer = passed("bus", connected.server) if received and received[0][1] == sent else _lost()
-        return [answer, _limit(most), clock(int(entry.partition("-")[0]) / 1000, before_s)]
+        return [answer, _limit(most), clock(int(entry.partition("-")[0]) / 1000, before_s), await _replicas(connected)]
     finally:
         with contextlib.suppress(BusUnavailable):
             await connected.remove(SCRATCH)
@@ -85,6 +85,15 @@ def _lost() -> Finding:
     return failed(
         "bus", "a message back from the bus", "another", "check that no other program writes to this run's keys"
     )
+
+
+async def _replicas(bus: Bus) -> Finding:
+    try:
+        return passed(
+            "replicas", await bus.check_replication() or "a failover of the bus loses at most what its replicas lag"
+        )
+    except SettingsError as error:
+        return Finding("replicas", False, str(error))
 
 
 def _limit(most: int) -> Finding:

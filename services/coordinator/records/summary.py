@@ -62,6 +62,9 @@ class Summary:
     score_turns: int
     """Of reward models on a shared device."""
     score_turn_s_mean: float | None
+    rewound_steps: int
+    """Acknowledged steps that the bus lost and no checkpoint held; their lines in metrics.jsonl are superseded."""
+    rewound_groups: int
     groups_admitted: int
     counts: dict[str, int]
     """trained, dropped:<reason>, dead:<stream>."""
@@ -113,7 +116,7 @@ def summarize(
     changed_inputs: Sequence[str] = (),
 ) -> Summary:
     """``lines`` are metrics.jsonl."""
-    steps = one_line_a_step(lines)
+    steps = [line for line in one_line_a_step(lines) if _figure(line, "step") <= status.step]  # later ones are lost
     samples = int(sum(_figures(steps, "samples")))
     tokens = sum(_figure(step, "samples") * _figure(step, "response_tokens_mean") for step in steps)
     training_s = training_seconds(status, settings.run.steps, time.time())
@@ -141,6 +144,8 @@ def summarize(
         switch_rung_max=int(max(_figures(steps, "switch_rung"))) if switches else None,
         score_turns=(score_turns := int(sum(_figures(steps, "score_turns")))),
         score_turn_s_mean=sum(_figures(steps, "score_turn_s")) / score_turns if score_turns else None,
+        rewound_steps=status.rewound.steps,
+        rewound_groups=status.rewound.groups,
         groups_admitted=status.cursor,
         counts=dict(counts),
         samples_untrained={reason: int(sum(_figures(steps, name))) for reason, name in _UNTRAINED.items()},

@@ -45,6 +45,11 @@ RUN_STATE = Gauge("penstock_coordinator_run_state", "1 for the run's current sta
 HEAD_VERSION = Gauge("penstock_coordinator_head_version", "The version that replicas serve; -1: none yet.")
 GPU_SECONDS = Gauge("penstock_coordinator_gpu_seconds", "GPU-seconds that the run's processes have held.")
 STEP = Gauge("penstock_coordinator_step", "Committed optimizer steps.")
+REWOUND_STEPS = Gauge("penstock_coordinator_rewound_steps", "Acknowledged steps that the bus has lost, in all.")
+REWOUND_AT = Gauge(
+    "penstock_coordinator_rewound_timestamp_seconds",
+    "When the bus lost acknowledged steps last, Unix seconds; 0: never.",
+)
 DEAD_LETTERS = Gauge("penstock_coordinator_dead_letters", "Entries among the dead letters.")
 EVALUATION_ACCURACY = Gauge(
     "penstock_coordinator_evaluation_accuracy_ratio", "Newest held-out accuracy, 0 to 1.", ["set"]
@@ -123,6 +128,8 @@ class Monitor:
                 self._forgotten = False
                 look, _ = await asyncio.gather(self._look(), self._read_steps())
                 self._view = self._compose(look)
+                REWOUND_STEPS.set(look.status.rewound.steps)
+                REWOUND_AT.set(look.status.rewound.at_s)
                 self._seen_at_s = -math.inf if self._forgotten else time.monotonic()
                 self._text = self._view.model_dump_json().encode()
             return self._view

@@ -73,6 +73,9 @@ def _state(status: RunStatus) -> list[NoticeView]:
     notices = []
     if status.state is RunState.PAUSED and status.reason:
         notices.append(notice("paused", "error", f"paused: {status.reason}; `penstock resume` continues"))
+    if status.rewound.steps:
+        total = f"{status.rewound.steps} steps and {status.rewound.groups} groups in all"
+        notices.append(notice("bus rewound", "warning", f"{status.rewound.detail} ({total})"))
     if status.bus_full:
         notices.append(notice("bus full", "error", status.bus_full))
     for artifact, why in status.missing.items():

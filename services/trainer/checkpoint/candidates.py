@@ -2,9 +2,11 @@
 
 ::
 
-    run folder, newest first ──▶ intact? ──▶ the journal continues it ──────────────────────▶ this one
-                     └ damaged: next older one      └ it does not: a newer one of the store, newest first
+    run folder, newest first ──▶ intact? ──▶ newer than the ledger, or continued by the journal ──▶ this one
+                     └ damaged: next older one      └ neither: a newer one of the store, newest first
                                                             └ damaged: next older one
+
+One of a version that the ledger does not know is *ahead*: the bus has lost the commits up to it.
 
 Digests are verified, in the store while fetching.
 """
@@ -20,7 +22,6 @@ from typing import TypeVar
 
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
 from services.trainer.checkpoint.signatures import UNSIGNED, Signer
 from shared.backoff import Backoff
@@ -57,6 +58,8 @@ class ResumeCandidate:
     """None if incomplete."""
     damages: tuple[Damage, ...]
     """Newer checkpoints, newest first."""
+    is_ahead: bool = False
+    """Whether it is of a version that the ledger does not know."""
 
 
 async def journal_after(ledger: Ledger, checkpoint: Checkpoint | None, status: RunStatus) -> Journal | None:
@@ -79,11 +82,12 @@ class Candidates:
         status: RunStatus | None,
         revoked: frozenset[PolicyVersion],
         signer: Signer = UNSIGNED,
-        lost_after: PolicyVersion | None = None,
+        *,
+        is_folder_new: bool = False,
     ) -> None:
-        """``lost_after``: later versions are of a timeline that the bus lost; None: it lost none."""
+        """``is_folder_new``: the run's folder knows no commit."""
         self._bus, self._ledger, self._store = bus, ledger, store
-        self._lost_after = lost_after
+        self._is_folder_new = is_folder_new
         self._root, self._status, self._revoked = root, status, revoked
         self._signer = signer
         self._damages: list[Damage] = []
@@ -92,7 +96,8 @@ class Candidates:
         local = await self._newest_of_folder()
         journal = await self._journal(local)
         newer = None
-        if self._store is not None and (self._status is None or journal is None):
+        is_folder_lost = local is None and self._is_folder_new and self._status is not None and self._status.step > 0
+        if self._store is not None and (self._status is None or journal is None or is_folder_lost):
             newer = await self._newest_of_store(self._store, local)
         if newer is None:
             return self._choice(local, None, journal)
@@ -104,19 +109,22 @@ class Candidates:
     ) -> ResumeCandidate:
         least = -1 if checkpoint is None else checkpoint.state.step
         damages = (damage for damage in self._damages if damage.step >= least)
-        return ResumeCandidate(checkpoint, stored, journal, tuple(sorted(damages, key=lambda damage: -damage.step)))
+        damaged = tuple(sorted(damages, key=lambda damage: -damage.step))
+        return ResumeCandidate(checkpoint, stored, journal, damaged, self._is_ahead(checkpoint))
 
     async def _journal(self, checkpoint: Checkpoint | None) -> Journal | None:
-        return () if self._status is None else await journal_after(self._ledger, checkpoint, self._status)
+        if self._status is None or self._is_ahead(checkpoint):
+            return ()
+        return await journal_after(self._ledger, checkpoint, self._status)
 
     async def _newest_of_folder(self) -> Checkpoint | None:
         named = {where for v, where in (await self._ledger.checkpoints()).items() if v not in self._revoked}
         folders = {Path(where) for where in named if Path(where).parent == self._root}
         folders |= set(self._root.glob("step-*")) if self._root.is_dir() else set()
         steps = {folder: step for folder in folders if (step := local_store.step_of(folder)) is not None}
-        for folder, step in sorted(steps.items(), key=lambda item: -item[1]):
-            checkpoint = local_store.read(folder)
-            if self._is_ahead(step) or (checkpoint is not None and self._is_left(checkpoint.state)):
+        read = [(local_store.read(folder), step, folder) for folder, step in steps.items()]
+        for checkpoint, step, folder in sorted(read, key=lambda item: (not self._is_ahead(item[0]), -item[1])):
+            if self._is_left(checkpoint, step):
                 continue
             reason = await asyncio.to_thread(local_store.damage, folder, signer=self._signer)
             if not reason:
@@ -127,37 +135,21 @@ class Candidates:
                 await self._tell_damage("checkpoint refused", str(damaged))  # the older one waits for torch
         return None
 
-    def _is_ahead(self, step: int) -> bool:
-        """Whether a step is after the ledger's: the bus has older data."""
-        return self._status is not None and step > self._status.step
+    def _is_ahead(self, checkpoint: Checkpoint | StoredCheckpoint | None) -> bool:
+        if self._status is None or checkpoint is None:
+            return False
+        return self._status.newest_version is None or checkpoint.state.version > self._status.newest_version
 
-    def _is_left(self, state: CheckpointState) -> bool:
+    def _is_left(self, checkpoint: Checkpoint | StoredCheckpoint | None, step: int) -> bool:
         """Whether a checkpoint is of another branch than the ledger's."""
-        return state.version in self._revoked or self._is_lost(state)
-
-    def _is_lost(self, state: CheckpointState) -> bool:
-        return self._lost_after is not None and state.version > self._lost_after
-
-    async def set_lost_aside(self) -> None:
-        """Rename the checkpoints of the timeline that the bus lost, so that no later start takes them for its own."""
-        names = []
-        for on_disk in local_store.find(self._root):
-            if self._is_lost(on_disk.state):
-                await self._ledger.drop_checkpoint(str(on_disk.folder))
-                aside = await asyncio.to_thread(local_store.set_aside, on_disk.folder, local_store.LOST)
-                names.append(str(aside))
-        for stored in await self._ask(self._store.whole) if self._store is not None else ():
-            if self._store is not None and self._is_lost(stored.state):
-                await self._ask(functools.partial(self._store.set_aside, stored))
-                names.append(stored.uri)
-        if names:
-            detail = f"they are of versions that the bus lost, which are trained again: {', '.join(names)}; they may be deleted"
-            await tell(self._bus, "trainer", "checkpoints set aside", detail)
+        if checkpoint is not None and checkpoint.state.version in self._revoked:
+            return True
+        return self._status is not None and step > self._status.step and not self._is_ahead(checkpoint)
 
     async def _newest_of_store(
         self, store: CheckpointStore, local: Checkpoint | None
     ) -> tuple[Checkpoint, StoredCheckpoint] | None:
-        stored = [candidate for candidate in await self._ask(store.whole) if not self._is_left(candidate.state)]
+        stored = await self._ask(store.whole)
         for name, why in sorted(store.unreadable.items()):
             reason = f"the manifest of {name} in {store.uri} is refused: {why}"
             self._damages.append(Damage(f"{store.uri}checkpoints/{name}", _step_in(name), reason))
@@ -165,7 +157,7 @@ class Candidates:
         for candidate in reversed(stored):
             if local is not None and local.state.version >= candidate.state.version:
                 break
-            if self._is_ahead(candidate.state.step):
+            if self._is_left(candidate, candidate.state.step):
                 continue
             try:
                 return await self._ask(functools.partial(store.fetch, candidate, self._root)), candidate

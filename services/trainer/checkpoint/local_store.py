@@ -37,7 +37,7 @@ START = "start"
 _DIGEST = "sha256"
 """SHA-256 of the marker's other fields, except the signature."""
 _MOST_READERS, _READ_BYTES = 8, 1 << 20
-DAMAGED, LOST = "damaged-", "lost-"
+DAMAGED = "damaged-"
 """Of the names of folders that are set aside."""
 
 
@@ -193,8 +193,8 @@ def step_of(folder: Path) -> int | None:
     return int(number) if prefix == "step" and number.isdecimal() else None
 
 
-def set_aside(folder: Path, prefix: str = DAMAGED) -> Path:
-    aside = folder.with_name(f"{prefix}{folder.name}")
+def set_aside(folder: Path) -> Path:
+    aside = folder.with_name(f"{DAMAGED}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
 

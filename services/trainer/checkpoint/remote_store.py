@@ -221,14 +221,6 @@ class CheckpointStore:
         for file in stored.files:
             self._objects.delete(f"{_FOLDER}{stored.name}/{file.name}")
 
-    def set_aside(self, stored: StoredCheckpoint) -> None:
-        """Make it no checkpoint any more; its files stay until a later one is stored."""
-        folder = f"{_FOLDER}{stored.name}/"
-        manifest = self._objects.read(f"{folder}{_MANIFEST}", manifests.MOST_BYTES)
-        if manifest is not None:
-            self._objects.write(f"{folder}{local_store.LOST}{_MANIFEST}", manifest)
-            self._objects.delete(f"{folder}{_MANIFEST}")
-
     def clear_remains(self, before_step: int) -> None:
         """Partial uploads and unreadable manifests of earlier steps."""
         listed = self._objects.list(_FOLDER)

@@ -4,11 +4,8 @@ The ledger accepts versions of one epoch only. A trainer takes the next epoch at
 epoch that another trainer ended is final.
 """
 
-import contextlib
-import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from services.trainer.rank0.mailbox.results import Published
 from shared.bus.bus import Bus, Delivery
@@ -16,13 +13,6 @@ from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, StepPla
 from shared.bus.stores.experience.signals import SignalChange
 from shared.bus.stores.policy.ledger import Ledger, RunStatus
 from shared.errors import Fenced
-from shared.files.durable import NO_ROOM, no_room, write_whole
-
-log = logging.getLogger(__name__)
-
-_AGAIN_S = 1.0
-_NOTE = "newest_version"
-_COMMITTED = "committed_version"
 
 
 class Branch:
@@ -45,6 +35,7 @@ class Branch:
     async def follow(self, status: RunStatus) -> None:
         """Take the branch's state from ``status``."""
         records = await self._ledger.policies()
+        self.steps.clear()  # the bus may have lost versions
         self.steps.update((record.version, record.step) for record in records)
         self.newest, self.tip = status.newest_version, status.tip
         self.revision = max((record.settings_revision for record in records), default=0)
@@ -120,49 +111,3 @@ class Branch:
         """Return the lag of each version in the groups after ``step`` steps, reproducibly."""
         versions = sorted({version for experience in groups for version in experience.group.versions})
         return {version: step - self.steps.get(version, 0) for version in versions}
-
-
-def note_version(folder: Path, version: PolicyVersion) -> None:
-    """Record a version's number in the run's folder before its commit, so that a lost bus cannot cause its reuse.
-
-    Waits while the disk is full.
-    """
-    if version < noted_version(folder):
-        return  # written by a trainer that replaced us
-    said = False
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / _NOTE, str(int(version)))
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            if not said:
-                log.warning("training waits for disk space", extra={"reason": no_room(folder / _NOTE, error)})
-            said = True
-            time.sleep(_AGAIN_S)
-        else:
-            return
-
-
-def note_committed(folder: Path, version: PolicyVersion) -> None:
-    """Record that a version was committed, by which a successor knows that the bus lost it."""
-    with contextlib.suppress(OSError):  # a full disk: the number before stays
-        write_whole(folder / _COMMITTED, str(int(version)))
-
-
-def committed_version(folder: Path) -> PolicyVersion:
-    """Return the last version recorded as committed, or 0."""
-    return _read(folder / _COMMITTED)
-
-
-def noted_version(folder: Path) -> PolicyVersion:
-    """Return the largest recorded number, or 0."""
-    return _read(folder / _NOTE)
-
-
-def _read(note: Path) -> PolicyVersion:
-    try:
-        return PolicyVersion(int(note.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return PolicyVersion(0)

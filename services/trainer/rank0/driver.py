@@ -28,7 +28,8 @@ from services.trainer.batch.staleness import without_long
 from services.trainer.checkpoint import local_store
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
-from services.trainer.rank0.branch import Branch, note_committed
+from services.trainer.rank0.branch import Branch
+from services.trainer.rank0.commits import note_committed
 from services.trainer.rank0.first_texts import first_texts
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.mailbox import results
@@ -346,7 +347,7 @@ class Driver:
         self._intake.release(batch)
         for group in record.traced:
             TRACES.add("trained", group, record.created_at_s - metrics["step_s"], time.time(), step=record.step)
-        await self._note_published(record)
+        await self._note_published(record, len(batch))
         export_metrics(record.step, record.version, figures, metrics)
         self._context.status.values.update(step=float(record.step), tokens_per_s=metrics["tokens_per_s"])
         self._context.status.note_memory({"peak": made.memory.get("memory_bytes", 0.0) + self._turns.absent_bytes})
@@ -428,11 +429,11 @@ class Driver:
         self._context.status.version = record.version
         return True
 
-    async def _note_published(self, record: PolicyRecord) -> None:
+    async def _note_published(self, record: PolicyRecord, groups: int = 0) -> None:
         from shared.weights.format.snapshot import keep_newest
 
         self._context.status.version = record.version
-        await asyncio.to_thread(note_committed, self._settings.run_folder, record.version)
+        await asyncio.to_thread(note_committed, self._settings.run_folder, record.version, record.step, groups)
         await asyncio.to_thread(keep_newest, self._settings.snapshot_folder, self._settings.weights.keep)
 
     async def _checkpoint_new(self) -> None:

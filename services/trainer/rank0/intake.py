@@ -14,6 +14,7 @@ Groups are used in the order of admission, and pending on the bus until their st
     nonfinite   loss or gradient of its batch is not finite: dropped, by the driver
     duplicate   held already, or trained: dropped
     unreadable  malformed, of an unknown group or version, or unfit for the model: buried with the reason
+    lost        a token of a version that the bus has lost and a replica kept: generated again
 
 **Demonstrations** (``algorithm.imitation``) are here at once and would overtake all samples. They keep their places among the
 groups in flight instead, while samples may overtake each other::
@@ -31,6 +32,7 @@ import dataclasses
 import logging
 import time
 from collections import Counter
+from collections.abc import Container
 
 import numpy as np
 
@@ -45,7 +47,7 @@ from shared.bus.stores.experience.signals import SignalChange, signal
 from shared.bus.stores.policy.ledger import Ledger, RunState, Standing
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EXPERIENCE
-from shared.errors import MessageError
+from shared.errors import Fenced, MessageError
 from shared.process.telemetry import tell
 from shared.settings import Settings
 from shared.settings.rollout import MOST_KEPT
@@ -61,6 +63,8 @@ _PROMPT_READ_S = 0.2
 _LOOK_S = 0.2
 _LOST_LOOK_S = 1.0
 _MOST_PENDING = 1 << 20
+_MOST_LOST = 5
+"""Times that a group is generated again because its versions are lost."""
 _ALONE_FROM = 2
 _MOST_DRAWN = 16 * MOST_KEPT
 """Most tokens that could be drawn at a position, ties included: of a forward pass, every position takes as much memory."""
@@ -188,7 +192,7 @@ class Intake:
             experience = delivery.message()
             self._check(experience)
             standing = await self._ledger.standing(experience.group_id)
-            _check_standing(experience, standing)
+            _check_standing(experience, standing, self._steps_of_versions)
         except MessageError as error:
             await self._bury(delivery, str(error))
             return
@@ -425,7 +429,7 @@ class Intake:
             trained = without_long(group, contexts, self._settings.trainer.micro_batch_tokens)
             if is_fenced(group, revoked):
                 leave = self._drop(taken.delivery, "fenced", f"{detail} at step {step}")
-            elif any(contexts) and algorithm.on_stale == "requeue":
+            elif self._is_of_lost_versions(taken.experience) or (any(contexts) and algorithm.on_stale == "requeue"):
                 leave = self._requeue(taken, step)
             elif trained == tuple(len(sample.token_ids) for sample in group.samples):
                 leave = self._drop(taken.delivery, "stale", f"{detail} at step {step}")
@@ -436,6 +440,12 @@ class Intake:
             await leave
         return fresh
 
+    def _is_of_lost_versions(self, experience: Experience) -> bool:
+        """Whether to generate a group again because the bus lost a version of it, which replicas kept; a few times only."""
+        group, known = experience.group, self._steps_of_versions
+        may_try = bool(known) and group.prompt.requeues < _MOST_LOST and not _is_shown(experience)
+        return may_try and any(version not in known for version in group.versions)
+
     async def _requeue(self, taken: Taken, step: int) -> None:
         """Have the stale samples generated again while the others wait; a second time, the whole group.
 
@@ -444,7 +454,12 @@ class Intake:
         group, max_lag = taken.experience.group, self._settings.algorithm.max_lag
         newest = max(self._steps_of_versions, default=PolicyVersion(0))
         prompt = dataclasses.replace(group.prompt, requeues=group.prompt.requeues + 1, min_version=newest)
-        stale = find_contexts(group, step, self._steps_of_versions, max_lag, "sample")
+        stale = [
+            tokens or not sample.versions <= self._steps_of_versions.keys()
+            for tokens, sample in zip(
+                find_contexts(group, step, self._steps_of_versions, max_lag, "sample"), group.samples, strict=True
+            )
+        ]
         keeps = group.prompt.requeues == 0 and len(group.samples) == prompt.sampling.samples
         kept = [part_of_group(group, place) if keeps and not tokens else b"" for place, tokens in enumerate(stale)]
         self._count("requeued")
@@ -483,9 +498,14 @@ def _check_supports(group: RolloutGroup) -> None:
         )
 
 
-def _check_standing(experience: Experience, standing: Standing) -> None:
+def _check_standing(experience: Experience, standing: Standing, ours: Container[PolicyVersion]) -> None:
+    """Raise MessageError, or Fenced if the group, or its version, is of ``ours`` and the bus does not know it any more."""
     if not standing.admitted:
         raise MessageError(f"expected a group that was admitted, found one of the id {experience.group_id}")
     newest = experience.group.newest_version
     if standing.newest_version is not None and newest > standing.newest_version:
+        if newest in ours:
+            raise Fenced(
+                f"expected the bus to know version {newest}, found none after {standing.newest_version}: it has older data"
+            )
         raise MessageError(f"expected versions up to {standing.newest_version}, the newest, found samples of {newest}")

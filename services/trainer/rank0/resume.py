@@ -4,11 +4,12 @@
 
     bus knows the run     newest intact checkpoint ──▶ the journal holds every step after it: these are replayed
                                                   └──▶ it does not: the run is rolled back to the checkpoint's version
-    bus is empty          newest intact checkpoint ──▶ the ledger is restored from it; groups in flight count as lost
+    bus is empty, or older than the newest intact checkpoint ──▶ the ledger is restored from it; groups in flight count
+                                                                 as lost
     neither               the initial policy
 
-Numbers of versions that the bus lost are not used again: a replica that has one would not pull another of that number.
-Their checkpoints are renamed to ``lost-step-…``.
+Commits that the bus lost and no checkpoint holds are counted (``Rewound``). Numbers of their versions are not used
+again: a replica that has one would not pull another of that number.
 
 Checkpoints of revoked versions are deleted, during a rollback only once its own was found intact; damaged ones are
 renamed to ``damaged-step-…``. If no checkpoint is intact, the start is refused without changes. A rollback is abandoned
@@ -27,10 +28,10 @@ from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, version_in
 from services.trainer.checkpoint.signatures import open_signer
-from services.trainer.rank0.branch import committed_version, noted_version
+from services.trainer.rank0.commits import Commits, note_lost, noted_version, read_commits
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, RunState, RunStatus
+from shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, Rewound, RunState, RunStatus
 from shared.bus.stores.policy.rollback import Stage, begin_rollback, count_load, current_rollback, steer_rollback
 from shared.bus.stores.replicas.live_settings import Live
 from shared.errors import SettingsError, StoreError
@@ -58,14 +59,14 @@ class ResumePoint:
     stranded: bool = False
     """Whether a rollback's checkpoint is damaged, or the run has ended."""
     restored: bool = False
-    """Whether the bus had lost its data: what was on it before is gone."""
+    """Whether the ledger was restored from the checkpoint: what was in flight on the bus before is gone."""
 
 
 async def find_resume(
     bus: Bus, ledger: Ledger, live: Live, settings: Settings, store: CheckpointStore | None = None
 ) -> ResumePoint:
     """Return from where the run continues; restores a lost ledger."""
-    root = settings.run_folder / "checkpoints"
+    folder, root = settings.run_folder, settings.run_folder / "checkpoints"
     known = await ledger.is_known()
     revoked = await ledger.revoked()
     await _follow_folder(ledger, root)
@@ -75,15 +76,18 @@ async def find_resume(
         await _delete_revoked(ledger, root, revoked, store)
     local_store.clear_unfinished(root)
     status = await ledger.status()
-    newest = status.newest_version
-    lost_after = newest if newest is not None and committed_version(settings.run_folder) > newest else None
-    known_status, signer = status if known else None, open_signer(settings)
-    candidates = Candidates(bus, ledger, store, root, known_status, revoked, signer, lost_after)
+    known_status, signer, commits = status if known else None, open_signer(settings), read_commits(folder)
+    candidates = Candidates(
+        bus, ledger, store, root, known_status, revoked, signer, is_folder_new=not (commits.kept or commits.lost)
+    )
     choice = await candidates.choose()
-    checkpoint, journal = choice.checkpoint, choice.journal
-    if lost_after is not None and (checkpoint is not None or journal is not None):
-        await candidates.set_lost_aside()  # before their numbers are skipped, by which they are known
-        status = await _skip_lost_versions(bus, ledger, status, settings.run_folder)
+    checkpoint, journal, restores = choice.checkpoint, choice.journal, not known or choice.is_ahead
+    if checkpoint is not None or journal is not None:
+        kept = status.newest_version if not restores else None if checkpoint is None else checkpoint.state.version
+        await _count_lost(bus, ledger, folder, kept, commits)
+        if not restores and commits.newest > (status.newest_version or 0):
+            await ledger.skip_versions(max(commits.newest, noted_version(folder)), status.tip)
+            status = await ledger.status()
     if may_strand and checkpoint is not None and journal is not None:
         # Not earlier: without the target, the others are all there is.
         await _delete_revoked(ledger, root, revoked, store)
@@ -91,14 +95,34 @@ async def find_resume(
         raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
     if journal is None:
         return await _go_back(bus, ledger, settings, choice)
-    if not known and (checkpoint is not None or noted_version(settings.run_folder)):
-        await _restore(bus, ledger, live, checkpoint, settings.run_folder, store)
+    if restores and (checkpoint is not None or noted_version(folder)):
+        await _restore(bus, ledger, live, checkpoint, folder, store, is_known=known)
         status = await ledger.status()
         journal = await journal_after(ledger, checkpoint, status) or ()
     status = await _unpause(ledger, status)
-    await _report_damage(bus, ledger, choice, "nothing is lost" if known else _lost(choice))
+    await _report_damage(bus, ledger, choice, _lost(choice) if restores else "nothing is lost")
     await _tell_replay(bus, checkpoint, journal)
-    return ResumePoint(checkpoint, journal, status, choice.stored, restored=not known)
+    return ResumePoint(checkpoint, journal, status, choice.stored, restored=restores)
+
+
+async def _count_lost(bus: Bus, ledger: Ledger, folder: Path, kept: PolicyVersion | None, before: Commits) -> None:
+    """Have the bus know how many acknowledged steps it has lost in all, and report those of versions after ``kept``."""
+    commits = note_lost(folder, kept)
+    if not any(commit.groups for commit in commits.lost):
+        return
+    steps = sorted({commit.step for commit in commits.newly_lost if commit.groups})
+    groups = sum(commit.groups for commit in commits.newly_lost)
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+    detail = (
+        f"the bus came back with older data, without {which} that it had acknowledged ({groups} groups), and no checkpoint "
+        "holds them: they are trained again. A failover to a replica that is behind, a restored backup or a cut "
+        "append-only file does this; see docs/operations.md, penstockbusrewound"
+    )
+    trained = [commit for commit in commits.lost if commit.groups]
+    await ledger.note_rewound(Rewound(len(trained), sum(c.groups for c in trained), commits.lost_at_s, detail))
+    if len(commits.lost) > len(before.lost) and steps:
+        log.warning("bus lost steps", extra={"detail": detail})
+        await tell(bus, "trainer", "bus lost steps", detail, steps=len(steps), groups=groups)
 
 
 async def _follow_folder(ledger: Ledger, root: Path) -> None:
@@ -278,7 +302,14 @@ async def _no_journal(ledger: Ledger, checkpoint: Checkpoint | None, status: Run
 
 
 async def _restore(
-    bus: Bus, ledger: Ledger, live: Live, checkpoint: Checkpoint | None, folder: Path, store: CheckpointStore | None
+    bus: Bus,
+    ledger: Ledger,
+    live: Live,
+    checkpoint: Checkpoint | None,
+    folder: Path,
+    store: CheckpointStore | None,
+    *,
+    is_known: bool,
 ) -> None:
     """Restore the ledger; its step last, by which a successor knows that nothing is missing."""
     noted = noted_version(folder)
@@ -294,9 +325,11 @@ async def _restore(
     await live.restore(state.settings_revision, state.live_values)
     await _restore_checkpoints(ledger, state, folder / "checkpoints", store)
     await ledger.restore(
-        state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version, state.journal_entry
-    )
-    detail = f"the bus was empty; continuing from the checkpoint of step {state.step}"
+        state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version, state.journal_entry,
+        is_known=is_known,
+    )  # fmt: skip
+    what = "had older data than the newest checkpoint" if is_known else "was empty"
+    detail = f"the bus {what}; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 
 
@@ -316,6 +349,9 @@ async def _restore_checkpoints(
     for copy in stored:
         made[copy.state.version] = (copy.state, copy.stored_at_s)
         await ledger.set_checkpoint(copy.state.version, copy.uri)
+    for version, place in (await ledger.checkpoints()).items():
+        if version not in made and "://" not in place:
+            await ledger.drop_checkpoint(place)  # of an older bus: retention has deleted it since
     await _restore_policies(ledger, [of for version, of in sorted(made.items()) if version <= state.version])
     for version in state.pins:
         await ledger.pin(version, pinned=True)
@@ -333,19 +369,6 @@ async def _restore_policies(ledger: Ledger, made: Sequence[tuple[CheckpointState
         position = state.cursor if state.position is None else state.position
         await ledger.restore_policy(record, state.counts.get("trained", 0), position)
         parent = state.version
-
-
-async def _skip_lost_versions(bus: Bus, ledger: Ledger, status: RunStatus, folder: Path) -> RunStatus:
-    """Number the next version after those that the bus lost: replicas may have them, and would not pull it."""
-    assert status.tip is not None
-    lost = committed_version(folder)
-    await ledger.skip_versions(max(lost, noted_version(folder)), status.tip)
-    detail = (
-        f"the bus has data of version {status.newest_version}, older than version {lost}; later steps are trained again"
-    )
-    log.warning("bus has older data", extra={"detail": detail})
-    await tell(bus, "trainer", "bus has older data", detail, step=status.step, version=int(lost))
-    return await ledger.status()
 
 
 async def _tell_replay(bus: Bus, checkpoint: Checkpoint | None, journal: Journal) -> None:

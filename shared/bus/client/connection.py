@@ -16,7 +16,7 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from shared.errors import BusUnavailable, SettingsError
 from shared.text.redaction import redact
@@ -166,11 +166,40 @@ async def check_server(client: Client) -> str:
     return f"{name} {version}"
 
 
-async def probe(url: str) -> str:
-    """Connect briefly; return name and version."""
+async def check_replication(client: Client) -> str:
+    """Return what is wrong with a replicated server that cannot be configured (a managed one), or "".
+
+    Replication is asynchronous: a server that takes writes while its replicas are behind loses them in a failover.
+    Raises SettingsError: it can be configured; BusUnavailable: no answer.
+    """
+    try:
+        info = await client.info("replication")
+        nodes = list(info.values()) if "role" not in info else [info]
+        primaries = [node for node in nodes if isinstance(node, dict) and node.get("role") == "master"]
+        is_watched = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None) is not None
+        if all("min_slaves_good_slaves" in node or not (is_watched or node["connected_slaves"]) for node in primaries):
+            return ""
+        sentence = (
+            "expected min-replicas-to-write of at least 1 on a bus with replicas or a Sentinel, found 0: a failover to a "
+            "replica that is behind loses the steps that the replica lacks; set min-replicas-to-write 1 and "
+            "min-replicas-max-lag 2 in the configuration of every server of the bus (at once: CONFIG SET)"
+        )
+        await client.execute_command("CONFIG", "GET", "min-replicas-to-write")
+    except ResponseError:  # no permission, or no such command
+        return f"{sentence}; where the provider does not allow it, lost steps are counted and trained again"
+    except (RedisError, OSError) as error:
+        raise BusUnavailable(f"no Redis or Valkey server answers: {error}") from error
+    raise SettingsError(sentence)
+
+
+async def probe(url: str, *, replication: bool = False) -> str:
+    """Connect briefly; return name and version. ``replication``: check that too."""
     client = open_client(url)
     try:
-        return await check_server(client)
+        version = await check_server(client)
+        if replication:
+            await check_replication(client)
+        return version
     finally:
         await close_client(client)
 

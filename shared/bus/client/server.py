@@ -41,6 +41,10 @@ _UNAVAILABLE = (
 )
 _CLOSED = "the handler is closed"
 """uvloop's sentence for a write to a connection that has just been closed, which redis-py takes for no lost one."""
+_NO_WRITES = {
+    "MISCONF": "the server cannot write its data to disk",
+    "NOREPLICAS": "too few replicas of the server are in step (min-replicas-to-write)",
+}
 _BACKOFF = Backoff(0.05, longest_s=2.0)
 _LONGEST_VALUE = 512 * 1024**2
 """The server's ``proto-max-bulk-len``: it closes the connection of a client that sends more."""
@@ -124,7 +128,7 @@ class Server:
         await connection.close_client(self._client)
 
     async def call(self, command: Callable[[], Awaitable[R]]) -> R:
-        """Run ``command``, repeatedly while the server is unreachable or cannot write to disk. Raises BusUnavailable:
+        """Run ``command``, repeatedly while the server is unreachable or takes no writes. Raises BusUnavailable:
         no answer for ``wait_s``.
         """
         started_s, failures = time.monotonic(), 0
@@ -190,9 +194,10 @@ async def _answered(command: Callable[[], Awaitable[R]]) -> R:
     try:
         return await command()
     except ResponseError as error:
-        if "MISCONF" not in str(error):
+        why = next((why for code, why in _NO_WRITES.items() if code in str(error)), None)
+        if why is None:
             raise
-        raise BusUnavailable(f"the server cannot write its data to disk, so it takes no writes: {error}") from error
+        raise BusUnavailable(f"{why}, so it takes no writes: {error}") from error
     except RuntimeError as error:
         if _CLOSED not in str(error):
             raise

@@ -43,14 +43,14 @@ _LONG_S = 150.0
 
 
 def written(
-    root: Path, step: int, *, version: int | None = None, journal_entry: str = "", fill: str = ""
+    root: Path, step: int, *, version: int | None = None, journal_entry: str = "", fill: str = "", cursor: int = 8
 ) -> Checkpoint:
     version = step if version is None else version
     for name in ("engine/engine/mp_rank_00_model_states.pt", "engine/engine/zero_pp_rank_0_mp_rank_00_optim_states.pt"):
         path = local_store.beside(root, step) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{name} of version {version} {fill}")
-    return local_store.make_whole(root, CheckpointState(step, V(version), 8, journal_entry, 1, 1, "00"))
+    return local_store.make_whole(root, CheckpointState(step, V(version), cursor, journal_entry, 1, 1, "00"))
 
 
 def store_of(storage: Storage, run_id: str = "r", **more: Any) -> CheckpointStore:

@@ -19,7 +19,8 @@ from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.model.policy import Policy
-from services.trainer.rank0.branch import Branch, committed_version
+from services.trainer.rank0.branch import Branch
+from services.trainer.rank0.commits import read_commits
 from services.trainer.rank0.driver import Driver
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import Mailbox
@@ -543,7 +544,7 @@ async def test_a_trainer_that_is_ahead_of_its_bus_writes_no_checkpoint_and_its_s
         saved = {name: await raw(bus).dump(name) for name in names}
         await driven.feed(batch(1))
         await is_at(driven, 2)
-        await until(lambda: committed_version(driven.of.run_folder) == 2)
+        await until(lambda: read_commits(driven.of.run_folder).newest == 2)
         await as_before(bus, saved)
         of_driver, _ = await both
     assert isinstance(of_driver, Fenced)
@@ -551,7 +552,7 @@ async def test_a_trainer_that_is_ahead_of_its_bus_writes_no_checkpoint_and_its_s
     assert local_store.find(driven.root) == []
     again = Driven(bus, driven.of)
     async with again.running(lambda: again.train(Rank(driven.of).engine)):
-        await has(again, "bus has older data")
+        await has(again, "bus lost steps")
 
         async def newest() -> list[tuple[int, int | None, int]]:
             return [(r.version, r.parent, r.step) for r in await again.ledger.policies() if r.version > 1]

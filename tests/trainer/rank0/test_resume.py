@@ -1,5 +1,6 @@
 """Checkpoints keep their place in the ledger when the run's folder or the bus is not what it was."""
 
+import shutil
 import time
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.remote_store import CheckpointStore
 from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.rank0.branch import note_committed
+from services.trainer.rank0.commits import note_committed, read_commits
 from services.trainer.rank0.resume import may_load
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
@@ -16,7 +17,6 @@ from shared.bus.messages import PolicyVersion
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import JOURNAL
-from shared.errors import SettingsError
 from tests.conftest import until
 from tests.support.coordinator_players import Trainer, replicas, running, settings
 from tests.support.object_storage import Storage
@@ -69,42 +69,63 @@ async def _has_failed(run: Played) -> bool:
     return rollback is not None and rollback.strands
 
 
-async def test_a_checkpoint_of_versions_that_the_bus_lost_is_set_aside_and_not_loaded(
-    bus: Bus, tmp_path: Path, storage: Storage
+@pytest.mark.parametrize("place", ["folder", "store"])
+@pytest.mark.parametrize("knows", ["an older checkpoint", "one that retention has deleted"])
+async def test_a_bus_older_than_the_newest_intact_checkpoint_is_restored_from_it(
+    bus: Bus, tmp_path: Path, storage: Storage, knows: str, place: str
 ) -> None:
-    run, store = Played(bus, tmp_path), CheckpointStore(ObjectStore(storage.settings(), f"lost-{tmp_path.name}"))
+    run, store = Played(bus, tmp_path), CheckpointStore(ObjectStore(storage.settings(), f"ahead-{tmp_path.name}"))
     async with running(run.parts), replicas(bus):
-        await run.reach(5, every=2)
-        lost = [written(run.root, 5, version=8), written(run.root, 6, version=9)]
-        stored = [store.put(made)[0] for made in (*lost, *local_store.find(run.root)[:2])]
-        note_committed(run.settings.run_folder, V(10))  # what a bus with older data does not know
+        await run.reach(5, every=4)
+        before = await run.ledger.status()
+        for step, version in ((6, 8), (7, 9)):
+            store.put(written(run.root, step, version=version, cursor=before.cursor + 6))
+        if knows != "an older checkpoint":
+            local_store.delete(local_store.read(run.folder(4)))  # type: ignore[arg-type]
+        if place == "store":
+            shutil.rmtree(run.root, ignore_errors=True)
+        else:
+            flip(run.folder(7) / MODEL)
+        for version, step in ((8, 6), (9, 7), (10, 8)):
+            note_committed(run.settings.run_folder, V(version), step, 2)
         resumed = await run.resume(store)
+    newest = 7 if place == "store" else 6
     assert resumed.checkpoint is not None
-    assert resumed.checkpoint.folder == run.folder(4)
-    assert [entries[0].step for entries in resumed.journal] == [5]
-    assert resumed.status.newest_version == 10
-    assert sorted(folder.name for folder in run.root.iterdir()) == [
-        "lost-step-000005", "lost-step-000006", "step-000002", "step-000004",
-    ]  # fmt: skip
-    assert {left.name for left in store.whole()} == {left.name for left in stored[2:]}
-    (told,) = await run.events("checkpoints set aside")
-    assert all(place in told for place in (str(run.root / "lost-step-000005"), stored[0].uri, stored[1].uri))
+    assert (resumed.checkpoint.state.step, resumed.restored, resumed.journal) == (newest, True, ())
+    status, counts = await run.ledger.account()
+    assert (status.step, status.cursor) == (newest, before.cursor + 6)
+    assert status.newest_version is not None
+    assert status.newest_version >= 10, "no number is used again"
+    assert status.rewound.steps == 8 - newest
+    assert sum(counts.values()) == status.cursor, "what was in flight is counted as lost"
+    assert await run.ledger.in_flight() == 0
+    assert [key async for key in raw(bus).scan_iter(f"{bus.keys.named('assembly')}:*")] == []
 
 
-async def test_a_checkpoint_of_lost_versions_stays_where_the_run_cannot_continue_without_it(
+async def test_steps_that_the_bus_lost_are_counted_once_however_often_the_trainer_starts(
     bus: Bus, tmp_path: Path
 ) -> None:
     run = Played(bus, tmp_path)
     async with running(run.parts), replicas(bus):
-        await run.reach(3, every=2)
-        (old,) = local_store.find(run.root)
-        await run.ledger.forget_checkpoint(str(old.folder))  # as for a newer checkpoint
-        local_store.delete(old)
-        written(run.root, 4, version=8)
-        note_committed(run.settings.run_folder, V(8))
-        with pytest.raises(SettingsError, match="the run cannot continue"):
-            await run.resume()
-    assert run.folder(4).is_dir()
+        await run.reach(5, every=2)
+        folder = run.settings.run_folder
+        for version, step, groups in ((5, 5, 2), (6, 6, 2), (7, 6, 0), (8, 7, 3)):
+            note_committed(folder, V(version), step, groups)
+        with (folder / "commits").open("a") as file:
+            file.write("\n9 8")  # a process that died within the line
+        resumed, again = await run.resume(), await run.resume()
+        rewound = again.status.rewound
+        assert (rewound.steps, rewound.groups, again.status.newest_version) == (2, 5, 8)
+        assert resumed.checkpoint is not None
+        assert resumed.checkpoint.folder == run.folder(4)
+        note_committed(folder, V(10), 6, 2)
+        await empty(bus)
+        assert (await run.resume()).status.rewound.steps == 4, (
+            "steps 5 and 6, which the checkpoint of step 4 does not hold"
+        )
+    (told, _) = await run.events("bus lost steps")
+    assert told.startswith("the bus came back with older data, without steps 6 to 7")
+    assert [commit.version for commit in read_commits(folder).kept] == []
 
 
 async def test_after_a_lost_bus_the_run_can_be_rolled_back_to_every_checkpoint(bus: Bus, tmp_path: Path) -> None:

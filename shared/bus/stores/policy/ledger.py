@@ -10,6 +10,7 @@ A new trainer takes the next *epoch*; commits under older epochs are refused.
 """
 
 import dataclasses
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,17 @@ POLICY, CHECKPOINT = "policy", "checkpoint"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Rewound:
+    """Acknowledged steps that the bus has lost and no checkpoint held, in all; they were trained again."""
+
+    steps: int = 0
+    groups: int = 0
+    at_s: float = 0.0
+    """Of the last loss, Unix seconds."""
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RunStatus:
     state: RunState
     reason: str
@@ -101,6 +113,7 @@ class RunStatus:
     """GPU-seconds held by the run's processes."""
     gpu_until_s: float = 0.0
     """Until when they are counted, Unix seconds."""
+    rewound: Rewound = Rewound()
 
     def is_over(self, steps: int) -> bool:
         """Whether the run has ended, with complete records, and will not be extended to ``steps``."""
@@ -320,10 +333,13 @@ class Ledger(Policies):
         gpu_time: tuple[float, float],
         tip: PolicyVersion | None = None,
         journal_entry: str = "",
+        *,
+        is_known: bool = False,
     ) -> bool:
-        """Restore an empty bus from the checkpoint of version ``tip``, after ``journal_entry``; False if it knows the run.
+        """Restore the bus from the checkpoint of version ``tip``, after ``journal_entry``. False: it knows the run, and is
+        not expected to (``is_known``: with an older step; what is in flight there is deleted, a rollback forgotten).
 
-        Groups then in flight count as ``dropped:bus_lost``; their prompts are drawn again.
+        Groups in flight at the checkpoint count as ``dropped:bus_lost``; their prompts are drawn again.
         """
         lost = cursor - sum(count for name, count in counts.items() if name != "requeued")
         fields: dict[str, Argument] = {
@@ -334,11 +350,22 @@ class Ledger(Policies):
             fields["tip"] = tip
         ended = {**counts, "dropped:bus_lost": counts.get("dropped:bus_lost", 0) + max(0, lost)}
         words: list[Argument] = [word for pair in (*fields.items(), *ended.items()) for word in pair]
-        return bool(await self._bus.script("restore", run_pairs=len(fields), journal_entry=journal_entry, fields=words))
+        in_flight = await self._bus.ask("HKEYS", GENERATING) if is_known else ()
+        restored = await self._bus.script(
+            "restore", run_pairs=len(fields), journal_entry=journal_entry, fields=words, is_known=int(is_known),
+            assemblies=[ASSEMBLY.of(group.decode()) for group in in_flight],
+        )  # fmt: skip
+        await self._bus.make_groups()
+        return bool(restored)
 
-    async def skip_versions(self, newest: PolicyVersion, tip: PolicyVersion) -> None:
+    async def note_rewound(self, rewound: Rewound) -> None:
+        """Record how much the bus has lost in all."""
+        await self._bus.write(RUN, "HSET", "rewound", json.dumps(dataclasses.asdict(rewound)))
+
+    async def skip_versions(self, newest: PolicyVersion, tip: PolicyVersion | None) -> None:
         """Have the next version follow ``newest``, a number that the bus lost, and descend from ``tip`` all the same."""
-        await self._bus.write(RUN, "HSETNX", "tip", int(tip))
+        if tip is not None:
+            await self._bus.write(RUN, "HSETNX", "tip", int(tip))
         await self._bus.write(RUN, "HSET", "newest_version", int(newest))
 
     async def commit(
@@ -454,6 +481,7 @@ def read_status(raw: Mapping[bytes, bytes]) -> RunStatus:
         policy_step=int(fields["policy_step"]) if "policy_step" in fields else None,
         gpu_s=gpu_s,
         gpu_until_s=gpu_until_s,
+        rewound=Rewound(**json.loads(fields.get("rewound", "{}"))),
     )
 
 
