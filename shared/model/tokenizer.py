@@ -11,8 +11,8 @@ import numpy as np
 
 from shared.bus.messages import Int32Array, Prompt
 from shared.errors import PermanentError, SettingsError
-from shared.model import chat_template
 from shared.model.model_source import check_tokenizer
+from shared.model.rendering import chat_template
 from shared.process.importing import importing
 from shared.reasoning import Reasoning
 

@@ -190,7 +190,7 @@ async def _is_primary(server: TcpServer) -> bool:
 
 async def _follows(replica: TcpServer, primary: TcpServer) -> bool:
     of = await told(replica.port, "INFO", "replication")
-    return of["role"] == "slave" and of["master_port"] == primary.port and of["master_link_status"] == "up"
+    return bool(of["role"] == "slave" and of["master_port"] == primary.port and of["master_link_status"] == "up")
 
 
 # ---------------------------------------------------------------- older or damaged data

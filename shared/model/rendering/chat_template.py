@@ -146,7 +146,7 @@ class _Renderer:
 def _started() -> "subprocess.Popen[bytes]":
     environment = {name: os.environ[name] for name in FOR_PYTHON if name in os.environ}
     return subprocess.Popen(
-        (sys.executable, "-m", "shared.model.chat_template"),
+        (sys.executable, "-m", "shared.model.rendering.chat_template"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,0 +1,1 @@
+"""Rendering of chat templates, which are foreign programs, in processes that can be killed."""
