@@ -250,7 +250,10 @@ def test_every_key_and_claim_that_is_mounted_exists(releases: list[Release]) -> 
     given["checkpoint-store"] = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
     for release in releases:
         maps = {config_map["metadata"]["name"]: set(config_map["data"]) for config_map in release.of("ConfigMap")}
-        secrets = given | {secret["metadata"]["name"]: set(secret["stringData"]) for secret in release.of("Secret")}
+        secrets = given | {
+            secret["metadata"]["name"]: set(secret.get("stringData") or secret["data"])
+            for secret in release.of("Secret")
+        }
         claims = {claim["metadata"]["name"] for claim in release.of("PersistentVolumeClaim")}
         claims |= {"models", "models-and-data"}
         accounts = {account["metadata"]["name"] for account in release.of("ServiceAccount")}
@@ -331,6 +334,20 @@ def test_the_executor_has_no_way_out_and_holds_no_secret_but_the_one_of_its_clie
     assert [volume["secret"] for volume in client["volumes"] if volume["name"] == "executor"] == [own]
     for settings in (reward, environment(container)):
         assert settings["PENSTOCK__REWARD__EXECUTOR__SECRET_FILE"] == "/etc/penstock/executor/secret"
+
+
+def test_the_executor_reads_nothing_of_the_run_s_toml_but_its_own_settings_and_scorers(tmp_path: Path) -> None:
+    config = (
+        '[bus]\nurl = "redis://:secret@bus"\n[reward]\nexpression = "tests + judge"\nexecutor = {slots = 3}\n'
+        '[[reward.scorers]]\nkind = "code"\nname = "tests"\nprofile = "numpy"\n'
+        '[[reward.scorers]]\nkind = "judge"\nname = "judge"\nurl = "https://judge.test?key=secret"\nmodel = "large"\n'
+    )
+    release = render(values(run={"config": config}, executor={"enabled": True}))
+    text = release.one("ConfigMap", "executor")["data"]["run.toml"]
+    assert "secret" not in text
+    (tmp_path / "run.toml").write_text(text)
+    settings = load(tmp_path / "run.toml", environment={})
+    assert (settings.executor_profiles, settings.reward.executor.slots) == (("numpy",), 3)
 
 
 def test_every_gpu_pod_requests_what_it_limits_and_tolerates_the_taint(releases: list[Release]) -> None:
@@ -470,7 +487,7 @@ def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
 def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path, crds: Kinds | None) -> None:
     release = render(values("one-gpu-node", executor={"enabled": True}), crds=crds)
     config = tmp_path / "run.toml"
-    config.write_text(release.one("ConfigMap", "run")["data"]["run.toml"])
+    config.write_text(release.config)
     for role in ("coordinator", "rollout", "reward", "executor", "trainer"):
         (container,) = template_of(release.workload(role))["spec"]["containers"]
         plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}

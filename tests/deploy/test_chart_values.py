@@ -29,7 +29,7 @@ from tests.support.chart import (
     template_of,
     values,
 )
-from tests.support.fake_kubernetes import OPERATOR
+from tests.support.fake_kubernetes import JOB_SET, OPERATOR
 
 pytestmark = pytest.mark.usefixtures("helm")
 
@@ -45,6 +45,27 @@ def test_an_upgrade_keeps_password_and_token_and_restarts_only_for_another_run()
     assert pods[0] != pods[2]
     bus = [release.one("StatefulSet", "bus")["spec"]["template"] for release in (first, same, other)]
     assert bus[0] == bus[1] == bus[2]
+
+
+@pytest.mark.parametrize(("kind", "role"), [("jobset", "jobset"), ("pod", "pod")])
+def test_a_changed_toml_keeps_the_workload_that_holds_the_gpus_until_it_has_ended(kind: str, role: str) -> None:
+    def of(config: str, **more: object) -> Json:
+        return values(run={"config": config, "kind": kind}, image={"registry": "registry.test/team", **more})
+
+    steps = [
+        of("[run]\nsteps = 1\n"),
+        of("[run]\nsteps = 2\n"),  # the same pods
+        of("[run]\nsteps = 2\n", tag="2"),  # another image
+        of("[run]\nsteps = 3\n", tag="2") | {"kueue": {"queue": "gpus", "priorityClass": "ended"}},
+        of("[run]\nsteps = 4\n", tag="2"),  # a longer run, after the end
+    ]
+    played = play(steps, crds=JOB_SET)
+    assert not [release.error for release in played if release.error]
+    names = [release.one({"jobset": "JobSet", "pod": "Job"}[kind], role)["metadata"]["name"] for release in played]
+    assert [names.index(name) for name in names] == [0, 0, 2, 2, 4]
+    notes = [release.notes.count("kubectl -n research delete pod --wait=false") for release in played]
+    assert notes == [0, 1, 0, 1, 1]
+    assert [release.config for release in played] == [step["run"]["config"] for step in steps]
 
 
 def test_what_a_run_leaves_outlives_its_release() -> None:
@@ -121,6 +142,8 @@ SHARING: Sequence[tuple[str, int]] = (
     ("[trainer]\ngpus = [\n    0,\n]\n[rollout]\ngpus = [\n    0,\n]\n", 1),
     ('# mode = "shared"\n[trainer]\ngpus = [0]\n[rollout]\ngpus = [1]\n', 8),
     ('[placement]\nmode = "shared"\n[run]\ndevice = "cpu"\n', 0),
+    ('["placement"]\n"mode" = "shared"\n', 1),
+    ('[data]\nprompt = """\n[placement]\nmode = "shared"\n"""\n', 8),
     ("trainer = {ranks = 2, gpus = [0, 1]}\nrollout.replicas = 2\nplacement = {'mode' = 'shared'}\n", 2),
     ('[placement]\nmode = "shared"\n[reward.models]\ndevice = "cuda:1"\n', 2),
 )
@@ -133,7 +156,7 @@ def test_one_pod_has_each_gpu_that_trainer_and_replicas_share_once() -> None:
         assert [labels(workload)["app.kubernetes.io/component"] for workload in release.workloads()] == ["pod"]
         (container,) = template_of(release.workload("pod"))["spec"]["containers"]
         assert container["resources"]["limits"].get(GPU, 0) == gpus
-        assert release.one("ConfigMap", "run")["data"]["run.toml"].strip() == config.strip()
+        assert release.config == config
 
 
 @pytest.mark.parametrize(("model", "mode"), [("0.5b", "separate"), ("7b", "shared")])
@@ -167,6 +190,8 @@ MISSING: Sequence[tuple[Json, str]] = (
         "expected KEDA or an external metrics API for rollout.autoscaling.enabled, found neither keda.sh/v1alpha1 nor "
         "external.metrics.k8s.io/v1beta1 in this cluster",
     ),
+    (values(run={"config": "[run\n"}), "expected TOML in run.config, but toml: line"),
+    (values(run={"config": "trainer = 2\n"}), "expected a table trainer in run.config, found 2: change it"),
     (
         values(run={"config": "[rollout.vllm]\n# tensor_parallel_size = 4\ntensor_parallel_size = 16 # all\n"}),
         "expected an engine within the GPUs of its pods, found rollout.vllm.tensor_parallel_size = 16 in run.config, "
@@ -346,7 +371,7 @@ IN_ONE_POD: Sequence[str] = (
     CODE + '[reward.executor]\naddress = "executor:9500"\n',
     '[placement]\nmode = "lend"\n[trainer]\nranks = 4\n[rollout.vllm]\ntensor_parallel_size = 2\n',
     '[data]\nrejected_field = "rejected"\n[algorithm]\npreset = "dpo"\n[rollout]\nreplicas = 2\n',
-    'algorithm.loss = "cross_entropy"\n[tracking]\nsinks = ["mlflow"]\n',
+    'algorithm.loss = "cross_entropy"\n["tracking"]\nsinks = ["mlflow"]\n',
 )
 
 
@@ -390,7 +415,8 @@ def test_the_one_pod_has_time_for_every_stage_of_a_stop_and_the_run_s_deadline(t
         plan.valkey(tmp_path / "socket", tmp_path, {}),
     ]
     longest_s = sum(
-        max((process.stop_s for process in plans if process.service in stage), default=0) for stage in plan.STOP_ORDER
+        max((process.stop_s for process in plans if process.service in stage), default=0)
+        for stage in plan.STOP_ORDER_AT_ONCE
     )
-    assert longest_s == 4 * 55 + 10
+    assert longest_s == 55 + 15 + 10
     assert template_of(job)["spec"]["terminationGracePeriodSeconds"] >= longest_s + 10

@@ -72,9 +72,9 @@ coordinator rollout reward trainer{{ if .Values.executor.enabled }} executor{{ e
 {{- end -}}
 {{- end -}}
 
-{{/* "yes" where the run's TOML has a table of trackers. */}}
+{{/* "yes" where the run has trackers. */}}
 {{- define "penstock.tracks" -}}
-{{- if regexMatch "(?m)^\\s*(\\[\\s*tracking\\s*\\]|tracking\\s*[.=])" .Values.run.config -}}
+{{- if (include "penstock.settings" . | fromJson).tracks -}}
 {{- if include "penstock.ownFolders" . -}}
 {{- fail "expected storage.runs.existingClaim with [tracking] in run.config and checkpoints.s3.uri, found none: what each tracker has received must outlast its pod; name a claim, or remove [tracking]" -}}
 {{- end -}}
@@ -82,83 +82,86 @@ yes
 {{- end -}}
 {{- end -}}
 
-{{/* The text of a setting in run.config, or empty: dict "root" $ "table" "trainer" "key" "ranks" "value" a regular expression. */}}
-{{- define "penstock.setting" -}}
-{{- $lines := regexReplaceAll "#[^\n]*" .root.Values.run.config "" -}}
-{{- $table := printf "[\"']?%s[\"']?" .table -}}
-{{- $key := printf "[\"']?%s[\"']?\\s*=\\s*%s" .key .value -}}
-{{- $found := regexFind (printf "(?m)^\\s*%s\\.%s" $table $key) $lines -}}
-{{- $found = default $found (regexFind (printf "(?m)^\\s*%s\\s*=\\s*\\{([^}\n]*,)?\\s*%s" $table $key) $lines) -}}
-{{- range $part := regexSplit "(?m)^\\s*\\[" $lines -1 -}}
-{{- if regexMatch (printf "^\\s*%s\\s*\\]" $table) $part -}}
-{{- $found = default $found (regexFind (printf "(?m)^\\s*%s" $key) $part) -}}
+{{/* The settings of run.config that shape pods, as JSON. The services check the rest. */}}
+{{- define "penstock.settings" -}}
+{{- $toml := fromToml .Values.run.config -}}
+{{- with $toml.Error }}{{ fail (printf "expected TOML in run.config, but %s: correct the file" .) }}{{ end -}}
+{{- range $name := list "algorithm" "bus" "data" "placement" "reward" "rollout" "tracking" "trainer" -}}
+{{- if not (kindIs "map" (dig $name dict $toml)) }}{{ fail (printf "expected a table %s in run.config, found %v: change it" $name (get $toml $name)) }}{{ end -}}
 {{- end -}}
-{{- end -}}
-{{- regexFind (printf "%s$" .value) $found -}}
-{{- end -}}
-
-{{/* The GPUs that a table's `gpus` names, as JSON: dict "root" $ "table" "trainer". */}}
-{{- define "penstock.gpus" -}}
-{{- $numbers := include "penstock.setting" (merge (dict "key" "gpus" "value" "\\[[^\\]]*\\]") .) -}}
-{{- regexFindAll "[0-9]+" $numbers -1 | toJson -}}
-{{- end -}}
-
-{{/* shared or lend, as run.config says, or empty. */}}
-{{- define "penstock.turns" -}}
-{{- regexFind "(?m)^[^#\n]*mode[\"']?\\s*=\\s*[\"'](shared|lend)[\"']" .Values.run.config | regexFind "(shared|lend).$" | trimAll "\"'" -}}
-{{- end -}}
-
-{{/* "yes" where run.config names a GPU for trainer and replicas. */}}
-{{- define "penstock.commonGpus" -}}
-{{- $replicas := include "penstock.gpus" (dict "root" . "table" "rollout") | fromJsonArray -}}
-{{- range include "penstock.gpus" (dict "root" . "table" "trainer") | fromJsonArray }}{{ if has . $replicas }}yes{{ end }}{{ end -}}
+{{- $code := false -}}
+{{- range dig "reward" "scorers" list $toml }}{{ $code = or $code (eq (toString .kind) "code") }}{{ end -}}
+{{- $trainer := dig "trainer" "gpus" list $toml -}}
+{{- $rollout := dig "rollout" "gpus" list $toml -}}
+{{- $common := false -}}
+{{- range $trainer }}{{ $common = or $common (has . $rollout) }}{{ end -}}
+{{- dict
+      "mode" (dig "placement" "mode" "separate" $toml)
+      "ranks" (dig "trainer" "ranks" 1 $toml | int)
+      "span" (dig "rollout" "vllm" "tensor_parallel_size" 1 $toml | int)
+      "rollouts" (dig "rollout" "replicas" 1 $toml | int)
+      "rewards" (dig "reward" "replicas" 1 $toml | int)
+      "trainerGpus" $trainer
+      "rolloutGpus" $rollout
+      "rewardGpus" (dig "reward" "gpus" list $toml)
+      "commonGpus" $common
+      "rewardDevice" (dig "reward" "models" "device" "auto" $toml)
+      "samples" (not (or (dig "data" "rejected_field" "" $toml) (eq (dig "algorithm" "loss" "" $toml) "cross_entropy")))
+      "code" $code
+      "executor" (dig "reward" "executor" "address" "" $toml)
+      "tracks" (not (empty (dig "tracking" "sinks" list $toml))) | mustToJson -}}
 {{- end -}}
 
 {{/* Refuses a number of GPUs of the one pod that is not that of run.config: shared ones count once. */}}
 {{- define "penstock.checkPodGpus" -}}
 {{- $count := int .Values.pod.gpu.count -}}
-{{- $turns := include "penstock.turns" . -}}
-{{- $trainer := include "penstock.gpus" (dict "root" . "table" "trainer") | fromJsonArray -}}
-{{- $replicas := include "penstock.gpus" (dict "root" . "table" "rollout") | fromJsonArray -}}
-{{- $ranks := include "penstock.setting" (dict "root" . "table" "trainer" "key" "ranks" "value" "[0-9]+") | default "1" | int -}}
-{{- if and $turns (not $trainer) }}{{ range until $ranks }}{{ $trainer = append $trainer (toString .) }}{{ end }}{{ end -}}
+{{- $run := include "penstock.settings" . | fromJson -}}
+{{- $turns := ne $run.mode "separate" -}}
+{{- $trainer := ternary (untilStep 0 (int $run.ranks) 1) $run.trainerGpus (and $turns (empty $run.trainerGpus)) -}}
 {{- $needed := 0 -}}
-{{- range concat $trainer $replicas (include "penstock.gpus" (dict "root" . "table" "reward") | fromJsonArray) }}{{ $needed = max $needed (add1 (int .)) }}{{ end -}}
-{{- $known := or (eq $turns "shared") (and $turns $replicas) (include "penstock.commonGpus" .) -}}
+{{- range concat $trainer $run.rolloutGpus $run.rewardGpus }}{{ $needed = max $needed (add1 (int .)) }}{{ end -}}
+{{- $known := or (eq $run.mode "shared") (and $turns $run.rolloutGpus) $run.commonGpus -}}
 {{- if and $count (gt (int $needed) $count) -}}
 {{- fail (printf "expected pod.gpu.count of at least %d, for the GPUs of trainer, rollout and reward in run.config, found %d: change pod.gpu.count or these numbers" (int $needed) $count) -}}
 {{- end -}}
-{{- if and $count $known (lt (int $needed) $count) (not (regexMatch "cuda:[0-9]" .Values.run.config)) -}}
+{{- if and $count $known (lt (int $needed) $count) (not (hasPrefix "cuda:" $run.rewardDevice)) -}}
 {{- fail (printf "expected pod.gpu.count = %d, for the GPUs that run.config uses, each once where trainer and replicas share it, found %d: change pod.gpu.count" (int $needed) $count) -}}
 {{- end -}}
 {{- end -}}
 
 {{/* The processes of the one pod that serve metrics, as JSON: name, service, port as `penstock up` numbers them, portName. */}}
 {{- define "penstock.processes" -}}
-{{- $rollouts := include "penstock.setting" (dict "root" . "table" "rollout" "key" "replicas" "value" "[0-9]+") | default "1" | int -}}
-{{- $rewards := include "penstock.setting" (dict "root" . "table" "reward" "key" "replicas" "value" "[0-9]+") | default "1" | int -}}
-{{- $ranks := include "penstock.setting" (dict "root" . "table" "trainer" "key" "ranks" "value" "[0-9]+") | default "1" | int -}}
-{{- $span := include "penstock.setting" (dict "root" . "table" "rollout\\.vllm" "key" "tensor_parallel_size" "value" "[0-9]+") | default "1" | int -}}
-{{- $text := "[\"'][^\"'\n]+[\"']" -}}
-{{- $pairs := include "penstock.setting" (dict "root" . "table" "data" "key" "rejected_field" "value" $text) -}}
-{{- $samples := not (or $pairs (include "penstock.setting" (dict "root" . "table" "algorithm" "key" "loss" "value" "[\"']cross_entropy[\"']"))) -}}
+{{- $run := include "penstock.settings" . | fromJson -}}
+{{- $samples := $run.samples -}}
 {{- $all := list (dict "service" "coordinator" "name" "coordinator-0" "starts" true) (dict "service" "trainer" "name" "trainer-0" "starts" true) -}}
-{{- if and $samples (regexMatch "kind[\"']?\\s*=\\s*[\"']code[\"']" (regexReplaceAll "#[^\n]*" .Values.run.config "")) -}}
-{{- $elsewhere := include "penstock.setting" (dict "root" . "table" "reward\\.executor" "key" "address" "value" $text) -}}
-{{- $all = append $all (dict "service" "executor" "name" "executor" "starts" (not $elsewhere)) -}}
+{{- if and $samples $run.code -}}
+{{- $all = append $all (dict "service" "executor" "name" "executor" "starts" (empty $run.executor)) -}}
 {{- end -}}
-{{- range until $rollouts }}{{ $all = append $all (dict "service" "rollout" "name" (printf "rollout-%d" .) "starts" $samples) }}{{ end -}}
-{{- if eq (include "penstock.turns" .) "lend" -}}
-{{- range until (div $ranks $span | int) }}{{ $all = append $all (dict "service" "rollout" "name" (printf "guest-%d" .) "starts" true) }}{{ end -}}
+{{- range until (int $run.rollouts) }}{{ $all = append $all (dict "service" "rollout" "name" (printf "rollout-%d" .) "starts" $samples) }}{{ end -}}
+{{- if eq $run.mode "lend" -}}
+{{- range until (div $run.ranks $run.span | int) }}{{ $all = append $all (dict "service" "rollout" "name" (printf "guest-%d" .) "starts" true) }}{{ end -}}
 {{- end -}}
-{{- range until $rewards }}{{ $all = append $all (dict "service" "reward" "name" (printf "reward-%d" .) "starts" $samples) }}{{ end -}}
-{{- if include "penstock.tracks" . }}{{ $all = append $all (dict "service" "tracking" "name" "tracking-0" "starts" true) }}{{ end -}}
+{{- range until (int $run.rewards) }}{{ $all = append $all (dict "service" "reward" "name" (printf "reward-%d" .) "starts" $samples) }}{{ end -}}
+{{- if $run.tracks }}{{ $all = append $all (dict "service" "tracking" "name" "tracking-0" "starts" true) }}{{ end -}}
 {{- $started := list -}}
 {{- range $index, $one := $all -}}
 {{- $known := dict "service" $one.service "name" $one.name "port" (add 9400 $index) "portName" (ternary $one.name "metrics" (gt $index 0)) -}}
 {{- if $one.starts }}{{ $started = append $started $known }}{{ end -}}
 {{- end -}}
 {{- $started | toJson -}}
+{{- end -}}
+
+{{/* The name of the workload of the run, which cannot be changed: dict "root" $ "apiVersion" … "kind" "JobSet" "spec" its text, without
+its name. One that has not ended keeps its name while its spec stays, whatever the TOML says; pods read that when they start. */}}
+{{- define "penstock.shaped" -}}
+{{- $root := .root -}}{{- $shape := .spec | sha256sum | trunc 12 -}}
+{{- $name := printf "%s-%s" .base (printf "%s %s" .spec $root.Values.run.config | sha256sum | trunc 6) -}}
+{{- range (lookup .apiVersion .kind $root.Release.Namespace "").items -}}
+{{- $ended := false -}}
+{{- range dig "status" "conditions" list . }}{{ $ended = or $ended (and (has .type (list "Complete" "Completed" "Failed")) (eq .status "True")) }}{{ end -}}
+{{- if and (not $ended) (eq (dig "metadata" "labels" "app.kubernetes.io/instance" "" .) $root.Release.Name) (eq (dig "metadata" "annotations" "penstock/shape" "" .) $shape) }}{{ $name = .metadata.name }}{{ end -}}
+{{- end -}}
+{{- dict "name" $name "shape" $shape | toJson -}}
 {{- end -}}
 
 {{- define "penstock.runId" -}}

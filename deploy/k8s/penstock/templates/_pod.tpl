@@ -12,11 +12,11 @@ metadata:
     {{- with include "penstock.value" (merge (dict "key" "podLabels") .) }}
     {{- . | nindent 4 }}
     {{- end }}
-  annotations:
-    checksum/run: {{ $root.Values.run.config | sha256sum }}
-    {{- with include "penstock.value" (merge (dict "key" "podAnnotations") .) }}
-    {{- . | nindent 4 }}
-    {{- end }}
+  {{- $annotations := include "penstock.value" (merge (dict "key" "podAnnotations") .) | fromYaml }}
+  {{- if not (or (hasKey . "jobSet") (eq $role "pod")) }}{{ $_ := set $annotations "checksum/run" (sha256sum $root.Values.run.config) }}{{ end }}
+  {{- with $annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   serviceAccountName: {{ include "penstock.serviceAccount" . }}
   {{- if include "penstock.value" (merge (dict "key" "hostNetwork") .) }}
@@ -113,10 +113,9 @@ spec:
     {{- include "penstock.volumes" . | nindent 4 }}
 {{- end -}}
 
-{{/* `penstock up` stops four groups of services one after the other, then the bus within ten seconds (services/up/plan.py). */}}
+{{/* On SIGTERM `penstock up` stops its services at the same time, then executor (15 s) and bus (10 s) (services/up/plan.py). */}}
 {{- define "penstock.grace" -}}
-{{- $drain := int .root.Values.bus.drainSeconds -}}
-{{- ternary (add (mul 4 (add $drain 10)) 20) (add $drain 20) (eq .role "pod") -}}
+{{- add (int .root.Values.bus.drainSeconds) (ternary 45 20 (eq .role "pod")) -}}
 {{- end -}}
 
 {{- define "penstock.command" -}}
@@ -339,7 +338,11 @@ limits:
 {{- define "penstock.volumes" -}}
 {{- $values := .root.Values -}}
 - name: run
-  configMap: {name: {{ include "penstock.name" (dict "root" .root "role" "run") }}}
+  {{- if eq .role "executor" }}
+  configMap: {name: {{ include "penstock.name" . }}}
+  {{- else }}
+  secret: {secretName: {{ include "penstock.name" (dict "root" .root "role" "run") }}}
+  {{- end }}
 - {name: tmp, emptyDir: {}}
 {{- if and (include "penstock.readsModels" .) (include "penstock.modelClaim" .root) }}
 - name: models
