@@ -79,7 +79,11 @@ def test_with_object_storage_every_pod_has_a_folder_of_its_own_and_the_trainer_a
     for role, pod in release.pods():
         (container,) = pod["spec"]["containers"]
         folders = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "runs"]
-        assert folders == ([{"name": "runs", "emptyDir": {}}] if role in ("coordinator", "rollout", "trainer") else [])
+        assert folders == (
+            [{"name": "runs", "emptyDir": {"sizeLimit": "200Gi"}}]
+            if role in ("coordinator", "rollout", "trainer")
+            else []
+        )
         variables = environment(container) if role != "bus" else {}
         assert (
             ("AWS_SECRET_ACCESS_KEY" in variables)
@@ -175,6 +179,10 @@ def test_the_chart_takes_a_layout_that_shares_gpus_as_the_plan_writes_it(model: 
 
 MISSING: Sequence[tuple[Json, str]] = (
     (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
+    (
+        values(image={"registry": "registry.test/team", "tag": "1@sha256:ab"}),
+        'expected a tag without a digest in image.tag, found "1@sha256:ab": each role\'s image has a digest of its own',
+    ),
     (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
     (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
     (

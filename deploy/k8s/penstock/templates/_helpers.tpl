@@ -45,13 +45,29 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels of pods: nothing that changes with the chart, or every upgrade would restart every pod. */}}
+{{/* Labels of pods: nothing that changes with the chart, or every upgrade would restart every pod. A mesh's sidecar would keep a Job's
+pod from ending, and pods without one could not reach those with one: by default none has any. */}}
 {{- define "penstock.podLabels" -}}
 {{ include "penstock.selector" . }}
 app.kubernetes.io/part-of: penstock
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{ merge (deepCopy .root.Values.commonLabels) (dict "sidecar.istio.io/inject" "false") | toYaml }}
+{{- end -}}
+
+{{/* A pod's securityContext, changed by a role's (or `defaults`): dict "root" $ "role" "defaults". OpenShift chooses user and groups
+from the namespace's range, and admits no others. */}}
+{{- define "penstock.podSecurity" -}}
+{{- $own := dict "runAsNonRoot" true "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- if not (.root.Capabilities.APIVersions.Has "security.openshift.io/v1") -}}
+{{- $_ := merge $own (dict "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001) -}}
+{{- end -}}
+{{- mergeOverwrite $own (include "penstock.value" (dict "root" .root "role" .role "key" "podSecurityContext") | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* A nodeSelector, as JSON, with the architecture of the images: dict "root" $ "own" a nodeSelector. */}}
+{{- define "penstock.nodeSelector" -}}
+{{- $own := default dict .own | deepCopy -}}
+{{- with .root.Values.image.arch }}{{ $own = merge $own (dict "kubernetes.io/arch" .) }}{{ end -}}
+{{- $own | toJson -}}
 {{- end -}}
 
 {{- define "penstock.registry" -}}
@@ -61,6 +77,7 @@ app.kubernetes.io/part-of: penstock
 {{- define "penstock.image" -}}
 {{- $own := (index .root.Values .role).image -}}
 {{- if $own -}}{{ $own }}{{- else -}}
+{{- if contains "@" .root.Values.image.tag }}{{ fail (printf "expected a tag without a digest in image.tag, found %q: each role's image has a digest of its own; give it in <role>.image (deploy/publish writes them)" .root.Values.image.tag) }}{{ end -}}
 {{- printf "%s/%s%s:%s" (include "penstock.registry" .root) .root.Values.image.prefix .role (default .root.Chart.AppVersion .root.Values.image.tag) -}}
 {{- end -}}
 {{- end -}}
