@@ -4,8 +4,9 @@ from deploy.dashboards.board import Board, Panel, Query, Row
 
 FIELDS = ("GPU_UTIL", "FB_USED", "FB_FREE", "POWER_USAGE", "XID_ERRORS", "NVLINK_BANDWIDTH_TOTAL")
 """Read from the exporter's default set, without the prefix DCGM_FI_DEV_."""
-_POD = "on (namespace, pod) group_left (run, instance) (0 * up<> + 1)"
-_LEGEND = "{{instance}} GPU {{gpu}}"
+_POD = "on (namespace, pod) group_left (run) max by (namespace, pod, run) (0 * up<> + 1)"
+"""A pod has one ``up`` for each of its processes that serves metrics."""
+_LEGEND = "{{pod}} GPU {{gpu}}"
 
 
 def _of_run(expression: str) -> tuple[Query, ...]:

@@ -140,11 +140,12 @@ def up(
 def _supervise(command: str, prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
     from services.up import leftovers, run
     from services.up.display import summary
+    from services.up.supervisor import INTERRUPTED, TERMINATED
 
     ended = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
     ending = leftovers.judge(prepared, ended)
     if not ended.sentence:
-        interrupted = ending.code in (run.INTERRUPTED, run.TERMINATED)
+        interrupted = ending.code in (INTERRUPTED, TERMINATED)
         console.say(f"\n{summary.text(prepared.folder, interrupted)}")
     if ending.sentence:
         console.warn(f"logs: {prepared.folder / 'logs'}")

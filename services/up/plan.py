@@ -13,6 +13,7 @@ from shared.bus import embedded
 from shared.errors import SettingsError
 from shared.placement.devices import gpus_of
 from shared.process.gpus import VISIBLE, visible_names
+from shared.process.memory_timeline import host_bytes
 from shared.process.parent import FOR_PYTHON
 from shared.process.service import own_host
 from shared.settings import ENVIRONMENT_PREFIX, Settings
@@ -21,13 +22,20 @@ STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator"
 """Upstream first, to hand over work; the bus last, because services return entries to it."""
 STOP_ORDER_ENDED = (("rollout", "reward", "trainer"), ("executor", "coordinator", "tracking"), ("valkey", "prometheus"))
 """After the end there is no work to hand over."""
-STOP_ORDER_FULL = (("rollout", "reward", "trainer", "coordinator", "tracking"), ("executor",), ("valkey", "prometheus"))
-"""While the bus refuses writes, no work can be handed over: all wait for it at the same time."""
+STOP_ORDER_AT_ONCE = (
+    ("rollout", "reward", "trainer", "coordinator", "tracking"),
+    ("executor",),
+    ("valkey", "prometheus"),
+)
+"""On SIGTERM, after which a node or a container's runtime waits seconds only, and while the bus refuses writes: work that is
+not handed over stays on the run's own bus."""
 VALKEY = "valkey"
 EXECUTOR = "executor"
 TRACKING = "tracking"
 PROMETHEUS = "prometheus"
 _VALKEY_STOP_S = 10.0
+_BUS_SHARE = 0.25
+"""Of the machine's or container's memory, as the bus's maxmemory."""
 _STOP_AFTER_DRAIN_S = 10.0
 _EXECUTOR_STOP_S = 15.0
 
@@ -73,7 +81,8 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
 
 
 def valkey(socket: Path, data: Path, environment: Mapping[str, str]) -> ProcessPlan:
-    command = tuple(embedded.command(socket, data))
+    """The bus stops taking work before the kernel ends it; rewriting its file may need as much memory again."""
+    command = tuple(embedded.command(socket, data, int(_BUS_SHARE * host_bytes()[0])))
     return ProcessPlan(VALKEY, VALKEY, command, dict(environment), stop_s=_VALKEY_STOP_S, socket=socket)
 
 

@@ -19,7 +19,7 @@ from services.up.metrics.targets import Targets, targets_file
 from services.up.plan import ProcessPlan
 from services.up.prepare import EMBEDDED, Prepared
 from services.up.process import Child, ChildState, Restarts
-from services.up.supervisor import Ending, Supervisor
+from services.up.supervisor import INTERRUPTED, TERMINATED, Ending, Supervisor
 from shared.bus import embedded
 from shared.files import temporary
 from shared.files.durable import free_bytes
@@ -27,7 +27,6 @@ from shared.inputs import NEXT_INPUTS
 from shared.preflight.node import mps_answers
 from shared.settings import SETTINGS_FILE, Settings
 
-INTERRUPTED, TERMINATED = 130, 143
 _SHOW_EVERY_S = 0.5
 
 Planner = Callable[[Prepared, str], Sequence[ProcessPlan]]
@@ -65,7 +64,19 @@ def go(run: Prepared, planner: Planner = service_plans, restarts: Restarts | Non
 
 
 def _notices(run: Prepared) -> list[str]:
-    return list(filter(None, [time_slices(run.settings), checkpoint_notice(run.settings, run.folder, free_bytes)]))
+    notices = [time_slices(run.settings), checkpoint_notice(run.settings, run.folder, free_bytes), _bus_notice(run)]
+    return list(filter(None, notices))
+
+
+def _bus_notice(run: Prepared) -> str:
+    """Return the notice that the embedded bus writes to a network file system, or ""."""
+    kind = embedded.slow_disk(run.folder) if run.settings.bus.url == EMBEDDED else ""
+    if not kind:
+        return ""
+    return (
+        f"the bus writes its append-only file to {kind} ({run.folder}), where a slow fsync stops all services for as long: "
+        "move run.folder to a disk of this machine (Kubernetes: storage.runs.accessMode = ReadWriteOnce), or set bus.url to a server"
+    )
 
 
 def time_slices(settings: Settings) -> str:

@@ -15,8 +15,8 @@ from services.up.plan import (
     EXECUTOR,
     PROMETHEUS,
     STOP_ORDER,
+    STOP_ORDER_AT_ONCE,
     STOP_ORDER_ENDED,
-    STOP_ORDER_FULL,
     TRACKING,
     VALKEY,
     ProcessPlan,
@@ -36,6 +36,10 @@ SILENT_S = 5.0
 """Time without an answer of a process without heartbeats after which that is reported."""
 _HTTP = b"GET /healthz HTTP/1.0\r\n\r\n"
 _QUESTIONS = {VALKEY: b"PING\r\n", EXECUTOR: _HTTP, PROMETHEUS: _HTTP}
+
+
+INTERRUPTED, TERMINATED = 130, 143
+"""Codes of an ending by SIGINT, and by SIGTERM or SIGHUP."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,14 +147,17 @@ class Supervisor:
     def _stop_order(self) -> Sequence[Sequence[str]]:
         if self._ending is not None and self._ending.code == 0:
             return STOP_ORDER_ENDED
-        own_bus = any(child.plan.service == VALKEY for child in self.children)
-        if not own_bus or free_bytes(self._run_folder) >= LEAST_BYTES:
+        if not any(child.plan.service == VALKEY for child in self.children):
+            return STOP_ORDER
+        if self._ending is not None and self._ending.code == TERMINATED:
+            return STOP_ORDER_AT_ONCE
+        if free_bytes(self._run_folder) >= LEAST_BYTES:
             return STOP_ORDER
         self._tell(
             f"the disk of {self._run_folder} is full, so that the bus takes no work back and no checkpoint can be "
             "written: all processes stop at the same time, and the resumed run does their work again"
         )
-        return STOP_ORDER_FULL
+        return STOP_ORDER_AT_ONCE
 
     def _tell_what_is_waited_for(self, children: Sequence[Child]) -> None:
         longest_s = max(child.plan.stop_s for child in children)

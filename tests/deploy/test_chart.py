@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,13 @@ from tests.conftest import need, need_module
 from tests.support.chart import (
     ALL_CRDS,
     CASES,
+    EVERYTHING,
     GPU,
     MONITORING,
     NEWEST,
     OLDEST,
     ROOT,
+    TRACKED,
     Json,
     Kinds,
     Release,
@@ -251,7 +253,10 @@ def test_every_key_and_claim_that_is_mounted_exists(releases: list[Release]) -> 
     given["checkpoint-store"] = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
     for release in releases:
         maps = {config_map["metadata"]["name"]: set(config_map["data"]) for config_map in release.of("ConfigMap")}
-        secrets = given | {secret["metadata"]["name"]: set(secret["stringData"]) for secret in release.of("Secret")}
+        secrets = given | {
+            secret["metadata"]["name"]: set(secret.get("stringData") or secret["data"])
+            for secret in release.of("Secret")
+        }
         claims = {claim["metadata"]["name"] for claim in release.of("PersistentVolumeClaim")}
         claims |= {"models", "models-and-data"}
         accounts = {account["metadata"]["name"] for account in release.of("ServiceAccount")}
@@ -332,6 +337,62 @@ def test_the_executor_has_no_way_out_and_holds_no_secret_but_the_one_of_its_clie
     assert [volume["secret"] for volume in client["volumes"] if volume["name"] == "executor"] == [own]
     for settings in (reward, environment(container)):
         assert settings["PENSTOCK__REWARD__EXECUTOR__SECRET_FILE"] == "/etc/penstock/executor/secret"
+
+
+def test_the_executor_reads_nothing_of_the_run_s_toml_but_its_own_settings_and_scorers(tmp_path: Path) -> None:
+    config = (
+        '[bus]\nurl = "redis://:secret@bus"\n[reward]\nexpression = "tests + judge"\nexecutor = {slots = 3}\n'
+        '[[reward.scorers]]\nkind = "code"\nname = "tests"\nprofile = "numpy"\n'
+        '[[reward.scorers]]\nkind = "judge"\nname = "judge"\nurl = "https://judge.test?key=secret"\nmodel = "large"\n'
+    )
+    release = render(values(run={"config": config}, executor={"enabled": True}))
+    text = release.one("ConfigMap", "executor")["data"]["run.toml"]
+    assert "secret" not in text
+    (tmp_path / "run.toml").write_text(text)
+    settings = load(tmp_path / "run.toml", environment={})
+    assert (settings.executor_profiles, settings.reward.executor.slots) == (("numpy",), 3)
+
+
+OPENSHIFT: Kinds = {"security.openshift.io/v1": {"SecurityContextConstraints": "securitycontextconstraints"}}
+EVERY_POD: Sequence[Json] = (
+    merged(values("two-pools", **EVERYTHING), {"models": ["hf://team/model"]}),
+    values(run={"config": TRACKED, "kind": "pod"}, models=["hf://team/model"]),
+    CASES["object-storage"],
+)
+"""Between them every template that has a pod."""
+
+
+@pytest.mark.parametrize("crds", [ALL_CRDS, {**ALL_CRDS, **OPENSHIFT}], ids=["kubernetes", "openshift"])
+def test_every_pod_has_user_10001_and_on_openshift_none(crds: Kinds) -> None:
+    roles = set()
+    for case in EVERY_POD:
+        for role, pod in render(case, crds=crds).pods():
+            roles.add(role)
+            users = {key: pod["spec"]["securityContext"].get(key) for key in ("runAsUser", "runAsGroup", "fsGroup")}
+            assert set(users.values()) == ({None} if "security.openshift.io/v1" in crds else {10001}), role
+            assert not [box for box in pod["spec"]["containers"] if "runAsUser" in box["securityContext"]]
+            assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert roles == {*SERVICES_OF_PODS, "bus", "check", "models", "pod"}
+
+
+SERVICES_OF_PODS = ("coordinator", "executor", "reward", "rollout", "tracking", "trainer")
+
+
+def test_no_pod_has_a_mesh_s_sidecar_another_architecture_or_storage_without_bounds() -> None:
+    other = {"defaults": {"podLabels": {"sidecar.istio.io/inject": "true"}}, "image": {"arch": "arm64"}}
+    for case in EVERY_POD:
+        for role, pod in render(case, crds=ALL_CRDS).pods():
+            assert pod["metadata"]["labels"]["sidecar.istio.io/inject"] == "false", role
+            assert pod["spec"]["nodeSelector"]["kubernetes.io/arch"] == "amd64", role
+            for box in [*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())]:
+                assert "ephemeral-storage" in box["resources"]["requests"], role
+            volumes = [volume for volume in pod["spec"]["volumes"] if "emptyDir" in volume]
+            unbounded = {volume["name"] for volume in volumes if "sizeLimit" not in volume["emptyDir"]}
+            assert unbounded <= {"scratch"}, "which the values bring"
+        for role, pod in render(merged(case, other), crds=ALL_CRDS).pods():
+            assert pod["spec"]["nodeSelector"]["kubernetes.io/arch"] == "arm64"
+            if role in SERVICES_OF_PODS:
+                assert pod["metadata"]["labels"]["sidecar.istio.io/inject"] == "true", role
 
 
 def test_every_gpu_pod_requests_what_it_limits_and_tolerates_the_taint(releases: list[Release]) -> None:
@@ -471,7 +532,7 @@ def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
 def test_the_settings_that_a_pod_is_given_are_settings(tmp_path: Path, crds: Kinds | None) -> None:
     release = render(values("one-gpu-node", executor={"enabled": True}), crds=crds)
     config = tmp_path / "run.toml"
-    config.write_text(release.one("ConfigMap", "run")["data"]["run.toml"])
+    config.write_text(release.config)
     for role in ("coordinator", "rollout", "reward", "executor", "trainer"):
         (container,) = template_of(release.workload(role))["spec"]["containers"]
         plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}
@@ -498,7 +559,7 @@ def test_trainer_and_rollout_share_a_fabric_and_a_queue() -> None:
     trainer, rollout = release.workload("trainer"), release.workload("rollout")
     for workload, pool, product in ((trainer, "trainer", "NVIDIA-H200"), (rollout, "rollout", "NVIDIA-L40S")):
         spec = template_of(workload)["spec"]
-        assert spec["nodeSelector"] == {"pool": pool, "nvidia.com/gpu.product": product}
+        assert spec["nodeSelector"] == {"pool": pool, "nvidia.com/gpu.product": product, "kubernetes.io/arch": "amd64"}
         (together,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert together["topologyKey"] == "topology.kubernetes.io/zone"
         assert together["labelSelector"]["matchExpressions"][0]["values"] == ["trainer", "rollout"]

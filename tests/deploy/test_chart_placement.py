@@ -25,6 +25,7 @@ from tests.support.chart import (
 
 pytestmark = pytest.mark.usefixtures("helm")
 HOST, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
+ARCH = {"kubernetes.io/arch": "amd64"}
 TAINT = {"key": GPU, "effect": "NoSchedule"}
 
 
@@ -64,18 +65,18 @@ class Pod:
 def nodes_of(count: int) -> list[Node]:
     """One untainted node with GPUs, or one without and tainted ones with GPUs of both kinds of pool."""
     if count == 1:
-        return [Node("node-0", 8, {HOST: "node-0", ZONE: "a"})]
+        return [Node("node-0", 8, {HOST: "node-0", ZONE: "a", **ARCH})]
     pools = itertools.cycle([("trainer", "NVIDIA-H200"), ("rollout", "NVIDIA-L40S")])
     gpu_nodes = [
         Node(
             f"node-{number}",
             8,
-            {HOST: f"node-{number}", ZONE: "a", "pool": pool, f"{GPU}.product": product},
+            {HOST: f"node-{number}", ZONE: "a", "pool": pool, f"{GPU}.product": product, **ARCH},
             [TAINT],
         )
         for number, (pool, product) in zip(range(1, count), pools, strict=False)
     ]
-    return [Node("node-0", 0, {HOST: "node-0", ZONE: "a"}), *gpu_nodes]
+    return [Node("node-0", 0, {HOST: "node-0", ZONE: "a", **ARCH}), *gpu_nodes]
 
 
 def pods_of(release: Release) -> Iterator[Pod]:

@@ -40,8 +40,8 @@ def test_each_pool_has_its_own_nodes_engine_and_size() -> None:
     assert [pool["spec"].get("replicas") for pool in (reserved, spot)] == [2, None]
     pods = [template_of(pool)["spec"] for pool in (reserved, spot)]
     assert [pod["nodeSelector"] for pod in pods] == [
-        {"nvidia.com/gpu.product": "NVIDIA-H100"},
-        {"nvidia.com/gpu.product": "NVIDIA-L40S", "pool": "spot"},
+        {"nvidia.com/gpu.product": "NVIDIA-H100", "kubernetes.io/arch": "amd64"},
+        {"nvidia.com/gpu.product": "NVIDIA-L40S", "kubernetes.io/arch": "amd64", "pool": "spot"},
     ]
     containers = [pod["containers"][0] for pod in pods]
     assert [container["resources"]["limits"][GPU] for container in containers] == [2, 1]
@@ -164,6 +164,7 @@ def test_the_job_of_models_and_the_check_run_where_defaults_say_and_the_job_may_
         "priorityClassName": "research",
     }
     release = render(values(models=MODELS, defaults=placed))
+    placed["nodeSelector"] = {"pool": "penstock", "kubernetes.io/arch": "amd64"}
     (job,) = release.of("Job")
     (check,) = (hook for hook in release.hooks if hook["kind"] == "Pod")
     for spec in (template_of(job)["spec"], check["spec"]):

@@ -29,7 +29,7 @@ from tests.support.chart import (
     template_of,
     values,
 )
-from tests.support.fake_kubernetes import OPERATOR
+from tests.support.fake_kubernetes import JOB_SET, OPERATOR
 
 pytestmark = pytest.mark.usefixtures("helm")
 
@@ -47,6 +47,27 @@ def test_an_upgrade_keeps_password_and_token_and_restarts_only_for_another_run()
     assert bus[0] == bus[1] == bus[2]
 
 
+@pytest.mark.parametrize(("kind", "role"), [("jobset", "jobset"), ("pod", "pod")])
+def test_a_changed_toml_keeps_the_workload_that_holds_the_gpus_until_it_has_ended(kind: str, role: str) -> None:
+    def of(config: str, **more: object) -> Json:
+        return values(run={"config": config, "kind": kind}, image={"registry": "registry.test/team", **more})
+
+    steps = [
+        of("[run]\nsteps = 1\n"),
+        of("[run]\nsteps = 2\n"),  # the same pods
+        of("[run]\nsteps = 2\n", tag="2"),  # another image
+        of("[run]\nsteps = 3\n", tag="2") | {"kueue": {"queue": "gpus", "priorityClass": "ended"}},
+        of("[run]\nsteps = 4\n", tag="2"),  # a longer run, after the end
+    ]
+    played = play(steps, crds=JOB_SET)
+    assert not [release.error for release in played if release.error]
+    names = [release.one({"jobset": "JobSet", "pod": "Job"}[kind], role)["metadata"]["name"] for release in played]
+    assert [names.index(name) for name in names] == [0, 0, 2, 2, 4]
+    notes = [release.notes.count("kubectl -n research delete pod --wait=false") for release in played]
+    assert notes == [0, 1, 0, 1, 1]
+    assert [release.config for release in played] == [step["run"]["config"] for step in steps]
+
+
 def test_what_a_run_leaves_outlives_its_release() -> None:
     claim = render(values()).one("PersistentVolumeClaim", "runs")
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
@@ -58,7 +79,11 @@ def test_with_object_storage_every_pod_has_a_folder_of_its_own_and_the_trainer_a
     for role, pod in release.pods():
         (container,) = pod["spec"]["containers"]
         folders = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "runs"]
-        assert folders == ([{"name": "runs", "emptyDir": {}}] if role in ("coordinator", "rollout", "trainer") else [])
+        assert folders == (
+            [{"name": "runs", "emptyDir": {"sizeLimit": "200Gi"}}]
+            if role in ("coordinator", "rollout", "trainer")
+            else []
+        )
         variables = environment(container) if role != "bus" else {}
         assert (
             ("AWS_SECRET_ACCESS_KEY" in variables)
@@ -120,6 +145,8 @@ SHARING: Sequence[tuple[str, int]] = (
     ("[trainer]\ngpus = [\n    0,\n]\n[rollout]\ngpus = [\n    0,\n]\n", 1),
     ('# mode = "shared"\n[trainer]\ngpus = [0]\n[rollout]\ngpus = [1]\n', 8),
     ('[placement]\nmode = "shared"\n[run]\ndevice = "cpu"\n', 0),
+    ('["placement"]\n"mode" = "shared"\n', 1),
+    ('[data]\nprompt = """\n[placement]\nmode = "shared"\n"""\n', 8),
     ("trainer = {ranks = 2, gpus = [0, 1]}\nrollout.replicas = 2\nplacement = {'mode' = 'shared'}\n", 2),
     ('[placement]\nmode = "shared"\n[reward.models]\ndevice = "cuda:1"\n', 2),
 )
@@ -132,7 +159,7 @@ def test_one_pod_has_each_gpu_that_trainer_and_replicas_share_once() -> None:
         assert [labels(workload)["app.kubernetes.io/component"] for workload in release.workloads()] == ["pod"]
         (container,) = template_of(release.workload("pod"))["spec"]["containers"]
         assert container["resources"]["limits"].get(GPU, 0) == gpus
-        assert release.one("ConfigMap", "run")["data"]["run.toml"].strip() == config.strip()
+        assert release.config == config
 
 
 @pytest.mark.parametrize(("model", "mode"), [("0.5b", "separate"), ("7b", "shared")])
@@ -151,6 +178,10 @@ def test_the_chart_takes_a_layout_that_shares_gpus_as_the_plan_writes_it(model: 
 
 MISSING: Sequence[tuple[Json, str]] = (
     (values(image={"registry": ""}), "expected image.registry, found none: set it to the registry"),
+    (
+        values(image={"registry": "registry.test/team", "tag": "1@sha256:ab"}),
+        'expected a tag without a digest in image.tag, found "1@sha256:ab": each role\'s image has a digest of its own',
+    ),
     (values(run={"config": ""}), "expected run.config, found none: give the run's TOML by --set-file"),
     (values(run={"id": "a b"}), "expected a run id of 1 to 64 letters, digits, '.', '_' or '-', found \"a b\""),
     (
@@ -166,6 +197,8 @@ MISSING: Sequence[tuple[Json, str]] = (
         "expected KEDA or an external metrics API for rollout.autoscaling.enabled, found neither keda.sh/v1alpha1 nor "
         "external.metrics.k8s.io/v1beta1 in this cluster",
     ),
+    (values(run={"config": "[run\n"}), "expected TOML in run.config, but toml: line"),
+    (values(run={"config": "trainer = 2\n"}), "expected a table trainer in run.config, found 2: change it"),
     (
         values(run={"config": "[rollout.vllm]\n# tensor_parallel_size = 4\ntensor_parallel_size = 16 # all\n"}),
         "expected an engine within the GPUs of its pods, found rollout.vllm.tensor_parallel_size = 16 in run.config, "
@@ -344,7 +377,7 @@ IN_ONE_POD: Sequence[str] = (
     CODE + "[rollout]\nreplicas = 2\n",
     CODE + '[reward.executor]\naddress = "executor:9500"\n',
     '[data]\nrejected_field = "rejected"\n[algorithm]\npreset = "dpo"\n[rollout]\nreplicas = 2\n',
-    'algorithm.loss = "cross_entropy"\n[tracking]\nsinks = ["mlflow"]\n',
+    'algorithm.loss = "cross_entropy"\n["tracking"]\nsinks = ["mlflow"]\n',
 )
 
 
@@ -388,7 +421,8 @@ def test_the_one_pod_has_time_for_every_stage_of_a_stop_and_the_run_s_deadline(t
         plan.valkey(tmp_path / "socket", tmp_path, {}),
     ]
     longest_s = sum(
-        max((process.stop_s for process in plans if process.service in stage), default=0) for stage in plan.STOP_ORDER
+        max((process.stop_s for process in plans if process.service in stage), default=0)
+        for stage in plan.STOP_ORDER_AT_ONCE
     )
-    assert longest_s == 4 * 55 + 10
+    assert longest_s == 55 + 15 + 10
     assert template_of(job)["spec"]["terminationGracePeriodSeconds"] >= longest_s + 10

@@ -218,7 +218,7 @@ def test_a_pod_of_several_gets_settings_and_a_secret_that_upgrades_keep(tmp_path
     given = merged(case, {"rollout": {"existingSecret": "ours"}})
     (first, again), (other,) = play_all([[case, case], [given]], version=NEWEST, crds=ALL_CRDS)
     config = tmp_path / "run.toml"
-    config.write_text(first.one("ConfigMap", "run")["data"]["run.toml"])
+    config.write_text(first.config)
     (container,) = template_of(first.workload("rollout"))["spec"]["containers"]
     plain = {name: source for name, source in environment(container).items() if isinstance(source, str)}
     says = {

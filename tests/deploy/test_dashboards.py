@@ -74,6 +74,41 @@ def test_the_files_are_what_make_dashboards_writes(board: Board) -> None:
     assert (FOLDER / f"{board.name}.json").read_text() == grafana.text(board), "call `make dashboards`"
 
 
+def test_the_gpus_of_a_pod_are_shown_once_however_many_of_its_processes_are_scraped(tmp_path: Path) -> None:
+    where, run = 'namespace="research",pod="demo"', 'run="demo"'
+    of_gpu = {"GPU_UTIL": 50, "FB_USED": 30, "FB_FREE": 10, "POWER_USAGE": 400, "XID_ERRORS": 0}
+    of_gpu |= {"NVLINK_BANDWIDTH_TOTAL": 7}
+    series = [f'up{{{where},{run},instance="{name}"}}' for name in ("trainer-0", "rollout-0", "reward-0")]
+    inputs = [{"series": name, "values": "1x10"} for name in series]
+    inputs += [
+        {"series": f'DCGM_FI_DEV_{field}{{{where},instance="node",gpu="{gpu}"}}', "values": f"{value}x10"}
+        for field, value in of_gpu.items()
+        for gpu in (0, 1)
+    ]
+    inputs.append(
+        {"series": f'penstock_nccl_transport{{{where},{run},instance="trainer-0",transport="rdma"}}', "values": "1x10"}
+    )
+    shown = [f'{{{where},{run},instance="node",gpu="{gpu}"}}' for gpu in (0, 1)]
+    expected = [(shown, value) for value in (0.5, 0.75, 400, 0, 7)]
+    expected.append((['{instance="trainer-0",transport="rdma"}'], 1))
+    tests = []
+    for (_, query), (labels, value) in zip(queries(gpus.BOARD), expected, strict=True):
+        samples = [{"labels": label, "value": value} for label in labels]
+        tests.append({"expr": filled(query.expression), "eval_time": "2m", "exp_samples": samples})
+    law = {
+        "evaluation_interval": "15s",
+        "tests": [{"interval": "15s", "input_series": inputs, "promql_expr_test": tests}],
+    }
+    (tmp_path / "law.json").write_text(json.dumps(law))
+    done = subprocess.run(
+        [need("promtool", "prometheus"), "test", "rules", tmp_path / "law.json"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_there_is_no_other_file() -> None:
     assert sorted(file.name for file in FOLDER.iterdir()) == sorted(f"{board.name}.json" for board in BOARDS)
 

@@ -1,9 +1,11 @@
 """Laws of what is published, and of the SkyPilot task. No registry and no cloud was available."""
 
+import os
 import re
 import shlex
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -27,6 +29,35 @@ def test_every_image_that_the_chart_names_is_published_and_no_other() -> None:
     pods = [pod for (release,) in played for _, pod in release.pods()]
     named = {box["image"] for pod in pods for box in pod["spec"]["containers"]}
     assert {line.split()[-1] for line in PUBLISHED if line.startswith("docker push")} == named
+
+
+def test_every_image_has_its_digest_in_the_values_that_are_written_and_its_own_lock(tmp_path: Path) -> None:
+    """The builder and Helm are programs of the test, as no registry was available."""
+    for name, script in (
+        (
+            "buildah",
+            'while [ $# -gt 0 ]; do [ "$1" = --digestfile ] && printf "sha256:%064d" "${#3}" > "$2"; shift; done',
+        ),
+        ("helm", ":"),
+    ):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\n{script}\n')
+        (tmp_path / name).chmod(0o755)
+    checkout = tmp_path / "checkout"
+    (checkout / "deploy").mkdir(parents=True)
+    for part in ("publish", "docker", "k8s"):
+        (checkout / "deploy" / part).symlink_to(ROOT / "deploy" / part)
+    own = {"BUILDER": "buildah", "LOCK": "reward-models", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run([checkout / "deploy/publish", REGISTRY], check=True, env=own)
+    written = yaml.safe_load((checkout / "images.yaml").read_text())
+    assert written.pop("image").keys() == {"registry", "tag", "arch"}
+    assert written.keys() == {"coordinator", "executor", "pod", "reward", "rollout", "tracking", "trainer", "valkey"}
+    for role, given_values in written.items():
+        name = "valkey/valkey" if role == "valkey" else f"penstock-{role}"
+        assert re.fullmatch(rf"{REGISTRY}/{name}@sha256:[0-9]{{64}}", given_values["image"])
+    built = [line for line in (tmp_path / "calls").read_text().splitlines() if " --build-arg " in line]
+    assert built == [
+        f"buildah build -f deploy/docker/reward.Dockerfile --build-arg LOCK=reward-models -t {REGISTRY}/penstock-reward:0.1.0 ."
+    ]
 
 
 def test_both_charts_are_pushed_in_the_form_of_oci() -> None:

@@ -1,5 +1,6 @@
 """Render the chart with real Helm against a fake cluster."""
 
+import base64
 import dataclasses
 import json
 import os
@@ -38,6 +39,8 @@ class Release:
     hooks: Sequence[Json]
     notes: str
     error: str
+    manifest: str
+    """As Helm prints it."""
 
     def of(self, kind: str, role: str = "") -> list[Json]:
         return [
@@ -49,6 +52,11 @@ class Release:
     def one(self, kind: str, role: str) -> Json:
         (manifest,) = self.of(kind, role)
         return manifest
+
+    @property
+    def config(self) -> str:
+        """The run's TOML, as its pods read it."""
+        return base64.b64decode(self.one("Secret", "run")["data"]["run.toml"]).decode()
 
     def workload(self, role: str) -> Json:
         workloads = [
@@ -163,10 +171,10 @@ def refusal(chart_values: Json, **cluster: Any) -> str:
 
 def _release(rendered: Json) -> Release:
     if "error" in rendered:
-        return Release((), (), "", rendered["error"])
+        return Release((), (), "", rendered["error"], "")
     objects = [manifest for manifest in yaml.safe_load_all(rendered["manifest"]) if manifest]
     hooks = [yaml.safe_load(hook["manifest"]) for hook in rendered.get("hooks") or ()]
-    return Release(objects, hooks, rendered["info"].get("notes", ""), "")
+    return Release(objects, hooks, rendered["info"].get("notes", ""), "", rendered["manifest"])
 
 
 def environment(container: Json) -> Mapping[str, Any]:

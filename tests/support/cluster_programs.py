@@ -36,16 +36,24 @@ def calls(state: Path) -> list[str]:
 def helm(state: Path, words: list[str]) -> None:
     if words[0] == "version":
         print(f'version.BuildInfo{{Version:"{os.environ.get("HELM_VERSION", "v4.0.4")}", GoVersion:"go1.25.0"}}')
+    if words[:2] == ["get", "manifest"]:
+        print(
+            (state / "manifest.yaml").read_text()
+            if (state / "manifest.yaml").exists()
+            else sys.exit("Error: release: not found")
+        )
     if words[0] != "upgrade":
         return
     assert words[1] == "demo", "which the player installs"
-    (release,) = play([json.load(sys.stdin)], crds=ALL_CRDS, chart=Path(words[2]))
+    steps = json.loads((state / "steps").read_text()) if (state / "steps").exists() else []
+    steps.append(json.load(sys.stdin))
+    release = play(steps, crds=ALL_CRDS, chart=Path(words[2]))[-1]
     if release.error:
         sys.exit(f"Error: {release.error}")
-    manifest = yaml.safe_dump_all(release.objects)
     if "--dry-run=server" not in words:
-        (state / "manifest.yaml").write_text(manifest)
-    print(f"NAME: demo\nMANIFEST:\n---\n{manifest}")
+        (state / "manifest.yaml").write_text(release.manifest)
+        (state / "steps").write_text(json.dumps(steps))
+    print(f"NAME: demo\nMANIFEST:\n---\n{release.manifest}")
 
 
 def kubectl(state: Path, words: list[str]) -> None:

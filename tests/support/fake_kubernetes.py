@@ -40,6 +40,7 @@ EXTERNAL_METRICS: Mapping[str, Mapping[str, str]] = {"external.metrics.k8s.io/v1
 OPERATOR = {"monitoring.coreos.com/v1": {"PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}}
 
 _OBJECT = re.compile(r"/(?:api|apis/[^/]+)/[^/]+/namespaces/[^/]+/[^/]+(/[^/]+)?")
+"""A collection, or an object in it."""
 
 
 class FakeKubernetes:
@@ -89,6 +90,9 @@ class FakeKubernetes:
             path = f"{path}/{body['metadata']['name']}"
             if path in self.objects:
                 return _status(409, "AlreadyExists")
+        elif method == "GET" and not _OBJECT.fullmatch(path)[1]:  # type: ignore[index]  # as in `answer`
+            items = [_ended(item) for name, item in self.objects.items() if name.rpartition("/")[0] == path]
+            return 200, {"kind": "List", "apiVersion": "v1", "items": items}
         elif path not in self.objects:
             return _status(404, "NotFound")
         if method == "DELETE":
@@ -158,6 +162,13 @@ class FakeKubernetes:
 
 def _status(code: int, reason: str) -> tuple[int, Json]:
     return code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+
+
+def _ended(item: Json) -> Json:
+    """Say that a JobSet or Job has ended, if its class of Kueue's priorities is called so."""
+    ended = item["metadata"].get("labels", {}).get("kueue.x-k8s.io/priority-class") == "ended"
+    conditions = {"Job": "Failed", "JobSet": "Completed"}
+    return {**item, "status": {"conditions": [{"type": conditions[item["kind"]], "status": "True"}]}} if ended else item
 
 
 def _with_data(body: Json) -> Json:

@@ -11,6 +11,7 @@ simulated: namespaces, users, limits, network policies, and probes after the sta
 """
 
 import asyncio
+import base64
 import contextlib
 import functools
 import hashlib
@@ -71,8 +72,9 @@ class Cluster:
 
     def content(self, kind: str, name: str) -> Mapping[str, str]:
         (manifest,) = [candidate for candidate in self.release.of(kind) if candidate["metadata"]["name"] == name]
-        texts: Mapping[str, str] = manifest.get("data") or manifest["stringData"]
-        return texts
+        texts: Mapping[str, str] = manifest.get("stringData", {})
+        data = manifest.get("data", {})
+        return {**texts, **({key: base64.b64decode(data[key]).decode() for key in data} if kind == "Secret" else data)}
 
     async def open(self) -> None:
         for service in self.services.values():

@@ -20,7 +20,10 @@ from services.up.display.view import duration, spark
 from services.up.plan import ProcessPlan, services
 from services.up.prepare import prepare
 from services.up.process import Child, Restarts, Surroundings, how
+from shared.bus import embedded
+from shared.bus.bus import Bus
 from shared.errors import SettingsError
+from shared.process.memory_timeline import host_bytes
 from shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
 from tests.support.disks import small_disk
@@ -198,6 +201,34 @@ async def test_a_killed_process_comes_back_and_so_does_the_bus_with_its_data(up:
     assert "rollout-0 stopped (SIGKILL); starts again in 0.1 s" in output
 
 
+async def test_the_bus_of_a_run_stops_taking_work_before_the_kernel_ends_it(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.start()
+    await until(lambda: up.ready("coordinator-0") and up.ready("valkey"))
+    bus = await Bus.connect(f"unix://{place_of_socket(up)}", "limits")
+    try:
+        assert (await bus.memory_bytes())[1] == pytest.approx(host_bytes()[0] / 4, rel=1e-6)
+    finally:
+        await bus.close()
+    up.signal(signal.SIGTERM)
+    up.wait()
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("/runs/demo", "nfs4"),
+        ("/runs/demo/local", ""),
+        ("/home/me", ""),
+        ("/buckets/a", "fuse.gcsfuse"),
+        ("/runs2", ""),
+    ],
+)
+def test_a_bus_on_a_network_file_system_is_known(folder: str, kind: str) -> None:
+    mounts = [("/runs/demo/local", "xfs"), ("/runs", "nfs4"), ("/", "overlay"), ("/buckets", "fuse.gcsfuse")]
+    assert embedded.slow_disk(Path(folder), mounts) == kind
+
+
 async def test_what_a_run_leaves_is_this_users_alone(up: Up) -> None:
     up.script("coordinator-0", COORDINATOR)
     up.start()
@@ -282,11 +313,23 @@ async def test_on_a_full_disk_no_process_waits_until_another_has_given_up_its_wo
         up.start()
         await until(lambda: len(list(up.scripts.glob("*.heeds"))) == len(names))
         with disk.full():
-            up.signal(signal.SIGTERM)
+            up.signal(signal.SIGINT)
             code, output = up.wait()
-    assert code == 143
+    assert code == 130
     assert sorted(path.stem for path in up.scripts.glob("*.ended")) == names
     assert f"the disk of {up.run_folder} is full, so that the bus takes no work back" in output
+
+
+async def test_on_sigterm_after_which_a_node_waits_seconds_all_processes_stop_at_the_same_time(up: Up) -> None:
+    names = ["coordinator-0", "reward-0", "rollout-0", "trainer-0"]
+    for name in names:
+        up.script(name, TOGETHER)
+    up.start()
+    await until(lambda: len(list(up.scripts.glob("*.heeds"))) == len(names))
+    up.signal(signal.SIGTERM)
+    code, output = up.wait()
+    assert code == 143, output
+    assert sorted(path.stem for path in up.scripts.glob("*.ended")) == names
 
 
 async def test_the_console_says_which_process_a_stop_waits_for(up: Up) -> None:

@@ -1,5 +1,6 @@
 """``penstock deploy``, ``logs`` and ``delete``; the other commands find a deployed run by its record."""
 
+import functools
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ import typer
 
 from services.cli.cluster import cluster_file, programs
 from services.cli.cluster.deployment import Deployment, find
+from services.cli.cluster.upgrade import compared, confirm
 from services.cli.connection import LATEST
 from services.up.display import console
 from shared.errors import PenstockError, SettingsError
@@ -19,6 +21,10 @@ from shared.settings.reading.published import check_public
 from shared.text.terminal import escaped_line
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+_OLDEST_HELM = (3, 17)
+"""Its templates can read TOML."""
+_READERS = "app.kubernetes.io/component in (pod,trainer,rollout,reward)"
+"""Pods that read the run's TOML and do not restart by themselves."""
 _SECRET = re.compile(r"^kind: Secret$", re.MULTILINE)
 Folder = Annotated[Path, typer.Option("--run", metavar="RUN_FOLDER", help="The run's folder.")]
 
@@ -34,8 +40,9 @@ def deploy(
     on: Annotated[Path, typer.Option("--on", metavar="CLUSTER", help="The cluster's TOML file.")],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The run's name. Default: CONFIG's.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the manifests, and change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a change that gives GPUs back.")] = False,
 ) -> None:
-    """Start a run on Kubernetes, or change one that was deployed. Needs `helm`; the other commands need `kubectl`.
+    """Start a run on Kubernetes, or change one that was deployed. Needs `helm` and `kubectl`.
 
     `status`, `logs`, `stop`, `delete` and the commands that operate a run then find it as they find a local one.
 
@@ -49,26 +56,49 @@ def deploy(
         )
     toml = config.read_text(encoding="utf-8-sig")
     check_public(toml, str(config))
-    run = {**cluster.values.get("run", {}), "config": toml}
+    helm = functools.partial(programs.command, "helm", cluster.context, cluster.namespace)
     words = ["upgrade", name, cluster.chart_place, "--install", "--values", "-"]
     words += ["--version", cluster.version] if cluster.version else []
-    words += ["--dry-run=server"] if dry_run else []
-    words += _over_others(programs.output(programs.command("helm", cluster.context, cluster.namespace, ["version"])))
-    command = programs.command("helm", cluster.context, cluster.namespace, words)
-    said = programs.output(command, json.dumps({**cluster.values, "run": run}))
+    words += _over_others(programs.output(helm(["version"])))
+    run = {**cluster.values.get("run", {}), "config": toml}
+    values = json.dumps({**cluster.values, "run": run})
+    rendered = programs.output(helm([*words, "--dry-run=server"]), values)
     if dry_run:
-        console.say(without_secrets(said))
+        console.say(without_secrets(rendered))
         return
-    secret = cluster.values.get("api", {}).get("existingSecret", "")
+    deployed = Deployment(
+        name, cluster.namespace, cluster.context, cluster.values.get("api", {}).get("existingSecret", "")
+    )
+    restart = deployed.kubectl("delete", "pod", "--wait=false", "-l", f"{deployed.selector},{_READERS}")
+    upgrade = compared(_manifest(helm(["get", "manifest", name])), rendered)
+    confirm(upgrade, name, yes)
+    programs.output(helm(words), values)
+    if upgrade.restarts:
+        programs.output(restart)
     folder = settings.run.folder / name
-    Deployment(name, cluster.namespace, cluster.context, secret).write(folder)
+    deployed.write(folder)
     console.say(f"{name} is deployed: `penstock status` shows it, `penstock stop` ends it ({folder})")
 
 
+def _manifest(words: Sequence[str]) -> str:
+    """Return the manifest of the release that is there, or "" before the first install."""
+    try:
+        return programs.output(words)
+    except PenstockError as error:
+        if "release: not found" in str(error):
+            return ""
+        raise
+
+
 def _over_others(version: str) -> list[str]:
-    """Return what has Helm 4 set numbers of replicas that the coordinator or ``kubectl scale`` has set, as Helm 3 does."""
-    major = re.search(r"\bv(\d+)\.", version)
-    return ["--server-side=true", "--force-conflicts"] if major is not None and int(major[1]) >= 4 else []
+    """Return what has Helm 4 set numbers of replicas that the coordinator or ``kubectl scale`` has set, as Helm 3 does.
+
+    Raises PenstockError: Helm is older than the chart's templates.
+    """
+    match = re.search(r"\bv(\d+)\.(\d+)", version)
+    if match is not None and (int(match[1]), int(match[2])) < _OLDEST_HELM:
+        raise PenstockError(f"expected Helm 3.17 or newer, found {match[0]}: update it (https://helm.sh)")
+    return ["--server-side=true", "--force-conflicts"] if match is not None and int(match[1]) >= 4 else []
 
 
 def without_secrets(manifests: str) -> str:

@@ -48,13 +48,29 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels of pods: nothing that changes with the chart, or every upgrade would restart every pod. */}}
+{{/* Labels of pods: nothing that changes with the chart, or every upgrade would restart every pod. A mesh's sidecar would keep a Job's
+pod from ending, and pods without one could not reach those with one: by default none has any. */}}
 {{- define "penstock.podLabels" -}}
 {{ include "penstock.selector" . }}
 app.kubernetes.io/part-of: penstock
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{ merge (deepCopy .root.Values.commonLabels) (dict "sidecar.istio.io/inject" "false") | toYaml }}
+{{- end -}}
+
+{{/* A pod's securityContext, changed by a role's (or `defaults`): dict "root" $ "role" "defaults". OpenShift chooses user and groups
+from the namespace's range, and admits no others. */}}
+{{- define "penstock.podSecurity" -}}
+{{- $own := dict "runAsNonRoot" true "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- if not (.root.Capabilities.APIVersions.Has "security.openshift.io/v1") -}}
+{{- $_ := merge $own (dict "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001) -}}
+{{- end -}}
+{{- mergeOverwrite $own (include "penstock.value" (dict "root" .root "role" .role "key" "podSecurityContext") | fromYaml) | toYaml -}}
+{{- end -}}
+
+{{/* A nodeSelector, as JSON, with the architecture of the images: dict "root" $ "own" a nodeSelector. */}}
+{{- define "penstock.nodeSelector" -}}
+{{- $own := default dict .own | deepCopy -}}
+{{- with .root.Values.image.arch }}{{ $own = merge $own (dict "kubernetes.io/arch" .) }}{{ end -}}
+{{- $own | toJson -}}
 {{- end -}}
 
 {{- define "penstock.registry" -}}
@@ -64,6 +80,7 @@ app.kubernetes.io/part-of: penstock
 {{- define "penstock.image" -}}
 {{- $own := (index .root.Values .role).image -}}
 {{- if $own -}}{{ $own }}{{- else -}}
+{{- if contains "@" .root.Values.image.tag }}{{ fail (printf "expected a tag without a digest in image.tag, found %q: each role's image has a digest of its own; give it in <role>.image (deploy/publish writes them)" .root.Values.image.tag) }}{{ end -}}
 {{- printf "%s/%s%s:%s" (include "penstock.registry" .root) .root.Values.image.prefix .role (default .root.Chart.AppVersion .root.Values.image.tag) -}}
 {{- end -}}
 {{- end -}}
@@ -75,9 +92,9 @@ coordinator rollout reward trainer{{ if .Values.executor.enabled }} executor{{ e
 {{- end -}}
 {{- end -}}
 
-{{/* "yes" where the run's TOML has a table of trackers. */}}
+{{/* "yes" where the run has trackers. */}}
 {{- define "penstock.tracks" -}}
-{{- if regexMatch "(?m)^\\s*(\\[\\s*tracking\\s*\\]|tracking\\s*[.=])" .Values.run.config -}}
+{{- if (include "penstock.settings" . | fromJson).tracks -}}
 {{- if include "penstock.ownFolders" . -}}
 {{- fail "expected storage.runs.existingClaim with [tracking] in run.config and checkpoints.s3.uri, found none: what each tracker has received must outlast its pod; name a claim, or remove [tracking]" -}}
 {{- end -}}
@@ -85,78 +102,83 @@ yes
 {{- end -}}
 {{- end -}}
 
-{{/* The text of a setting in run.config, or empty: dict "root" $ "table" "trainer" "key" "ranks" "value" a regular expression. */}}
-{{- define "penstock.setting" -}}
-{{- $lines := regexReplaceAll "#[^\n]*" .root.Values.run.config "" -}}
-{{- $table := printf "[\"']?%s[\"']?" .table -}}
-{{- $key := printf "[\"']?%s[\"']?\\s*=\\s*%s" .key .value -}}
-{{- $found := regexFind (printf "(?m)^\\s*%s\\.%s" $table $key) $lines -}}
-{{- $found = default $found (regexFind (printf "(?m)^\\s*%s\\s*=\\s*\\{([^}\n]*,)?\\s*%s" $table $key) $lines) -}}
-{{- range $part := regexSplit "(?m)^\\s*\\[" $lines -1 -}}
-{{- if regexMatch (printf "^\\s*%s\\s*\\]" $table) $part -}}
-{{- $found = default $found (regexFind (printf "(?m)^\\s*%s" $key) $part) -}}
+{{/* The settings of run.config that shape pods, as JSON. The services check the rest. */}}
+{{- define "penstock.settings" -}}
+{{- $toml := fromToml .Values.run.config -}}
+{{- with $toml.Error }}{{ fail (printf "expected TOML in run.config, but %s: correct the file" .) }}{{ end -}}
+{{- range $name := list "algorithm" "bus" "data" "placement" "reward" "rollout" "tracking" "trainer" -}}
+{{- if not (kindIs "map" (dig $name dict $toml)) }}{{ fail (printf "expected a table %s in run.config, found %v: change it" $name (get $toml $name)) }}{{ end -}}
 {{- end -}}
-{{- end -}}
-{{- regexFind (printf "%s$" .value) $found -}}
-{{- end -}}
-
-{{/* The GPUs that a table's `gpus` names, as JSON: dict "root" $ "table" "trainer". */}}
-{{- define "penstock.gpus" -}}
-{{- $numbers := include "penstock.setting" (merge (dict "key" "gpus" "value" "\\[[^\\]]*\\]") .) -}}
-{{- regexFindAll "[0-9]+" $numbers -1 | toJson -}}
-{{- end -}}
-
-{{/* "shared" if run.config says so, or empty. */}}
-{{- define "penstock.turns" -}}
-{{- regexFind "(?m)^[^#\n]*mode[\"']?\\s*=\\s*[\"']shared[\"']" .Values.run.config | regexFind "shared" -}}
-{{- end -}}
-
-{{/* "yes" where run.config names a GPU for trainer and replicas. */}}
-{{- define "penstock.commonGpus" -}}
-{{- $replicas := include "penstock.gpus" (dict "root" . "table" "rollout") | fromJsonArray -}}
-{{- range include "penstock.gpus" (dict "root" . "table" "trainer") | fromJsonArray }}{{ if has . $replicas }}yes{{ end }}{{ end -}}
+{{- $code := false -}}
+{{- range dig "reward" "scorers" list $toml }}{{ $code = or $code (eq (toString .kind) "code") }}{{ end -}}
+{{- $trainer := dig "trainer" "gpus" list $toml -}}
+{{- $rollout := dig "rollout" "gpus" list $toml -}}
+{{- $common := false -}}
+{{- range $trainer }}{{ $common = or $common (has . $rollout) }}{{ end -}}
+{{- dict
+      "mode" (dig "placement" "mode" "separate" $toml)
+      "ranks" (dig "trainer" "ranks" 1 $toml | int)
+      "span" (dig "rollout" "vllm" "tensor_parallel_size" 1 $toml | int)
+      "rollouts" (dig "rollout" "replicas" 1 $toml | int)
+      "rewards" (dig "reward" "replicas" 1 $toml | int)
+      "trainerGpus" $trainer
+      "rolloutGpus" $rollout
+      "rewardGpus" (dig "reward" "gpus" list $toml)
+      "commonGpus" $common
+      "rewardDevice" (dig "reward" "models" "device" "auto" $toml)
+      "samples" (not (or (dig "data" "rejected_field" "" $toml) (eq (dig "algorithm" "loss" "" $toml) "cross_entropy")))
+      "code" $code
+      "executor" (dig "reward" "executor" "address" "" $toml)
+      "tracks" (not (empty (dig "tracking" "sinks" list $toml))) | mustToJson -}}
 {{- end -}}
 
 {{/* Refuses a number of GPUs of the one pod that is not that of run.config: shared ones count once. */}}
 {{- define "penstock.checkPodGpus" -}}
 {{- $count := int .Values.pod.gpu.count -}}
-{{- $turns := include "penstock.turns" . -}}
-{{- $trainer := include "penstock.gpus" (dict "root" . "table" "trainer") | fromJsonArray -}}
-{{- $replicas := include "penstock.gpus" (dict "root" . "table" "rollout") | fromJsonArray -}}
-{{- $ranks := include "penstock.setting" (dict "root" . "table" "trainer" "key" "ranks" "value" "[0-9]+") | default "1" | int -}}
-{{- if and $turns (not $trainer) }}{{ range until $ranks }}{{ $trainer = append $trainer (toString .) }}{{ end }}{{ end -}}
+{{- $run := include "penstock.settings" . | fromJson -}}
+{{- $turns := ne $run.mode "separate" -}}
+{{- $trainer := ternary (untilStep 0 (int $run.ranks) 1) $run.trainerGpus (and $turns (empty $run.trainerGpus)) -}}
 {{- $needed := 0 -}}
-{{- range concat $trainer $replicas (include "penstock.gpus" (dict "root" . "table" "reward") | fromJsonArray) }}{{ $needed = max $needed (add1 (int .)) }}{{ end -}}
-{{- $known := or $turns (include "penstock.commonGpus" .) -}}
+{{- range concat $trainer $run.rolloutGpus $run.rewardGpus }}{{ $needed = max $needed (add1 (int .)) }}{{ end -}}
+{{- $known := or $turns $run.commonGpus -}}
 {{- if and $count (gt (int $needed) $count) -}}
 {{- fail (printf "expected pod.gpu.count of at least %d, for the GPUs of trainer, rollout and reward in run.config, found %d: change pod.gpu.count or these numbers" (int $needed) $count) -}}
 {{- end -}}
-{{- if and $count $known (lt (int $needed) $count) (not (regexMatch "cuda:[0-9]" .Values.run.config)) -}}
+{{- if and $count $known (lt (int $needed) $count) (not (hasPrefix "cuda:" $run.rewardDevice)) -}}
 {{- fail (printf "expected pod.gpu.count = %d, for the GPUs that run.config uses, each once where trainer and replicas share it, found %d: change pod.gpu.count" (int $needed) $count) -}}
 {{- end -}}
 {{- end -}}
 
 {{/* The processes of the one pod that serve metrics, as JSON: name, service, port as `penstock up` numbers them, portName. */}}
 {{- define "penstock.processes" -}}
-{{- $rollouts := include "penstock.setting" (dict "root" . "table" "rollout" "key" "replicas" "value" "[0-9]+") | default "1" | int -}}
-{{- $rewards := include "penstock.setting" (dict "root" . "table" "reward" "key" "replicas" "value" "[0-9]+") | default "1" | int -}}
-{{- $text := "[\"'][^\"'\n]+[\"']" -}}
-{{- $pairs := include "penstock.setting" (dict "root" . "table" "data" "key" "rejected_field" "value" $text) -}}
-{{- $samples := not (or $pairs (include "penstock.setting" (dict "root" . "table" "algorithm" "key" "loss" "value" "[\"']cross_entropy[\"']"))) -}}
+{{- $run := include "penstock.settings" . | fromJson -}}
+{{- $samples := $run.samples -}}
 {{- $all := list (dict "service" "coordinator" "name" "coordinator-0" "starts" true) (dict "service" "trainer" "name" "trainer-0" "starts" true) -}}
-{{- if and $samples (regexMatch "kind[\"']?\\s*=\\s*[\"']code[\"']" (regexReplaceAll "#[^\n]*" .Values.run.config "")) -}}
-{{- $elsewhere := include "penstock.setting" (dict "root" . "table" "reward\\.executor" "key" "address" "value" $text) -}}
-{{- $all = append $all (dict "service" "executor" "name" "executor" "starts" (not $elsewhere)) -}}
+{{- if and $samples $run.code -}}
+{{- $all = append $all (dict "service" "executor" "name" "executor" "starts" (empty $run.executor)) -}}
 {{- end -}}
-{{- range until $rollouts }}{{ $all = append $all (dict "service" "rollout" "name" (printf "rollout-%d" .) "starts" $samples) }}{{ end -}}
-{{- range until $rewards }}{{ $all = append $all (dict "service" "reward" "name" (printf "reward-%d" .) "starts" $samples) }}{{ end -}}
-{{- if include "penstock.tracks" . }}{{ $all = append $all (dict "service" "tracking" "name" "tracking-0" "starts" true) }}{{ end -}}
+{{- range until (int $run.rollouts) }}{{ $all = append $all (dict "service" "rollout" "name" (printf "rollout-%d" .) "starts" $samples) }}{{ end -}}
+{{- range until (int $run.rewards) }}{{ $all = append $all (dict "service" "reward" "name" (printf "reward-%d" .) "starts" $samples) }}{{ end -}}
+{{- if $run.tracks }}{{ $all = append $all (dict "service" "tracking" "name" "tracking-0" "starts" true) }}{{ end -}}
 {{- $started := list -}}
 {{- range $index, $one := $all -}}
 {{- $known := dict "service" $one.service "name" $one.name "port" (add 9400 $index) "portName" (ternary $one.name "metrics" (gt $index 0)) -}}
 {{- if $one.starts }}{{ $started = append $started $known }}{{ end -}}
 {{- end -}}
 {{- $started | toJson -}}
+{{- end -}}
+
+{{/* The name of the workload of the run, which cannot be changed: dict "root" $ "apiVersion" … "kind" "JobSet" "spec" its text, without
+its name. One that has not ended keeps its name while its spec stays, whatever the TOML says; pods read that when they start. */}}
+{{- define "penstock.shaped" -}}
+{{- $root := .root -}}{{- $shape := .spec | sha256sum | trunc 12 -}}
+{{- $name := printf "%s-%s" .base (printf "%s %s" .spec $root.Values.run.config | sha256sum | trunc 6) -}}
+{{- range (lookup .apiVersion .kind $root.Release.Namespace "").items -}}
+{{- $ended := false -}}
+{{- range dig "status" "conditions" list . }}{{ $ended = or $ended (and (has .type (list "Complete" "Completed" "Failed")) (eq .status "True")) }}{{ end -}}
+{{- if and (not $ended) (eq (dig "metadata" "labels" "app.kubernetes.io/instance" "" .) $root.Release.Name) (eq (dig "metadata" "annotations" "penstock/shape" "" .) $shape) }}{{ $name = .metadata.name }}{{ end -}}
+{{- end -}}
+{{- dict "name" $name "shape" $shape | toJson -}}
 {{- end -}}
 
 {{- define "penstock.runId" -}}

@@ -8,15 +8,12 @@ Security Standard unless a value of its role's securityContext, podSecurityConte
 {{- $gpus := int (dig "gpu" "count" 0 $own) -}}
 metadata:
   labels:
-    {{- include "penstock.podLabels" . | nindent 4 }}
-    {{- with include "penstock.value" (merge (dict "key" "podLabels") .) }}
-    {{- . | nindent 4 }}
-    {{- end }}
-  annotations:
-    checksum/run: {{ $root.Values.run.config | sha256sum }}
-    {{- with include "penstock.value" (merge (dict "key" "podAnnotations") .) }}
-    {{- . | nindent 4 }}
-    {{- end }}
+    {{- mergeOverwrite (include "penstock.podLabels" . | fromYaml) (include "penstock.value" (merge (dict "key" "podLabels") .) | fromYaml) | toYaml | nindent 4 }}
+  {{- $annotations := include "penstock.value" (merge (dict "key" "podAnnotations") .) | fromYaml }}
+  {{- if not (or (hasKey . "jobSet") (eq $role "pod")) }}{{ $_ := set $annotations "checksum/run" (sha256sum $root.Values.run.config) }}{{ end }}
+  {{- with $annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   serviceAccountName: {{ include "penstock.serviceAccount" . }}
   {{- if include "penstock.value" (merge (dict "key" "hostNetwork") .) }}
@@ -41,8 +38,7 @@ spec:
   {{ $key }}: {{ . }}
   {{- end }}
   {{- end }}
-  {{- $podSecurity := dict "runAsNonRoot" true "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001 "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") }}
-  securityContext: {{- toYaml (mergeOverwrite $podSecurity (include "penstock.value" (merge (dict "key" "podSecurityContext") .) | fromYaml)) | nindent 4 }}
+  securityContext: {{- include "penstock.podSecurity" . | nindent 4 }}
   {{- with include "penstock.placement" . | trim }}
   {{- . | nindent 2 }}
   {{- end }}
@@ -80,7 +76,7 @@ spec:
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       command: {{ concat (list "python" "-m" "shared.model.fetch" "--wait" "--into" "/var/penstock/models") (splitList " " (include "penstock.fetched" $root)) | toJson }}
       resources:
-        requests: {cpu: 10m, memory: 64Mi}
+        requests: {cpu: 10m, memory: 64Mi, ephemeral-storage: 1Gi}
         limits: {memory: 256Mi}
       securityContext: {{- toYaml $security | nindent 8 }}
       volumeMounts:
@@ -114,10 +110,9 @@ spec:
     {{- include "penstock.volumes" . | nindent 4 }}
 {{- end -}}
 
-{{/* `penstock up` stops four groups of services one after the other, then the bus within ten seconds (services/up/plan.py). */}}
+{{/* On SIGTERM `penstock up` stops its services at the same time, then executor (15 s) and bus (10 s) (services/up/plan.py). */}}
 {{- define "penstock.grace" -}}
-{{- $drain := int .root.Values.bus.drainSeconds -}}
-{{- ternary (add (mul 4 (add $drain 10)) 20) (add $drain 20) (eq .role "pod") -}}
+{{- add (int .root.Values.bus.drainSeconds) (ternary 45 20 (eq .role "pod")) -}}
 {{- end -}}
 
 {{- define "penstock.command" -}}
@@ -292,7 +287,7 @@ livenessProbe:
 {{- if .gpus }}{{ $_ := set $devices $own.gpu.resource .gpus }}{{ end -}}
 {{- if dig "rdma" "resource" "" $own }}{{ $_ := set $devices $own.rdma.resource (int $own.rdma.count) }}{{ end -}}
 requests:
-  {{- toYaml (merge (deepCopy $devices) $own.resources.requests) | nindent 2 }}
+  {{- toYaml (merge (deepCopy $devices) $own.resources.requests (dict "ephemeral-storage" "1Gi")) | nindent 2 }}
 limits:
   {{- toYaml (merge (deepCopy $devices) $own.resources.limits) | nindent 2 }}
 {{- end -}}
@@ -340,13 +335,17 @@ limits:
 {{- define "penstock.volumes" -}}
 {{- $values := .root.Values -}}
 - name: run
-  configMap: {name: {{ include "penstock.name" (dict "root" .root "role" "run") }}}
-- {name: tmp, emptyDir: {}}
+  {{- if eq .role "executor" }}
+  configMap: {name: {{ include "penstock.name" . }}}
+  {{- else }}
+  secret: {secretName: {{ include "penstock.name" (dict "root" .root "role" "run") }}}
+  {{- end }}
+- {name: tmp, emptyDir: {sizeLimit: 10Gi}}
 {{- if and (include "penstock.readsModels" .) (include "penstock.modelClaim" .root) }}
 - name: models
   persistentVolumeClaim: {claimName: {{ include "penstock.modelClaim" .root }}}
 {{- else }}
-- {name: cache, emptyDir: {}}
+- {name: cache, emptyDir: {sizeLimit: {{ $values.modelCache.size }}}}
 {{- end }}
 {{- if include "penstock.readsModels" . }}
 {{- range $claim := splitList " " (include "penstock.modelClaims" .root) | compact }}
@@ -392,7 +391,7 @@ limits:
 {{- $gpu := default dict $own.gpu -}}
 {{- $selector := fromYaml (include "penstock.value" (merge (dict "key" "nodeSelector") .)) -}}
 {{- if and $gpu.count $gpu.product }}{{ $_ := set $selector "nvidia.com/gpu.product" $gpu.product }}{{ end -}}
-{{- with $selector }}
+{{- with include "penstock.nodeSelector" (dict "root" $root "own" $selector) | fromJson }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- $tolerations := fromYamlArray (include "penstock.value" (merge (dict "key" "tolerations") .)) -}}
@@ -446,6 +445,7 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- $_ := set $pods "requiredDuringSchedulingIgnoredDuringExecution" (append (default list $pods.requiredDuringSchedulingIgnoredDuringExecution) $term) -}}
 {{- $_ := set $all "affinity" (set $affinity "podAffinity" $pods) -}}
 {{- end -}}
+{{- with include "penstock.nodeSelector" (dict "root" $.root "own" $all.nodeSelector) | fromJson }}{{ $_ := set $all "nodeSelector" . }}{{ end -}}
 {{- with $all }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 

@@ -12,7 +12,7 @@ true
 {{- define "penstock.runsVolume" -}}
 - name: runs
   {{- if include "penstock.ownFolders" . }}
-  emptyDir: {}
+  emptyDir: {sizeLimit: {{ .Values.storage.runs.size }}}
   {{- else }}
   persistentVolumeClaim: {claimName: {{ include "penstock.runsClaim" . }}}
   {{- end }}
