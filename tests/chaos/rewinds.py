@@ -60,7 +60,7 @@ class Losses:
     async def check(self, bus: Bus, newest: int | None) -> None:
         """Wait until the run goes on after its bus came back with the version ``newest``."""
         commits, root = read_commits(self._run.folder), self._run.folder / "checkpoints"
-        saved = max((found.state.version for found in local_store.find(root)), default=-1)
+        saved = max((kept.state.version for kept in local_store.find(root)), default=-1)
         kept = max(-1 if newest is None else newest, saved)
         lost = [commit for commit in commits.kept if commit.groups and commit.version > kept]
         before = max(commit.step for commit in commits.kept) - len(lost)

@@ -2,7 +2,7 @@
 
 ::
 
-    newest_version    the largest number given to a version, written before its commit: none is used again
+    newest_version    the largest number given to a version, written before its commit, and not used again
     commits           a line for each commit (``<version> <step> <groups>``), and one for each loss of the bus
                       (``lost <version> <Unix seconds>``: commits of later versions, up to here, are lost)
 """

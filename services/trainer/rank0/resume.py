@@ -328,8 +328,8 @@ async def _restore(
         state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version, state.journal_entry,
         is_known=is_known,
     )  # fmt: skip
-    what = "had older data than the newest checkpoint" if is_known else "was empty"
-    detail = f"the bus {what}; continuing from the checkpoint of step {state.step}"
+    cause = "had older data than the newest checkpoint" if is_known else "was empty"
+    detail = f"the bus {cause}; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 
 
