@@ -38,7 +38,7 @@ async def serving(parts: Iterator[bytes], pause_s: float = 0.0) -> AsyncIterator
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tasks.append(asyncio.current_task())
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             async for part in answer_once(reader, parts, pause_s):
                 writer.write(part)
                 await writer.drain()

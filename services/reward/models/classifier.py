@@ -18,8 +18,7 @@ from services.reward.models.placement import Placed, first_line, pick_device, pi
 from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Prompt
 from shared.errors import PermanentError, SettingsError
-from shared.model.causal_model import check_loaded
-from shared.model.plain_model import eager_attention, ordinary_ids
+from shared.model.causal_model import check_loaded, eager_attention, ordinary_ids
 from shared.model.rendering import chat_template
 from shared.model.tokenizer import clock_of, encode_text
 from shared.process.memory_timeline import Held

@@ -18,11 +18,10 @@ from services.reward.models.placement import Placed, pick_device, pick_dtype
 from services.reward.models.reading import Reading
 from services.reward.models.self_test import LENGTHS, choose_alone
 from shared.bus.messages import Float32Array, Int32Array
-from shared.model.causal_model import load_causal_model
+from shared.model.causal_model import eager_attention, load_causal_model, ordinary_ids
 from shared.model.logits import logprobs
 from shared.model.logits_projection import projection
 from shared.model.logits_transform import logits_transform
-from shared.model.plain_model import eager_attention, ordinary_ids
 from shared.model.rope import settle_rope
 from shared.process.memory_timeline import Held
 from shared.settings import Settings

@@ -46,7 +46,7 @@ from services.trainer.self_test.unmodified_model import (
 )
 from shared.bus.messages import FinishReason, Sample
 from shared.errors import SettingsError
-from shared.model.plain_model import ordinary_ids
+from shared.model.causal_model import ordinary_ids
 
 log = logging.getLogger(__name__)
 

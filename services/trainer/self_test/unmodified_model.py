@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from services.trainer.batch.packing import Int64Array, PackedRow
 from services.trainer.model.layers import kernels
-from shared.model.plain_model import eager_attention
+from shared.model.causal_model import eager_attention
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from services.trainer.model.layers import mixers
 from services.trainer.model.policy import Policy, load_model, load_trunk
 from services.trainer.self_test import reached_weights, self_test, unmodified_model
 from shared.errors import SettingsError
-from shared.model.plain_model import ordinary_ids
+from shared.model.causal_model import ordinary_ids
 from shared.settings import PolicySettings
 from tests.support import model_zoo
 
