@@ -38,7 +38,7 @@ _IN_STEP = {"min-replicas-to-write": "1", "min-replicas-max-lag": "2"}
 
 @dataclasses.dataclass
 class Figures:
-    rounds: Counter[str] = dataclasses.field(default_factory=Counter)
+    rounds: dict[str, int] = dataclasses.field(default_factory=dict)
     acknowledged: int = 0
     lost: int = 0
     """Steps that neither the server that came back nor a checkpoint has."""
@@ -48,6 +48,9 @@ class Figures:
     refused: int = 0
     """Servers that did not start with their damaged data, which were emptied."""
     trained_twice: int = 0
+
+    def count(self, kind: str) -> None:
+        self.rounds[kind] = self.rounds.get(kind, 0) + 1
 
 
 class Losses:
@@ -135,7 +138,7 @@ async def failovers(folder: Path, seeds: int, first: int = 0) -> Figures:
             try:
                 for seed in range(first, first + seeds):
                     await _fail_over(run, bus, losses, servers, port, seed)
-                    figures.rounds["stalled" if seed % 2 else "in step"] += 1
+                    figures.count("stalled" if seed % 2 else "in step")
                     servers.reverse()
                 await losses.end(bus)
             finally:
@@ -209,7 +212,7 @@ async def returns(folder: Path, points: int, first: int = 0) -> Figures:
             try:
                 for seed in range(first, first + points):
                     await _return(run, bus, losses, server, seed)
-                    figures.rounds[HARMS[seed % len(HARMS)]] += 1
+                    figures.count(HARMS[seed % len(HARMS)])
                 await losses.end(bus)
             finally:
                 await bus.close()

@@ -118,14 +118,14 @@ async def test_steps_that_the_bus_lost_are_counted_once_however_often_the_traine
         assert (rewound.steps, rewound.groups, again.status.newest_version) == (2, 5, 8)
         assert resumed.checkpoint is not None
         assert resumed.checkpoint.folder == run.folder(4)
+        (told,) = await run.events("bus lost steps")
+        assert told.startswith("the bus came back with older data, without steps 6 to 7")
         note_committed(folder, V(10), 6, 2)
         await empty(bus)
         assert (await run.resume()).status.rewound.steps == 4, (
             "steps 5 and 6, which the checkpoint of step 4 does not hold"
         )
-    (told, _) = await run.events("bus lost steps")
-    assert told.startswith("the bus came back with older data, without steps 6 to 7")
-    assert [commit.version for commit in read_commits(folder).kept] == []
+    assert read_commits(folder).kept == ()
 
 
 async def test_after_a_lost_bus_the_run_can_be_rolled_back_to_every_checkpoint(bus: Bus, tmp_path: Path) -> None:
