@@ -24,6 +24,7 @@ from services.trainer.checkpoint import local_store
 from services.trainer.rank0.commits import read_commits
 from shared.bus.bus import Bus
 from shared.bus.client import connection
+from shared.bus.client.server import Server
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import AUDIT
 from tests.chaos.run import RUN_ID, Run, TcpServer, answers, running
@@ -128,18 +129,25 @@ async def watched(folder: Path) -> AsyncIterator[tuple[list[TcpServer], int]]:
             server.kill()
 
 
-async def failovers(folder: Path, seeds: int, first: int = 0) -> Figures:
-    """Fail over ``seeds`` times, with odd seeds to a replica that lacks the last steps."""
+async def failovers(folder: Path, seeds: int, first: int = 0, *, alert: str = "") -> Figures:
+    """Fail over ``seeds`` times, with odd seeds to a replica that lacks the last steps.
+
+    ``alert``: to be raised for them, in a run without checkpoints.
+    """
     figures = Figures()
     async with watched(folder) as (servers, port):
         url = f"redis+sentinel://127.0.0.1:{port}/penstock"
-        async with running(folder, url, _FLAGS) as run:
+        flags = {**_FLAGS, "trainer.checkpoint_every_steps": 100_000} if alert else _FLAGS
+        async with running(folder, url, flags, prometheus=bool(alert)) as run:
             bus, losses = await run.connect(url), Losses(run, figures)
             try:
                 for seed in range(first, first + seeds):
                     await _fail_over(run, bus, losses, servers, port, seed)
                     figures.count("stalled" if seed % 2 else "in step")
                     servers.reverse()
+                if alert:
+                    firing = f'ALERTS{{alertname="{alert}",alertstate="firing"}}'
+                    await run.until(lambda: run.prometheus.ask(firing))
                 await losses.end(bus)
             finally:
                 await bus.close()
@@ -170,8 +178,8 @@ async def _fail_over(run: Run, bus: Bus, losses: Losses, servers: list[TcpServer
 
 async def told(port: int, *words: str) -> Any:
     client = connection.open_client(f"redis://127.0.0.1:{port}")
-    try:
-        return await client.execute_command(*words)
+    try:  # Sentinel closes all connections of a server whose role it changes
+        return await Server(client, wait_s=PATIENCE_S).call(lambda: client.execute_command(*words))
     finally:
         await connection.close_client(client)
 

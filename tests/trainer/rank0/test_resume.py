@@ -77,18 +77,18 @@ async def test_a_bus_older_than_the_newest_intact_checkpoint_is_restored_from_it
     run, store = Played(bus, tmp_path), CheckpointStore(ObjectStore(storage.settings(), f"ahead-{tmp_path.name}"))
     async with running(run.parts), replicas(bus):
         await run.reach(5, every=4)
-        before = await run.ledger.status()
-        for step, version in ((6, 8), (7, 9)):
-            store.put(written(run.root, step, version=version, cursor=before.cursor + 6))
-        if knows != "an older checkpoint":
-            local_store.delete(local_store.read(run.folder(4)))  # type: ignore[arg-type]
-        if place == "store":
-            shutil.rmtree(run.root, ignore_errors=True)
-        else:
-            flip(run.folder(7) / MODEL)
-        for version, step in ((8, 6), (9, 7), (10, 8)):
-            note_committed(run.settings.run_folder, V(version), step, 2)
-        resumed = await run.resume(store)
+    before = await run.ledger.status()
+    for step, version in ((6, 8), (7, 9)):
+        store.put(written(run.root, step, version=version, cursor=before.cursor + 6))
+    if knows != "an older checkpoint":
+        local_store.delete(local_store.read(run.folder(4)))  # type: ignore[arg-type]
+    if place == "store":
+        shutil.rmtree(run.root, ignore_errors=True)
+    else:
+        flip(run.folder(7) / MODEL)
+    for version, step in ((8, 6), (9, 7), (10, 8)):
+        note_committed(run.settings.run_folder, V(version), step, 2)
+    resumed = await run.resume(store)
     newest = 7 if place == "store" else 6
     assert resumed.checkpoint is not None
     assert (resumed.checkpoint.state.step, resumed.restored, resumed.journal) == (newest, True, ())
