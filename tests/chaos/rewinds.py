@@ -21,18 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.checkpoint import local_store
-from services.trainer.rank0.commits import read_commits
+from services.trainer.checkpoint.commits import read_commits
 from shared.bus.bus import Bus
 from shared.bus.client import connection
 from shared.bus.client.server import Server
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import AUDIT
+from shared.errors import BusUnavailable
 from tests.chaos.run import RUN_ID, Run, TcpServer, answers, running
 from tests.conftest import PATIENCE_S, free_port, need, until
 from tests.support.raw_redis import raw
 
-_LOADS_S = 20.0
-"""For a damaged file to be read, or refused."""
 _FLAGS: Mapping[str, object] = {"rollout.replicas": 1, "trainer.keep_last": 1}
 _IN_STEP = {"min-replicas-to-write": "1", "min-replicas-max-lag": "2"}
 
@@ -64,7 +63,7 @@ class Losses:
     async def check(self, bus: Bus, newest: int | None) -> None:
         """Wait until the run goes on after its bus came back with the version ``newest``."""
         commits, root = read_commits(self._run.folder), self._run.folder / "checkpoints"
-        saved = max((found.state.version for found in local_store.find(root)), default=-1)
+        saved = max((checkpoint.state.version for checkpoint in local_store.find(root)), default=-1)
         kept = max(-1 if newest is None else newest, saved)
         lost = [commit for commit in commits.kept if commit.groups and commit.version > kept]
         before = max(commit.step for commit in commits.kept) - len(lost)
@@ -201,7 +200,7 @@ async def _is_primary(server: TcpServer) -> bool:
 
 async def _follows(replica: TcpServer, primary: TcpServer) -> bool:
     of = await told(replica.port, "INFO", "replication")
-    return of["role"] == "slave" and of["master_port"] == primary.port and of["master_link_status"] == "up"
+    return (of["role"], of.get("master_port"), of.get("master_link_status")) == ("slave", primary.port, "up")
 
 
 # ---------------------------------------------------------------- older or damaged data
@@ -268,16 +267,17 @@ async def _read(server: TcpServer) -> int | None:
     shutil.copytree(server.data, copy.data)
     copy.start()
     try:
-        await until(lambda: answers(copy.port) or _has_ended(copy), timeout_s=_LOADS_S)
-        return -1 if _has_ended(copy) else await _loaded(copy)
+        await until(lambda: _has_loaded_or_ended(copy), timeout_s=PATIENCE_S)
+        return -1 if _has_ended(copy) else await _newest(copy.port)
     finally:
         copy.kill()
 
 
-async def _loaded(server: TcpServer) -> int | None:
-    bus = await Bus.connect(server.url, RUN_ID, wait_s=PATIENCE_S)
-    await bus.close()
-    return await _newest(server.port)
+async def _has_loaded_or_ended(server: TcpServer) -> bool:
+    with contextlib.suppress(BusUnavailable):
+        await connection.probe(server.url)
+        return True
+    return _has_ended(server)
 
 
 def _has_ended(server: TcpServer) -> bool:

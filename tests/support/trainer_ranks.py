@@ -19,7 +19,7 @@ import torch.distributed as dist
 from services.trainer.algorithm.reference import AdapterOff, Reference
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch.packing import micro_batch
-from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint import commits, local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.loop import Trainer
 from services.trainer.model import adapter
@@ -28,7 +28,6 @@ from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import spans
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
-from services.trainer.rank0 import branch
 from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import NoMailbox
@@ -249,8 +248,8 @@ def on_full_disk(of: Settings) -> list[bool]:
     """Whether rank 0 has noted the version when rank 1 begins to gather it; rank 0's disk has room a second late."""
     publication = Publication(of, "127.0.0.1", lambda: b"")
     artifacts = (Artifacts if dist.get_rank() else Rank0Artifacts)(of, publication)
-    seen, note, take_part = list[bool](), branch.note_version, Publication.take_part
-    version = PolicyVersion(branch.noted_version(of.run_folder) + 1)
+    seen, note, take_part = list[bool](), commits.note_version, Publication.take_part
+    version = PolicyVersion(commits.noted_version(of.run_folder) + 1)
     dist.barrier()
 
     def late(*given: Any) -> None:
@@ -258,7 +257,7 @@ def on_full_disk(of: Settings) -> list[bool]:
         note(*given)
 
     def watched(*given: Any) -> None:
-        seen.append(branch.noted_version(of.run_folder) == version)
+        seen.append(commits.noted_version(of.run_folder) == version)
         take_part(*given)
 
     noting = mock.patch("services.trainer.rank0.artifacts.note_version", late)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.commits import note_committed, read_commits
 from services.trainer.checkpoint.remote_store import CheckpointStore
 from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.rank0.commits import note_committed, read_commits
 from services.trainer.rank0.resume import may_load
 from services.trainer.rank0.retention import Retention
 from shared.bus.bus import Bus
