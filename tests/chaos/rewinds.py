@@ -175,10 +175,10 @@ async def _fail_over(run: Run, bus: Bus, losses: Losses, servers: list[TcpServer
     await _set(primary, _IN_STEP)
 
 
-async def told(port: int, *words: str) -> Any:
+async def told(port: int, *words: str, wait_s: float = PATIENCE_S) -> Any:
     client = connection.open_client(f"redis://127.0.0.1:{port}")
     try:  # Sentinel closes all connections of a server whose role it changes
-        return await Server(client, wait_s=PATIENCE_S).call(lambda: client.execute_command(*words))
+        return await Server(client, wait_s=wait_s).call(lambda: client.execute_command(*words))
     finally:
         await connection.close_client(client)
 
@@ -275,7 +275,7 @@ async def _read(server: TcpServer) -> int | None:
 
 async def _has_loaded_or_ended(server: TcpServer) -> bool:
     with contextlib.suppress(BusUnavailable):
-        await connection.probe(server.url)
+        await told(server.port, "PING", wait_s=0.0)  # an error while it loads
         return True
     return _has_ended(server)
 
