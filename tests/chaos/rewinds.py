@@ -21,24 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.checkpoint import local_store
-from services.trainer.rank0.commits import read_commits
+from services.trainer.checkpoint.commits import read_commits
 from shared.bus.bus import Bus
 from shared.bus.client import connection
+from shared.bus.client.server import Server
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import AUDIT
+from shared.errors import BusUnavailable
 from tests.chaos.run import RUN_ID, Run, TcpServer, answers, running
 from tests.conftest import PATIENCE_S, free_port, need, until
 from tests.support.raw_redis import raw
 
-_LOADS_S = 20.0
-"""For a damaged file to be read, or refused."""
 _FLAGS: Mapping[str, object] = {"rollout.replicas": 1, "trainer.keep_last": 1}
 _IN_STEP = {"min-replicas-to-write": "1", "min-replicas-max-lag": "2"}
 
 
 @dataclasses.dataclass
 class Figures:
-    rounds: Counter[str] = dataclasses.field(default_factory=Counter)
+    rounds: dict[str, int] = dataclasses.field(default_factory=dict)
     acknowledged: int = 0
     lost: int = 0
     """Steps that neither the server that came back nor a checkpoint has."""
@@ -48,6 +48,9 @@ class Figures:
     refused: int = 0
     """Servers that did not start with their damaged data, which were emptied."""
     trained_twice: int = 0
+
+    def count(self, kind: str) -> None:
+        self.rounds[kind] = self.rounds.get(kind, 0) + 1
 
 
 class Losses:
@@ -60,7 +63,7 @@ class Losses:
     async def check(self, bus: Bus, newest: int | None) -> None:
         """Wait until the run goes on after its bus came back with the version ``newest``."""
         commits, root = read_commits(self._run.folder), self._run.folder / "checkpoints"
-        saved = max((kept.state.version for kept in local_store.find(root)), default=-1)
+        saved = max((checkpoint.state.version for checkpoint in local_store.find(root)), default=-1)
         kept = max(-1 if newest is None else newest, saved)
         lost = [commit for commit in commits.kept if commit.groups and commit.version > kept]
         before = max(commit.step for commit in commits.kept) - len(lost)
@@ -125,18 +128,25 @@ async def watched(folder: Path) -> AsyncIterator[tuple[list[TcpServer], int]]:
             server.kill()
 
 
-async def failovers(folder: Path, seeds: int, first: int = 0) -> Figures:
-    """Fail over ``seeds`` times, with odd seeds to a replica that lacks the last steps."""
+async def failovers(folder: Path, seeds: int, first: int = 0, *, alert: str = "") -> Figures:
+    """Fail over ``seeds`` times, with odd seeds to a replica that lacks the last steps.
+
+    ``alert``: to be raised for them, in a run without checkpoints.
+    """
     figures = Figures()
     async with watched(folder) as (servers, port):
         url = f"redis+sentinel://127.0.0.1:{port}/penstock"
-        async with running(folder, url, _FLAGS) as run:
+        flags = {**_FLAGS, "trainer.checkpoint_every_steps": 100_000} if alert else _FLAGS
+        async with running(folder, url, flags, prometheus=bool(alert)) as run:
             bus, losses = await run.connect(url), Losses(run, figures)
             try:
                 for seed in range(first, first + seeds):
                     await _fail_over(run, bus, losses, servers, port, seed)
-                    figures.rounds["stalled" if seed % 2 else "in step"] += 1
+                    figures.count("stalled" if seed % 2 else "in step")
                     servers.reverse()
+                if alert:
+                    firing = f'ALERTS{{alertname="{alert}",alertstate="firing"}}'
+                    await run.until(lambda: run.prometheus.ask(firing))
                 await losses.end(bus)
             finally:
                 await bus.close()
@@ -165,10 +175,10 @@ async def _fail_over(run: Run, bus: Bus, losses: Losses, servers: list[TcpServer
     await _set(primary, _IN_STEP)
 
 
-async def told(port: int, *words: str) -> Any:
+async def told(port: int, *words: str, wait_s: float = PATIENCE_S) -> Any:
     client = connection.open_client(f"redis://127.0.0.1:{port}")
-    try:
-        return await client.execute_command(*words)
+    try:  # Sentinel closes all connections of a server whose role it changes
+        return await Server(client, wait_s=wait_s).call(lambda: client.execute_command(*words))
     finally:
         await connection.close_client(client)
 
@@ -190,7 +200,7 @@ async def _is_primary(server: TcpServer) -> bool:
 
 async def _follows(replica: TcpServer, primary: TcpServer) -> bool:
     of = await told(replica.port, "INFO", "replication")
-    return bool(of["role"] == "slave" and of["master_port"] == primary.port and of["master_link_status"] == "up")
+    return (of["role"], of.get("master_port"), of.get("master_link_status")) == ("slave", primary.port, "up")
 
 
 # ---------------------------------------------------------------- older or damaged data
@@ -209,7 +219,7 @@ async def returns(folder: Path, points: int, first: int = 0) -> Figures:
             try:
                 for seed in range(first, first + points):
                     await _return(run, bus, losses, server, seed)
-                    figures.rounds[HARMS[seed % len(HARMS)]] += 1
+                    figures.count(HARMS[seed % len(HARMS)])
                 await losses.end(bus)
             finally:
                 await bus.close()
@@ -257,16 +267,17 @@ async def _read(server: TcpServer) -> int | None:
     shutil.copytree(server.data, copy.data)
     copy.start()
     try:
-        await until(lambda: answers(copy.port) or _has_ended(copy), timeout_s=_LOADS_S)
-        return -1 if _has_ended(copy) else await _loaded(copy)
+        await until(lambda: _has_loaded_or_ended(copy), timeout_s=PATIENCE_S)
+        return -1 if _has_ended(copy) else await _newest(copy.port)
     finally:
         copy.kill()
 
 
-async def _loaded(server: TcpServer) -> int | None:
-    bus = await Bus.connect(server.url, RUN_ID, wait_s=PATIENCE_S)
-    await bus.close()
-    return await _newest(server.port)
+async def _has_loaded_or_ended(server: TcpServer) -> bool:
+    with contextlib.suppress(BusUnavailable):
+        await told(server.port, "PING", wait_s=0.0)  # an error while it loads
+        return True
+    return _has_ended(server)
 
 
 def _has_ended(server: TcpServer) -> bool:

@@ -1,11 +1,9 @@
 """Laws of a run whose server is frozen, emptied or replaced."""
 
 import asyncio
-import contextlib
 import os
 import signal
-import subprocess
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,12 @@ import pytest
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.local_store import Checkpoint
 from shared.bus.bus import Bus
-from shared.bus.client import connection
 from shared.bus.messages import Event
 from shared.bus.stores.policy.ledger import Ledger
 from shared.bus.streams import EVENTS
-from tests.chaos.audit import audit_groups, audit_versions
-from tests.chaos.run import RUN_ID, TcpServer, answers, harmed, running
-from tests.conftest import PATIENCE_S, free_port, need, until
-from tests.support.raw_redis import raw
+from tests.chaos.rewinds import failovers, returns
+from tests.chaos.run import TcpServer, answers, harmed
+from tests.conftest import PATIENCE_S, need, until
 
 FROZEN_S = float(os.environ.get("PENSTOCK_FREEZE_S", "30"))
 """Longer than lease (3 s), heartbeat TTL (2.5 s), internal.claim_after_s (2 s), bus.drain_s (5 s) and connection
@@ -94,64 +90,24 @@ async def _restored(bus: Bus) -> list[Mapping[str, Any]]:
     return [event.fields for _, event in await bus.newest(EVENTS, Event, 1000) if event.name == "run restored"]
 
 
-@contextlib.asynccontextmanager
-async def watched(folder: Path) -> AsyncIterator[tuple[TcpServer, int, str]]:
-    """Yield a Redis primary with replica and sentinel: primary, sentinel port, bus URL."""
-    binary, port = need("redis-server", "redis-server"), free_port()
-    primary = TcpServer(folder / "primary", binary)
-    replica = TcpServer(folder / "replica", binary)
-    lines = [
-        f"port {port}",
-        f"sentinel monitor penstock 127.0.0.1 {primary.port} 1",
-        "sentinel down-after-milliseconds penstock 10000",
-        "sentinel failover-timeout penstock 10000",
-    ]
-    (folder / "sentinel.conf").write_text("\n".join(lines))
-    primary.start()
-    replica.start()
-    sentinel = subprocess.Popen(
-        [need("redis-sentinel", "redis-sentinel"), "sentinel.conf"], cwd=folder, stdout=subprocess.DEVNULL
-    )
-    try:
-        for number in (primary.port, replica.port, port):
-            await until(lambda number=number: answers(number), timeout_s=PATIENCE_S)
-        await _told(replica.port, "REPLICAOF", "127.0.0.1", str(primary.port))
-        yield primary, port, f"redis+sentinel://127.0.0.1:{port}/penstock"
-    finally:
-        sentinel.kill()
-        sentinel.wait(PATIENCE_S)
-        primary.kill()
-        replica.kill()
-
-
-async def _told(port: int, *words: str) -> Any:
-    client = connection.open_client(f"redis://127.0.0.1:{port}")
-    try:
-        return await client.execute_command(*words)
-    finally:
-        await connection.close_client(client)
-
-
 @pytest.mark.debian
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_run_goes_on_with_the_replica_that_sentinel_makes_the_primary(tmp_path: Path) -> None:
-    async with watched(tmp_path) as (primary, sentinel, url), running(tmp_path, url, {"rollout.replicas": 1}) as run:
-        bus = await run.connect(url)
-        await run.more_steps(bus, 2)
-        await until(lambda: _has_replica(primary), timeout_s=PATIENCE_S)
-        # sentinels look for replicas every ten seconds
-        await until(lambda: _told(sentinel, "SENTINEL", "REPLICAS", "penstock"), timeout_s=PATIENCE_S)
-        primary.kill()
-        await run.more_steps(bus, 3)
-        await run.stop()
-        await audit_groups(bus)
-        await audit_versions(bus)
-        await bus.close()
+async def test_a_run_goes_on_with_the_replica_that_sentinel_promotes_and_says_what_that_had_not_received(
+    tmp_path: Path,
+) -> None:
+    need("prometheus", "prometheus")
+    figures = await failovers(tmp_path, 2, alert="PenstockBusRewound")
+    assert figures.rounds == {"in step": 1, "stalled": 1}
+    assert figures.told == figures.lost > 0
+    assert figures.trained_twice == 0
 
 
-async def _has_replica(primary: TcpServer) -> bool:
-    bus = await Bus.connect(primary.url, RUN_ID, wait_s=PATIENCE_S)
-    replication = await raw(bus).info("replication")
-    await bus.close()
-    return any(isinstance(row, dict) and row.get("state") == "online" for row in replication.values())
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_bus_that_comes_back_with_older_cut_or_changed_data_costs_what_no_checkpoint_holds(
+    tmp_path: Path,
+) -> None:
+    figures = await returns(tmp_path, 3)
+    assert figures.told == figures.lost
+    assert figures.trained_twice == 0

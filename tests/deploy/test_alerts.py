@@ -63,6 +63,16 @@ FAULTS = (
     ),
     Fault("PenstockBusFull", {f"penstock_coordinator_bus_full{{{ONE}}}": "0x5 1x10"}, 8, 12, RUN),
     Fault(
+        "PenstockBusRewound",
+        {
+            f"penstock_coordinator_rewound_steps{{{ONE}}}": "0x5 3x80",
+            f"penstock_coordinator_rewound_timestamp_seconds{{{ONE}}}": "0x5 360x80",
+        },
+        5,
+        9,
+        RUN,
+    ),
+    Fault(
         "PenstockBusNearlyFull",
         {
             f"penstock_coordinator_bus_memory_bytes{{{ONE}}}": "70x5 81x10",
@@ -316,7 +326,7 @@ def test_every_alert_has_a_fault_above() -> None:
 
 
 def test_every_alert_and_every_guard_is_raised_in_a_real_run() -> None:
-    source = (ROOT / "tests" / "chaos" / "test_faults.py").read_text()
+    source = "".join((ROOT / "tests" / "chaos" / f"test_{name}.py").read_text() for name in ("faults", "bus_lost"))
     raised = set(re.findall(r"Penstock[A-Z]\w+", source))
     guards = {name for name in (*GUARDS, "nonfinite") if f'"{name}"' in source}
     assert raised == rules().keys()

@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from services.up.prepare import _check_bus
+from shared.errors import SettingsError
 from shared.preflight import cluster, node
-from tests.conftest import PATIENCE_S, Server, need
+from shared.preflight.finding import Finding
+from tests.chaos.rewinds import told
+from tests.chaos.run import TcpServer, answers
+from tests.conftest import PATIENCE_S, Server, need, until
 from tests.support.chart import ROOT
 
 CUDA = """
@@ -96,6 +101,45 @@ async def test_a_bus_without_a_memory_limit_is_refused(own_server: Server) -> No
         "expected a memory limit of the bus, found maxmemory 0: set maxmemory to about 60 % of the server's memory: without it a full bus "
         "is killed instead of pausing admission"
     )
+
+
+@pytest.mark.debian
+async def test_a_replicated_bus_that_takes_writes_while_no_replica_follows_is_refused_unless_it_cannot_be_configured(
+    tmp_path: Path,
+) -> None:
+    binary = need("redis-server", "redis-server")
+    primary, replica = TcpServer(tmp_path / "primary", binary), TcpServer(tmp_path / "replica", binary)
+    for server in (primary, replica):
+        server.start()
+    try:
+        for server in (primary, replica):
+            await until(lambda server=server: answers(server.port), timeout_s=PATIENCE_S)
+        assert (await _of_replicas(primary.url)).ok, "it has none"
+        await told(replica.port, "REPLICAOF", "127.0.0.1", str(primary.port))
+        await until(lambda: _is_refused(primary.url), timeout_s=PATIENCE_S)
+        refusal = (await _of_replicas(primary.url)).sentence
+        assert refusal.startswith(
+            "expected min-replicas-to-write of at least 1 on a bus with replicas or a Sentinel, found 0"
+        )
+        with pytest.raises(SettingsError, match="min-replicas-max-lag 2"):
+            await _check_bus(primary.url)
+        await told(primary.port, "ACL", "SETUSER", "managed", "on", ">word", "~*", "&*", "+@all", "-config")
+        managed = await _of_replicas(primary.url.replace("redis://", "redis://managed:word@"))
+        assert managed.ok
+        assert "where the provider does not allow it" in managed.sentence
+        await told(primary.port, "CONFIG", "SET", "min-replicas-to-write", "1")
+        assert (await _of_replicas(primary.url)).ok
+    finally:
+        for server in (primary, replica):
+            server.kill()
+
+
+async def _of_replicas(url: str) -> Finding:
+    return next(finding for finding in await cluster.bus(url, "r") if finding.check == "replicas")
+
+
+async def _is_refused(url: str) -> bool:
+    return not (await _of_replicas(url)).ok
 
 
 async def test_a_bus_that_is_away_is_reported(tmp_path: Path) -> None:

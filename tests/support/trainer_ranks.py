@@ -19,7 +19,7 @@ import torch.distributed as dist
 from services.trainer.algorithm.reference import AdapterOff, Reference
 from services.trainer.algorithm.update import Learner
 from services.trainer.batch.packing import micro_batch
-from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint import commits, local_store
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.loop import Trainer
 from services.trainer.model import adapter
@@ -28,7 +28,6 @@ from services.trainer.model.engine import TrainingEngine
 from services.trainer.model.layers import spans
 from services.trainer.model.policy import Policy
 from services.trainer.phases import Phases
-from services.trainer.rank0 import commits
 from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import NoMailbox

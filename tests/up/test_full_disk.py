@@ -11,7 +11,7 @@ from services.cli.__main__ import main
 from services.coordinator.api.server import ApiServer
 from services.coordinator.records.jsonl import Lines
 from services.coordinator.records.recorder import Recorder
-from services.trainer.rank0.commits import note_version, noted_version
+from services.trainer.checkpoint.commits import note_version, noted_version
 from services.up.disk_space import Room
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyVersion

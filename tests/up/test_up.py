@@ -242,6 +242,29 @@ async def test_what_a_run_leaves_is_this_users_alone(up: Up) -> None:
     up.wait()
 
 
+async def test_a_damaged_append_only_file_ends_the_start_with_the_way_out_which_works(up: Up) -> None:
+    up.script("coordinator-0", COORDINATOR)
+    up.start()
+    await until(lambda: up.ready("coordinator-0") and any((up.run_folder / "valkey").rglob("*.incr.aof")))
+    up.signal(signal.SIGTERM)
+    up.wait()
+    data = up.run_folder / "valkey"
+    (file,) = data.rglob("*.incr.aof")
+    file.write_bytes(b"*1\r\n$4\r\nPING\r\n" + b"damaged" * 100)
+    up.start("resume", "--resume", str(up.run_folder))
+    code, output = up.wait()
+    sentence = next((line for line in output.splitlines() if line.startswith("ENDING 1 ")), output)
+    assert code == 1
+    assert "Bad file format reading the append only file" in sentence
+    way_out = f"move it away (mv {data} {data}-damaged) and resume: penstock up --resume {up.run_folder}."
+    assert way_out in sentence
+    data.rename(f"{data}-damaged")
+    up.start("resume", "--resume", str(up.run_folder))
+    await until(lambda: up.ready("coordinator-0") and up.ready("valkey"))
+    up.signal(signal.SIGTERM)
+    up.wait()
+
+
 async def test_what_a_dead_process_left_behind_is_ended(up: Up) -> None:
     """A killed launcher's rank, in a separate session."""
     up.script("coordinator-0", COORDINATOR)

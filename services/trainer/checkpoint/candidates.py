@@ -91,8 +91,11 @@ class Candidates:
         self._root, self._status, self._revoked = root, status, revoked
         self._signer = signer
         self._damages: list[Damage] = []
+        self._places = frozenset[str]()
+        """Of the checkpoints that the ledger names."""
 
     async def choose(self) -> ResumeCandidate:
+        self._places = frozenset((await self._ledger.checkpoints()).values())
         local = await self._newest_of_folder()
         journal = await self._journal(local)
         newer = None
@@ -137,6 +140,8 @@ class Candidates:
 
     def _is_ahead(self, checkpoint: Checkpoint | StoredCheckpoint | None) -> bool:
         if self._status is None or checkpoint is None:
+            return False
+        if (str(checkpoint.folder) if isinstance(checkpoint, Checkpoint) else checkpoint.uri) in self._places:
             return False
         return self._status.newest_version is None or checkpoint.state.version > self._status.newest_version
 

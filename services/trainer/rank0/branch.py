@@ -35,7 +35,8 @@ class Branch:
     async def follow(self, status: RunStatus) -> None:
         """Take the branch's state from ``status``."""
         records = await self._ledger.policies()
-        self.steps.clear()  # the bus may have lost versions
+        for version in [version for version in self.steps if status.tip is None or version > status.tip]:
+            del self.steps[version]  # the bus may have lost it
         self.steps.update((record.version, record.step) for record in records)
         self.newest, self.tip = status.newest_version, status.tip
         self.revision = max((record.settings_revision for record in records), default=0)

@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 from services.trainer import metrics as measures
 from services.trainer.batch.staleness import without_long
 from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.commits import note_committed
 from services.trainer.export.exporter import Exporter
 from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commits import note_committed
 from services.trainer.rank0.first_texts import first_texts
 from services.trainer.rank0.intake import Intake, Taken
 from services.trainer.rank0.mailbox import results

@@ -24,11 +24,11 @@ from pathlib import Path
 
 from services.trainer.checkpoint import local_store
 from services.trainer.checkpoint.candidates import Candidates, Damage, Journal, ResumeCandidate, journal_after
+from services.trainer.checkpoint.commits import Commits, note_lost, noted_version, read_commits
 from services.trainer.checkpoint.local_store import Checkpoint
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, version_in
 from services.trainer.checkpoint.signatures import open_signer
-from services.trainer.rank0.commits import Commits, note_lost, noted_version, read_commits
 from shared.bus.bus import Bus
 from shared.bus.messages import PolicyRecord, PolicyVersion
 from shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, Rewound, RunState, RunStatus
@@ -82,17 +82,17 @@ async def find_resume(
     )
     choice = await candidates.choose()
     checkpoint, journal, restores = choice.checkpoint, choice.journal, not known or choice.is_ahead
+    if may_strand and checkpoint is not None and journal is not None:
+        # Not earlier: without the target, the others are all there is.
+        await _delete_revoked(ledger, root, revoked, store)
+    if choice.damages and checkpoint is None and not known:
+        raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
     if checkpoint is not None or journal is not None:
         kept = status.newest_version if not restores else None if checkpoint is None else checkpoint.state.version
         await _count_lost(bus, ledger, folder, kept, commits)
         if not restores and commits.newest > (status.newest_version or 0):
             await ledger.skip_versions(max(commits.newest, noted_version(folder)), status.tip)
             status = await ledger.status()
-    if may_strand and checkpoint is not None and journal is not None:
-        # Not earlier: without the target, the others are all there is.
-        await _delete_revoked(ledger, root, revoked, store)
-    if choice.damages and checkpoint is None and not known:
-        raise SettingsError(await _pause(bus, ledger, _no_checkpoint(choice.damages)))
     if journal is None:
         return await _go_back(bus, ledger, settings, choice)
     if restores and (checkpoint is not None or noted_version(folder)):
@@ -108,19 +108,19 @@ async def find_resume(
 async def _count_lost(bus: Bus, ledger: Ledger, folder: Path, kept: PolicyVersion | None, before: Commits) -> None:
     """Have the bus know how many acknowledged steps it has lost in all, and report those of versions after ``kept``."""
     commits = note_lost(folder, kept)
-    if not any(commit.groups for commit in commits.lost):
-        return
     steps = sorted({commit.step for commit in commits.newly_lost if commit.groups})
+    if not steps:
+        return
     groups = sum(commit.groups for commit in commits.newly_lost)
-    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     detail = (
         f"the bus came back with older data, without {which} that it had acknowledged ({groups} groups), and no checkpoint "
         "holds them: they are trained again. A failover to a replica that is behind, a restored backup or a cut "
-        "append-only file does this; see docs/operations.md, penstockbusrewound"
+        "append-only file does this (docs/operations.md#penstockbusrewound)"
     )
     trained = [commit for commit in commits.lost if commit.groups]
     await ledger.note_rewound(Rewound(len(trained), sum(c.groups for c in trained), commits.lost_at_s, detail))
-    if len(commits.lost) > len(before.lost) and steps:
+    if commits.newly_lost != before.newly_lost:
         log.warning("bus lost steps", extra={"detail": detail})
         await tell(bus, "trainer", "bus lost steps", detail, steps=len(steps), groups=groups)
 
@@ -328,8 +328,8 @@ async def _restore(
         state.step, state.cursor, position, newest_version, state.counts, gpu_time, state.version, state.journal_entry,
         is_known=is_known,
     )  # fmt: skip
-    cause = "had older data than the newest checkpoint" if is_known else "was empty"
-    detail = f"the bus {cause}; continuing from the checkpoint of step {state.step}"
+    was = "was older than the newest checkpoint" if is_known else "was empty"
+    detail = f"the bus {was}; continuing from the checkpoint of step {state.step}"
     await tell(bus, "trainer", "run restored", detail, step=state.step, cursor=state.cursor, position=position)
 
 

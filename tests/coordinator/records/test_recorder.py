@@ -17,7 +17,7 @@ from shared.bus import streams
 from shared.bus.bus import Bus
 from shared.bus.messages import Experience, PolicyVersion, RolloutGroup
 from shared.bus.stores.policy.evaluations import EVALUATIONS
-from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
+from shared.bus.stores.policy.ledger import Ledger, Rewound, RunState, RunStatus
 from shared.process.telemetry import tell
 from shared.settings import Settings
 from tests.support import builders
@@ -203,7 +203,11 @@ def test_the_first_and_the_last_reward_share_no_step_and_are_the_report_s(
 ) -> None:
     steps: list[dict[str, Any]] = [{"step": step, "reward_mean": reward} for step, reward in enumerate(rewards, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    summary = summarize(Settings(), STATUS, {}, [], steps, "")
+    rewound = Rewound(2, 16, 100.0, "the bus came back with older data")
+    status = dataclasses.replace(STATUS, step=len(rewards), rewound=rewound)
+    lost: dict[str, Any] = {"step": len(rewards) + 1, "reward_mean": 100.0, "samples": 64}
+    summary = summarize(Settings(), status, {}, [], [*steps, lost], "")
+    assert (summary.rewound_steps, summary.rewound_groups, summary.samples) == (2, 16, 0)
     assert (summary.reward_first, summary.reward_last) == expected
     assert records(tmp_path)["ends"]["reward_mean"] == list(expected)  # type: ignore[index, call-overload]
 

@@ -17,10 +17,10 @@ import torch
 from services.client.views import READY_STATES
 from services.trainer.algorithm.update import Learner
 from services.trainer.checkpoint import local_store
+from services.trainer.checkpoint.commits import read_commits
 from services.trainer.checkpoint.manifests import CheckpointState
 from services.trainer.model.policy import Policy
 from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.commits import read_commits
 from services.trainer.rank0.driver import Driver
 from services.trainer.rank0.mailbox.commands import Command, CommandKind
 from services.trainer.rank0.mailbox.queues import Mailbox

@@ -25,9 +25,11 @@ from shared.bus.messages import Event, Experience, PolicyVersion, Prompt, Purpos
 from shared.bus.stores.policy.ledger import Ledger, RunState
 from shared.bus.stores.replicas.live_settings import Live
 from shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
+from shared.errors import Fenced
 from shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
+from tests.support.coordinator_players import generating
 from tests.support.raw_redis import raw
 
 V = PolicyVersion
@@ -436,6 +438,28 @@ async def test_groups_that_were_never_admitted_or_of_versions_that_do_not_exist_
         ("expected versions up to 4, the newest, found samples of 5", "1"),
         ("expected a group that was admitted, found one of the id 2", "1"),
     ]
+
+
+async def test_a_group_of_a_version_that_the_bus_lost_is_generated_again_by_a_known_one(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.named("run"), mapping={"cursor": 2, "newest_version": 6})
+    for group_id, version in ((0, 5), (1, 6)):  # 4 and 5 are lost; 6 was published after them
+        await put(bus, group_id, version)
+    intake = Intake(bus, Live(bus, settings()), {V(3): 3, V(6): 3})
+    async with filling(intake):
+        await until(lambda: len(intake._held) == 2)
+        assert await intake.next_batch(3, 0.1) is None
+        assert list(intake._held) == [1]
+    (again,) = await generating(bus)
+    assert (again.group_id, again.min_version, again.requeues) == (0, 6, 1)
+    assert await bus.counts() == {"requeued": 1}
+
+
+async def test_a_trainer_whose_own_version_the_bus_has_lost_ends_and_the_group_stays(bus: Bus) -> None:
+    await raw(bus).hset(bus.keys.named("run"), mapping={"cursor": 1, "newest_version": 3})
+    await put(bus, 0, 5)
+    with pytest.raises(Fenced, match="it has older data"):
+        await Intake(bus, Live(bus, settings()), {V(3): 3, V(5): 5}).fill()
+    assert await bus.length(EXPERIENCE) == 1
 
 
 async def test_a_copy_of_a_group_that_was_trained_is_dropped(bus: Bus) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.rank0.commits import note_version, noted_version
+from services.trainer.checkpoint.commits import note_version, noted_version
 from services.trainer.rank0.driver import outlives_the_process
 from services.trainer.rank0.publication import Publication
 from shared.bus.messages import PolicyRecord, PolicyVersion

@@ -36,13 +36,13 @@ class Commits:
     lost: tuple[Commit, ...] = ()
     """In all losses."""
     newly_lost: tuple[Commit, ...] = ()
-    """In the last loss."""
+    """In the last loss of a step."""
     lost_at_s: float = 0.0
 
     @property
     def newest(self) -> PolicyVersion:
-        """The last version whose commit is known, or 0."""
-        return max((commit.version for commit in self.kept), default=PolicyVersion(0))
+        """The last version that was committed, even if it is lost, or 0."""
+        return max((commit.version for commit in (*self.kept, *self.lost)), default=PolicyVersion(0))
 
     def after(self, version: PolicyVersion | None) -> tuple[Commit, ...]:
         """Return the kept commits of later versions than ``version``; None: all."""
@@ -54,6 +54,8 @@ class Commits:
         if not lost:
             return self
         kept = tuple(commit for commit in self.kept if version is not None and commit.version <= version)
+        if not any(commit.groups for commit in lost):
+            return Commits(kept, self.lost + lost, self.newly_lost, self.lost_at_s)
         return Commits(kept, self.lost + lost, lost, at_s)
 
 
