@@ -161,12 +161,23 @@ def _module(words: Sequence[str]) -> list[str] | None:
     return list(words[len(options) + 1 :]) if forked else None
 
 
+class _NoPipes:
+    """The transport of a child without pipes."""
+
+    def get_pipe_transport(self, descriptor: int) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
 class _OfUp:
     """A child of `penstock up`, with the parts of ``asyncio.subprocess.Process`` that it uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._transport = _NoPipes()
         self._watched = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._watched, self._reap)
 
