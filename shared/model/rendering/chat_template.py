@@ -152,7 +152,7 @@ def _started() -> "subprocess.Popen[bytes]":
         stderr=subprocess.DEVNULL,
         env={**environment, "USE_TORCH": "0", "HF_HUB_OFFLINE": "1"},
         start_new_session=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
 
 
