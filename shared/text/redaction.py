@@ -70,4 +70,9 @@ def holds_secret(text: str) -> bool:
     [True, True, False]
     """
     urls = [match[0] for match in _URL.finditer(text)]
-    return _HEADER.search(text) is not None or any(_USER.search(url) or _SECRET_OPTION.search(url) for url in urls)
+    return _HEADER.search(text) is not None or any(_has_user(url) or _SECRET_OPTION.search(url) for url in urls)
+
+
+def _has_user(url: str) -> bool:
+    user = _USER.search(url)
+    return user is not None and user.end() <= url.rfind("@")

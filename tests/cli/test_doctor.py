@@ -143,7 +143,8 @@ def test_pods_that_run_are_checked_from_inside(tmp_path: Path, own_server: Serve
     assert lines == {
         f"{mark} {check} in my-run-penstock-{role}-0"
         for role in ("coordinator", "trainer")
-        for mark, check in (("ok  ", "bus"), ("FAIL", "maxmemory"), ("ok  ", "clock"), ("ok  ", "volume"))
+        for mark, checks in (("ok  ", ("settings", "bus", "replicas", "clock", "volume")), ("FAIL", ("maxmemory",)))
+        for check in checks
     } | {"ok   shm in my-run-penstock-trainer-0"}
     assert not list((tmp_path / "runs").iterdir())
 

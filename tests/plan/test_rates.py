@@ -82,7 +82,7 @@ def test_the_plan_and_the_trainer_gather_the_same_layers_as_a_whole() -> None:
 
 
 def test_the_docs_say_how_long_a_decoding_step_of_a_small_model_is_planned_without_a_calibration() -> None:
-    said = re.search(r"with (\d+) and (\d+) sequences took .+?, and ([\d.]+) and ([\d.]+) are planned", DOCS, re.S)
+    said = re.search(r"with (\d+) and (\d+) sequences took\s.+?, and ([\d.]+) and ([\d.]+) are planned", DOCS, re.S)
     assert said is not None
     sequences, planned_ms = map(int, said.groups()[:2]), said.groups()[2:]
     of_h100 = [decode_seconds(work(), parse_cluster("1xH100"), 1, 1, count) for count in sequences]

@@ -21,6 +21,8 @@ from shared.files.durable import write_whole
 
 log = logging.getLogger(__name__)
 
+_SILENT_S = 10
+"""Seconds for which the kernel holds a connection that sends nothing: a busy client has time to send its token."""
 _BACKLOG = 512
 """Connections that one turn of the event loop may accept: with those held, fewer than the usual 1,024 open files."""
 
@@ -45,7 +47,7 @@ class ApiServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)  # the kernel holds silent connections
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
         try:
             self._socket.bind((host, port))
         except OSError as error:
