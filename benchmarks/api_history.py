@@ -33,6 +33,7 @@ from shared.bus.stores.policy.policies import CHECKPOINTS, MARKS, POLICIES, POLI
 from shared.bus.stores.replicas.live_settings import Live
 from shared.process.telemetry import Status
 from shared.settings import load
+from tests.support.raw_redis import raw
 
 METRICS = {f"metric_{number}": number / 7 for number in range(60)}
 EVALUATION = {
@@ -56,10 +57,12 @@ async def write_history(bus: Bus, versions: int) -> None:
             if version % 20 == 0:
                 fields[EVALUATIONS] += [version, json.dumps([{**EVALUATION, "version": version, "step": version}])]
         for key, words in fields.items():
-            await bus.write(key, "HSET", *words)
-    await bus.write(CHECKPOINTS, "HSET", *(word for v in range(0, versions, 2000) for word in (v, f"/step-{v}")))
+            await raw(bus).execute_command("HSET", bus.keys.of(key), *words)
+    checkpoints = (word for v in range(0, versions, 2000) for word in (v, f"/step-{v}"))
+    await raw(bus).execute_command("HSET", bus.keys.of(CHECKPOINTS), *checkpoints)
     newest = versions - 1
-    await bus.write(RUN, "HSET", "newest_version", newest, "tip", newest, "head", newest, "step", newest)
+    places = dict.fromkeys(("newest_version", "tip", "head", "step"), newest)
+    await raw(bus).hset(bus.keys.of(RUN), mapping=places)
 
 
 def write_rollouts(file: Path, groups: int) -> None:
@@ -142,7 +145,8 @@ async def measure(url: str, folder: Path, versions: int) -> dict[str, Any]:
         gc.freeze()  # else a full collection of modules counts for one request
         result = await ask(Client(http), versions)
     bytes_each = {
-        key.name: int(await bus.ask("MEMORY", "USAGE", key)) // versions for key in (POLICIES, POLICY_STATES, MARKS)
+        key.name: int(await raw(bus).execute_command("MEMORY", "USAGE", bus.keys.of(key))) // versions
+        for key in (POLICIES, POLICY_STATES, MARKS)
     }
     await bus.close()
     return {"versions": versions, **result, "bus_bytes_a_version": bytes_each}

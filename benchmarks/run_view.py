@@ -20,6 +20,7 @@ from shared.bus.stores.policy.evaluations import EVALUATIONS
 from shared.bus.stores.policy.ledger import Ledger
 from tests.chaos.run import TcpServer
 from tests.support.coordinator_players import make, settings
+from tests.support.raw_redis import raw
 
 _LOOKS = 30
 
@@ -53,7 +54,7 @@ async def measure(versions: int) -> float:
         try:
             await Ledger(bus).create()
             for version in range(versions):
-                await bus.write(EVALUATIONS, "HSET", str(version), json.dumps([_evaluation(version)]))
+                await raw(bus).hset(bus.keys.of(EVALUATIONS), str(version), json.dumps([_evaluation(version)]))
             monitor = make(bus, settings(folder)).monitor
             await monitor.text()
             began_s = time.process_time()

@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from shared.errors import SettingsError
+from shared.extras import install_command
 
 SPANS = Counter("penstock_trace_spans_total", "Spans of groups, by outcome: sent or lost.", ["outcome"])
 
@@ -46,7 +47,7 @@ class Traces:
             self._sender = _Sender({"service.name": f"penstock-{service}", "service.instance.id": replica, "run": run})
         except ImportError as error:
             raise SettingsError(
-                f"{_ENDPOINTS[1]} asks for traces, which need OpenTelemetry: pip install 'penstock[traces]', or set "
+                f"{_ENDPOINTS[1]} asks for traces, which need OpenTelemetry: {install_command('traces')}, or set "
                 "OTEL_SDK_DISABLED=true"
             ) from error
 

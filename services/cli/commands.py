@@ -182,7 +182,7 @@ def page(connection: Connection) -> None:
     """
     from services.up.display import console
 
-    console.say(connection.page_link())
+    console.say_link(connection.page_link())
 
 
 @connected

@@ -3,7 +3,6 @@
 import asyncio
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from services.client.coordinator import page_link, read_token
 from services.plan.certain import are_together, visible_gpus
 from services.up import plan, process_tree, run_folder
 from services.up.disk_space import Room, checkpoint_notice
-from services.up.display.screen import Screen, open_screen
+from services.up.display.screen import Screen, open_screen, shows_screen
 from services.up.display.view import ViewRow, activity
 from services.up.display.watch import RunSnapshot, Watch
 from services.up.metrics import prometheus
@@ -167,7 +166,7 @@ class _PageLink:
         if url == self._told:
             return
         self._told = url
-        if sys.stdout.isatty() or not self._token:
+        if shows_screen() or not self._token:
             self._tell(f"page: {page_link(url, self._token)}")
         else:
             self._tell(

@@ -175,10 +175,12 @@ def test_the_bus_is_the_last_pod_that_a_full_node_ends_and_is_placed_as_every_ro
     release = render(values(valkey=own, **more), crds=ALL_CRDS)
     template = template_of(release.workload("bus"))
     for container in template["spec"]["containers"]:  # Guaranteed: kubernetes.io/docs/concepts/workloads/pods/pod-qos/
-        assert container["resources"]["requests"] == container["resources"]["limits"]
+        requests = dict(container["resources"]["requests"])
+        assert requests.pop("ephemeral-storage", "1Gi") == "1Gi"
+        assert requests == container["resources"]["limits"]
         assert container["resources"]["limits"].keys() == {"cpu", "memory"}
     assert template["spec"]["priorityClassName"] == "high"
-    assert template["spec"]["nodeSelector"] == placed["nodeSelector"]
+    assert template["spec"]["nodeSelector"] == {**placed["nodeSelector"], "kubernetes.io/arch": "amd64"}
     assert template["metadata"]["labels"]["team"] == "a"
     assert template["metadata"]["annotations"] == placed["podAnnotations"]
     assert template["spec"]["securityContext"]["runAsUser"] == 2000

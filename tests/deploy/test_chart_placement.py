@@ -192,7 +192,7 @@ def test_a_trainer_that_starts_again_returns_to_the_node_of_its_volume() -> None
 def test_after_the_end_of_a_run_its_coordinators_and_tracker_find_another_node(name: str, count: int) -> None:
     case = merged(CASES[name], {"run": {"config": TRACKED}})
     release, nodes = render(case, crds=ALL_CRDS), nodes_of(count)
-    nodes.append(Node("spare", 0, {HOST: "spare", ZONE: "a"}))
+    nodes.append(Node("spare", 0, {HOST: "spare", ZONE: "a", **ARCH}))
     claims = {claim["metadata"]["name"] for claim in release.of("PersistentVolumeClaim")}
     pods = list(pods_of(release))
     assert not place(pods, nodes, claims)

@@ -17,6 +17,11 @@ def say(text: str) -> None:
     print(escaped(redacted(text)), flush=True)  # noqa: T201
 
 
+def say_link(link: str) -> None:
+    """Print a link whose secret is for the reader."""
+    print(escaped(link), flush=True)  # noqa: T201
+
+
 def warn(text: str) -> None:
     print(escaped(redacted(text)), file=sys.stderr, flush=True)  # noqa: T201
 

@@ -44,10 +44,13 @@ class Screen(Protocol):
 
 
 def open_screen(title: str) -> Screen:
+    return LiveScreen(title, Console()) if shows_screen() else PlainDisplay()
+
+
+def shows_screen() -> bool:
+    """Whether a person looks at a terminal that can be drawn on."""
     console = Console()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveScreen(title, console)
-    return PlainDisplay()
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 class LiveScreen:
