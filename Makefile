@@ -44,17 +44,17 @@ install-dev:
 	@bash .ci/install dev
 
 demo: install
-	@$(VENV_PYTHON) -m services.cli up config/arithmetic.toml $(ARGS)
+	@$(VENV_PYTHON) -m penstock.services.cli up config/arithmetic.toml $(ARGS)
 
 # On a GPU it needs vLLM, too, which is several GB.
 REASONING := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo one-gpu; else echo cpu; fi)
 demo-reasoning:
 	@bash .ci/install $(if $(filter cpu,$(REASONING)),all$(comma)reasoning,all$(comma)reasoning$(comma)vllm)
 	@$(VENV_PYTHON) examples/reasoning/prepare.py
-	@$(VENV_PYTHON) -m services.cli up examples/reasoning/$(REASONING).toml $(ARGS)
+	@$(VENV_PYTHON) -m penstock.services.cli up examples/reasoning/$(REASONING).toml $(ARGS)
 
 up: install
-	@$(VENV_PYTHON) -m services.cli up "$(CONFIG)" $(ARGS)
+	@$(VENV_PYTHON) -m penstock.services.cli up "$(CONFIG)" $(ARGS)
 
 test: install-dev
 	$(PYTEST) $(ARGS)
@@ -122,7 +122,7 @@ imports: install-dev
 	$(VENV_PYTHON) -c "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
 
 openapi: install-dev
-	$(VENV_PYTHON) -m services.coordinator.api.openapi docs/openapi.json
+	$(VENV_PYTHON) -m penstock.services.coordinator.api.openapi docs/openapi.json
 
 dashboards: install-dev
 	$(VENV_PYTHON) -m deploy.dashboards

@@ -26,9 +26,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import psutil
 
-from services.reward.scorers.answer.scorer import AnswerMatcher
-from shared.bus.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling, ScoreStatus
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
+from penstock.shared.bus.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling, ScoreStatus
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 LEAST_PER_S = 300
 LEAST_SHARE_UNDER_50_MS = 0.99

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.status import write
-from shared.bus import embedded
+from penstock.shared.bus import embedded
 
 TOKEN = "an operator's token of a benchmark"
 
@@ -95,7 +95,7 @@ def serve(folder: Path, url: str, arguments: argparse.Namespace) -> dict[str, An
     (folder / "token").write_text(TOKEN)
     (folder / "token").chmod(0o600)
     environment = {**os.environ, "PENSTOCK__COORDINATOR__TOKEN_FILE": str(folder / "token")}
-    command = [sys.executable, "-m", "services.coordinator", "--config", str(config)]
+    command = [sys.executable, "-m", "penstock.services.coordinator", "--config", str(config)]
     coordinator = subprocess.Popen(command, env=environment)
     try:
         announced = folder / "runs" / "status" / "coordinator.json"

@@ -20,19 +20,19 @@ from typing import Any
 import httpx
 
 from benchmarks.status import write
-from services.coordinator.api.app import make_app
-from services.coordinator.service import assemble, load_data
-from shared.bus import embedded
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import RUN
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.evaluations import EVALUATIONS
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.policy.policies import CHECKPOINTS, MARKS, POLICIES, POLICY_STATES, PolicyState
-from shared.bus.stores.replicas.live_settings import Live
-from shared.process.telemetry import Status
-from shared.settings import load
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.service import assemble, load_data
+from penstock.shared.bus import embedded
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import RUN
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.policy.evaluations import EVALUATIONS
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.policy.policies import CHECKPOINTS, MARKS, POLICIES, POLICY_STATES, PolicyState
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import load
 from tests.support.raw_redis import raw
 
 METRICS = {f"metric_{number}": number / 7 for number in range(60)}

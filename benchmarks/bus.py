@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from benchmarks.wire import make_experience, make_group
-from shared.bus import embedded
-from shared.bus.bus import CAUSES, CRASHES, Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import ASSEMBLY, GENERATING
-from shared.bus.messages import RolloutGroup
-from shared.bus.streams import EXPERIENCE, ROLLOUTS
+from penstock.shared.bus import embedded
+from penstock.shared.bus.bus import CAUSES, CRASHES, Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import ASSEMBLY, GENERATING
+from penstock.shared.bus.messages import RolloutGroup
+from penstock.shared.bus.streams import EXPERIENCE, ROLLOUTS
 from tests.support.raw_redis import raw, script_text
 
 SAMPLES, TOKENS, TAKEN_AT_ONCE = 16, 2048, 8

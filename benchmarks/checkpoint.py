@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoint                                   # 250 million weights, on a CPU; 4 GB in the folder
     python -m benchmarks.checkpoint --shape 1.5b --device cuda --zero-stage 1 --folder /mnt/disk
 
-``written`` and ``loaded`` are by the trainer (``services.trainer.model.engine``), with digests; ``plain`` is ``torch.save``
+``written`` and ``loaded`` are by the trainer (``penstock.services.trainer.model.engine``), with digests; ``plain`` is ``torch.save``
 with a SHA-256 of the whole file, and ``torch.load``, from and to the host's memory. Medians of ``--rounds``, in turn.
 Prints one JSON object: seconds, and the rates of both in GB/s.
 """
@@ -28,12 +28,12 @@ import torch
 
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import random_model
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.policy import Policy
-from services.trainer.rank_group import start_ranks
-from shared.bus.messages import FinishReason, Sample
-from shared.settings import Settings
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.shared.bus.messages import FinishReason, Sample
+from penstock.shared.settings import Settings
 
 _SHAPE = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,

@@ -34,9 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.learning import ROOT, learn
-from services.coordinator.admission.curriculum import Curriculum, chances
-from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
-from shared.bus.stores.experience.signals import RATE, signal
+from penstock.services.coordinator.admission.curriculum import Curriculum, chances
+from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
+from penstock.shared.bus.stores.experience.signals import RATE, signal
 
 _EXAMPLE = ROOT / "examples/arithmetic"
 _STEPS, _GROUPS_PER_STEP, _GROUP_SIZE, _CHECKPOINT_STEPS = 80, 16, 16, 5
@@ -103,7 +103,7 @@ def pass_rates(run: Path, rows: Rows) -> Iterator[Rates]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from services.trainer.model.engine import saved_tensors
+    from penstock.services.trainer.model.engine import saved_tensors
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(_EXAMPLE / "policy")

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 from benchmarks.shapes import SHAPES
-from services.rollout.engines.engine import Engine, GenerationRequest, SwapReport
-from services.rollout.engines.vllm.arguments import check_version, gather
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.start import open_vllm
-from shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
-from shared.weights.format.snapshot import write_snapshot
-from shared.weights.receiver.puller import file_offer
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.engine import Engine, GenerationRequest, SwapReport
+from penstock.services.rollout.engines.vllm.arguments import check_version, gather
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.start import open_vllm
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
+from penstock.shared.weights.format.snapshot import write_snapshot
+from penstock.shared.weights.receiver.puller import file_offer
+from penstock.shared.weights.transport.offer import Offer
 
 PROMPT_TOKENS = 64
 

@@ -17,12 +17,12 @@ import torch
 from benchmarks.decode import PROMPT_TOKENS, put, random_policy
 from benchmarks.gpu_meter import gpu_meter
 from benchmarks.shapes import SHAPES
-from services.rollout.engines.engine import Engine, GenerationRequest
-from services.rollout.engines.vllm.arguments import check_version, gather
-from services.rollout.engines.vllm.several.engine_set import EngineSet
-from services.rollout.engines.vllm.several.gpu import sharing
-from services.rollout.engines.vllm.several.start import open_engines
-from shared.bus.messages import Sampling
+from penstock.services.rollout.engines.engine import Engine, GenerationRequest
+from penstock.services.rollout.engines.vllm.arguments import check_version, gather
+from penstock.services.rollout.engines.vllm.several.engine_set import EngineSet
+from penstock.services.rollout.engines.vllm.several.gpu import sharing
+from penstock.services.rollout.engines.vllm.several.start import open_engines
+from penstock.shared.bus.messages import Sampling
 
 
 class EngineComparison:

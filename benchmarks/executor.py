@@ -19,9 +19,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from services.reward.executor.client import ExecutorClient
-from services.reward.executor.protocol import Job, Outcome
-from shared.errors import TemporaryError
+from penstock.services.reward.executor.client import ExecutorClient
+from penstock.services.reward.executor.protocol import Job, Outcome
+from penstock.shared.errors import TemporaryError
 
 PROGRAM = """
 import bisect, collections, copy, datetime, decimal, fractions, functools, heapq, itertools, json, math, random, re, statistics
@@ -36,7 +36,7 @@ async def executor(isolation: str, slots: int) -> AsyncIterator[ExecutorClient]:
     """Yield a client of a new executor. Raises SystemExit: it failed; includes its standard error."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         address = f"unix:{folder}/executor.sock"
-        command = [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address]
+        command = [sys.executable, "-m", "penstock.services.reward.executor", "--reward.executor.address", address]
         command += ["--reward.executor.isolation", isolation, "--reward.executor.slots", str(slots)]
         command += ["--internal.executor_profiles", '["stdlib"]', "--telemetry.log_level", "ERROR"]
         messages = Path(folder) / "stderr"

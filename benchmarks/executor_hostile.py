@@ -18,8 +18,8 @@ import sys
 import time
 
 from benchmarks.executor import PROGRAM, executor
-from services.reward.executor.client import ExecutorClient
-from services.reward.executor.protocol import Call, Job, Limits, Outcome
+from penstock.services.reward.executor.client import ExecutorClient
+from penstock.services.reward.executor.protocol import Call, Job, Limits, Outcome
 
 FINISHED, ERROR, OVER = Outcome.FINISHED, Outcome.RUNTIME_ERROR, Outcome.OUTPUT_LIMIT
 RESULTS: dict[str, tuple[str, Outcome]] = {

@@ -94,8 +94,8 @@ async def _serving(attack: str) -> AsyncIterator[str]:
 
 
 async def _judge(url: str) -> Any:
-    from services.reward.scorers.judge.chat import ChatClient
-    from shared.settings.rewards.scorers import JudgeScorer
+    from penstock.services.reward.scorers.judge.chat import ChatClient
+    from penstock.shared.settings.rewards.scorers import JudgeScorer
 
     scorer = JudgeScorer.model_validate({"kind": "judge", "url": url, "model": "m", "timeout_s": _TIMEOUT_S})
     client = ChatClient(scorer)
@@ -107,9 +107,9 @@ async def _judge(url: str) -> Any:
 
 
 async def _teacher(url: str) -> Any:
-    import services.reward.teachers as teachers
-    from services.reward.teachers import EndpointTeacher
-    from shared.settings import Settings
+    import penstock.services.reward.teachers as teachers
+    from penstock.services.reward.teachers import EndpointTeacher
+    from penstock.shared.settings import Settings
 
     teachers.TIMEOUT_S = _TIMEOUT_S
     settings = Settings.model_validate(
@@ -144,7 +144,7 @@ def _reset_peak() -> None:
 
 
 async def _endpoint_victim(victim: str, url: str) -> dict[str, Any]:
-    from services.reward import endpoint
+    from penstock.services.reward import endpoint
 
     endpoint.ATTEMPTS = 1
     call, arguments, close = await (_judge(url) if victim == "judge" else _teacher(url))
@@ -163,9 +163,9 @@ def _hub_victim(url: str) -> dict[str, Any]:
     os.environ.update(HF_ENDPOINT=url, HF_HOME=tempfile.mkdtemp())
     import huggingface_hub  # noqa: F401 (idle has it)
 
-    import shared.http.hub as hub
-    from services.up.hub_revision import pinned
-    from shared.errors import SettingsError
+    import penstock.shared.http.hub as hub
+    from penstock.services.up.hub_revision import pinned
+    from penstock.shared.errors import SettingsError
 
     hub.API_TIMEOUT_S = _TIMEOUT_S
     _reset_peak()

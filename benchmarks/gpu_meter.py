@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shared.process.gpus import VISIBLE, visible_names
+from penstock.shared.process.gpus import VISIBLE, visible_names
 
 _INTERVAL_S = 0.05
 

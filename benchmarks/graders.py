@@ -25,9 +25,9 @@ from typing import Any
 
 from benchmarks.answer_attacks import attacks
 from benchmarks.answers import Case, group
-from services.reward.scorers.answer.extraction import boxed
-from services.reward.scorers.answer.scorer import AnswerMatcher
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.reward.scorers.answer.extraction import boxed
+from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 from tests.support import answer_pairs
 
 
@@ -174,7 +174,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, object]:
 async def of_references(cases: list[Case]) -> dict[str, object]:
     """Return how many rows reading refuses, and the others that a completion with the reference in a box misses."""
     asked = json.dumps({"scorers": [{"kind": "answer"}], "references": [[0, case.reference] for case in cases]})
-    program = [sys.executable, "-m", "services.reward.scorers.answer.references"]
+    program = [sys.executable, "-m", "penstock.services.reward.scorers.answer.references"]
     refused = json.loads(subprocess.run(program, input=asked, capture_output=True, text=True, check=True).stdout)
     usable = [case for case, reason in zip(cases, refused, strict=True) if not reason]
     return {
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--tiny", type=int, default=0)
     parser.add_argument("--attacks", type=int, default=0)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    logging.getLogger("services").addHandler(logging.NullHandler())
+    logging.getLogger("penstock.services").addHandler(logging.NullHandler())
     print(json.dumps(asyncio.run(measure(parser.parse_args())), ensure_ascii=False))
 
 

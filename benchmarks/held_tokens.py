@@ -23,12 +23,12 @@ import torch
 
 from benchmarks.decode import PROMPT_TOKENS, put, random_policy
 from benchmarks.shapes import SHAPES
-from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.vllm.arguments import check_version, gather
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.start import open_vllm
-from shared.bus.messages import Sampling
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.engine import GenerationRequest
+from penstock.services.rollout.engines.vllm.arguments import check_version, gather
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.start import open_vllm
+from penstock.shared.bus.messages import Sampling
+from penstock.shared.weights.transport.offer import Offer
 
 FIGURES = ("front_end_us", "engine_us", "tokens_per_s")
 

@@ -36,14 +36,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import hostile_texts
 from benchmarks.hostile_texts import TESTS, Family
-from services.reward.executor.client import ExecutorClient
-from services.reward.executor.protocol import Job
-from shared.bus import embedded
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
-from shared.bus.streams import EXPERIENCE, ROLLOUTS
-from shared.errors import PenstockError, TemporaryError
+from penstock.services.reward.executor.client import ExecutorClient
+from penstock.services.reward.executor.protocol import Job
+from penstock.shared.bus import embedded
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
+from penstock.shared.bus.streams import EXPERIENCE, ROLLOUTS
+from penstock.shared.errors import PenstockError, TemporaryError
 from tests.support.raw_redis import raw
 
 LONGEST_STALL_S = 0.05
@@ -210,7 +210,7 @@ def _count(counts: dict[str, int], name: str) -> None:
 async def executor(folder: Path) -> AsyncIterator[str]:
     """Yield a new executor's address."""
     address = f"unix:{folder}/executor.sock"
-    command = [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address]
+    command = [sys.executable, "-m", "penstock.services.reward.executor", "--reward.executor.address", address]
     process = subprocess.Popen([*command, "--telemetry.log_level", "ERROR"], stdout=subprocess.DEVNULL)
     client = ExecutorClient(address)
     try:
@@ -236,7 +236,9 @@ async def run_part(name: str, scorers: list[dict[str, Any]], address: str, argum
         tomllib.loads(config.read_text())
         bus = await Bus.connect(url, name, wait_s=START_WITHIN_S)
         await bus.make_groups()
-        service = Service(config, folder, "benchmarks.stalled_stacks" if arguments.stacks else "services.reward")
+        service = Service(
+            config, folder, "benchmarks.stalled_stacks" if arguments.stacks else "penstock.services.reward"
+        )
         keeping = asyncio.create_task(service.keep(port))
         try:
             count = arguments.answers if name == "answers" else arguments.programs

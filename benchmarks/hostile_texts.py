@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from shared.bus.messages import Json
+from penstock.shared.bus.messages import Json
 
 Maker: TypeAlias = Callable[[random.Random], str]
 

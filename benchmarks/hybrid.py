@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
-from services.trainer.model.policy import Policy
-from shared.bus.messages import FinishReason, Sample
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
+from penstock.services.trainer.model.policy import Policy
+from penstock.shared.bus.messages import FinishReason, Sample
 
 LEAST_SPEEDUP = 4.0
 """For 16k prompt tokens and 8 completions of 128, on a GPU."""

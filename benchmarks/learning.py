@@ -50,7 +50,7 @@ def learn(
 
 
 def _up(config: Path) -> None:
-    command = [sys.executable, "-m", "services.cli", "up", str(config)]
+    command = [sys.executable, "-m", "penstock.services.cli", "up", str(config)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     if done.returncode != 0:

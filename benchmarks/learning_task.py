@@ -294,7 +294,7 @@ def run_penstock(folder: Path, name: str, arguments: argparse.Namespace) -> dict
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps(settings(folder, name, arguments)))
     shutil.rmtree(folder / name, ignore_errors=True)
-    command = [sys.executable, "-m", "services.cli", "up", str(config), *arguments.penstock]
+    command = [sys.executable, "-m", "penstock.services.cli", "up", str(config), *arguments.penstock]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     started_s = time.time()
     rows = watch(folder, name, command, environment, lambda: evaluations(folder / name), arguments)

@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from services.trainer.model.layers.logits import token_logprobs
+from penstock.services.trainer.model.layers.logits import token_logprobs
 
 LEAST_RATIO = 4.0
 

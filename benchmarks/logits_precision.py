@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.model.layers.logits import token_logprobs
-from shared.model.logits_projection import LogitsType
+from penstock.services.trainer.model.layers.logits import token_logprobs
+from penstock.shared.model.logits_projection import LogitsType
 
 KINDS: tuple[LogitsType, ...] = ("model", "float32")
 NOISES = (0.0, 0.002, 0.01, 0.03)

@@ -14,9 +14,9 @@ import time
 
 import numpy as np
 
-from services.trainer.batch.packing import PackedRow, assign_pieces
-from shared.bus.messages import FinishReason, Int32Array, Sample
-from shared.model.flops import ModelSizes
+from penstock.services.trainer.batch.packing import PackedRow, assign_pieces
+from penstock.shared.bus.messages import FinishReason, Int32Array, Sample
+from penstock.shared.model.flops import ModelSizes
 
 MODEL = ModelSizes(linear_weights=6_525_288_448, attention_width=28 * 28 * 128, output_weights=152_064 * 3584)
 """Qwen2.5-7B."""

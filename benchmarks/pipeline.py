@@ -1,7 +1,7 @@
 r"""The same work asynchronous, synchronous (``max_lag = 0``) and by TRL's GRPOTrainer, alternately.
 
 The demo's work or long answers (``pipeline_work``). Rates are samples / seconds between commits of steady steps: after a
-third of them, without the last ``max_lag``, in multiples of ``max_lag + 1`` (``services.plan.measured.steady``); TRL's
+third of them, without the last ``max_lag``, in multiples of ``max_lag + 1`` (``penstock.services.plan.measured.steady``); TRL's
 after a third.
 
     python -m benchmarks.pipeline --steps 60 --rounds 3
@@ -59,8 +59,8 @@ import tomli_w
 from benchmarks.gpu_meter import gpu_meter, only
 from benchmarks.pipeline_work import MODEL_TOKENS, ROOT, TAIL_TOKENS, Work, arithmetic, long, work_folder
 from benchmarks.shapes import SHAPES
-from services.plan.measured import steady
-from shared.settings import SETTINGS_FILE, load
+from penstock.services.plan.measured import steady
+from penstock.shared.settings import SETTINGS_FILE, load
 
 PHASES = ("wait", "forward_backward", "optimizer", "snapshot", "commit", "checkpoint")
 _SERVER_S = 240
@@ -88,7 +88,7 @@ def run_penstock(
     }
     config = folder / f"{name}.toml"
     config.write_text(tomli_w.dumps({**settings, **told}))
-    command = [sys.executable, "-m", "services.cli", "up", str(config), *flags]
+    command = [sys.executable, "-m", "penstock.services.cli", "up", str(config), *flags]
     watched = _Run(folder / name, steps)
     with gpu_meter() as meter:
         try:
@@ -206,7 +206,7 @@ class _Run(_Command):
 
     def states(self) -> str:
         """Return what ``penstock status`` shows; before there is a coordinator, the processes in ``up.json``."""
-        command = [sys.executable, "-m", "services.cli", "status", "--run", str(self._run)]
+        command = [sys.executable, "-m", "penstock.services.cli", "status", "--run", str(self._run)]
         environment = environment_with({"COLUMNS": "160"})
         with contextlib.suppress(subprocess.TimeoutExpired):
             shown = subprocess.run(

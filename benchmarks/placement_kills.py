@@ -33,9 +33,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.bus.bus import Bus
-from shared.bus.stores.replicas.device_leases import look_at_devices
-from shared.settings.placement import RUNGS
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.device_leases import look_at_devices
+from penstock.shared.settings.placement import RUNGS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 from tests.chaos.switches import SHARED

@@ -19,19 +19,19 @@ import torch.distributed as dist
 from benchmarks.packing import mix
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import EitherPolicy, random_model
-from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.vllm.arguments import check_version
-from services.trainer.batch.packing import plan
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers import kernels
-from services.trainer.rank_group import start_ranks
-from shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
-from shared.settings import Settings
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Header, plan_layout
-from shared.weights.format.snapshot import dtype_name
-from shared.weights.receiver.puller import Puller
-from shared.weights.source.source import WeightSource
+from penstock.services.rollout.engines.engine import GenerationRequest
+from penstock.services.rollout.engines.vllm.arguments import check_version
+from penstock.services.trainer.batch.packing import plan
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers import kernels
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion, Sampling
+from penstock.shared.settings import Settings
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Header, plan_layout
+from penstock.shared.weights.format.snapshot import dtype_name
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.source.source import WeightSource
 
 RUNGS = (0, 1, 2, 3, 4)
 WARM_UPS = 2
@@ -196,8 +196,8 @@ class Player:
         return await asyncio.get_running_loop().run_in_executor(self._training, call, *arguments)
 
     async def _open_engine(self) -> Any:
-        from services.rollout.engines.vllm import arguments as vllm_arguments
-        from services.rollout.engines.vllm.start import open_vllm
+        from penstock.services.rollout.engines.vllm import arguments as vllm_arguments
+        from penstock.services.rollout.engines.vllm.start import open_vllm
 
         arguments, on_gpu = self._arguments, self._arguments.device == "cuda"
         vllm_arguments.NOT_SERVED.pop("load_format", None)  # the first version is pulled

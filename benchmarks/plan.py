@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks.pipeline import run_penstock
 from benchmarks.pipeline_work import arithmetic
-from services.plan.measured import Measured, measured
-from services.plan.rates import Rates
-from services.plan.shapes import shape_of
-from services.plan.simulation import Side, SimulatedFigures, simulate
-from services.plan.workload import Lengths, Workload
+from penstock.services.plan.measured import Measured, measured
+from penstock.services.plan.rates import Rates
+from penstock.services.plan.shapes import shape_of
+from penstock.services.plan.simulation import Side, SimulatedFigures, simulate
+from penstock.services.plan.workload import Lengths, Workload
 
 BAR = 0.15
 _BUSY = 3

@@ -29,10 +29,10 @@ from typing import Any
 
 from benchmarks.gpu_meter import only
 from benchmarks.shapes import SHAPES
-from services.plan.hardware import GIB
-from services.plan.memory import Table, TrainerOptions, peak, total, trainer_table
-from services.plan.shapes import from_config
-from services.plan.workload import Lengths, Workload
+from penstock.services.plan.hardware import GIB
+from penstock.services.plan.memory import Table, TrainerOptions, peak, total, trainer_table
+from penstock.services.plan.shapes import from_config
+from penstock.services.plan.workload import Lengths, Workload
 
 BAR = 0.07
 _ROOT = Path(__file__).parent.parent
@@ -122,7 +122,7 @@ def measured(of: Configuration, device: str) -> dict[str, Any]:
     """Return this rank's last step: peak bytes and components of each phase."""
     import torch
 
-    from services.trainer.rank_group import start_ranks
+    from penstock.services.trainer.rank_group import start_ranks
 
     torch.manual_seed(0)
     rank, _ = start_ranks(device)
@@ -143,15 +143,15 @@ class _Trainer:
         import torch.distributed as dist
 
         from benchmarks.trainer_shapes import random_model
-        from services.trainer.batch.packing import plan
-        from services.trainer.model import adapter
-        from services.trainer.model import held_tensors as memory
-        from services.trainer.model.critic import Critic
-        from services.trainer.model.engine import TrainingEngine
-        from services.trainer.model.layers import attention, kernels
-        from services.trainer.model.policy import Policy
-        from services.trainer.phases import Phases
-        from services.trainer.rank0.publication import Publication
+        from penstock.services.trainer.batch.packing import plan
+        from penstock.services.trainer.model import adapter
+        from penstock.services.trainer.model import held_tensors as memory
+        from penstock.services.trainer.model.critic import Critic
+        from penstock.services.trainer.model.engine import TrainingEngine
+        from penstock.services.trainer.model.layers import attention, kernels
+        from penstock.services.trainer.model.policy import Policy
+        from penstock.services.trainer.phases import Phases
+        from penstock.services.trainer.rank0.publication import Publication
 
         settings = _settings(of, device, folder)
         self._tell("building")
@@ -213,7 +213,7 @@ class _Trainer:
 
 
 def _settings(of: Configuration, device: str, folder: Path) -> Any:
-    from shared.settings import Settings
+    from penstock.shared.settings import Settings
 
     return Settings.model_validate(
         {
@@ -232,8 +232,8 @@ def _rows(of: Configuration, vocabulary: int) -> list[Any]:
     """Return groups that fill micro-batches to the last token."""
     import numpy as np
 
-    from services.trainer.batch.packing import PackedRow
-    from shared.bus.messages import FinishReason, Sample
+    from penstock.services.trainer.batch.packing import PackedRow
+    from penstock.shared.bus.messages import FinishReason, Sample
 
     lot, tokens = np.random.default_rng(0), (of.cap // _ROWS - _PROMPT) // _SAMPLES + 1
 
@@ -357,8 +357,8 @@ def run_all(chosen: Mapping[str, Configuration], arguments: argparse.Namespace) 
 
 
 def _child(arguments: argparse.Namespace) -> None:
-    from services.trainer.launcher import launch
-    from shared.settings import TrainerSettings
+    from penstock.services.trainer.launcher import launch
+    from penstock.shared.settings import TrainerSettings
 
     of = Configuration(**json.loads(arguments.child))
     if of.ranks > 1 and "RANK" not in os.environ:

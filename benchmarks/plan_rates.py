@@ -8,7 +8,7 @@ r"""The plan's samples/s beside those of real runs on one GPU, from one run's ca
 Each configuration is a run of ``penstock up`` (``benchmarks.pipeline``, random weights, prompts of 64 tokens). The run
 ``turns`` calibrates, as ``penstock plan --calibrate`` does, and the others are predicted from its rates and their own
 settings. Lengths of completions are settings, too: all as long as allowed, or with ``turns-tail`` those of the
-distribution that the model was made for. A rate is that of a run's steady steps (``services.plan.measured.steady``).
+distribution that the model was made for. A rate is that of a run's steady steps (``penstock.services.plan.measured.steady``).
 
 Each result is appended to ``--out`` at once, with all that a prediction needs, so that ``--compare`` predicts again with
 today's formulas; results of several hosts may be in one file, and each is predicted from its own host's calibration, if
@@ -44,16 +44,16 @@ import tomli_w
 from benchmarks.pipeline import Results, heed_sigterm, run_penstock
 from benchmarks.pipeline_work import PROMPT_TOKENS, TAIL_TOKENS, Work, long
 from benchmarks.shapes import SHAPES
-from services.cli.plan import corrections, layout_of, preferences
-from services.plan.hardware import GPUS, parse_cluster
-from services.plan.layouts import Planner
-from services.plan.measured import Corrections, Measured, measured
-from services.plan.shapes import from_config
-from services.plan.workload import Lengths, Workload, workload_of
-from shared.errors import SettingsError
-from shared.preflight.node import mps_answers
-from shared.process.gpus import VISIBLE
-from shared.settings import SETTINGS_FILE, Settings, loads
+from penstock.services.cli.plan import corrections, layout_of, preferences
+from penstock.services.plan.hardware import GPUS, parse_cluster
+from penstock.services.plan.layouts import Planner
+from penstock.services.plan.measured import Corrections, Measured, measured
+from penstock.services.plan.shapes import from_config
+from penstock.services.plan.workload import Lengths, Workload, workload_of
+from penstock.shared.errors import SettingsError
+from penstock.shared.preflight.node import mps_answers
+from penstock.shared.process.gpus import VISIBLE
+from penstock.shared.settings import SETTINGS_FILE, Settings, loads
 
 BAR, LEAST = 0.15, 8
 """Deviation, and predicted configurations."""

@@ -16,8 +16,8 @@ import sys
 import time
 from typing import Any
 
-from services.cli.plan import make, settings_of
-from services.plan.layouts import Planner
+from penstock.services.cli.plan import make, settings_of
+from penstock.services.plan.layouts import Planner
 
 BAR = 1.05
 _WORKLOADS = {

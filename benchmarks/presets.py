@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.learning import Learned, learn
-from shared.settings.algorithm import Preset
+from penstock.shared.settings.algorithm import Preset
 
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"clip": (0.2, 0.28)},

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.rollout.probe_check import judge
-from services.trainer.rank0.probe import Prober
-from shared.bus.messages import Int32Array, Probe
-from shared.settings import loads
+from penstock.services.rollout.probe_check import judge
+from penstock.services.trainer.rank0.probe import Prober
+from penstock.shared.bus.messages import Int32Array, Probe
+from penstock.shared.settings import loads
 from tests.support.probed import FAULTS, ProbedTrainer, groups_of, moved, plant, scored
 
 PROMPTS = (

@@ -50,7 +50,7 @@ class Run:
         self._log = (folder / f"{self.name}.log").open("w")
         self._began_s = time.monotonic()
         self.up = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "up", str(CONFIG), *words, *flags], cwd=ROOT, stdout=self._log,
+            [sys.executable, "-m", "penstock.services.cli", "up", str(CONFIG), *words, *flags], cwd=ROOT, stdout=self._log,
             stderr=subprocess.STDOUT, env=environment_with({}),
         )  # fmt: skip
 

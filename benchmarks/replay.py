@@ -26,13 +26,13 @@ import torch.distributed as dist
 
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import random_model
-from services.trainer.algorithm.update import Learner
-from services.trainer.model import adapter
-from services.trainer.model.engine import TrainingEngine, make_deterministic
-from services.trainer.model.policy import Policy
-from services.trainer.phases import Phases
-from services.trainer.rank_group import start_ranks
-from shared.bus.messages import (
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.engine import TrainingEngine, make_deterministic
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.phases import Phases
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.shared.bus.messages import (
     Experience,
     FinishReason,
     GroupId,
@@ -43,8 +43,8 @@ from shared.bus.messages import (
     Sampling,
     StepPlan,
 )
-from shared.process.service import leave
-from shared.settings import Settings
+from penstock.shared.process.service import leave
+from penstock.shared.settings import Settings
 
 STEPS, TIMES = 3, 3
 _RUN_S = 900

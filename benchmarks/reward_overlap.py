@@ -30,11 +30,11 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
-from services.reward.scoring import Scoring
-from services.reward.service import make_scoring
-from shared.bus.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.services.reward.scoring import Scoring
+from penstock.services.reward.service import make_scoring
+from penstock.shared.bus.messages import FinishReason, GroupId, Prompt, RolloutGroup, Sample, Sampling
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 
 CHARACTERS = "0123456789+-= abcdefghijklmnopqrstuvwxyz\\{}^()"
 Scorer: TypeAlias = dict[str, object]

@@ -13,11 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from services.coordinator.evaluation.results import Evaluation
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.evaluations import EVALUATIONS
-from shared.bus.stores.policy.ledger import Ledger
+from penstock.services.coordinator.evaluation.results import Evaluation
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.evaluations import EVALUATIONS
+from penstock.shared.bus.stores.policy.ledger import Ledger
 from tests.chaos.run import TcpServer
 from tests.support.coordinator_players import make, settings
 from tests.support.raw_redis import raw

@@ -28,22 +28,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.coordinator.admission.admission import Admission, terms_of
-from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
-from services.coordinator.policies.promotion import Promotion
-from services.reward.scorers.scorer import unavailable, valued
-from services.reward.scoring import Scoring
-from services.rollout.engines.engine import GeneratedGroup, GeneratedSample, GenerationRequest
-from services.rollout.engines.prompts import CharacterCodec
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.service import Rollout, seed_of
-from services.trainer.batch.staleness import trained_lags
-from services.trainer.rank0.intake import Intake, Taken
-from shared.backoff import Backoff
-from shared.bus import embedded
-from shared.bus.bus import Bus
-from shared.bus.messages import (
+from penstock.services.coordinator.admission.admission import Admission, terms_of
+from penstock.services.coordinator.admission.bus_full import Shortage
+from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
+from penstock.services.coordinator.policies.promotion import Promotion
+from penstock.services.reward.scorers.scorer import unavailable, valued
+from penstock.services.reward.scoring import Scoring
+from penstock.services.rollout.engines.engine import GeneratedGroup, GeneratedSample, GenerationRequest
+from penstock.services.rollout.engines.prompts import CharacterCodec
+from penstock.services.rollout.engines.scripted import ScriptedEngine
+from penstock.services.rollout.service import Rollout, seed_of
+from penstock.services.trainer.batch.staleness import trained_lags
+from penstock.services.trainer.rank0.intake import Intake, Taken
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus import embedded
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import (
     FinishReason,
     PolicyRecord,
     PolicyVersion,
@@ -52,17 +52,17 @@ from shared.bus.messages import (
     ScoreStatus,
     StepReport,
 )
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.run import records
-from shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
-from shared.bus.worker import Patience, Worker
-from shared.errors import TemporaryError
-from shared.expression import Expression
-from shared.process.telemetry import Status
-from shared.settings import Settings
-from shared.weights.format.snapshot import write_snapshot
-from shared.weights.receiver.puller import Puller
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.run import records
+from penstock.shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
+from penstock.shared.bus.worker import Patience, Worker
+from penstock.shared.errors import TemporaryError
+from penstock.shared.expression import Expression
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
+from penstock.shared.weights.format.snapshot import write_snapshot
+from penstock.shared.weights.receiver.puller import Puller
 from tests.support import replicas
 
 GROUP_SIZE, MEAN_TOKENS = 8, 100

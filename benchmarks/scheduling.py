@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import SHAPES
-from services.rollout.engines.vllm.arguments import check_version, set_environment
+from penstock.services.rollout.engines.vllm.arguments import check_version, set_environment
 
 BLOCK_SIZE = 16
 _PROMPT_TOKENS, _NEW_TOKENS, _CONTEXT = 64, 512, 1024
@@ -121,7 +121,7 @@ def compare(folder: Path, requests: int, rounds: int) -> dict[str, Any]:
     )
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    from services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
+    from penstock.services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
 
     kinds = {"ours": HoldingAsyncScheduler, "theirs": AsyncScheduler}
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}

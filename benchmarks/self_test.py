@@ -1,4 +1,4 @@
-"""Time of the trainer's self-test (``services.trainer.self_test.self_test``), and the policy's deviation from the
+"""Time of the trainer's self-test (``penstock.services.trainer.self_test.self_test``), and the policy's deviation from the
 unmodified model.
 
     python -m benchmarks.self_test                                    # a toy on a CPU
@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import random_model
-from services.trainer.model import warm_up
-from services.trainer.model.engine import place
-from services.trainer.model.policy import Policy
-from services.trainer.rank_group import start_ranks
-from services.trainer.self_test import self_test
-from shared.settings import Settings
+from penstock.services.trainer.model import warm_up
+from penstock.services.trainer.model.engine import place
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.services.trainer.self_test import self_test
+from penstock.shared.settings import Settings
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def soak(
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Run for ``seconds`` after the first step; return the looks, and what each file gained a step."""
     flags = [f"--{name}={value}" for name, value in {**values, "run.folder": folder, "run.id": "soak"}.items()]
-    command = [sys.executable, "-m", "services.cli", "up", str(config), *flags]
+    command = [sys.executable, "-m", "penstock.services.cli", "up", str(config), *flags]
     run, looks, sizes = folder / "soak", list[dict[str, Any]](), list[dict[str, int]]()
     with (folder / "up.txt").open("w") as output:
         up = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)

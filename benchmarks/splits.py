@@ -26,10 +26,10 @@ from typing import Any
 from benchmarks import plan_rates
 from benchmarks.pipeline import heed_sigterm
 from benchmarks.plan_rates import Configuration, Runs, rows_of
-from services.cli.plan import layout_of
-from services.plan.layouts import Candidate, GpuLayout
-from services.plan.measured import Corrections
-from shared.errors import SettingsError
+from penstock.services.cli.plan import layout_of
+from penstock.services.plan.layouts import Candidate, GpuLayout
+from penstock.services.plan.measured import Corrections
+from penstock.shared.errors import SettingsError
 
 BAR = 1.05
 _FOUR: Mapping[str, Any] = {"groups": 48, "steps": 13}

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.batch.staleness import find_contexts
-from shared.bus.messages import FinishReason, GroupId, PolicyVersion, Prompt, RolloutGroup, Sample, Sampling
+from penstock.services.trainer.batch.staleness import find_contexts
+from penstock.shared.bus.messages import FinishReason, GroupId, PolicyVersion, Prompt, RolloutGroup, Sample, Sampling
 
 MODES = ("drop", "mask", "requeue", "wait")
 NEW = PolicyVersion(0)

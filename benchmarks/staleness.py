@@ -37,14 +37,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.presets import TUNED
-from services.trainer.algorithm.advantages import has_signal, shaped_rewards
-from services.trainer.algorithm.update import Learner
-from services.trainer.model.critic import Critic
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.optimizer import adamw
-from services.trainer.model.policy import Policy
-from services.trainer.phases import Phases
-from shared.bus.messages import (
+from penstock.services.trainer.algorithm.advantages import has_signal, shaped_rewards
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.optimizer import adamw
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.phases import Phases
+from penstock.shared.bus.messages import (
     Experience,
     FinishReason,
     GroupId,
@@ -57,8 +57,8 @@ from shared.bus.messages import (
     Score,
     ScoreStatus,
 )
-from shared.settings import Settings
-from shared.settings.algorithm import Preset
+from penstock.shared.settings import Settings
+from penstock.shared.settings.algorithm import Preset
 
 ROOT = Path(__file__).parent.parent
 LEARNING_RATE, WARMUP_STEPS = 4e-4, 5

@@ -8,9 +8,9 @@ import faulthandler
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from services.reward.service import run
-from shared.process.service import leave, main
-from shared.settings import Settings
+from penstock.services.reward.service import run
+from penstock.shared.process.service import leave, main
+from penstock.shared.settings import Settings
 
 LATE_S = 0.06
 _PERIOD_S = 0.01

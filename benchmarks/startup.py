@@ -60,7 +60,7 @@ def start(
     cpu_s, began_s = _cpu_s(), time.time()
     with (folder / f"{name}.log").open("w") as log:
         up = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "up", str(config), *flags], cwd=ROOT, env=environment, stdout=log,
+            [sys.executable, "-m", "penstock.services.cli", "up", str(config), *flags], cwd=ROOT, env=environment, stdout=log,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:

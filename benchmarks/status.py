@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shared.bus import embedded, streams
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyRecord, PolicyVersion, Prompt
-from shared.bus.stores.policy.ledger import Ledger
-from shared.settings import Settings, dump
+from penstock.shared.bus import embedded, streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion, Prompt
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.settings import Settings, dump
 
 GROUPS_PER_S, CONNECTIONS, SLOTS = 400, 32, 64
 
@@ -73,7 +73,9 @@ async def empty_slots(bus: Bus, seconds: float) -> tuple[float, list[float]]:
 async def measure(url: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure a coordinator whose run never trains."""
     bus = await Bus.connect(url, "status", wait_s=10.0)
-    coordinator = subprocess.Popen([sys.executable, "-m", "services.coordinator", "--config", str(write(folder, url))])
+    coordinator = subprocess.Popen(
+        [sys.executable, "-m", "penstock.services.coordinator", "--config", str(write(folder, url))]
+    )
     os.sched_setaffinity(coordinator.pid, {min(os.sched_getaffinity(0))})
     try:
         announced = folder / "runs" / "status" / "coordinator.json"

@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from penstock import Run
-from services.coordinator.records.jsonl import read
+from penstock.services.coordinator.records.jsonl import read
 
 ROOT = Path(__file__).parents[1]
 _SETTLE_S = 1.0

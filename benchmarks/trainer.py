@@ -32,14 +32,14 @@ import torch.distributed as dist
 from benchmarks.packing import mix
 from benchmarks.shapes import SHAPES
 from benchmarks.trainer_shapes import EitherPolicy, Padded, by_arrival, by_length, random_model
-from services.trainer.batch.packing import MicroBatch, PackedRow, plan
-from services.trainer.launcher import launch
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers import attention, kernels
-from services.trainer.phases import Phases, utilisation
-from services.trainer.rank_group import start_ranks
-from shared.model.flops import BACKWARD, ModelSizes
-from shared.settings import Settings, TrainerSettings
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, plan
+from penstock.services.trainer.launcher import launch
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.phases import Phases, utilisation
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.shared.model.flops import BACKWARD, ModelSizes
+from penstock.shared.settings import Settings, TrainerSettings
 
 LEAST_RATIO, LEAST_MFU = 1.3, {"tiny": 0.0, "0.5b": 0.45, "7b": 0.5}
 """Limits: packed / padded; bfloat16 utilization on GPUs."""

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.batch.packing import Int64Array, MicroBatch, PackedRow
-from services.trainer.model.engine import built_in_parts
-from services.trainer.model.layers import kernels
-from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
-from services.trainer.model.policy import Policy
-from shared.settings import Settings
+from penstock.services.trainer.batch.packing import Int64Array, MicroBatch, PackedRow
+from penstock.services.trainer.model.engine import built_in_parts
+from penstock.services.trainer.model.layers import kernels
+from penstock.services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
+from penstock.services.trainer.model.policy import Policy
+from penstock.shared.settings import Settings
 
 
 def random_model(shape: Mapping[str, Any], settings: Settings, device: str) -> Any:

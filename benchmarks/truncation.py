@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.rollout.engines.engine import GeneratedSample, GenerationRequest
-from services.rollout.engines.transformers.decoding import Batch, Tokens
-from shared.bus.messages import PolicyRecord, PolicyVersion, Sampling, no_ids
+from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest
+from penstock.services.rollout.engines.transformers.decoding import Batch, Tokens
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion, Sampling, no_ids
 from tests.support import tiny
 from tests.support.truncated import trainer_logprobs
 
@@ -49,10 +49,10 @@ def _by_transformers(model: Any, requests: list[GenerationRequest]) -> list[tupl
 
 
 async def _by_vllm(model: Any, rows: list[list[GenerationRequest]]) -> list[list[tuple[GeneratedSample, ...]]]:
-    from services.rollout.engines.vllm.arguments import gather
-    from services.rollout.engines.vllm.start import open_vllm
-    from shared.weights.format.snapshot import write_snapshot
-    from shared.weights.receiver.puller import file_offer
+    from penstock.services.rollout.engines.vllm.arguments import gather
+    from penstock.services.rollout.engines.vllm.start import open_vllm
+    from penstock.shared.weights.format.snapshot import write_snapshot
+    from penstock.shared.weights.receiver.puller import file_offer
 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with tempfile.TemporaryDirectory() as folder:

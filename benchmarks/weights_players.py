@@ -76,7 +76,7 @@ def layout_of(options: Options) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from shared.weights.format.layout import plan_layout
+    from penstock.shared.weights.format.layout import plan_layout
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.folder))

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.weights_players import SECRET, Answers, Options, layout_of, serve
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.errors import WeightsError
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.errors import WeightsError
 
 PROMPT_TOKENS, GROUP = 64, 16
 
 
 async def replica(connection: Connection, options: Options) -> None:
     """Serve until the pipe closes."""
-    from services.rollout.engines.vllm import arguments as vllm_arguments
-    from services.rollout.engines.vllm import start as vllm_start
+    from penstock.services.rollout.engines.vllm import arguments as vllm_arguments
+    from penstock.services.rollout.engines.vllm import start as vllm_start
 
     vllm_arguments.NOT_SERVED.pop("load_format", None)  # no weights to load: the first version is pulled
     arguments: dict[str, Any] = {"load_format": "dummy"}
@@ -60,7 +60,7 @@ async def replica(connection: Connection, options: Options) -> None:
 
 class _Replica:
     def __init__(self, engine: Any, options: Options) -> None:
-        from shared.weights.receiver.puller import Puller
+        from penstock.shared.weights.receiver.puller import Puller
 
         self._engine = engine
         self._options = options
@@ -120,8 +120,8 @@ class _Replica:
                     task.result()
 
     async def _decode(self) -> None:
-        from services.rollout.engines.engine import GenerationRequest
-        from shared.bus.messages import Sampling
+        from penstock.services.rollout.engines.engine import GenerationRequest
+        from penstock.shared.bus.messages import Sampling
 
         tokens = self._options.max_model_len - PROMPT_TOKENS - 1
         sampling = Sampling(samples=GROUP, max_new_tokens=tokens, temperature=1.0)

@@ -17,9 +17,9 @@ async def trainer(connection: Connection, options: Options) -> None:
     """Publish versions until the pipe closes."""
     import torch
 
-    from shared.bus.messages import PolicyVersion
-    from shared.weights.format.flat import FlatSnapshot
-    from shared.weights.source.source import WeightSource
+    from penstock.shared.bus.messages import PolicyVersion
+    from penstock.shared.weights.format.flat import FlatSnapshot
+    from penstock.shared.weights.source.source import WeightSource
 
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     layout = layout_of(options)

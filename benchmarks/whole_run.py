@@ -32,7 +32,7 @@ import tomli_w
 from benchmarks.pipeline import Results, copy_run, steps_of
 from benchmarks.pipeline_work import TAIL_TOKENS, Work, long
 from benchmarks.shapes import SHAPES
-from shared.bus.bus import Bus
+from penstock.shared.bus.bus import Bus
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 

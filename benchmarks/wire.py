@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.bus import messages
-from shared.bus.encoding import wire
-from shared.bus.messages import (
+from penstock.shared.bus import messages
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import (
     ChatMessage,
     Event,
     Experience,

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.run import Run, RunFailed, Step
-    from services.client.policy import Completion, Policy
-    from shared.errors import PenstockError, SettingsError
+    from penstock.services.client.policy import Completion, Policy
+    from penstock.shared.errors import PenstockError, SettingsError
 
 __all__ = ["Completion", "PenstockError", "Policy", "Run", "RunFailed", "SettingsError", "Step"]
 
 _HOMES = {
-    "Completion": "services.client.policy",
-    "Policy": "services.client.policy",
+    "Completion": "penstock.services.client.policy",
+    "Policy": "penstock.services.client.policy",
     "Run": "penstock.run",
     "RunFailed": "penstock.run",
     "Step": "penstock.run",
-    "PenstockError": "shared.errors",
-    "SettingsError": "shared.errors",
+    "PenstockError": "penstock.shared.errors",
+    "SettingsError": "penstock.shared.errors",
 }
 
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 def command_line() -> NoReturn:
     """Run the command; Ctrl-C ends it without a traceback, also while it is imported."""
     try:
-        from services.cli.__main__ import command_line as run
+        from penstock.services.cli.__main__ import command_line as run
 
         run()
     except KeyboardInterrupt:

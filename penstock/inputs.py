@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from shared.errors import SettingsError
-from shared.extras import advice_on
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import advice_on
 
 FOLDER = "inputs"
 _MOST_BYTES = 64 << 20

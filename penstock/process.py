@@ -14,9 +14,9 @@ from typing import Any
 import tomli_w
 
 from penstock.inputs import FOLDER, Inputs
-from services.up.run_folder import new_run_id, private_files
-from shared.errors import SettingsError
-from shared.settings import SETTINGS_FILE, loads
+from penstock.services.up.run_folder import new_run_id, private_files
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import SETTINGS_FILE, loads
 
 _LONGEST_TAIL = 4000
 _WRONG_SETTINGS = 2
@@ -79,7 +79,7 @@ class UpProcess:
         words = [str(place / word) if word == "run.toml" else word for word in self._words]
         with (place / "output.txt").open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", "up", *words],
+                [sys.executable, "-m", "penstock.services.cli", "up", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

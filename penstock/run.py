@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.inputs import Inputs, Reward
 from penstock.process import UpProcess
-from services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
-from services.client.policy import LivePolicy
-from services.client.views import PolicyView, ReplicaView, RunView
-from services.coordinator.records.jsonl import read
-from shared.errors import PenstockError
-from shared.settings import Settings, load_run
+from penstock.services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
+from penstock.services.client.policy import LivePolicy
+from penstock.services.client.views import PolicyView, ReplicaView, RunView
+from penstock.services.coordinator.records.jsonl import read
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import Settings, load_run
 
 if TYPE_CHECKING:
-    from services.offline.policy import StoredPolicy
+    from penstock.services.offline.policy import StoredPolicy
 
 _POLL_S = 0.3
 _PAGE = 100
@@ -214,7 +214,7 @@ class Run:
 
     def export(self, version: int | None = None, to: str | Path | None = None) -> Path:
         """Write a version (default: the newest) in Hugging Face form; return its folder."""
-        from services.cli import export
+        from penstock.services.cli import export
 
         folder = None if to is None else Path(to)
         alive = self._alive()
@@ -231,7 +231,7 @@ class Run:
 
     def stored_policy(self, version: int | None = None) -> "StoredPolicy":
         """Return a stored version (default: the newest), computed in this process."""
-        from services.offline.policy import StoredPolicy
+        from penstock.services.offline.policy import StoredPolicy
 
         return StoredPolicy(self.settings, version)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 _HUB = "hf://"
 _FILE_KINDS = (".jsonl", ".ndjson", ".json", ".parquet")

@@ -21,7 +21,7 @@ Other exceptions of a handler are bugs that cost their group (see ``worker``); e
 Messages are lower case and name what was expected, what was found and the setting to change.
 """
 
-from shared.text.terminal import cut
+from penstock.shared.text.terminal import cut
 
 
 class PenstockError(Exception):

@@ -20,7 +20,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 
-from shared.errors import PermanentError, SettingsError
+from penstock.shared.errors import PermanentError, SettingsError
 
 Values: TypeAlias = Mapping[str, float]
 Formula: TypeAlias = Callable[[Values], float]

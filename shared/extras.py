@@ -14,7 +14,7 @@ _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[([\w,-]+)\])?.*;.*\bextra\s*==\s*['"
 _BROUGHT_BY = {"tokenizers": "transformers", "flash_attn": "flash-attn-4", "sympy": "math-verify"}
 """Packages that no extra names, by what brings them."""
 _NAME = "penstock"
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def missing(packages: Iterable[str]) -> list[str]:

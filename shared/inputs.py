@@ -10,7 +10,7 @@ Files are digested whole. Only weights (safetensors of more than 64 MiB) are dig
 blocks between them, which takes less than a second per 10 GB: other weights of the same architecture differ there, a
 few changed numbers need not. A file whose size, times and inode are as noted is not read again.
 
-The user's other functions are noted on the bus (``shared.bus.stores.run.functions``).
+The user's other functions are noted on the bus (``penstock.shared.bus.stores.run.functions``).
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from shared.dataset_source import hub_dataset
-from shared.errors import SettingsError
-from shared.files.durable import write_whole
-from shared.settings import Settings
-from shared.settings.rewards.models import ModelScorer
-from shared.settings.rewards.scorers import TrlScorer
+from penstock.shared.dataset_source import hub_dataset
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import write_whole
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.models import ModelScorer
+from penstock.shared.settings.rewards.scorers import TrlScorer
 
 INPUTS, NEXT_INPUTS = "inputs.json", "inputs.next.json"
 ACCEPT = "--accept-changed-inputs"

@@ -15,8 +15,8 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from shared.errors import SettingsError
-from shared.extras import install_command
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
 
 SPANS = Counter("penstock_trace_spans_total", "Spans of groups, by outcome: sent or lost.", ["outcome"])
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.files.durable import write_whole
+from penstock.shared.files.durable import write_whole
 
 
 def _file(run_folder: Path) -> Path:

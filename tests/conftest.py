@@ -16,10 +16,10 @@ import hypothesis
 import pydantic.v1  # noqa: F401 (FastAPI imports it late; pytest parses it, and CPython 3.11 fails if a finalizer runs meanwhile)
 import pytest
 
-from shared.bus import embedded
-from shared.bus.bus import Bus
-from shared.bus.stores.replicas import heartbeats
-from shared.process.importing import importing
+from penstock.shared.bus import embedded
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas import heartbeats
+from penstock.shared.process.importing import importing
 from tests.support.waits import PATIENCE_S as PATIENCE_S
 from tests.support.waits import free_port as free_port
 from tests.support.waits import until as until
@@ -157,7 +157,7 @@ def one_rank() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from services.trainer.rank_group import start_ranks
+    from penstock.services.trainer.rank_group import start_ranks
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

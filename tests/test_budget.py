@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from services.cli.__main__ import app
+from penstock.services.cli.__main__ import app
 
 ROOT = Path(__file__).parents[1]
 BUDGET: dict[str, Any] = tomllib.loads((ROOT / "tests/budget.toml").read_text(encoding="utf-8"))
@@ -98,7 +98,8 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def module(name: str) -> str:
-    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    inner = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return inner if inner.startswith("penstock") else f"penstock.{inner}"
 
 
 def imported(text: str) -> Iterator[str]:

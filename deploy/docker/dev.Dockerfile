@@ -1,7 +1,7 @@
 # For development and for the CPU smoke run of deploy/k8s/examples: every service, the tests and the arithmetic example.
 #
 #   docker build -f deploy/docker/dev.Dockerfile -t "$REGISTRY/penstock-dev:0.1.0" .
-#   docker run --rm -it "$REGISTRY/penstock-dev:0.1.0" -m services.cli up config/arithmetic.toml --run.folder /tmp/runs
+#   docker run --rm -it "$REGISTRY/penstock-dev:0.1.0" -m penstock.services.cli up config/arithmetic.toml --run.folder /tmp/runs
 ARG BASE=python:3.12.12-slim-bookworm
 
 FROM ${BASE}
@@ -11,7 +11,7 @@ WORKDIR /src
 COPY deploy/docker/locks/dev.txt deploy/docker/locks/build.txt ./
 RUN /opt/penstock/bin/pip install --require-hashes -r build.txt \
     && /opt/penstock/bin/pip install --require-hashes --no-build-isolation -r dev.txt -r build.txt
-COPY pyproject.toml setup.py constraints.txt README.md LICENSE Makefile ./
+COPY pyproject.toml constraints.txt README.md LICENSE Makefile ./
 COPY penstock penstock
 COPY shared shared
 COPY services services

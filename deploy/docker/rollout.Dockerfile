@@ -20,9 +20,10 @@ FROM packages AS code
 COPY deploy/docker/locks/build.txt ./
 RUN /opt/penstock/bin/pip install --require-hashes -r build.txt
 COPY pyproject.toml README.md LICENSE ./
-COPY shared shared
-COPY services/__init__.py services/py.typed services/
-COPY services/rollout services/rollout
+COPY penstock/__init__.py penstock/py.typed penstock/
+COPY shared penstock/shared
+COPY services/__init__.py penstock/services/
+COPY services/rollout penstock/services/rollout
 RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation --target /opt/code . && rm -r /opt/code/bin
 
 FROM ${BASE}
@@ -41,4 +42,4 @@ ENV VLLM_USE_FLASHINFER_SAMPLER=0
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /tmp
-ENTRYPOINT ["python", "-m", "services.rollout"]
+ENTRYPOINT ["python", "-m", "penstock.services.rollout"]

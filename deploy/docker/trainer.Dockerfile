@@ -24,9 +24,10 @@ FROM packages AS code
 COPY deploy/docker/locks/build.txt ./
 RUN /opt/penstock/bin/pip install --require-hashes -r build.txt
 COPY pyproject.toml README.md LICENSE ./
-COPY shared shared
-COPY services/__init__.py services/py.typed services/
-COPY services/trainer services/trainer
+COPY penstock/__init__.py penstock/py.typed penstock/
+COPY shared penstock/shared
+COPY services/__init__.py penstock/services/
+COPY services/trainer penstock/services/trainer
 RUN /opt/penstock/bin/pip install --no-deps --no-build-isolation --target /opt/code . && rm -r /opt/code/bin
 
 FROM ${BASE}
@@ -43,4 +44,4 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility LD_LIB
 ENV PATH=/opt/penstock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /tmp
-ENTRYPOINT ["python", "-m", "services.trainer"]
+ENTRYPOINT ["python", "-m", "penstock.services.trainer"]

@@ -1,7 +1,7 @@
 """The ``penstock`` command line.
 
-__main__ ──▶ services.up            a run on this machine
+__main__ ──▶ penstock.services.up            a run on this machine
     │
-    ├─────▶ commands, export ──▶ services.client ──▶ the HTTP API
+    ├─────▶ commands, export ──▶ penstock.services.client ──▶ the HTTP API
     └─────▶ settings_help           every setting
 """

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from services.cli import commands
-from services.cli.cluster import commands as cluster_commands
-from services.cli.commands import LOOK, OPERATE, Version
-from services.cli.connection import (
+from penstock.services.cli import commands
+from penstock.services.cli.cluster import commands as cluster_commands
+from penstock.services.cli.commands import LOOK, OPERATE, Version
+from penstock.services.cli.connection import (
     LATEST,
     AsJson,
     Connection,
@@ -32,13 +32,13 @@ from services.cli.connection import (
     named,
     split,
 )
-from services.cli.policy import commands as policy_commands
-from services.up.display import console
-from shared.errors import PenstockError, SettingsError
-from shared.extras import advice_on
+from penstock.services.cli.policy import commands as policy_commands
+from penstock.services.up.display import console
+from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.extras import advice_on
 
 if TYPE_CHECKING:
-    from services.up.prepare import Prepared
+    from penstock.services.up.prepare import Prepared
 
 _EVENTS = 5
 _RUN, _TOOLS = "Run", "Tools"
@@ -115,17 +115,17 @@ def up(
 
     `PENSTOCK__BUS__URL=rediss://:secret@host:6379 penstock up my-run.toml`
     """
-    from services.up import leftovers, prepare
-    from services.up.continuation import RunEnded
-    from services.up.display import summary
-    from services.up.metrics.prometheus import find_program
+    from penstock.services.up import leftovers, prepare
+    from penstock.services.up.continuation import RunEnded
+    from penstock.services.up.display import summary
+    from penstock.services.up.metrics.prometheus import find_program
 
     if prometheus:
         find_program()
     config, flags = split(words or [])
     try:
         if start_from or optimizer:
-            from services.cli.policy.start_from import prepared_from
+            from penstock.services.cli.policy.start_from import prepared_from
 
             prepared = prepared_from(config, resume, flags, start_from, optimizer=optimizer)
         else:
@@ -138,9 +138,9 @@ def up(
 
 
 def _supervise(command: str, prepared: "Prepared", *, prometheus: bool = False) -> NoReturn:
-    from services.up import leftovers, run
-    from services.up.display import summary
-    from services.up.supervisor import INTERRUPTED, TERMINATED
+    from penstock.services.up import leftovers, run
+    from penstock.services.up.display import summary
+    from penstock.services.up.supervisor import INTERRUPTED, TERMINATED
 
     ended = run.go(prepared, run.plans_with_prometheus if prometheus else run.service_plans)
     ending = leftovers.judge(prepared, ended)
@@ -176,7 +176,7 @@ def sft(
 
     `penstock up my-run.toml --from runs/latest`
     """
-    from services.cli import supervised
+    from penstock.services.cli import supervised
 
     config, flags = split(words or [])
     _supervise("sft", supervised.prepared(config, flags, epochs))
@@ -193,7 +193,7 @@ def new(
 
     **Example:** `penstock new my-run.toml --policy.model models/my-model --data.path hf://owner/name:train`
     """
-    from services.cli import new_run
+    from penstock.services.cli import new_run
 
     file, flags = split(words)
     if file is None:
@@ -256,7 +256,7 @@ def status(connection: Connection) -> None:
 
     **Examples:** `penstock status` · `penstock status --run runs/arithmetic-…` · `penstock status --json | jq .step`
     """
-    from services.up.display import view
+    from penstock.services.up.display import view
 
     if (ended := connection.ended_run()) is not None:
         ended.show_status(as_json=connection.as_json)
@@ -328,7 +328,7 @@ def export(
 
     **Examples:** `penstock export latest` · `penstock export --version 40 --to my-model` · `penstock export runs/… --version 40 --to my-adapter --adapter`
     """
-    from services.cli import export as exports
+    from penstock.services.cli import export as exports
 
     number, run = exports.number(version), named(run_option or run)
     if (coordinator := None if here else exports.find_alive(run, url, token_file)) is not None:
@@ -378,9 +378,9 @@ def plan(
 
     `penstock plan my-run.toml --gpus 4x80GiB --calibrate runs/latest/summary.json --write plan/ --html plan.html`
     """
-    from services.cli import plan as plans
-    from services.plan import files, picture
-    from services.plan import report as shown
+    from penstock.services.cli import plan as plans
+    from penstock.services.plan import files, picture
+    from penstock.services.plan import report as shown
 
     config, flags = split(words or [])
     settings = plans.settings_of(config, flags)
@@ -410,8 +410,8 @@ def calibrate(
 
     **Example:** `penstock calibrate my-run.toml` then `penstock plan my-run.toml --gpus 8xH200 --calibrate calibration.json`
     """
-    from services.cli import calibrate as calibration
-    from services.cli.plan import settings_of
+    from penstock.services.cli import calibrate as calibration
+    from penstock.services.cli.plan import settings_of
 
     config, flags = split(words or [])
     calibration.check_folder(to)
@@ -427,7 +427,7 @@ def report(run: RunArgument = LATEST, run_option: RunOption = None) -> None:
 
     **Example:** `penstock report runs/latest`
     """
-    from services.coordinator.records.report import write_report
+    from penstock.services.coordinator.records.report import write_report
 
     run = named(run_option or run)
     if not run.is_dir():
@@ -451,7 +451,7 @@ def memory(
 
     **Examples:** `penstock memory` · `penstock memory runs/math-… --plan`
     """
-    from services.cli.reports import memory as memories
+    from penstock.services.cli.reports import memory as memories
 
     memories.show(named(run_option or run), plan=plan, as_json=as_json)
 
@@ -466,7 +466,7 @@ def compare_runs(
 
     **Example:** `penstock diff runs/math-a runs/math-b`
     """
-    from services.cli.reports import diff
+    from penstock.services.cli.reports import diff
 
     diff.compare(named(a), named(b), as_json=as_json)
 
@@ -487,8 +487,8 @@ def check_data(
 
     `penstock data check my-run.toml --data.path demonstrations.jsonl --algorithm.loss cross_entropy`
     """
-    from services.cli.reports import data_check
-    from shared.settings import load
+    from penstock.services.cli.reports import data_check
+    from penstock.shared.settings import load
 
     config, flags = split(words or [])
     if config is None:
@@ -519,8 +519,8 @@ def audit_rewards(
 
     **Examples:** `penstock audit-rewards latest` · `penstock audit-rewards runs/math-… --sample 500 --above 0.9 --json`
     """
-    from services.cli.reports import audit_rewards as audits
-    from shared.settings import load_run
+    from penstock.services.cli.reports import audit_rewards as audits
+    from penstock.shared.settings import load_run
 
     try:
         settings = load_run(named(run_option or run))
@@ -548,7 +548,7 @@ def settings(
 
     **Examples:** `penstock settings` · `penstock settings trainer` · `penstock settings max_lag group_size` · `penstock settings --all`
     """
-    from services.cli import settings_help
+    from penstock.services.cli import settings_help
 
     if not (names or every):
         settings_help.show_common(Console())
@@ -609,7 +609,7 @@ def command_line() -> NoReturn:
     """Run, and exit at once without libraries' exit output."""
     code = main()
     if "torch" in sys.modules:
-        from shared.process.service import leave
+        from penstock.shared.process.service import leave
 
         leave(code)
     sys.exit(code)

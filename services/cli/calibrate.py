@@ -25,19 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.plan.hardware import Calibration
-from services.plan.rates import REACHED, mfu_of
-from services.plan.shapes import Shape, shape_of
-from services.trainer.batch.packing import MicroBatch, PackedRow, plan
-from services.trainer.model.engine import TrainingEngine, built_in_parts, pick_device
-from services.trainer.model.layers import attention, kernels
-from services.trainer.model.policy import Policy
-from services.trainer.rank_group import start_ranks
-from shared.bus.messages import FinishReason, Sample
-from shared.errors import SettingsError
-from shared.files.durable import write_whole
-from shared.model.flops import BACKWARD
-from shared.settings import Settings
+from penstock.services.plan.hardware import Calibration
+from penstock.services.plan.rates import REACHED, mfu_of
+from penstock.services.plan.shapes import Shape, shape_of
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, plan
+from penstock.services.trainer.model.engine import TrainingEngine, built_in_parts, pick_device
+from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.shared.bus.messages import FinishReason, Sample
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import write_whole
+from penstock.shared.model.flops import BACKWARD
+from penstock.shared.settings import Settings
 
 _BYTES_PER_WEIGHT = 24
 _SHARE = 0.4

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from services.cli.connection import AsJson, Connection, Most, Reason, connected
+from penstock.services.cli.connection import AsJson, Connection, Most, Reason, connected
 
 LOOK, OPERATE = "Look at a run", "Operate a run"
 Version = Annotated[int, typer.Argument(metavar="VERSION", min=0)]
@@ -180,7 +180,7 @@ def page(connection: Connection) -> None:
 
     **Example:** `penstock page`
     """
-    from services.up.display import console
+    from penstock.services.up.display import console
 
     console.say_link(connection.page_link())
 
@@ -191,8 +191,8 @@ def tail(connection: Connection) -> None:
 
     **Example:** `penstock tail --json`
     """
-    from services.cli import tables
-    from services.up.display import console
+    from penstock.services.cli import tables
+    from penstock.services.up.display import console
 
     for event in connection.coordinator().events():
         console.say(json.dumps(event) if connection.as_json else tables.event_line(event))
@@ -217,8 +217,8 @@ def doctor(
 
     **Examples:** `penstock doctor` · `penstock doctor --cluster my-run --namespace research`
     """
-    from services.up.display import console
-    from shared.preflight import node, release
+    from penstock.services.up.display import console
+    from penstock.shared.preflight import node, release
 
     if cluster:
         findings = release.examine(release.Kubectl(namespace), cluster)
@@ -234,6 +234,6 @@ def doctor(
 
 def _progress(detail: str) -> None:
     if sys.stderr.isatty():
-        from services.up.display import console
+        from penstock.services.up.display import console
 
         console.warn(detail)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 import typer
 from typer.models import ArgumentInfo
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 if TYPE_CHECKING:
-    from services.cli.reports.ended_run import EndedRun
-    from services.client.coordinator import CoordinatorClient
+    from penstock.services.cli.reports.ended_run import EndedRun
+    from penstock.services.client.coordinator import CoordinatorClient
 
 P = ParamSpec("P")
 LATEST = Path("runs/latest")
@@ -60,19 +60,19 @@ class Connection:
     as_json: AsJson = False
 
     def coordinator(self) -> "CoordinatorClient":
-        from services.client.coordinator import CoordinatorClient
+        from penstock.services.client.coordinator import CoordinatorClient
 
         return CoordinatorClient(*self._address_and_token())
 
     def page_link(self) -> str:
         """Return a single-use link to the run's page."""
-        from services.client.coordinator import page_link
+        from penstock.services.client.coordinator import page_link
 
         return page_link(*self._address_and_token())
 
     def _address_and_token(self) -> tuple[str, str]:
-        from services.cli.cluster import deployment
-        from services.client.coordinator import find, read_token
+        from penstock.services.cli.cluster import deployment
+        from penstock.services.client.coordinator import find, read_token
 
         if not self.url and (deployed := deployment.find(self.run)) is not None:
             return deployed.connect()
@@ -81,19 +81,19 @@ class Connection:
 
     def ended_run(self) -> "EndedRun | None":
         """Return the run if it has ended and has no coordinator."""
-        from services.cli.reports.ended_run import EndedRun
-        from services.client.coordinator import how_ended
+        from penstock.services.cli.reports.ended_run import EndedRun
+        from penstock.services.client.coordinator import how_ended
 
         return EndedRun(self.run) if not self.url and how_ended(self.run) else None
 
     def print_item(self, item: dict[str, Any]) -> None:
-        from services.cli import tables
+        from penstock.services.cli import tables
 
         tables.show_one(item, as_json=self.as_json)
 
     def print_list(self, command: str, path: str, most: int) -> None:
         """Print a list with the columns of ``command``."""
-        from services.cli import tables
+        from penstock.services.cli import tables
 
         tables.show(command, self.coordinator().items(path, most), as_json=self.as_json)
 
@@ -116,7 +116,7 @@ def connected(command: Callable[Concatenate[Connection, P], None]) -> Callable[.
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        from services.cli.cluster.deployment import forwarding
+        from penstock.services.cli.cluster.deployment import forwarding
 
         connection = Connection(**{name: given.pop(name) for name in options})
         if (folder := given.pop(_FOLDER, None)) is not None:

@@ -9,14 +9,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.offline.stored import export
-from shared.bus.stores.policy.exports import check_free
-from shared.errors import PenstockError, SettingsError
-from shared.files.durable import whole_folder
-from shared.settings import load_run
+from penstock.services.offline.stored import export
+from penstock.shared.bus.stores.policy.exports import check_free
+from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.files.durable import whole_folder
+from penstock.shared.settings import load_run
 
 if TYPE_CHECKING:
-    from services.client.coordinator import CoordinatorClient, JsonObject
+    from penstock.services.client.coordinator import CoordinatorClient, JsonObject
 
 
 def find_alive(run: Path, url: str, token_file: Path | None) -> "CoordinatorClient | None":
@@ -26,7 +26,7 @@ def find_alive(run: Path, url: str, token_file: Path | None) -> "CoordinatorClie
         Unreachable: no answer at ``url``.
         Refused: a token is required.
     """
-    from services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
+    from penstock.services.client.coordinator import CoordinatorClient, Unreachable, find, read_token
 
     if not url and not (run / "coordinator.json").is_file():
         return None
@@ -85,7 +85,7 @@ def _export(asked: "CoordinatorClient", version: int, *, adapter: bool) -> "Json
 
 def _latest(asked: "CoordinatorClient", *, adapter: bool) -> "JsonObject":
     """Export the head, or the newest checkpoint, which may be the head's: one that was written meanwhile."""
-    from services.client.coordinator import RequestRefused
+    from penstock.services.client.coordinator import RequestRefused
 
     head = asked.run().head
     if head is None:

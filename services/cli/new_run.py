@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from services.cli.settings_help import COMMON, entries
-from shared.errors import SettingsError
-from shared.settings import given, loads
+from penstock.services.cli.settings_help import COMMON, entries
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import given, loads
 
 _COMMENT_COLUMN = 48
 _EXAMPLES = {"evaluation.path": '"heldout.jsonl"'}

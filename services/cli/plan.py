@@ -1,6 +1,6 @@
 """``penstock plan``: from the command's options to a plan.
 
-``python -m services.cli.plan docs/plan.md`` writes the outputs of the page's examples.
+``python -m penstock.services.cli.plan docs/plan.md`` writes the outputs of the page's examples.
 """
 
 import dataclasses
@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.plan import measured as runs
-from services.plan.hardware import Cluster, parse_cluster, read_calibration
-from services.plan.layouts import GpuLayout, Planner, Preferences
-from services.plan.measured import Corrections, Measured
-from services.plan.memory import TrainerOptions
-from services.plan.rates import SLOWED, Rates
-from services.plan.report import Plan, text
-from services.plan.workload import Workload, snapshots_of, workload_of
-from shared.errors import SettingsError
-from shared.settings import Settings, load, loads
+from penstock.services.plan import measured as runs
+from penstock.services.plan.hardware import Cluster, parse_cluster, read_calibration
+from penstock.services.plan.layouts import GpuLayout, Planner, Preferences
+from penstock.services.plan.measured import Corrections, Measured
+from penstock.services.plan.memory import TrainerOptions
+from penstock.services.plan.rates import SLOWED, Rates
+from penstock.services.plan.report import Plan, text
+from penstock.services.plan.workload import Workload, snapshots_of, workload_of
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, load, loads
 
 _HOSTS, _DECODING = (0.1, 2.0), (0.1, 10.0)
 """Seconds of an engine's scheduler, over those of vLLM's own on the measured hosts, and of decoding steps over the planned
@@ -75,7 +75,7 @@ def _prompt_tokens(settings: Settings) -> int | None:
     if not all(name and Path(name).exists() for name in named):
         return None
     try:
-        from services.cli.reports import data_check
+        from penstock.services.cli.reports import data_check
     except ModuleNotFoundError:  # a plain installation plans without the libraries of a run
         return None
     tokens = data_check.prompt_lengths(settings).tokens

@@ -1,6 +1,6 @@
 """Explain the settings from their models.
 
-``python -m services.cli.settings_help docs/reference/settings.md`` writes the reference page.
+``python -m penstock.services.cli.settings_help docs/reference/settings.md`` writes the reference page.
 """
 
 import ast
@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from shared.settings import Settings
-from shared.settings.algorithm import PRESETS
+from penstock.shared.settings import Settings
+from penstock.shared.settings.algorithm import PRESETS
 
 COMMON = (
     "run.steps", "run.device",
@@ -112,7 +112,7 @@ def markdown() -> str:
         "",
         "Every setting, by section of the run's TOML file. Environment variables (`PENSTOCK__TRAINER__RANKS=2`) override the",
         "file, and flags (`--trainer.ranks 2`) override both. `penstock settings` shows the common ones. This page is written by",
-        "`python -m services.cli.settings_help docs/reference/settings.md`.",
+        "`python -m penstock.services.cli.settings_help docs/reference/settings.md`.",
     ]
     for section, group in groupby(entries(), lambda entry: entry.section):
         lines += ["", f"## {section}", "", "| setting | default | meaning |", "| --- | --- | --- |"]

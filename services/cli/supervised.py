@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.coordinator.service import load_data
-from services.up import prepare
-from shared.errors import SettingsError
-from shared.settings import load
-from shared.settings.reading.loading import is_given
+from penstock.services.coordinator.service import load_data
+from penstock.services.up import prepare
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import load
+from penstock.shared.settings.reading.loading import is_given
 
 
 def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) -> prepare.Prepared:
@@ -30,7 +30,9 @@ def prepared(config: Path | None, flags: Sequence[str], epochs: float | None) ->
     flags = [*flags, *(of_pairs if has_pairs else ["--algorithm.loss=cross_entropy"])]
     if epochs is not None:
         settings = load(config, flags)
-        logging.getLogger("services.coordinator").addHandler(logging.NullHandler())  # the run reports its bad rows
+        logging.getLogger("penstock.services.coordinator").addHandler(
+            logging.NullHandler()
+        )  # the run reports its bad rows
         rows = len(load_data(settings).train)
         flags = [*flags, f"--run.steps={max(1, math.ceil(epochs * rows / settings.algorithm.groups_per_step))}"]
     return prepare.prepare(config, None, flags)

@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from services.up.display import console
-from shared.text.terminal import escaped, escaped_line
+from penstock.services.up.display import console
+from penstock.shared.text.terminal import escaped, escaped_line
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "policies": ("version", "parent", "step", "state", "checkpoint", "pinned", "released", "metrics.reward_mean"),

@@ -1,4 +1,4 @@
-"""Client of the coordinator's HTTP API; answers are the models of ``services.client.views``."""
+"""Client of the coordinator's HTTP API; answers are the models of ``penstock.services.client.views``."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
-from services.client.views import EventsPage, EventView, ReplicaView, RunView, ServicesPage, View
-from shared.errors import PenstockError
-from shared.files.secret_file import read_secret
-from shared.http.answer import Answer, NoHttpAnswer
-from shared.http.client import LARGEST_BYTES, HttpClient, ask, stream_lines
-from shared.peers import tickets
+from penstock.services.client.views import EventsPage, EventView, ReplicaView, RunView, ServicesPage, View
+from penstock.shared.errors import PenstockError
+from penstock.shared.files.secret_file import read_secret
+from penstock.shared.http.answer import Answer, NoHttpAnswer
+from penstock.shared.http.client import LARGEST_BYTES, HttpClient, ask, stream_lines
+from penstock.shared.peers import tickets
 
 TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
 """Token file in the run's folder."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from services.client.coordinator import CoordinatorClient, Unreadable
+from penstock.services.client.coordinator import CoordinatorClient, Unreadable
 
 Conversation: TypeAlias = Sequence[Mapping[str, str]]
 """Messages: ``[{"role": "user", "content": "…"}]``."""

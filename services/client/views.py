@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shared.text.terminal import escaped
+from penstock.shared.text.terminal import escaped
 
 ENDED_STATES = ("stopped", "finished")
 READY_STATES = ("working", "waiting", "degraded")

@@ -1,12 +1,12 @@
-"""python -m services.coordinator --config run.toml
+"""python -m penstock.services.coordinator --config run.toml
 
 uvloop doubles the requests served (``benchmarks.status``).
 """
 
 import uvloop
 
-from services.coordinator.service import start
-from shared.process.service import leave, main
+from penstock.services.coordinator.service import start
+from penstock.shared.process.service import leave, main
 
 if __name__ == "__main__":
     leave(main("coordinator", start, loop=uvloop.new_event_loop))

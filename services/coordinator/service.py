@@ -20,57 +20,57 @@ from pathlib import Path
 
 import psutil
 
-from services.coordinator.admission import dataset
-from services.coordinator.admission.admission import Admission, terms_of
-from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.curriculum import Curriculum
-from services.coordinator.admission.data_overlap import Training
-from services.coordinator.admission.demonstrations import Demonstrations, experience
-from services.coordinator.admission.mixing import MixedOrder
-from services.coordinator.api.app import make_app
-from services.coordinator.api.auth import Access, open_access
-from services.coordinator.api.dependencies import Parts
-from services.coordinator.api.server import ApiServer
-from services.coordinator.evaluation.evaluator import Evaluator, GateCheck
-from services.coordinator.evaluation.regression_gate import RegressionGate
-from services.coordinator.operations.operations import Operations
-from services.coordinator.policies.exports import KIND as EXPORT
-from services.coordinator.policies.exports import Exporting
-from services.coordinator.policies.promotion import Promotion
-from services.coordinator.policies.relay_tree import FAN_OUT
-from services.coordinator.policies.rollback import KIND as ROLLBACK
-from services.coordinator.policies.rollback import Rollbacks, request
-from services.coordinator.records.recorder import Recorder
-from services.coordinator.records.report import DATA
-from services.coordinator.run.capacity import measure
-from services.coordinator.run.commands import Steering
-from services.coordinator.run.gpu_hours import GpuHours
-from services.coordinator.run.guards import Guards
-from services.coordinator.run.leader_lease import Lease
-from services.coordinator.run.lifecycle import SOURCE, Lifecycle, create
-from services.coordinator.run.monitor import Monitor
-from services.coordinator.run.notices import notice
-from services.coordinator.run.release import Release
-from services.coordinator.run.run_clock import RunClock
-from services.coordinator.schemas.run import NoticeView
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.experience.rehearsal import offer
-from shared.bus.stores.policy import held_out as held_out_store
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.run.registry import keep_registered, registered_settings
-from shared.errors import SettingsError
-from shared.files.durable import LEAST_BYTES, free_bytes
-from shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
-from shared.placement.grants import DeviceGrants
-from shared.process.service import Context, serve
-from shared.process.telemetry import Status, tell
-from shared.settings import Settings
-from shared.settings.evaluation import HeldOutSet
-from shared.settings.guards import OF_GENERATION, Guard, GuardsSettings
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.coordinator.admission import dataset
+from penstock.services.coordinator.admission.admission import Admission, terms_of
+from penstock.services.coordinator.admission.bus_full import Shortage
+from penstock.services.coordinator.admission.curriculum import Curriculum
+from penstock.services.coordinator.admission.data_overlap import Training
+from penstock.services.coordinator.admission.demonstrations import Demonstrations, experience
+from penstock.services.coordinator.admission.mixing import MixedOrder
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.api.auth import Access, open_access
+from penstock.services.coordinator.api.dependencies import Parts
+from penstock.services.coordinator.api.server import ApiServer
+from penstock.services.coordinator.evaluation.evaluator import Evaluator, GateCheck
+from penstock.services.coordinator.evaluation.regression_gate import RegressionGate
+from penstock.services.coordinator.operations.operations import Operations
+from penstock.services.coordinator.policies.exports import KIND as EXPORT
+from penstock.services.coordinator.policies.exports import Exporting
+from penstock.services.coordinator.policies.promotion import Promotion
+from penstock.services.coordinator.policies.relay_tree import FAN_OUT
+from penstock.services.coordinator.policies.rollback import KIND as ROLLBACK
+from penstock.services.coordinator.policies.rollback import Rollbacks, request
+from penstock.services.coordinator.records.recorder import Recorder
+from penstock.services.coordinator.records.report import DATA
+from penstock.services.coordinator.run.capacity import measure
+from penstock.services.coordinator.run.commands import Steering
+from penstock.services.coordinator.run.gpu_hours import GpuHours
+from penstock.services.coordinator.run.guards import Guards
+from penstock.services.coordinator.run.leader_lease import Lease
+from penstock.services.coordinator.run.lifecycle import SOURCE, Lifecycle, create
+from penstock.services.coordinator.run.monitor import Monitor
+from penstock.services.coordinator.run.notices import notice
+from penstock.services.coordinator.run.release import Release
+from penstock.services.coordinator.run.run_clock import RunClock
+from penstock.services.coordinator.schemas.run import NoticeView
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.experience.rehearsal import offer
+from penstock.shared.bus.stores.policy import held_out as held_out_store
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.run.registry import keep_registered, registered_settings
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import LEAST_BYTES, free_bytes
+from penstock.shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
+from penstock.shared.placement.grants import DeviceGrants
+from penstock.shared.process.service import Context, serve
+from penstock.shared.process.telemetry import Status, tell
+from penstock.shared.settings import Settings
+from penstock.shared.settings.evaluation import HeldOutSet
+from penstock.shared.settings.guards import OF_GENERATION, Guard, GuardsSettings
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 _CLOSE_WITHIN_S = 8.0
 _ANNOUNCE_S = 1.0

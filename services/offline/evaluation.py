@@ -3,19 +3,19 @@
 import asyncio
 import time
 
-from services.coordinator.admission import dataset
-from services.coordinator.admission.admission import drawn_by
-from services.coordinator.evaluation.results import Evaluation, summarize
-from services.offline.generation import LocalPolicy
-from services.reward.scoring import Scoring
-from services.reward.service import make_scoring
-from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup
-from shared.bus.stores.policy.evaluations import Description, EvaluationRequest
-from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.process.telemetry import Status
-from shared.settings import Settings
-from shared.settings.evaluation import HeldOutSet
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.coordinator.admission import dataset
+from penstock.services.coordinator.admission.admission import drawn_by
+from penstock.services.coordinator.evaluation.results import Evaluation, summarize
+from penstock.services.offline.generation import LocalPolicy
+from penstock.services.reward.scoring import Scoring
+from penstock.services.reward.service import make_scoring
+from penstock.shared.bus.messages import PolicyVersion, Prompt, RolloutGroup
+from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
+from penstock.shared.settings.evaluation import HeldOutSet
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 _TRIES, _AGAIN_S = 5, 1.0
 

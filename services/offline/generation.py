@@ -3,14 +3,14 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from services.rollout.engines.engine import GeneratedSample, GenerationRequest, with_texts
-from services.rollout.engines.stop_texts import StopTexts
-from services.rollout.service import seed_of
-from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
-from shared.errors import PenstockError
-from shared.extras import advice_on
-from shared.model.tokenizer import TokenizerCodec
-from shared.settings import Settings
+from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, with_texts
+from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.services.rollout.service import seed_of
+from penstock.shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
+from penstock.shared.errors import PenstockError
+from penstock.shared.extras import advice_on
+from penstock.shared.model.tokenizer import TokenizerCodec
+from penstock.shared.settings import Settings
 
 _ROWS = 256
 """Completions decoded at a time."""
@@ -26,8 +26,8 @@ class LocalPolicy:
 
     def __init__(self, settings: Settings, version: int = 0) -> None:
         try:
-            from services.rollout.engines.transformers.loading import open_model
-            from shared.model.tokenizer import check_stop_texts, open_tokenizer
+            from penstock.services.rollout.engines.transformers.loading import open_model
+            from penstock.shared.model.tokenizer import check_stop_texts, open_tokenizer
         except ImportError as error:
             raise PenstockError(f"generation needs more packages: {error}: {advice_on(error)}") from error
         self._settings, self._version = settings, PolicyVersion(version)
@@ -54,7 +54,7 @@ class LocalPolicy:
     def _decode(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         import torch
 
-        from services.rollout.engines.transformers.decoding import Batch, Tokens
+        from penstock.services.rollout.engines.transformers.decoding import Batch, Tokens
 
         started_at_s, seed = time.time(), self._settings.run.seed
         requests = [

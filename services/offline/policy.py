@@ -4,13 +4,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from services.client.policy import Completion, Conversation, turns
-from services.coordinator.admission.admission import drawn_by
-from services.offline.generation import LocalPolicy
-from services.offline.stored import stored_version
-from shared.bus.messages import ChatMessage, GroupId, Prompt, Purpose, RolloutGroup
-from shared.errors import SettingsError
-from shared.settings import Settings
+from penstock.services.client.policy import Completion, Conversation, turns
+from penstock.services.coordinator.admission.admission import drawn_by
+from penstock.services.offline.generation import LocalPolicy
+from penstock.services.offline.stored import stored_version
+from penstock.shared.bus.messages import ChatMessage, GroupId, Prompt, Purpose, RolloutGroup
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
 
 
 class StoredPolicy:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.exports import export_folder
-from shared.errors import PenstockError
-from shared.extras import advice_on
-from shared.settings import Settings
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.exports import export_folder
+from penstock.shared.errors import PenstockError
+from penstock.shared.extras import advice_on
+from penstock.shared.settings import Settings
 
 if TYPE_CHECKING:
-    from services.trainer.export.huggingface import Exported
+    from penstock.services.trainer.export.huggingface import Exported
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def export(settings: Settings, version: int | None, folder: Path | None, *, adap
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn on standard output
     try:
-        from services.trainer.export.huggingface import export_version, newest_version
+        from penstock.services.trainer.export.huggingface import export_version, newest_version
     except ImportError as error:
         raise PenstockError(f"a stored version needs more packages: {error}: {advice_on(error)}") from error
     number = newest_version(settings, adapter=adapter) if version is None else PolicyVersion(version)

@@ -13,8 +13,8 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from services.plan.hardware import GIB
-from services.plan.memory import (
+from penstock.services.plan.hardware import GIB
+from penstock.services.plan.memory import (
     ASIDE,
     LEAST_CACHE,
     LOGIT_COPIES,
@@ -24,11 +24,11 @@ from services.plan.memory import (
     total,
     trainer_table,
 )
-from services.plan.workload import Workload, snapshots_of, workload_of
-from shared.errors import SettingsError
-from shared.model.context import read_config
-from shared.process.gpus import visible_names
-from shared.settings import Settings
+from penstock.services.plan.workload import Workload, snapshots_of, workload_of
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.context import read_config
+from penstock.shared.process.gpus import visible_names
+from penstock.shared.settings import Settings
 
 _MARGIN = 1.02
 _QUERY = ("--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits")

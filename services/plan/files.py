@@ -7,12 +7,12 @@ from typing import Any
 
 import tomli_w
 
-from services.plan.hardware import Cluster
-from services.plan.layouts import Candidate, Planner
-from services.plan.report import accepted
-from shared.errors import SettingsError
-from shared.files.durable import write_whole
-from shared.settings import Settings, loads
+from penstock.services.plan.hardware import Cluster
+from penstock.services.plan.layouts import Candidate, Planner
+from penstock.services.plan.report import accepted
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import write_whole
+from penstock.shared.settings import Settings, loads
 
 _OF_TRAINER = ("zero_stage", "optimizer", "offload")
 

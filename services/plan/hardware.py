@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.errors import SettingsError
-from shared.model.flops import peak_tflops
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.flops import peak_tflops
 
 GIB = float(1 << 30)
 _PER_NODE = 8

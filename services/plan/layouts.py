@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from services.plan import rates as rooflines
-from services.plan.hardware import Cluster
-from services.plan.measured import Corrections
-from services.plan.memory import (
+from penstock.services.plan import rates as rooflines
+from penstock.services.plan.hardware import Cluster
+from penstock.services.plan.measured import Corrections
+from penstock.services.plan.memory import (
     CONTEXT,
     Component,
     Components,
@@ -32,10 +32,10 @@ from services.plan.memory import (
     total,
     trainer_table,
 )
-from services.plan.rates import Rates
-from services.plan.simulation import Side, SimulatedFigures, simulate
-from services.plan.workload import Workload
-from shared.settings.placement import USABLE_IN_TURNS, moved_and_staying
+from penstock.services.plan.rates import Rates
+from penstock.services.plan.simulation import Side, SimulatedFigures, simulate
+from penstock.services.plan.workload import Workload
+from penstock.shared.settings.placement import USABLE_IN_TURNS, moved_and_staying
 
 Placement = Literal["separate", "shared", "at once"]
 """``at once`` is ``placement.mode = "separate"`` with the same GPUs in trainer.gpus and rollout.gpus."""

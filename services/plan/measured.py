@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.errors import SettingsError
-from shared.settings import SETTINGS_FILE, Settings, load
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import SETTINGS_FILE, Settings, load
 
 WARM_UP = 3
 """A third of the steps is not measured."""

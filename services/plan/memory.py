@@ -19,9 +19,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from services.plan.hardware import GIB
-from services.plan.shapes import Shape
-from services.plan.workload import Workload
+from penstock.services.plan.hardware import GIB
+from penstock.services.plan.shapes import Shape
+from penstock.services.plan.workload import Workload
 
 Phase = Literal["wait", "forward and backward", "optimizer", "critic", "generate", "train", "score"]
 CONTEXT = 0.6 * GIB

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from services.plan.hardware import GIB
-from services.plan.layouts import Candidate
-from services.plan.memory import Components, total
-from services.plan.report import Plan, reason, text
-from services.plan.simulation import Span
-from shared.errors import SettingsError
-from shared.files.durable import write_whole
+from penstock.services.plan.hardware import GIB
+from penstock.services.plan.layouts import Candidate
+from penstock.services.plan.memory import Components, total
+from penstock.services.plan.report import Plan, reason, text
+from penstock.services.plan.simulation import Span
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import write_whole
 
 _WIDTH, _LABEL, _ROW = 900, 190, 22
 _STEPS, _ACTORS = 5, 10

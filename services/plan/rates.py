@@ -13,11 +13,11 @@ The constants are measurements on H200s (benchmarks/results) and docs/plan.md co
 
 import dataclasses
 
-from services.plan.hardware import Cluster
-from services.plan.memory import TrainerOptions, kv_bytes
-from services.plan.shapes import Shape
-from services.plan.workload import Workload
-from shared.model.flops import BACKWARD, forward_flops
+from penstock.services.plan.hardware import Cluster
+from penstock.services.plan.memory import TrainerOptions, kv_bytes
+from penstock.services.plan.shapes import Shape
+from penstock.services.plan.workload import Workload
+from penstock.shared.model.flops import BACKWARD, forward_flops
 
 REACHED = 0.9
 """Share of the data sheet's memory bandwidth."""

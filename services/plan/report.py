@@ -7,12 +7,12 @@ from typing import Any
 
 import tomli_w
 
-from services.plan.hardware import GIB, Cluster
-from services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
-from services.plan.memory import Table, peak, total
-from services.plan.workload import Workload
-from shared.errors import SettingsError
-from shared.settings import loads
+from penstock.services.plan.hardware import GIB, Cluster
+from penstock.services.plan.layouts import Candidate, GpuLayout, MemoryShortage, Planner
+from penstock.services.plan.memory import Table, peak, total
+from penstock.services.plan.workload import Workload
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import loads
 
 SHOWN = 3
 _PROBLEMS = 5

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shared.errors import SettingsError
-from shared.model.context import read_config
-from shared.model.flops import ModelSizes
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.context import read_config
+from penstock.shared.model.flops import ModelSizes
 
 Config = Mapping[str, Any]
 

@@ -19,9 +19,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.plan.measured import WARM_UP, steady
-from services.plan.rates import COORDINATOR_BEAT_S, SLOWED, Rates
-from services.plan.workload import Workload
+from penstock.services.plan.measured import WARM_UP, steady
+from penstock.services.plan.rates import COORDINATOR_BEAT_S, SLOWED, Rates
+from penstock.services.plan.workload import Workload
 
 _SPANS = 4000
 _POOL = 1009

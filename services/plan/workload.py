@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from services.plan.shapes import Shape, shape_of
-from shared.errors import SettingsError
-from shared.settings import Settings
-from shared.settings.placement import PlacementSettings
+from penstock.services.plan.shapes import Shape, shape_of
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
+from penstock.shared.settings.placement import PlacementSettings
 
 _CHARACTERS_PER_TOKEN = 4
 _ROWS = 200

@@ -20,11 +20,11 @@ from typing import TypeVar
 
 from prometheus_client import Counter, Histogram
 
-from shared.backoff import Backoff
-from shared.errors import SettingsError, TemporaryError
-from shared.files.secret_file import read_private
-from shared.http.answer import Answer, NoHttpAnswer
-from shared.http.client import LARGEST_BYTES, HttpClient, below
+from penstock.shared.backoff import Backoff
+from penstock.shared.errors import SettingsError, TemporaryError
+from penstock.shared.files.secret_file import read_private
+from penstock.shared.http.answer import Answer, NoHttpAnswer
+from penstock.shared.http.client import LARGEST_BYTES, HttpClient, below
 
 REQUESTS = Counter(
     "penstock_reward_judge_requests_total",

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from prometheus_client import Counter, Gauge
 
-from shared.bus.stores.replicas.heartbeats import PartFailure
-from shared.process.telemetry import Status
+from penstock.shared.bus.stores.replicas.heartbeats import PartFailure
+from penstock.shared.process.telemetry import Status
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ than two values, or equal ones, values are only shifted.
 import math
 from collections.abc import Sequence
 
-from shared.bus.bus import Bus
-from shared.bus.messages import Prompt, Purpose
-from shared.bus.stores.experience.score_statistics import observe
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Prompt, Purpose
+from penstock.shared.bus.stores.experience.score_statistics import observe
 
 
 class Normaliser:

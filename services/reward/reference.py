@@ -6,20 +6,20 @@ The reference's travel with the group (``Experience.reference_logprobs``), so no
 import asyncio
 from typing import TYPE_CHECKING
 
-from services.reward.models.batcher import Batcher, NoRoom
-from services.reward.models.reading import Reading, check, join
-from services.reward.models.turns import Turns
-from services.reward.scorers.reward_model import require_libraries
-from shared.bus.messages import RolloutGroup
-from shared.errors import PermanentError, TemporaryError
-from shared.model.model_source import check_model
-from shared.process.importing import importing
-from shared.process.memory_timeline import Held
-from shared.settings import Settings
-from shared.settings.rewards.models import TeacherSettings
+from penstock.services.reward.models.batcher import Batcher, NoRoom
+from penstock.services.reward.models.reading import Reading, check, join
+from penstock.services.reward.models.turns import Turns
+from penstock.services.reward.scorers.reward_model import require_libraries
+from penstock.shared.bus.messages import RolloutGroup
+from penstock.shared.errors import PermanentError, TemporaryError
+from penstock.shared.model.model_source import check_model
+from penstock.shared.process.importing import importing
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.models import TeacherSettings
 
 if TYPE_CHECKING:
-    from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
+    from penstock.services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
 
 
 class Reference:
@@ -63,7 +63,7 @@ class Reference:
             TemporaryError: no memory for them now, or the model gave none.
             PermanentError: the model does not know a token.
         """
-        from services.reward.models.frozen_policy import TokenSequence
+        from penstock.services.reward.models.frozen_policy import TokenSequence
 
         assert self._batcher is not None
         assert self._policy is not None
@@ -85,6 +85,6 @@ class Reference:
 
 def _open(settings: Settings, model: str, where: str, top_k: int, words: int) -> "FrozenPolicy":
     with importing():
-        from services.reward.models.frozen_policy import FrozenPolicy
+        from penstock.services.reward.models.frozen_policy import FrozenPolicy
 
         return FrozenPolicy(settings, model, where, top_k, words)

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.reward.failures import DRY_RUN_SILENT_S, Failures, part_of
-from services.reward.scorers.scorer import Scorer
-from shared.bus.bus import Bus
-from shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample, ScoreStatus
-from shared.bus.stores.experience import rehearsal
-from shared.bus.streams import EVAL_ROLLOUTS, ROLLOUTS
-from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.settings.rewards.scorers import JudgeScorer, PythonScorer, TrlScorer
-from shared.settings.rewards.scorers import Scorer as ScorerSettings
+from penstock.services.reward.failures import DRY_RUN_SILENT_S, Failures, part_of
+from penstock.services.reward.scorers.scorer import Scorer
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import FinishReason, Prompt, Purpose, RolloutGroup, Sample, ScoreStatus
+from penstock.shared.bus.stores.experience import rehearsal
+from penstock.shared.bus.streams import EVAL_ROLLOUTS, ROLLOUTS
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.settings.rewards.scorers import JudgeScorer, PythonScorer, TrlScorer
+from penstock.shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 log = logging.getLogger(__name__)
 

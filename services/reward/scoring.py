@@ -10,16 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
-from services.reward.models.reading import Reading
-from services.reward.models.turns import Turns
-from services.reward.reference import Reference
-from services.reward.rehearsal import rehearse
-from services.reward.scorers.reward_model import RewardModel
-from services.reward.scorers.scorer import Scorer
-from services.reward.teachers import Teacher, Teachers, taught
-from shared.backoff import Backoff
-from shared.bus.messages import (
+from penstock.services.reward.failures import AVAILABLE, HANDLER, Failures, Tell, part_of
+from penstock.services.reward.models.reading import Reading
+from penstock.services.reward.models.turns import Turns
+from penstock.services.reward.reference import Reference
+from penstock.services.reward.rehearsal import rehearse
+from penstock.services.reward.scorers.reward_model import RewardModel
+from penstock.services.reward.scorers.scorer import Scorer
+from penstock.services.reward.teachers import Teacher, Teachers, taught
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus.messages import (
     Experience,
     Float32Array,
     Prompt,
@@ -29,13 +29,13 @@ from shared.bus.messages import (
     Score,
     ScoreStatus,
 )
-from shared.errors import PermanentError, TemporaryError
-from shared.expression import Expression
-from shared.process.memory_timeline import Held
-from shared.process.telemetry import Status
-from shared.reasoning import Reasoning
-from shared.settings import Settings
-from shared.traces import TRACES
+from penstock.shared.errors import PermanentError, TemporaryError
+from penstock.shared.expression import Expression
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.process.telemetry import Status
+from penstock.shared.reasoning import Reasoning
+from penstock.shared.settings import Settings
+from penstock.shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 

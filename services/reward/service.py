@@ -19,42 +19,42 @@ from collections.abc import AsyncIterator, Coroutine
 from importlib import metadata
 from typing import Any
 
-from services.reward.executor.client import read_executor_secret
-from services.reward.failures import Tell
-from services.reward.models.call_watch import end_process
-from services.reward.models.turns import ModelTurns, Turns
-from services.reward.normalisation import Normaliser
-from services.reward.reference import Reference
-from services.reward.rehearsal import rows
-from services.reward.scorers.answer.scorer import AnswerMatcher
-from services.reward.scorers.code.scorer import CodeTester
-from services.reward.scorers.format.scorer import FormatChecker
-from services.reward.scorers.function.function_call import ENTRY_POINTS
-from services.reward.scorers.function.scorer import FunctionScorer
-from services.reward.scorers.function.trl_scorer import TrlFunctions
-from services.reward.scorers.judge.scorer import Judge
-from services.reward.scorers.random_scorer import Lot
-from services.reward.scorers.reward_model import RewardModel
-from services.reward.scorers.scorer import Scorer
-from services.reward.scoring import Scoring, create_lenient_series
-from services.reward.teachers import Teachers
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.crowd import Crowd
-from shared.bus.messages import RolloutGroup
-from shared.bus.stores.run.functions import note_functions, reward_functions
-from shared.bus.worker import Worker
-from shared.errors import BusUnavailable, SettingsError
-from shared.expression import Expression
-from shared.files.source import digest
-from shared.placement.lease import lease_of, leased
-from shared.process.importing import importing
-from shared.process.service import Context, serve
-from shared.process.telemetry import Status, tell, tell_changed
-from shared.reasoning import Reasoning
-from shared.settings import Settings
-from shared.settings.rewards.models import ModelScorer
-from shared.settings.rewards.scorers import (
+from penstock.services.reward.executor.client import read_executor_secret
+from penstock.services.reward.failures import Tell
+from penstock.services.reward.models.call_watch import end_process
+from penstock.services.reward.models.turns import ModelTurns, Turns
+from penstock.services.reward.normalisation import Normaliser
+from penstock.services.reward.reference import Reference
+from penstock.services.reward.rehearsal import rows
+from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
+from penstock.services.reward.scorers.code.scorer import CodeTester
+from penstock.services.reward.scorers.format.scorer import FormatChecker
+from penstock.services.reward.scorers.function.function_call import ENTRY_POINTS
+from penstock.services.reward.scorers.function.scorer import FunctionScorer
+from penstock.services.reward.scorers.function.trl_scorer import TrlFunctions
+from penstock.services.reward.scorers.judge.scorer import Judge
+from penstock.services.reward.scorers.random_scorer import Lot
+from penstock.services.reward.scorers.reward_model import RewardModel
+from penstock.services.reward.scorers.scorer import Scorer
+from penstock.services.reward.scoring import Scoring, create_lenient_series
+from penstock.services.reward.teachers import Teachers
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.crowd import Crowd
+from penstock.shared.bus.messages import RolloutGroup
+from penstock.shared.bus.stores.run.functions import note_functions, reward_functions
+from penstock.shared.bus.worker import Worker
+from penstock.shared.errors import BusUnavailable, SettingsError
+from penstock.shared.expression import Expression
+from penstock.shared.files.source import digest
+from penstock.shared.placement.lease import lease_of, leased
+from penstock.shared.process.importing import importing
+from penstock.shared.process.service import Context, serve
+from penstock.shared.process.telemetry import Status, tell, tell_changed
+from penstock.shared.reasoning import Reasoning
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.models import ModelScorer
+from penstock.shared.settings.rewards.scorers import (
     AnswerScorer,
     CodeScorer,
     FormatScorer,
@@ -63,7 +63,7 @@ from shared.settings.rewards.scorers import (
     RandomScorer,
     TrlScorer,
 )
-from shared.settings.rewards.scorers import Scorer as ScorerSettings
+from penstock.shared.settings.rewards.scorers import Scorer as ScorerSettings
 
 _TELL_S = 2.0
 
@@ -206,8 +206,8 @@ async def _ending_if_it_hangs(context: Context, turns: Turns) -> AsyncIterator[N
 def _import_libraries() -> None:
     """Import what models need before their device is held, which others use meanwhile."""
     with importing():
-        import services.reward.models.classifier
-        import services.reward.models.frozen_policy  # noqa: F401
+        import penstock.services.reward.models.classifier
+        import penstock.services.reward.models.frozen_policy  # noqa: F401
 
 
 async def _unless_stopped(context: Context, work: Coroutine[Any, Any, None]) -> bool:

@@ -22,17 +22,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from services.reward.endpoint import Endpoint, NoAnswer, Refused
-from services.reward.models.reading import Reading, check, join
-from services.reward.models.turns import Turns
-from services.reward.reference import Reference
-from shared.bus.messages import RolloutGroup
-from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.http.answer import Answer
-from shared.http.client import LARGEST_BYTES
-from shared.process.importing import importing
-from shared.settings import Settings
-from shared.settings.rewards.models import TeacherSettings
+from penstock.services.reward.endpoint import Endpoint, NoAnswer, Refused
+from penstock.services.reward.models.reading import Reading, check, join
+from penstock.services.reward.models.turns import Turns
+from penstock.services.reward.reference import Reference
+from penstock.shared.bus.messages import RolloutGroup
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.http.answer import Answer
+from penstock.shared.http.client import LARGEST_BYTES
+from penstock.shared.process.importing import importing
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.models import TeacherSettings
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Start a rollout replica: ``python -m services.rollout --config run.toml --replica rollout-0``.
+"""Start a rollout replica: ``python -m penstock.services.rollout --config run.toml --replica rollout-0``.
 
 If the engine spans hosts (``rollout.nodes``), run this on each with the same name; the first is the replica.
 """
@@ -9,19 +9,19 @@ import importlib.util
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from services.rollout.engines.engine import Engine
-from services.rollout.engines.prompts import CharacterCodec, Codec
-from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
-from services.rollout.engines.vllm.start_report import followed
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.errors import SettingsError
-from shared.model.tokenizer import TokenizerCodec
-from shared.peers.addresses import use_interfaces
-from shared.placement.turns import replica_turns
-from shared.process import service
-from shared.process.importing import importing
-from shared.process.telemetry import tell
-from shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
+from penstock.services.rollout.engines.engine import Engine
+from penstock.services.rollout.engines.prompts import CharacterCodec, Codec
+from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of
+from penstock.services.rollout.engines.vllm.start_report import followed
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.tokenizer import TokenizerCodec
+from penstock.shared.peers.addresses import use_interfaces
+from penstock.shared.placement.turns import replica_turns
+from penstock.shared.process import service
+from penstock.shared.process.importing import importing
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings, check_plain_engine, check_reproducible, check_shared_engine
 
 Explain = Callable[[int, str, str], Awaitable[None]]
 
@@ -42,7 +42,7 @@ async def open_engine(
     if name == "vllm":
         return await _open_vllm(settings, replica, host, secret, explain)
     if name == "scripted":
-        from services.rollout.engines.scripted import ScriptedEngine
+        from penstock.services.rollout.engines.scripted import ScriptedEngine
 
         return ScriptedEngine(seed=settings.run.seed), CharacterCodec()
     return await _open_transformers(settings, host, secret)
@@ -79,12 +79,12 @@ def _has_gpu(device: str) -> bool:
 async def _open_vllm(
     settings: Settings, replica: str, host: str, secret: RunSecret, explain: Explain
 ) -> tuple[Engine, Codec]:
-    from services.rollout.engines.transformers.loading import check_for_vllm
-    from services.rollout.engines.vllm.arguments import release
-    from services.rollout.engines.vllm.scheduling.plain_decoding import slower_decoder
-    from services.rollout.engines.vllm.several.start import open_engines
-    from services.rollout.engines.vllm.start import start_server
-    from shared.model.tokenizer import check_stop_texts, open_tokenizer, stop_tokens
+    from penstock.services.rollout.engines.transformers.loading import check_for_vllm
+    from penstock.services.rollout.engines.vllm.arguments import release
+    from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import slower_decoder
+    from penstock.services.rollout.engines.vllm.several.start import open_engines
+    from penstock.services.rollout.engines.vllm.start import start_server
+    from penstock.shared.model.tokenizer import check_stop_texts, open_tokenizer, stop_tokens
 
     await asyncio.to_thread(start_server)
     weights = settings.weights
@@ -112,8 +112,8 @@ async def _open_vllm(
 
 def vllm_settings(settings: Settings, replica: str, hosts: Hosts | None) -> dict[str, Any]:
     """Return the vLLM settings of the hosts of ``replica``; may raise SettingsError."""
-    from services.rollout.engines.transformers.smoke_test import seed_of
-    from services.rollout.engines.vllm.arguments import gather
+    from penstock.services.rollout.engines.transformers.smoke_test import seed_of
+    from penstock.services.rollout.engines.vllm.arguments import gather
 
     vllm, shares = settings.rollout.vllm, bool(settings.shared_devices)
     return gather(
@@ -147,7 +147,7 @@ def _utilization(settings: Settings, *, shares: bool) -> float:
     vllm = settings.rollout.vllm
     if not shares or not _has_gpu(settings.run.device):
         return vllm.gpu_memory_utilization
-    from services.rollout.engines.vllm.several.gpu import NvmlGpu
+    from penstock.services.rollout.engines.vllm.several.gpu import NvmlGpu
 
     memories = [NvmlGpu(place).memory for place in range(vllm.tensor_parallel_size)]
     free = min(memory.free_bytes / memory.total_bytes for memory in memories)
@@ -156,10 +156,10 @@ def _utilization(settings: Settings, *, shares: bool) -> float:
 
 async def _open_transformers(settings: Settings, host: str, secret: RunSecret) -> tuple[Engine, Codec]:
     with importing():
-        from services.rollout.engines.transformers.engine import TransformersEngine
-        from services.rollout.engines.transformers.loading import open_model
-        from services.rollout.engines.transformers.smoke_test import try_out
-        from shared.model.tokenizer import check_stop_texts, open_tokenizer
+        from penstock.services.rollout.engines.transformers.engine import TransformersEngine
+        from penstock.services.rollout.engines.transformers.loading import open_model
+        from penstock.services.rollout.engines.transformers.smoke_test import try_out
+        from penstock.shared.model.tokenizer import check_stop_texts, open_tokenizer
 
     tokenizer = await asyncio.to_thread(open_tokenizer, settings.policy)
     check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
@@ -185,12 +185,12 @@ async def run(settings: Settings, replica: str) -> None:
     if settings.rollout.node:
         await _hold_workers(settings, replica)
         return
-    from services.rollout.service import Rollout
+    from penstock.services.rollout.service import Rollout
 
     async with contextlib.AsyncExitStack() as around:
         context = await around.enter_async_context(service.serve(settings, "rollout", replica))
-        from services.rollout.plausibility import Plausibility
-        from shared.weights.receiver.puller import Puller
+        from penstock.services.rollout.plausibility import Plausibility
+        from penstock.shared.weights.receiver.puller import Puller
 
         async def explain(engines: int, reason: str, slower: str) -> None:
             context.status.values["engines"] = float(engines)
@@ -226,18 +226,18 @@ async def _load(engine: str) -> None:
     the event loop.
     """
     if engine == "vllm":
-        from services.rollout.engines.vllm.several import start  # noqa: F401
-        from services.rollout.engines.vllm.start import load, start_server
+        from penstock.services.rollout.engines.vllm.several import start  # noqa: F401
+        from penstock.services.rollout.engines.vllm.start import load, start_server
 
         await asyncio.to_thread(start_server)
         await asyncio.to_thread(load)
     else:
         with importing():
-            import services.rollout.engines.transformers.engine  # noqa: F401
+            import penstock.services.rollout.engines.transformers.engine  # noqa: F401
 
 
 async def _hold_workers(settings: Settings, replica: str) -> None:
-    from services.rollout.engines.vllm.multihost.node import hold_workers
+    from penstock.services.rollout.engines.vllm.multihost.node import hold_workers
 
     choose_engine(settings)
     hosts = hosts_of(settings.rollout, service.own_host(settings))

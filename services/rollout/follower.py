@@ -23,20 +23,20 @@ from collections.abc import Awaitable, Callable
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.rollout.engines.engine import Engine, EngineDied, SwapReport
-from services.rollout.probe_check import ProbeCheck
-from services.rollout.sources import PullAttempt, attempts, holders
-from services.rollout.version_hold import Hold
-from shared.backoff import Backoff
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.errors import NotHere, WeightsError
-from shared.process.telemetry import Status, tell
-from shared.weights.receiver.puller import Puller, file_offer
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.engine import Engine, EngineDied, SwapReport
+from penstock.services.rollout.probe_check import ProbeCheck
+from penstock.services.rollout.sources import PullAttempt, attempts, holders
+from penstock.services.rollout.version_hold import Hold
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.errors import NotHere, WeightsError
+from penstock.shared.process.telemetry import Status, tell
+from penstock.shared.weights.receiver.puller import Puller, file_offer
+from penstock.shared.weights.transport.offer import Offer
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion, Prompt, Purpose
-from shared.bus.stores.policy.ledger import Ledger
-from shared.errors import PermanentError
-from shared.settings import Settings
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion, Prompt, Purpose
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.errors import PermanentError
+from penstock.shared.settings import Settings
 
 _TIMES = 64
 """Multiple of the configured group size, which may be raised during the run."""

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import Counter, Gauge
 
-from services.rollout.engines.engine import Engine
-from shared.bus.bus import Bus
-from shared.bus.messages import Float32Array, PolicyRecord, Probe
-from shared.bus.stores.replicas.heartbeats import PartFailure
-from shared.process.telemetry import WEIGHTS_PROBE, Status, tell
+from penstock.services.rollout.engines.engine import Engine
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Float32Array, PolicyRecord, Probe
+from penstock.shared.bus.stores.replicas.heartbeats import PartFailure
+from penstock.shared.process.telemetry import WEIGHTS_PROBE, Status, tell
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from shared.bus.bus import Bus
-from shared.bus.messages import Prompt, Purpose, RolloutGroup
-from shared.bus.stores.replicas.questions import WITHIN_S, Questions
-from shared.bus.worker import ENDS_PROCESS
-from shared.errors import PermanentError
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Prompt, Purpose, RolloutGroup
+from penstock.shared.bus.stores.replicas.questions import WITHIN_S, Questions
+from penstock.shared.bus.worker import ENDS_PROCESS
+from penstock.shared.errors import PermanentError
 
 log = logging.getLogger(__name__)
 

@@ -23,30 +23,30 @@ from typing import cast
 import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.rollout.engines.engine import (
+from penstock.services.rollout.engines.engine import (
     Engine,
     GeneratedGroup,
     GenerationRequest,
     with_texts,
 )
-from services.rollout.engines.prompts import Codec
-from services.rollout.engines.stop_texts import StopTexts
-from services.rollout.eval_priority import Precedence
-from services.rollout.follower import Follower
-from services.rollout.plausibility import Plausibility
-from services.rollout.questions import Answering
-from services.rollout.version_hold import Hold
-from shared.bus import streams
-from shared.bus.assembly import bare
-from shared.bus.crowd import Crowd
-from shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
-from shared.bus.streams import Stream
-from shared.bus.worker import HandOver, Worker
-from shared.placement.turns import ReplicaTurns, Suspendable
-from shared.process.service import Context
-from shared.process.telemetry import HandlerFailures
-from shared.traces import TRACES
-from shared.weights.receiver.puller import Puller
+from penstock.services.rollout.engines.prompts import Codec
+from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.services.rollout.eval_priority import Precedence
+from penstock.services.rollout.follower import Follower
+from penstock.services.rollout.plausibility import Plausibility
+from penstock.services.rollout.questions import Answering
+from penstock.services.rollout.version_hold import Hold
+from penstock.shared.bus import streams
+from penstock.shared.bus.assembly import bare
+from penstock.shared.bus.crowd import Crowd
+from penstock.shared.bus.messages import FinishReason, Int32Array, Prompt, Purpose, RolloutGroup, Sampling
+from penstock.shared.bus.streams import Stream
+from penstock.shared.bus.worker import HandOver, Worker
+from penstock.shared.placement.turns import ReplicaTurns, Suspendable
+from penstock.shared.process.service import Context
+from penstock.shared.process.telemetry import HandlerFailures
+from penstock.shared.traces import TRACES
+from penstock.shared.weights.receiver.puller import Puller
 
 GENERATED_TOKENS = Counter("penstock_rollout_generated_tokens_total", "Tokens generated, by purpose.", ["purpose"])
 GENERATED_SAMPLES = Counter(

@@ -13,8 +13,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from shared.bus.messages import PolicyRecord, PolicyUpdate
-from shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.shared.bus.messages import PolicyRecord, PolicyUpdate
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
 
 SourceKind = Literal["peer", "trainer", "requested_file", "file"]
 PEERS = 3

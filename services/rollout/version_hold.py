@@ -1,4 +1,4 @@
-"""The version kept for an evaluation (``shared.bus.stores.policy.evaluations``), and the maximum time."""
+"""The version kept for an evaluation (``penstock.shared.bus.stores.policy.evaluations``), and the maximum time."""
 
 import asyncio
 import time
@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 from prometheus_client import Gauge
 
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.evaluations import Holding, holding
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.evaluations import Holding, holding
 
 HELD_VERSION = Gauge(
     "penstock_rollout_held_version", "The version that this replica keeps for an evaluation; -1: none."

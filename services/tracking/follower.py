@@ -10,19 +10,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from services.tracking.offset import Offset
-from services.tracking.points import REPORT, TABLE, Point, Segments, results_of
-from services.tracking.report import ReportFile
-from services.tracking.sink_client import SinkClient, SinkFailure
-from services.tracking.tables import RolloutLines
-from shared.backoff import Backoff
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import StepReport
-from shared.bus.stores.policy.evaluations import evaluated, results
-from shared.bus.stores.run.records import following, wait_for_any
-from shared.errors import MessageError, SettingsError
+from penstock.services.tracking.offset import Offset
+from penstock.services.tracking.points import REPORT, TABLE, Point, Segments, results_of
+from penstock.services.tracking.report import ReportFile
+from penstock.services.tracking.sink_client import SinkClient, SinkFailure
+from penstock.services.tracking.tables import RolloutLines
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import StepReport
+from penstock.shared.bus.stores.policy.evaluations import evaluated, results
+from penstock.shared.bus.stores.run.records import following, wait_for_any
+from penstock.shared.errors import MessageError, SettingsError
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
-from services.tracking.points import Point, Segments
-from shared.errors import SettingsError
-from shared.files.durable import flush, write_whole
+from penstock.services.tracking.points import Point, Segments
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import flush, write_whole
 
 Entry: TypeAlias = Annotated[str, Field(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$")]
 

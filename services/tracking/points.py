@@ -13,12 +13,12 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from services.tracking.tables import entry_time_s, table_of
-from shared.bus.messages import StepReport
+from penstock.services.tracking.tables import entry_time_s, table_of
+from penstock.shared.bus.messages import StepReport
 
 Point: TypeAlias = dict[str, Any]
 """``{"segment": 0, "index": 17, "step": 3, "at_s": 1.5, "values": {"train/reward": 0.5}}``; ``index`` counts a segment's points.
-One of a rollout table has it as ``table`` (:data:`services.tracking.tables.Table`), one of the report its path as ``report``.
+One of a rollout table has it as ``table`` (:data:`penstock.services.tracking.tables.Table`), one of the report its path as ``report``.
 """
 TABLE, REPORT = "table", "report"
 

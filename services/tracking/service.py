@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.tracking.follower import SEPARATE, Follower, finish
-from services.tracking.sink_client import SinkClient
-from services.tracking.sinks.sink import TrackedRun
-from shared.errors import SettingsError
-from shared.extras import install_command
-from shared.process.service import Context, seconds_left, serve
-from shared.process.telemetry import tell
-from shared.settings import Settings
-from shared.tracked import forget_undelivered, write_undelivered
+from penstock.services.tracking.follower import SEPARATE, Follower, finish
+from penstock.services.tracking.sink_client import SinkClient
+from penstock.services.tracking.sinks.sink import TrackedRun
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
+from penstock.shared.process.service import Context, seconds_left, serve
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings
+from penstock.shared.tracked import forget_undelivered, write_undelivered
 
 _ANSWER_S = 120.0
 _EVERY_S = {"wandb": 30.0}

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.tracking.points import Point
-from services.tracking.sinks.sink import TrackedRun
-from shared.process.children import kill_group, reap
-from shared.settings import ENVIRONMENT_PREFIX
+from penstock.services.tracking.points import Point
+from penstock.services.tracking.sinks.sink import TrackedRun
+from penstock.shared.process.children import kill_group, reap
+from penstock.shared.settings import ENVIRONMENT_PREFIX
 
 _ANSWER_BYTES = 1 << 20
 
@@ -58,7 +58,7 @@ class SinkClient:
     async def _start(self) -> None:
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "services.tracking.sink_process", self._name, str(os.getpid())),
+                *(sys.executable, "-m", "penstock.services.tracking.sink_process", self._name, str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)},

@@ -1,4 +1,4 @@
-"""The process of one sink: ``python -m services.tracking.sink_process NAME PARENT``.
+"""The process of one sink: ``python -m penstock.services.tracking.sink_process NAME PARENT``.
 
 ::
 
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.tracking.sinks.sink import Sink, TrackedRun, open_sink
-from shared.process.parent import die_with
+from penstock.services.tracking.sinks.sink import Sink, TrackedRun, open_sink
+from penstock.shared.process.parent import die_with
 
 _LONGEST_ERROR = 500
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from shared.text.terminal import escaped
+from penstock.shared.text.terminal import escaped
 
 log = logging.getLogger(__name__)
 

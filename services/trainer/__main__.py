@@ -1,12 +1,12 @@
-"""``python -m services.trainer --config run.toml``."""
+"""``python -m penstock.services.trainer --config run.toml``."""
 
 import os
 import sys
 
-from services.trainer.launcher import launch
-from services.trainer.service import run
-from shared.errors import SettingsError
-from shared.process import log, service
+from penstock.services.trainer.launcher import launch
+from penstock.services.trainer.service import run
+from penstock.shared.errors import SettingsError
+from penstock.shared.process import log, service
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
@@ -18,7 +18,9 @@ if __name__ == "__main__":
             log.set_up(settings.telemetry.log_level, f"{replica}.launcher")
             sys.exit(
                 launch(
-                    [sys.executable, "-m", "services.trainer", *sys.argv[1:]], settings.trainer, settings.bus.drain_s
+                    [sys.executable, "-m", "penstock.services.trainer", *sys.argv[1:]],
+                    settings.trainer,
+                    settings.bus.drain_s,
                 )
             )
     service.leave(service.main("trainer", run))

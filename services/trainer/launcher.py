@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shared.files import temporary
-from shared.settings import TrainerSettings
+from penstock.shared.files import temporary
+from penstock.shared.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 

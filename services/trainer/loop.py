@@ -21,19 +21,19 @@ from pathlib import Path
 
 from torch import nn
 
-from services.trainer.algorithm.reference import Reference
-from services.trainer.algorithm.step_totals import NotFinite
-from services.trainer.algorithm.update import Learner
-from services.trainer.checkpoint import local_store
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.held_tensors import components
-from services.trainer.model.memory.residency import Residency
-from services.trainer.model.memory.storages import Storages
-from services.trainer.phases import Phases
-from services.trainer.rank0.artifacts import Artifacts
-from services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all, share
-from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
-from services.trainer.rank0.mailbox.results import (
+from penstock.services.trainer.algorithm.reference import Reference
+from penstock.services.trainer.algorithm.step_totals import NotFinite
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.held_tensors import components
+from penstock.services.trainer.model.memory.residency import Residency
+from penstock.services.trainer.model.memory.storages import Storages
+from penstock.services.trainer.phases import Phases
+from penstock.services.trainer.rank0.artifacts import Artifacts
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all, share
+from penstock.services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
+from penstock.services.trainer.rank0.mailbox.results import (
     Freed,
     Published,
     Replayed,
@@ -43,10 +43,10 @@ from services.trainer.rank0.mailbox.results import (
     StepSkipped,
     StopRequested,
 )
-from services.trainer.rank0.probe import Prober
-from shared.bus.messages import Experience, PolicyVersion, StepPlan
-from shared.errors import SettingsError
-from shared.settings import Settings
+from penstock.services.trainer.rank0.probe import Prober
+from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import numpy as np
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge, Histogram
 
-from services.trainer.batch.staleness import are_long, trained_lags
-from shared.bus.messages import Experience, FinishReason, PolicyVersion, Purpose
+from penstock.services.trainer.batch.staleness import are_long, trained_lags
+from penstock.shared.bus.messages import Experience, FinishReason, PolicyVersion, Purpose
 
 STEP = Gauge("penstock_trainer_step", "Committed optimizer steps.")
 VERSION = Gauge("penstock_trainer_policy_version", "Newest published policy version.")

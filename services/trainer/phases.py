@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from shared.bus.messages import MemorySample
-from shared.model.flops import peak_tflops
-from shared.process import memory_timeline
+from penstock.shared.bus.messages import MemorySample
+from penstock.shared.model.flops import peak_tflops
+from penstock.shared.process import memory_timeline
 
 _WORDS = {"forward_backward": "forward and backward"}
 _REST = {

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 
-from services.trainer.launcher import RANKS_STORE
-from shared.errors import SettingsError
-from shared.peers import nccl_transport
-from shared.peers.addresses import rendezvous_address, use_interfaces
-from shared.peers.tcp_store import connect_store, serve_store
-from shared.settings import Settings, TrainerSettings
+from penstock.services.trainer.launcher import RANKS_STORE
+from penstock.shared.errors import SettingsError
+from penstock.shared.peers import nccl_transport
+from penstock.shared.peers.addresses import rendezvous_address, use_interfaces
+from penstock.shared.peers.tcp_store import connect_store, serve_store
+from penstock.shared.settings import Settings, TrainerSettings
 
 _MEET = timedelta(minutes=30)
 """Until ranks have started, and for which ranks of several hosts may be silent: a host may have vanished."""

@@ -14,16 +14,16 @@ import os
 import signal
 import threading
 
-from services.trainer.launcher import LAUNCHER
-from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
-from shared.placement.turns import trainer_turns
-from shared.process import log
-from shared.process.endpoints import Endpoints
-from shared.process.importing import importing
-from shared.process.parent import die_with
-from shared.process.service import Context, own_host, serve
-from shared.settings import Settings
+from penstock.services.trainer.launcher import LAUNCHER
+from penstock.services.trainer.rank0.driver import Driver
+from penstock.services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
+from penstock.shared.placement.turns import trainer_turns
+from penstock.shared.process import log
+from penstock.shared.process.endpoints import Endpoints
+from penstock.shared.process.importing import importing
+from penstock.shared.process.parent import die_with
+from penstock.shared.process.service import Context, own_host, serve
+from penstock.shared.settings import Settings
 
 
 async def run(settings: Settings, replica: str) -> int:
@@ -39,9 +39,9 @@ async def run(settings: Settings, replica: str) -> int:
     if os.environ["LOCAL_RANK"] == "0":  # for this host's pod's probes
         Endpoints(own_host(settings), settings.run.metrics_port, "run.metrics_port", lambda: {"ready": True})
     with importing():
-        from services.trainer.rank0.artifacts import Artifacts
-        from services.trainer.rank0.publication import Publication
-        from services.trainer.training import train
+        from penstock.services.trainer.rank0.artifacts import Artifacts
+        from penstock.services.trainer.rank0.publication import Publication
+        from penstock.services.trainer.training import train
 
     with contextlib.closing(Publication(settings, own_host(settings))) as publication:
         finished = train(settings, NoMailbox(), Artifacts(settings, publication), stopping.is_set)
@@ -70,9 +70,9 @@ def _train(context: Context, mailbox: Mailbox) -> None:
     """Train on this thread, which also imports torch: the driver works meanwhile."""
     try:
         with importing():
-            from services.trainer.rank0.artifacts import Rank0Artifacts
-            from services.trainer.rank0.publication import Publication
-            from services.trainer.training import train
+            from penstock.services.trainer.rank0.artifacts import Rank0Artifacts
+            from penstock.services.trainer.rank0.publication import Publication
+            from penstock.services.trainer.training import train
     except BaseException as error:
         mailbox.send(error)
         raise

@@ -5,21 +5,21 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from services.trainer.algorithm.reference import AdapterOff, Reference
-from services.trainer.loop import Trainer
-from services.trainer.model import adapter, warm_up
-from services.trainer.model.critic import Critic
-from services.trainer.model.engine import TrainingEngine, make_deterministic, pick_device, place
-from services.trainer.model.layers import attention, kernels
-from services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
-from services.trainer.rank0.artifacts import Artifacts
-from services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
-from services.trainer.rank0.mailbox.results import Began, ModelLoaded, SelfTested
-from services.trainer.rank_group import meet_at_storage, start_ranks
-from services.trainer.self_test import self_test
-from shared.model.context import check_context, own_context, read_config
-from shared.process.service import own_host
-from shared.settings import Settings
+from penstock.services.trainer.algorithm.reference import AdapterOff, Reference
+from penstock.services.trainer.loop import Trainer
+from penstock.services.trainer.model import adapter, warm_up
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.engine import TrainingEngine, make_deterministic, pick_device, place
+from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.model.policy import Policy, load_model, load_reference, load_trunk
+from penstock.services.trainer.rank0.artifacts import Artifacts
+from penstock.services.trainer.rank0.mailbox.queues import Mailbox, NoMailbox
+from penstock.services.trainer.rank0.mailbox.results import Began, ModelLoaded, SelfTested
+from penstock.services.trainer.rank_group import meet_at_storage, start_ranks
+from penstock.services.trainer.self_test import self_test
+from penstock.shared.model.context import check_context, own_context, read_config
+from penstock.shared.process.service import own_host
+from penstock.shared.settings import Settings
 
 
 def train(

@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.errors import PenstockError, SettingsError
-from shared.settings import Settings
-from shared.settings.section import Section
+from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.settings import Settings
+from penstock.shared.settings.section import Section
 
 FIXED = (
     "run.id",

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from services.plan.certain import checkpoint_bytes, visible_gpus
-from shared.files.durable import LEAST_BYTES
-from shared.settings import Settings
+from penstock.services.plan.certain import checkpoint_bytes, visible_gpus
+from penstock.shared.files.durable import LEAST_BYTES
+from penstock.shared.settings import Settings
 
 _LOOK_EVERY_S = 1.0
 

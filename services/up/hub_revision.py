@@ -4,10 +4,10 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from shared.dataset_source import hub_dataset
-from shared.errors import SettingsError
-from shared.extras import install_command
-from shared.http.hub import API_TIMEOUT_S, bound_hub
+from penstock.shared.dataset_source import hub_dataset
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
+from penstock.shared.http.hub import API_TIMEOUT_S, bound_hub
 
 
 def pinned(source: str, setting: str, known: Sequence[str] = ()) -> str:

@@ -5,12 +5,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from services.up.prepare import Prepared
-from services.up.supervisor import Ending
-from shared.errors import PenstockError
-from shared.files.durable import write_whole
-from shared.settings import SETTINGS_FILE, Settings, load
-from shared.tracked import read_undelivered
+from penstock.services.up.prepare import Prepared
+from penstock.services.up.supervisor import Ending
+from penstock.shared.errors import PenstockError
+from penstock.shared.files.durable import write_whole
+from penstock.shared.settings import SETTINGS_FILE, Settings, load
+from penstock.shared.tracked import read_undelivered
 
 _INCOMPLETE = 1
 

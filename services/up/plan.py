@@ -1,4 +1,4 @@
-"""A run's processes (``python -m services.<name> --config … --replica …``) and their stop order."""
+"""A run's processes (``python -m penstock.services.<name> --config … --replica …``) and their stop order."""
 
 import dataclasses
 import hashlib
@@ -9,14 +9,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.bus import embedded
-from shared.errors import SettingsError
-from shared.placement.devices import gpus_of
-from shared.process.gpus import VISIBLE, visible_names
-from shared.process.memory_timeline import host_bytes
-from shared.process.parent import FOR_PYTHON
-from shared.process.service import own_host
-from shared.settings import ENVIRONMENT_PREFIX, Settings
+from penstock.shared.bus import embedded
+from penstock.shared.errors import SettingsError
+from penstock.shared.placement.devices import gpus_of
+from penstock.shared.process.gpus import VISIBLE, visible_names
+from penstock.shared.process.memory_timeline import host_bytes
+from penstock.shared.process.parent import FOR_PYTHON
+from penstock.shared.process.service import own_host
+from penstock.shared.settings import ENVIRONMENT_PREFIX, Settings
 
 STOP_ORDER = (("rollout",), ("reward",), ("executor", "trainer"), ("coordinator", "tracking"), ("valkey", "prometheus"))
 """Upstream first, to hand over work; the bus last, because services return entries to it."""
@@ -68,7 +68,7 @@ def services(settings: Settings, config: Path, bus_url: str, environment: Mappin
             name=name,
             service=service,
             command=(
-                *(sys.executable, "-m", f"services.{service}"),
+                *(sys.executable, "-m", f"penstock.services.{service}"),
                 *("--config", str(config), "--replica", name),
                 *_port_flag(settings, name),
             ),
@@ -100,7 +100,7 @@ def executor(settings: Settings, config: Path, environment: Mapping[str, str]) -
             command=(
                 sys.executable,
                 "-m",
-                "services.reward.executor",
+                "penstock.services.reward.executor",
                 "--config",
                 str(config),
                 "--run.metrics_port",

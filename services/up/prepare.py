@@ -13,29 +13,29 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from services.client.coordinator import TOKEN_FILE
-from services.plan.certain import check_gpus, check_host, visible_gpus
-from services.up import run_folder
-from services.up.continuation import check_steps_left, check_unchanged
-from services.up.hub_revision import pinned
-from services.up.plan import executor_address, is_own_executor, metrics_ports
-from services.up.requirements import check_device, check_packages, functions_checked
-from shared.bus.client import connection
-from shared.dataset_source import absolute, check_kind, hub_dataset
-from shared.errors import BusUnavailable, SettingsError
-from shared.files import temporary
-from shared.files.durable import write_whole
-from shared.files.secret_file import make_secret, read_secret
-from shared.inputs import ACCEPT, INPUTS, NEXT_INPUTS, settle_inputs
-from shared.model.context import check_context, read_config
-from shared.model.model_source import check_complete, check_tokenizer
-from shared.process.memory_timeline import host_bytes
-from shared.process.service import own_host
-from shared.settings import SETTINGS_FILE, Settings, dump, load, sources
-from shared.settings.rewards.models import ModelScorer
-from shared.settings.rewards.scorers import Scorer
-from shared.settings.section import Section
-from shared.text.redaction import HIDDEN, redact
+from penstock.services.client.coordinator import TOKEN_FILE
+from penstock.services.plan.certain import check_gpus, check_host, visible_gpus
+from penstock.services.up import run_folder
+from penstock.services.up.continuation import check_steps_left, check_unchanged
+from penstock.services.up.hub_revision import pinned
+from penstock.services.up.plan import executor_address, is_own_executor, metrics_ports
+from penstock.services.up.requirements import check_device, check_packages, functions_checked
+from penstock.shared.bus.client import connection
+from penstock.shared.dataset_source import absolute, check_kind, hub_dataset
+from penstock.shared.errors import BusUnavailable, SettingsError
+from penstock.shared.files import temporary
+from penstock.shared.files.durable import write_whole
+from penstock.shared.files.secret_file import make_secret, read_secret
+from penstock.shared.inputs import ACCEPT, INPUTS, NEXT_INPUTS, settle_inputs
+from penstock.shared.model.context import check_context, read_config
+from penstock.shared.model.model_source import check_complete, check_tokenizer
+from penstock.shared.process.memory_timeline import host_bytes
+from penstock.shared.process.service import own_host
+from penstock.shared.settings import SETTINGS_FILE, Settings, dump, load, sources
+from penstock.shared.settings.rewards.models import ModelScorer
+from penstock.shared.settings.rewards.scorers import Scorer
+from penstock.shared.settings.section import Section
+from penstock.shared.text.redaction import HIDDEN, redact
 
 EMBEDDED = "embedded"
 _BUS_CHECK_S = 6.0

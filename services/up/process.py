@@ -24,11 +24,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
-from services.up import process_tree
-from services.up.plan import ProcessPlan
-from shared.backoff import Backoff
-from shared.process.children import kill_group, reap
-from shared.text.redaction import redacted
+from penstock.services.up import process_tree
+from penstock.services.up.plan import ProcessPlan
+from penstock.shared.backoff import Backoff
+from penstock.shared.process.children import kill_group, reap
+from penstock.shared.text.redaction import redacted
 
 WRONG_SETTINGS = 2
 _LAST_LINES = 15

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 import psutil
 
-from shared.process.parent import die_with
+from penstock.shared.process.parent import die_with
 
 _SET_CHILD_SUBREAPER = 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None

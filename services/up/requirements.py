@@ -6,14 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 
-from shared.bus.stores.run.functions import reward_functions, trainer_functions
-from shared.dataset_source import hub_dataset
-from shared.errors import SettingsError
-from shared.extras import install_advice, missing
-from shared.preflight.node import driver
-from shared.settings import Settings
-from shared.settings.rewards.models import ModelScorer
-from shared.settings.rewards.scorers import AnswerScorer, FormatScorer
+from penstock.shared.bus.stores.run.functions import reward_functions, trainer_functions
+from penstock.shared.dataset_source import hub_dataset
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_advice, missing
+from penstock.shared.preflight.node import driver
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.models import ModelScorer
+from penstock.shared.settings.rewards.scorers import AnswerScorer, FormatScorer
 
 _IMPORT_S = 120.0
 """Longest import of the user's functions; the service that calls them has its own limit."""

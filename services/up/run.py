@@ -6,25 +6,25 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.client.coordinator import page_link, read_token
-from services.plan.certain import are_together, visible_gpus
-from services.up import plan, process_tree, run_folder
-from services.up.disk_space import Room, checkpoint_notice
-from services.up.display.screen import Screen, open_screen, shows_screen
-from services.up.display.view import ViewRow, activity
-from services.up.display.watch import RunSnapshot, Watch
-from services.up.metrics import prometheus
-from services.up.metrics.targets import Targets, targets_file
-from services.up.plan import ProcessPlan
-from services.up.prepare import EMBEDDED, Prepared
-from services.up.process import Child, ChildState, Restarts
-from services.up.supervisor import INTERRUPTED, TERMINATED, Ending, Supervisor
-from shared.bus import embedded
-from shared.files import temporary
-from shared.files.durable import free_bytes
-from shared.inputs import NEXT_INPUTS
-from shared.preflight.node import mps_answers
-from shared.settings import SETTINGS_FILE, Settings
+from penstock.services.client.coordinator import page_link, read_token
+from penstock.services.plan.certain import are_together, visible_gpus
+from penstock.services.up import plan, process_tree, run_folder
+from penstock.services.up.disk_space import Room, checkpoint_notice
+from penstock.services.up.display.screen import Screen, open_screen, shows_screen
+from penstock.services.up.display.view import ViewRow, activity
+from penstock.services.up.display.watch import RunSnapshot, Watch
+from penstock.services.up.metrics import prometheus
+from penstock.services.up.metrics.targets import Targets, targets_file
+from penstock.services.up.plan import ProcessPlan
+from penstock.services.up.prepare import EMBEDDED, Prepared
+from penstock.services.up.process import Child, ChildState, Restarts
+from penstock.services.up.supervisor import INTERRUPTED, TERMINATED, Ending, Supervisor
+from penstock.shared.bus import embedded
+from penstock.shared.files import temporary
+from penstock.shared.files.durable import free_bytes
+from penstock.shared.inputs import NEXT_INPUTS
+from penstock.shared.preflight.node import mps_answers
+from penstock.shared.settings import SETTINGS_FILE, Settings
 
 _SHOW_EVERY_S = 0.5
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from services.up import process_tree
-from shared.bus.keys import RUN_ID_PATTERN
-from shared.errors import SettingsError
-from shared.process.children import kill_group
-from shared.settings import SETTINGS_FILE, Settings
+from penstock.services.up import process_tree
+from penstock.shared.bus.keys import RUN_ID_PATTERN
+from penstock.shared.errors import SettingsError
+from penstock.shared.process.children import kill_group
+from penstock.shared.settings import SETTINGS_FILE, Settings
 
 NEXT_SETTINGS_FILE = "settings.next.toml"
 """A resume's settings until accepted."""

@@ -10,8 +10,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from services.up import process_tree
-from services.up.plan import (
+from penstock.services.up import process_tree
+from penstock.services.up.plan import (
     EXECUTOR,
     PROMETHEUS,
     STOP_ORDER,
@@ -21,11 +21,11 @@ from services.up.plan import (
     VALKEY,
     ProcessPlan,
 )
-from services.up.process import Child, ChildState, ProcessFailure, Restarts, Surroundings
-from shared.bus.client import connection
-from shared.errors import BusUnavailable, SettingsError
-from shared.files.durable import LEAST_BYTES, UpdatedFile, free_bytes
-from shared.text.redaction import redact
+from penstock.services.up.process import Child, ChildState, ProcessFailure, Restarts, Surroundings
+from penstock.shared.bus.client import connection
+from penstock.shared.errors import BusUnavailable, SettingsError
+from penstock.shared.files.durable import LEAST_BYTES, UpdatedFile, free_bytes
+from penstock.shared.text.redaction import redact
 
 _BUS_START_S = 30.0
 _BUS_ANSWER_S = 5.0

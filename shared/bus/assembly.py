@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from shared.bus.encoding import wire
-from shared.bus.encoding.columns import join_columns
-from shared.bus.messages import Prompt, RolloutGroup
-from shared.errors import MessageError
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.encoding.columns import join_columns
+from penstock.shared.bus.messages import Prompt, RolloutGroup
+from penstock.shared.errors import MessageError
 
 
 def part_of(prompt: Prompt, part: str) -> Prompt:

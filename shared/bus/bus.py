@@ -13,16 +13,16 @@ from typing import Any, Generic, NewType, TypeAlias, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
-from shared.bus import streams
-from shared.bus.assembly import part_of, split
-from shared.bus.client import connection
-from shared.bus.client.commands import Commands, block, rows, text
-from shared.bus.encoding import wire
-from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, key
-from shared.bus.messages import Prompt, RolloutGroup
-from shared.bus.streams import Row, Stream
-from shared.errors import BusUnavailable, MessageError
-from shared.text.redaction import redact
+from penstock.shared.bus import streams
+from penstock.shared.bus.assembly import part_of, split
+from penstock.shared.bus.client import connection
+from penstock.shared.bus.client.commands import Commands, block, rows, text
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, key
+from penstock.shared.bus.messages import Prompt, RolloutGroup
+from penstock.shared.bus.streams import Row, Stream
+from penstock.shared.errors import BusUnavailable, MessageError
+from penstock.shared.text.redaction import redact
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from shared.errors import SettingsError
-from shared.extras import install_command
-from shared.files import temporary
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
+from penstock.shared.files import temporary
 
 _NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "fuse.", "gluster", "gpfs", "lustre", "nfs", "smb", "virtiofs")
 """File systems, or their first letters, on which a fsync may take seconds. FUSE is what cloud storage is mounted by."""

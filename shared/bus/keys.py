@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Protocol
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -14,9 +14,9 @@ from typing import Annotated, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shared.bus.encoding.columns import Joined
-from shared.bus.encoding.validation import FieldLimits
-from shared.bus.encoding.wire import columns, message, record
+from penstock.shared.bus.encoding.columns import Joined
+from penstock.shared.bus.encoding.validation import FieldLimits
+from penstock.shared.bus.encoding.wire import columns, message, record
 
 GroupId = NewType("GroupId", int)
 """Place in the run's order of admission: 0, 1, 2, …; never reused."""

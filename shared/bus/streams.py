@@ -37,7 +37,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from shared.bus.keys import declare
+from penstock.shared.bus.keys import declare
 
 Row: TypeAlias = tuple[str, Mapping[bytes, bytes]]
 """Id and fields of a stream's entry."""

@@ -32,14 +32,14 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client import Counter
 
-from shared.backoff import Backoff
-from shared.bus.assembly import place_of
-from shared.bus.bus import Bus, Delivery, EntryId
-from shared.bus.crowd import Crowd
-from shared.bus.encoding import wire
-from shared.bus.messages import Prompt, RolloutGroup
-from shared.bus.streams import Stream
-from shared.errors import Fenced, NotHere, PermanentError, SettingsError, StateLost, TemporaryError
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus.assembly import place_of
+from penstock.shared.bus.bus import Bus, Delivery, EntryId
+from penstock.shared.bus.crowd import Crowd
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Prompt, RolloutGroup
+from penstock.shared.bus.streams import Stream
+from penstock.shared.errors import Fenced, NotHere, PermanentError, SettingsError, StateLost, TemporaryError
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 _SHORTEST = 16
 

@@ -6,7 +6,7 @@ import email.utils
 import json
 from typing import Any
 
-from shared.errors import PenstockError
+from penstock.shared.errors import PenstockError
 
 MOST_VALUES = 100_000
 """Values in an answer's JSON: parsing this many takes milliseconds and a few megabytes."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from shared.http.answer import Answer, NoHttpAnswer
+from penstock.shared.http.answer import Answer, NoHttpAnswer
 
 LARGEST_BYTES = 1024**2
 """Of an answer, if its reader does not expect more."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shared.bus.messages import Int32Array
-from shared.errors import SettingsError
-from shared.process.importing import importing
+from penstock.shared.bus.messages import Int32Array
+from penstock.shared.errors import SettingsError
+from penstock.shared.process.importing import importing
 
 if TYPE_CHECKING:
     import torch

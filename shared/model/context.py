@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 _NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 

@@ -7,7 +7,7 @@
     <folder>/compiled/<role>/     compiled kernels of replicas
     <folder>/.ready/<digest>      one file for each complete source
 
-Run as ``python -m shared.model.fetch [--wait] --into FOLDER SOURCE...``.
+Run as ``python -m penstock.shared.model.fetch [--wait] --into FOLDER SOURCE...``.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.errors import SettingsError
-from shared.http.hub import bound_hub
+from penstock.shared.errors import SettingsError
+from penstock.shared.http.hub import bound_hub
 
 log = logging.getLogger(__name__)
 _HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -118,7 +118,9 @@ def wait(sources: Sequence[str], folder: Path) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shared.model.fetch", description="Download models to a volume.")
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.shared.model.fetch", description="Download models to a volume."
+    )
     parser.add_argument("--wait", action="store_true", help="wait for another process that downloads them")
     parser.add_argument("--into", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("sources", nargs="+", metavar="SOURCE")

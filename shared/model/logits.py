@@ -104,7 +104,7 @@ class _Fused(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        from shared.model import logits_kernel
+        from penstock.shared.model import logits_kernel
 
         chosen_N, entropy_N, normalizer_N = logits_kernel.forward(logits_NV, targets_N, temperatures_N)
         ctx.save_for_backward(logits_NV, targets_N, temperatures_N, normalizer_N, entropy_N)
@@ -115,7 +115,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        from shared.model import logits_kernel
+        from penstock.shared.model import logits_kernel
 
         return logits_kernel.backward(*ctx.saved_tensors, *gradients), None, None, None
 
@@ -132,7 +132,7 @@ class _Partition(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         own_NK = logits_NV.gather(-1, ids_NK)
         if fused:
-            from shared.model import logits_kernel
+            from penstock.shared.model import logits_kernel
 
             kept_NV = logits_NV.data  # restored below, so what autograd saved of the logits stays valid
             kept_NV.scatter_(-1, ids_NK, -torch.inf)
@@ -150,7 +150,7 @@ class _Partition(torch.autograd.Function):
     def backward(ctx: Any, of_chosen_NK: Tensor, of_others_N: Tensor) -> tuple[Tensor, None, None, None]:
         logits_NV, ids_NK, temperatures_N, others_N = ctx.saved_tensors
         if ctx.fused:
-            from shared.model import logits_kernel
+            from penstock.shared.model import logits_kernel
 
             zeros_N = torch.zeros_like(others_N)
             of_row = (ids_NK[:, 0].contiguous(), temperatures_N, others_N, zeros_N)

@@ -1,4 +1,4 @@
-"""Triton kernels for :mod:`shared.model.logits` only.
+"""Triton kernels for :mod:`penstock.shared.model.logits` only.
 
 A forward program handles a row, as one online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867), a backward program
 a block of a row::

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 LogitsType = Literal["model", "float32"]
 

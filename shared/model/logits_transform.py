@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 _CAPS = {
     "final_logit_softcapping": r"Gemma2|Gemma3ForCausalLM|Gemma3n|Gemma4|VaultGemma|NanoChat|MuseGlimmer",

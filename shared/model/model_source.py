@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.errors import SettingsError
-from shared.http.answer import NoHttpAnswer
-from shared.http.client import ask
-from shared.http.hub import bound_hub
+from penstock.shared.errors import SettingsError
+from penstock.shared.http.answer import NoHttpAnswer
+from penstock.shared.http.client import ask
+from penstock.shared.http.hub import bound_hub
 
 _HUB_TIMEOUT_S = 5.0
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")

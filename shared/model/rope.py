@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 _FIXED = frozenset(("default", "linear", "llama3", "yarn", "proportional", "mrope", "axial"))
 """Frequencies depend only on the config."""

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shared.bus.messages import Int32Array, Prompt
-from shared.errors import PermanentError, SettingsError
-from shared.model.model_source import check_tokenizer
-from shared.model.rendering import chat_template
-from shared.process.importing import importing
-from shared.reasoning import Reasoning
+from penstock.shared.bus.messages import Int32Array, Prompt
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.model.model_source import check_tokenizer
+from penstock.shared.model.rendering import chat_template
+from penstock.shared.process.importing import importing
+from penstock.shared.reasoning import Reasoning
 
 if TYPE_CHECKING:
-    from shared.settings import PolicySettings, SamplingSettings
-    from shared.settings.rewards.reward import RewardSettings
+    from penstock.shared.settings import PolicySettings, SamplingSettings
+    from penstock.shared.settings.rewards.reward import RewardSettings
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
 """Raised by transformers for missing files, no network (OSError), an unknown architecture, a bad name (ValueError),

@@ -6,7 +6,7 @@ import socket
 
 import psutil
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to refuse them, not bound here
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from shared.errors import PeerError
+from penstock.shared.errors import PeerError
 
 MAX_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")

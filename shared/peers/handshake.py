@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from shared.errors import PeerError
-from shared.peers import frames
+from penstock.shared.errors import PeerError
+from penstock.shared.peers import frames
 
 Secret = Callable[[], bytes]
 """Returns the run's current secret."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from prometheus_client import Gauge
 
-from shared.errors import SettingsError
-from shared.files import temporary
+from penstock.shared.errors import SettingsError
+from penstock.shared.files import temporary
 
 TRANSPORT = Gauge("penstock_nccl_transport", "1 for a transport of this process's NCCL connections.", ["transport"])
 _CONNECTION = re.compile(r"Channel \d+(?:/\d+)? : .* via (?P<way>P2P|SHM|NET)(?:/(?P<network>[\w .-]+?)(?:/|\(|$))?")
@@ -67,5 +67,5 @@ def require_rdma(transports: set[str]) -> None:
     if others:
         raise SettingsError(
             f"expected NCCL to use RDMA, because fabric.require is 'rdma', found {', '.join(sorted(others))}: check the RDMA devices "
-            "(rdma.resource) and the memlock limit of the pod with `python -m shared.preflight --rdma`, or set fabric.require to 'any'"
+            "(rdma.resource) and the memlock limit of the pod with `python -m penstock.shared.preflight --rdma`, or set fabric.require to 'any'"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from shared.peers.addresses import listen
+from penstock.shared.peers.addresses import listen
 
 
 def serve_store(host: str, port: int, setting: str, timeout: timedelta, **options: Any) -> TCPStore:

@@ -5,9 +5,9 @@
     coordinator   grants.DeviceGrants.run      grants requests, asks holders back at a rung
     trainer       turns.trainer_turns          rank 0's turns with all devices
     rollout       turns.replica_turns          a replica's turns with its devices
-    reward        lease.lease_of               the models' lease; ``services.reward.models.turns`` decides when they need it
+    reward        lease.lease_of               the models' lease; ``penstock.services.reward.models.turns`` decides when they need it
     up            devices.gpus_of              the GPUs that a process sees
 
-The settings are in ``shared.settings.placement``, the records in ``shared.bus.stores.replicas.device_leases``. Where
+The settings are in ``penstock.shared.settings.placement``, the records in ``penstock.shared.bus.stores.replicas.device_leases``. Where
 devices are not shared, every call returns at once.
 """

@@ -1,6 +1,6 @@
 """Which process uses which devices, by the settings."""
 
-from shared.settings import Settings
+from penstock.shared.settings import Settings
 
 
 def devices_of(settings: Settings, service: str, replica: str) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.device_leases import (
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.device_leases import (
     DeviceLook,
     DeviceRequest,
     Grant,
@@ -25,10 +25,10 @@ from shared.bus.stores.replicas.device_leases import (
     grant_devices,
     look_at_devices,
 )
-from shared.bus.stores.replicas.heartbeats import Heartbeat
-from shared.placement.devices import devices_of
-from shared.settings import Settings
-from shared.settings.placement import OPTIMIZER_RUNG, REPLICA_RUNG, RUNGS, USABLE_IN_TURNS
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.shared.placement.devices import devices_of
+from penstock.shared.settings import Settings
+from penstock.shared.settings.placement import OPTIMIZER_RUNG, REPLICA_RUNG, RUNGS, USABLE_IN_TURNS
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
-from shared.bus.bus import Bus
-from shared.bus.stores.replicas.device_leases import (
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.device_leases import (
     DeviceRequest,
     Phase,
     Renewal,
@@ -25,9 +25,9 @@ from shared.bus.stores.replicas.device_leases import (
     renew_devices,
     request_devices,
 )
-from shared.errors import BusUnavailable, Fenced, SettingsError
-from shared.placement.devices import devices_of
-from shared.process.service import Context
+from penstock.shared.errors import BusUnavailable, Fenced, SettingsError
+from penstock.shared.placement.devices import devices_of
+from penstock.shared.process.service import Context
 
 _LOOK_S = 0.03
 _LEAVE_S = 1.0

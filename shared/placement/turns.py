@@ -14,11 +14,11 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from shared.placement.lease import DeviceLease, lease_of, leased
-from shared.process.service import Context
-from shared.process.telemetry import Status
-from shared.settings import Settings
-from shared.settings.placement import REPLICA_RUNG, RUNGS
+from penstock.shared.placement.lease import DeviceLease, lease_of, leased
+from penstock.shared.process.service import Context
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
+from penstock.shared.settings.placement import REPLICA_RUNG, RUNGS
 
 
 class Replica(Protocol):

@@ -1,4 +1,4 @@
-"""``python -m shared.preflight``: the checks that are asked for; exit 1 if one fails.
+"""``python -m penstock.shared.preflight``: the checks that are asked for; exit 1 if one fails.
 
 Prints one sentence for each failure on stderr; with ``--json`` every finding, one a line, on stdout.
 """
@@ -9,14 +9,16 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from shared.preflight import cluster, node
-from shared.preflight.finding import Finding
-from shared.settings import load
+from penstock.shared.preflight import cluster, node
+from penstock.shared.preflight.finding import Finding
+from penstock.shared.settings import load
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(prog="python -m shared.preflight", description="Check a node or a pod before a run.")
+    made = argparse.ArgumentParser(
+        prog="python -m penstock.shared.preflight", description="Check a node or a pod before a run."
+    )
     made.add_argument("--gpu", action="store_true", help="an NVIDIA driver that fits the installed CUDA")
     made.add_argument("--rdma", action="store_true", help="RDMA devices, their library, and memory that may be locked")
     made.add_argument("--shm-mib", type=int, default=0, help="the least size of /dev/shm")

@@ -8,12 +8,12 @@ import threading
 import time
 from pathlib import Path
 
-from shared.bus.bus import Bus
-from shared.bus.messages import Event
-from shared.bus.streams import Stream
-from shared.errors import BusUnavailable, SettingsError
-from shared.preflight.finding import Finding, failed, passed
-from shared.settings.reading.published import check_public
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event
+from penstock.shared.bus.streams import Stream
+from penstock.shared.errors import BusUnavailable, SettingsError
+from penstock.shared.preflight.finding import Finding, failed, passed
+from penstock.shared.settings.reading.published import check_public
 
 SCRATCH = Stream("check", max_entries=10)
 _CLOCK_S = 5.0

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from shared.preflight.finding import Finding, failed, passed
+from penstock.shared.preflight.finding import Finding, failed, passed
 
 _IPC_LOCK = 14
 _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")

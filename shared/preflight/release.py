@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shared.errors import PenstockError
-from shared.preflight.finding import Finding, failed
+from penstock.shared.errors import PenstockError
+from penstock.shared.preflight.finding import Finding, failed
 
 Object = Mapping[str, Any]
 _TIMEOUT_S = 60.0
@@ -116,7 +116,7 @@ def _stuck(pod: Object, events: Sequence[Object]) -> Iterator[Finding]:
 def _asked(kubectl: Kubectl, name: str, words: Sequence[str]) -> list[Finding]:
     """Run checks in a pod; exit status 1 means that one failed."""
     lines = kubectl(
-        "exec", name, "--", "python", "-m", "shared.preflight", "--json", *words, accepted=(0, 1)
+        "exec", name, "--", "python", "-m", "penstock.shared.preflight", "--json", *words, accepted=(0, 1)
     ).splitlines()
     of_pod = [Finding(**json.loads(line)) for line in lines if line.startswith("{")]
     return [Finding(f"{finding.check} in {name}", finding.ok, finding.sentence) for finding in of_pod]

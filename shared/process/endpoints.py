@@ -18,10 +18,10 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Gauge, generate_latest
 
-from shared.bus.messages import Json
-from shared.errors import SettingsError
-from shared.peers.addresses import is_loopback
-from shared.peers.handshake import Newcomers
+from penstock.shared.bus.messages import Json
+from penstock.shared.errors import SettingsError
+from penstock.shared.peers.addresses import is_loopback
+from penstock.shared.peers.handshake import Newcomers
 
 log = logging.getLogger(__name__)
 

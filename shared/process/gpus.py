@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.settings import Settings
+from penstock.shared.settings import Settings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"nvidia(\d+)")

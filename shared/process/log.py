@@ -7,8 +7,8 @@ import logging
 import sys
 import time
 
-from shared.text.redaction import redacted
-from shared.text.terminal import cut, escaped, escaped_line
+from penstock.shared.text.redaction import redacted
+from penstock.shared.text.terminal import cut, escaped, escaped_line
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

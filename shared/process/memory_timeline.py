@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 from prometheus_client import Gauge
 
-from shared.bus.messages import MemoryReport, MemorySample
+from penstock.shared.bus.messages import MemoryReport, MemorySample
 
 if TYPE_CHECKING:
     import torch

@@ -26,24 +26,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shared.bus.bus import Bus
-from shared.bus.client import connection
-from shared.bus.messages import Json
-from shared.bus.stores.replicas.cordon import Cordon
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.bus.stores.run.owner import claim
-from shared.bus.stores.run.registry import registered_settings
-from shared.bus.worker import Patience
-from shared.errors import BusUnavailable, SettingsError
-from shared.process import event_loop, log
-from shared.process.endpoints import Endpoints
-from shared.process.gpus import held_gpus
-from shared.process.telemetry import Presence, Status
-from shared.settings import Settings, load, loads
-from shared.text.redaction import redacted
-from shared.text.terminal import cut, escaped, escaped_line
-from shared.traces import TRACES
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.client import connection
+from penstock.shared.bus.messages import Json
+from penstock.shared.bus.stores.replicas.cordon import Cordon
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.bus.stores.run.owner import claim
+from penstock.shared.bus.stores.run.registry import registered_settings
+from penstock.shared.bus.worker import Patience
+from penstock.shared.errors import BusUnavailable, SettingsError
+from penstock.shared.process import event_loop, log
+from penstock.shared.process.endpoints import Endpoints
+from penstock.shared.process.gpus import held_gpus
+from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.settings import Settings, load, loads
+from penstock.shared.text.redaction import redacted
+from penstock.shared.text.terminal import cut, escaped, escaped_line
+from penstock.shared.traces import TRACES
 
 INVALID_SETTINGS = 78
 """Exit code where the settings alone are wrong, which no restart and no other node changes (EX_CONFIG of sysexits.h)."""
@@ -82,7 +82,7 @@ class Context:
 def parse(service: str, arguments: Sequence[str]) -> tuple[Settings, str]:
     """Parse a command line into settings and the replica's name. Raises SettingsError: the settings are wrong."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m services.{service}",
+        prog=f"python -m penstock.services.{service}",
         description=f"Run one {service} replica of Penstock. Any setting can be given as a flag: --run.steps 10",
     )
     start = parser.add_mutually_exclusive_group(required=True)

@@ -12,14 +12,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import psutil
 from prometheus_client import Gauge
 
-from shared.bus.bus import Bus
-from shared.bus.messages import Event, Json, PolicyVersion
-from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure, beat_once, count_start, note_left, note_told
-from shared.bus.stores.run.functions import Change
-from shared.bus.streams import EVENTS, MEMORY
-from shared.process.memory_timeline import MemoryTimeline
-from shared.process.start_up import StartUp
-from shared.text.redaction import redacted
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event, Json, PolicyVersion
+from penstock.shared.bus.stores.replicas.heartbeats import (
+    Heartbeat,
+    PartFailure,
+    beat_once,
+    count_start,
+    note_left,
+    note_told,
+)
+from penstock.shared.bus.stores.run.functions import Change
+from penstock.shared.bus.streams import EVENTS, MEMORY
+from penstock.shared.process.memory_timeline import MemoryTimeline
+from penstock.shared.process.start_up import StartUp
+from penstock.shared.text.redaction import redacted
 
 log = logging.getLogger(__name__)
 

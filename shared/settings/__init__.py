@@ -22,9 +22,9 @@ What two services must agree on stands once. Loaded in ``__main__``, passed down
 environment.
 """
 
-from shared.settings.placement import check_shared_engine
-from shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
-from shared.settings.reading.loading import (
+from penstock.shared.settings.placement import check_shared_engine
+from penstock.shared.settings.policy import LoraSettings, PolicySettings, WeightsSettings
+from penstock.shared.settings.reading.loading import (
     ENVIRONMENT_PREFIX,
     SETTINGS_FILE,
     dump,
@@ -36,11 +36,11 @@ from shared.settings.reading.loading import (
     override,
     sources,
 )
-from shared.settings.rewards.reward import ExecutorSettings
-from shared.settings.rollout import RolloutSettings, SamplingSettings
-from shared.settings.root import Settings, check_plain_engine, check_reproducible
-from shared.settings.run import BusSettings, CoordinatorSettings, DataSettings
-from shared.settings.trainer import TrainerSettings
+from penstock.shared.settings.rewards.reward import ExecutorSettings
+from penstock.shared.settings.rollout import RolloutSettings, SamplingSettings
+from penstock.shared.settings.root import Settings, check_plain_engine, check_reproducible
+from penstock.shared.settings.run import BusSettings, CoordinatorSettings, DataSettings
+from penstock.shared.settings.trainer import TrainerSettings
 
 __all__ = [
     "ENVIRONMENT_PREFIX",

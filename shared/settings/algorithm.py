@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from shared.settings.section import Section, shown
+from penstock.shared.settings.section import Section, shown
 
 Preset = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "dapo", "gspo", "cispo", "ppo",

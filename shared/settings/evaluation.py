@@ -4,9 +4,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from shared.dataset_source import DatasetSource
-from shared.settings.rollout import LEAST_TEMPERATURE
-from shared.settings.section import Section
+from penstock.shared.dataset_source import DatasetSource
+from penstock.shared.settings.rollout import LEAST_TEMPERATURE
+from penstock.shared.settings.section import Section
 
 ONLY_SET = "heldout"
 """The name of the set when evaluation.path is one path."""

@@ -1,10 +1,10 @@
-"""The ``[guards]`` table: which guards pause the run, and at which thresholds (``services.coordinator.run.guards``)."""
+"""The ``[guards]`` table: which guards pause the run, and at which thresholds (``penstock.services.coordinator.run.guards``)."""
 
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from shared.settings.section import Section
+from penstock.shared.settings.section import Section
 
 Action = Literal["off", "tell", "pause"]
 Share = Annotated[float, Field(ge=0, le=1)]

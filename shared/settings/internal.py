@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shared.settings.section import Section
+from penstock.shared.settings.section import Section
 
 
 class InternalSettings(Section):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from shared.settings.section import Section, shown
+from penstock.shared.settings.section import Section, shown
 
 if TYPE_CHECKING:
-    from shared.settings.root import Settings
+    from penstock.shared.settings.root import Settings
 
 RUNGS = (0, 1, 2, 3, 4)
 """Rungs of the ladder."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from shared.settings.section import Section
+from penstock.shared.settings.section import Section
 
 
 class LoraSettings(Section):

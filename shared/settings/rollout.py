@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from shared.settings.section import Section
+from penstock.shared.settings.section import Section
 
 MOST_KEPT = 256
 """Most tokens that a truncated distribution keeps at a position, besides ties with the last: their ids travel."""

@@ -10,18 +10,18 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from shared.errors import SettingsError
-from shared.expression import Expression
-from shared.settings.algorithm import AlgorithmSettings
-from shared.settings.evaluation import EvaluationSettings
-from shared.settings.guards import GuardsSettings
-from shared.settings.internal import InternalSettings
-from shared.settings.placement import PlacementSettings, check_placement
-from shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
-from shared.settings.rewards.models import ModelWork
-from shared.settings.rewards.reward import RewardSettings
-from shared.settings.rollout import RolloutSettings, SamplingSettings
-from shared.settings.run import (
+from penstock.shared.errors import SettingsError
+from penstock.shared.expression import Expression
+from penstock.shared.settings.algorithm import AlgorithmSettings
+from penstock.shared.settings.evaluation import EvaluationSettings
+from penstock.shared.settings.guards import GuardsSettings
+from penstock.shared.settings.internal import InternalSettings
+from penstock.shared.settings.placement import PlacementSettings, check_placement
+from penstock.shared.settings.policy import FabricSettings, PolicySettings, WeightsSettings
+from penstock.shared.settings.rewards.models import ModelWork
+from penstock.shared.settings.rewards.reward import RewardSettings
+from penstock.shared.settings.rollout import RolloutSettings, SamplingSettings
+from penstock.shared.settings.run import (
     BusSettings,
     CoordinatorSettings,
     DataSettings,
@@ -29,8 +29,8 @@ from shared.settings.run import (
     TelemetrySettings,
     TrackingSettings,
 )
-from shared.settings.section import Section, shown
-from shared.settings.trainer import TrainerSettings
+from penstock.shared.settings.section import Section, shown
+from penstock.shared.settings.trainer import TrainerSettings
 
 _TOP_BYTES = 8
 """Of a token id and its logprob."""

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from shared.dataset_source import DatasetSource
-from shared.errors import SettingsError
-from shared.expression import Condition
-from shared.settings.section import Section
+from penstock.shared.dataset_source import DatasetSource
+from penstock.shared.errors import SettingsError
+from penstock.shared.expression import Condition
+from penstock.shared.settings.section import Section
 
 _OWN_ARGUMENTS = frozenset(
     [

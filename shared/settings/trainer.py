@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.settings.section import Section, shown
+from penstock.shared.settings.section import Section, shown
 
 DEEPSPEED_KEYS = {
     "train_batch_size": "algorithm.groups_per_step",

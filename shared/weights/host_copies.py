@@ -14,9 +14,9 @@ from collections.abc import Iterable
 
 import torch
 
-from shared.errors import SettingsError
-from shared.process import memory_timeline
-from shared.weights.stream_order import Lane, Point
+from penstock.shared.errors import SettingsError
+from penstock.shared.process import memory_timeline
+from penstock.shared.weights.stream_order import Lane, Point
 
 _CHUNK_BYTES = 256 << 20
 """Torch rounds pinned allocations up to powers of two."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from shared.errors import WeightsError
+from penstock.shared.errors import WeightsError
 
 T = TypeVar("T")
 Interrupt = Callable[[], None]

@@ -11,7 +11,7 @@ import torch
 from benchmarks import learning_task
 from benchmarks.learning_task import HELD_OUT, OFTEN, TASKS, careless, kept, problems, settings, trl_arguments
 from examples.arithmetic.make import build_tokenizer, encode
-from shared.settings.root import Settings
+from penstock.shared.settings.root import Settings
 
 
 def test_the_examples_in_its_docstrings_hold() -> None:

@@ -11,8 +11,8 @@ from benchmarks import splits, whole_run
 from benchmarks.pipeline_work import PROMPT_TOKENS
 from benchmarks.plan_rates import BAR, Configuration, rows_of
 from benchmarks.splits import WORKS, compared
-from services.plan.workload import Lengths
-from shared.settings import loads
+from penstock.services.plan.workload import Lengths
+from penstock.shared.settings import loads
 
 
 def row(name: str, of: Configuration, samples_per_s: float) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 
 import yaml
 
-from shared.bus.bus import Bus
-from shared.bus.messages import Event
-from shared.bus.streams import EVENTS
-from shared.files.durable import write_whole
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event
+from penstock.shared.bus.streams import EVENTS
+from penstock.shared.files.durable import write_whole
 from tests.chaos.hurried import hurried
 from tests.chaos.run import Run
 from tests.conftest import PATIENCE_S

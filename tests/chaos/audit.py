@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, PolicyUpdate
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.streams import AUDIT, JOURNAL, POLICY, TRAINING_STREAMS
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, PolicyUpdate
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.streams import AUDIT, JOURNAL, POLICY, TRAINING_STREAMS
 from tests.support.raw_redis import raw
 
 

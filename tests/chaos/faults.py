@@ -26,13 +26,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.cordon import Word, tell_replica
-from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
-from shared.bus.streams import EXPERIENCE
-from shared.files.durable import write_whole
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.cordon import Word, tell_replica
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
+from penstock.shared.bus.streams import EXPERIENCE
+from penstock.shared.files.durable import write_whole
 from tests.chaos.alarms import Alarms
 from tests.chaos.run import ROOT, RUN_ID, Run, TcpServer, answers, is_in, running
 from tests.chaos.spoiled_scorer import VARIABLE

@@ -19,14 +19,14 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import StepReport
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.streams import Stream
-from shared.errors import MessageError
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import StepReport
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.streams import Stream
+from penstock.shared.errors import MessageError
 from tests.chaos.run import Run, left_behind, running
 from tests.support import builders
 from tests.support.raw_redis import raw

@@ -23,18 +23,18 @@ from typing import Any
 
 import httpx
 
-from services.coordinator.records.report import records
-from shared.bus import streams
-from shared.bus.bus import Bus, Delivery
-from shared.bus.encoding import wire
-from shared.bus.messages import Event, Experience, StepReport
-from shared.bus.stores.policy.evaluations import evaluated as versions_evaluated
-from shared.bus.stores.policy.evaluations import under_way
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.policy.rollback import OVER, current_rollback
-from shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once
-from shared.errors import Fenced
-from shared.settings import dump
+from penstock.services.coordinator.records.report import records
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event, Experience, StepReport
+from penstock.shared.bus.stores.policy.evaluations import evaluated as versions_evaluated
+from penstock.shared.bus.stores.policy.evaluations import under_way
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.rollback import OVER, current_rollback
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once
+from penstock.shared.errors import Fenced
+from penstock.shared.settings import dump
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import TcpServer, answers
 from tests.support import forge, trackers
@@ -135,7 +135,7 @@ class Coordinators:
     def start(self, name: str, service: str = "coordinator") -> None:
         words = ["--config", self._folder / "run.toml", "--replica", name]
         with (self._folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = forge.start(f"services.{service}", words, log)
+            self.processes[name] = forge.start(f"penstock.services.{service}", words, log)
 
     async def leader(self) -> str:
         name = ""

@@ -20,14 +20,14 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.commits import read_commits
-from shared.bus.bus import Bus
-from shared.bus.client import connection
-from shared.bus.client.server import Server
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.streams import AUDIT
-from shared.errors import BusUnavailable
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.commits import read_commits
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.client import connection
+from penstock.shared.bus.client.server import Server
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.streams import AUDIT
+from penstock.shared.errors import BusUnavailable
 from tests.chaos.run import RUN_ID, Run, TcpServer, answers, running
 from tests.conftest import PATIENCE_S, free_port, need, until
 from tests.support.raw_redis import raw

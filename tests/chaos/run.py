@@ -23,10 +23,10 @@ from typing import Any
 
 import httpx
 
-from services.client.coordinator import TOKEN_FILE, read_token
-from shared.bus import embedded
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.services.client.coordinator import TOKEN_FILE, read_token
+from penstock.shared.bus import embedded
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.support import forge
 from tests.support.fault_proxy import FaultProxy
 from tests.support.forge import Started
@@ -104,7 +104,7 @@ class Run:
         self._forked = forked
         words = [command, config, *(["--prometheus"] if prometheus else []), *(f"--{n}={v}" for n, v in values.items())]
         with self._output.open("w") as output:
-            self.process = forge.start("services.cli", words, output, forked=forked)
+            self.process = forge.start("penstock.services.cli", words, output, forked=forked)
 
     def table(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
@@ -135,7 +135,7 @@ class Run:
     def join(self, service: str, name: str, *flags: str) -> None:
         words = ["--config", self.folder / "settings.toml", "--replica", name, *flags]
         with (self.folder / "logs" / f"{name}.log").open("ab") as log:
-            self._by_hand[name] = forge.start(f"services.{service}", words, log, forked=self._forked)
+            self._by_hand[name] = forge.start(f"penstock.services.{service}", words, log, forked=self._forked)
 
     async def left(self, name: str) -> int:
         """Return the exit code of a process started by hand."""

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from shared.bus.messages import FinishReason, Prompt, Sample
+from penstock.shared.bus.messages import FinishReason, Prompt, Sample
 
 VARIABLE = "SPOILED_BY"
 HUGE = 3e38

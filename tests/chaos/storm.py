@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import ENDED, Ledger
-from shared.bus.stores.policy.policies import PolicyState
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import ENDED, Ledger
+from penstock.shared.bus.stores.policy.policies import PolicyState
 from tests.chaos.audit import Watcher, audit_groups, audit_versions, reward_means
 from tests.chaos.run import Run, TcpServer, answers, harmed
 from tests.chaos.switches import HOLDERS, SHARED, hang, kill

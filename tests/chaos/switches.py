@@ -4,9 +4,9 @@ import os
 import signal
 from collections.abc import Mapping
 
-from shared.bus.bus import Bus
-from shared.bus.keys import RUN
-from shared.bus.stores.replicas.device_leases import DEVICE, Grant, Phase, look_at_devices
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import RUN
+from penstock.shared.bus.stores.replicas.device_leases import DEVICE, Grant, Phase, look_at_devices
 from tests.chaos.run import Run
 from tests.support.raw_redis import raw
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.local_store import Checkpoint
-from shared.bus.bus import Bus
-from shared.bus.messages import Event
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.streams import EVENTS
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.streams import EVENTS
 from tests.chaos.rewinds import failovers, returns
 from tests.chaos.run import TcpServer, answers, harmed
 from tests.conftest import PATIENCE_S, need, until

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from shared.bus.stores.policy.ledger import RunState
+from penstock.shared.bus.stores.policy.ledger import RunState
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.faults import (
     DISK_KIB,

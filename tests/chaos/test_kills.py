@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from services.tracking.follower import Follower, finish
-from services.tracking.sink_client import SinkClient
-from services.tracking.sinks.sink import TrackedRun
-from shared.bus.bus import Bus
-from shared.bus.messages import Event
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.streams import EVENTS
+from penstock.services.tracking.follower import Follower, finish
+from penstock.services.tracking.sink_client import SinkClient
+from penstock.services.tracking.sinks.sink import TrackedRun
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running
 from tests.conftest import PATIENCE_S

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus.streams import EVENTS
+from penstock.shared.bus.streams import EVENTS
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import left_behind, running
 from tests.chaos.switches import HOLDERS, SHARED, hang, kill
@@ -93,7 +93,7 @@ async def test_models_that_die_or_hang_in_a_turn_and_others_that_die_meanwhile_l
 HANGING = """
     import ctypes, pathlib
     from transformers import Qwen2ForSequenceClassification
-    from services.reward.models import call_watch
+    from penstock.services.reward.models import call_watch
 
     call_watch.LEAST_S = 10.0
     ASKED = pathlib.Path({asked!r})

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.run.leader_lease import TTL_S
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.services.coordinator.run.leader_lease import TTL_S
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, harmed
 from tests.conftest import PATIENCE_S, until

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.run import monitor
-from services.trainer.checkpoint.uploader import in_thread
-from services.trainer.rank0 import retention
-from services.trainer.rank0.retention import Retention
-from services.up import run as up_run
-from services.up import supervisor
-from services.up.display import watch
-from shared.bus.bus import Bus
-from shared.bus.messages import Event
-from shared.bus.stores.replicas.heartbeats import MISSED_HEARTBEATS
-from shared.bus.streams import EVENTS
-from shared.settings.internal import InternalSettings
+from penstock.services.coordinator.run import monitor
+from penstock.services.trainer.checkpoint.uploader import in_thread
+from penstock.services.trainer.rank0 import retention
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.services.up import run as up_run
+from penstock.services.up import supervisor
+from penstock.services.up.display import watch
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event
+from penstock.shared.bus.stores.replicas.heartbeats import MISSED_HEARTBEATS
+from penstock.shared.bus.streams import EVENTS
+from penstock.shared.settings.internal import InternalSettings
 from tests.chaos.run import running
 from tests.conftest import until
 from tests.support.coordinator_players import settings

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import calibrate
-from services.cli.__main__ import main
-from services.cli.plan import make, settings_of
-from services.plan.hardware import Calibration, parse_cluster, read_calibration
-from shared.errors import SettingsError
+from penstock.services.cli import calibrate
+from penstock.services.cli.__main__ import main
+from penstock.services.cli.plan import make, settings_of
+from penstock.services.plan.hardware import Calibration, parse_cluster, read_calibration
+from penstock.shared.errors import SettingsError
 from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def test_every_rate_of_a_cpu_is_measured(tmp_path: Path) -> None:
     words = ["calibrate", "config/arithmetic.toml", *flags, "--to", str(file), "--seconds", "0.1"]
     # in a process of its own, as DeepSpeed keeps the process group that it saw first
     done = subprocess.run(
-        [sys.executable, "-m", "services.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "penstock.services.cli", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     measured = read_calibration(file)

@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 
 from penstock.__main__ import command_line
-from services.cli import settings_help
-from services.cli.__main__ import main
-from services.client.coordinator import find
-from services.client.views import RunView
-from services.up.display import view
-from services.up.prepare import prepare
-from services.up.supervisor import Ending
-from shared.errors import PenstockError
+from penstock.services.cli import settings_help
+from penstock.services.cli.__main__ import main
+from penstock.services.client.coordinator import find
+from penstock.services.client.views import RunView
+from penstock.services.up.display import view
+from penstock.services.up.prepare import prepare
+from penstock.services.up.supervisor import Ending
+from penstock.shared.errors import PenstockError
 from tests.support.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def coordinator() -> Iterator[Coordinator]:
 
 def penstock(*words: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.cli", *words],
+        [sys.executable, "-m", "penstock.services.cli", *words],
         capture_output=True,
         text=True,
         timeout=180,
@@ -305,7 +305,9 @@ def test_a_section_or_a_name_is_explained(name: str, keys: list[str]) -> None:
 
 def test_the_reference_page_is_the_settings_own() -> None:
     page = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
-    assert page == settings_help.markdown(), "run python -m services.cli.settings_help docs/reference/settings.md"
+    assert page == settings_help.markdown(), (
+        "run python -m penstock.services.cli.settings_help docs/reference/settings.md"
+    )
 
 
 def test_help_names_the_commands_and_shows_examples() -> None:
@@ -357,9 +359,9 @@ def test_a_run_that_is_refused_once_started_names_the_command_that_started_it(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepared = SimpleNamespace(folder=tmp_path)
-    monkeypatch.setattr("services.up.prepare.prepare", lambda *_, **__: prepared)
-    monkeypatch.setattr("services.cli.supervised.prepared", lambda *_: prepared)
-    monkeypatch.setattr("services.up.run.go", lambda *_: Ending(2, "the data are refused"))
+    monkeypatch.setattr("penstock.services.up.prepare.prepare", lambda *_, **__: prepared)
+    monkeypatch.setattr("penstock.services.cli.supervised.prepared", lambda *_: prepared)
+    monkeypatch.setattr("penstock.services.up.run.go", lambda *_: Ending(2, "the data are refused"))
     assert main([command, "run.toml"]) == 2
     assert capsys.readouterr().err == f"logs: {tmp_path / 'logs'}\npenstock {command}: the data are refused\n"
 
@@ -569,10 +571,10 @@ def test_an_interrupt_while_the_command_is_imported_ends_it_without_a_traceback(
 ) -> None:
     class Interrupted:
         def find_spec(self, name: str, *_: object) -> None:
-            if name == "services.cli.__main__":
+            if name == "penstock.services.cli.__main__":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "services.cli.__main__")
+    monkeypatch.delitem(sys.modules, "penstock.services.cli.__main__")
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     with pytest.raises(SystemExit) as ended:
         command_line()

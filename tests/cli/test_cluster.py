@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.cluster.commands import without_secrets
-from services.cli.cluster.upgrade import Upgrade, compared
+from penstock.services.cli.cluster.commands import without_secrets
+from penstock.services.cli.cluster.upgrade import Upgrade, compared
 from tests.cli.test_cli import ROOT, Coordinator, coordinator, penstock
 from tests.support import cluster_programs
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from services.cli.__main__ import main
-from shared.errors import PenstockError
-from shared.preflight import node
-from shared.preflight.finding import failed
-from shared.preflight.release import Kubectl
+from penstock.services.cli.__main__ import main
+from penstock.shared.errors import PenstockError
+from penstock.shared.preflight import node
+from penstock.shared.preflight.finding import failed
+from penstock.shared.preflight.release import Kubectl
 from tests.conftest import PATIENCE_S, Server
 from tests.support.chart import ROOT
 
@@ -59,7 +59,16 @@ def doctor(
     program = folder / "kubectl"
     program.write_text(KUBECTL.format(python=sys.executable, config=str(config), runs=str(folder / "runs")))
     program.chmod(0o755)
-    command = [sys.executable, "-m", "services.cli", "doctor", "--cluster", "my-run", "--namespace", "research"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.services.cli",
+        "doctor",
+        "--cluster",
+        "my-run",
+        "--namespace",
+        "research",
+    ]
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "COLUMNS": "400"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     return done.returncode, done.stdout + done.stderr

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import main
-from services.cli.new_run import toml
-from services.cli.settings_help import COMMON
-from shared.settings import Settings, load, loads
+from penstock.services.cli.__main__ import main
+from penstock.services.cli.new_run import toml
+from penstock.services.cli.settings_help import COMMON
+from penstock.shared.settings import Settings, load, loads
 
 SCORERS = '[{kind = "trl", functions = ["rewards:right"]}]'
 FLAGS = ("--policy.model", "models/m", "--run.steps=7", f"--reward.scorers={SCORERS}", "--policy.lora.rank", "8")

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from shared.bus.bus import Bus
-from shared.bus.client import server
-from shared.bus.keys import RUN
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.device_leases import (
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.client import server
+from penstock.shared.bus.keys import RUN
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.device_leases import (
     DEVICE,
     DeviceLook,
     DeviceRequest,
@@ -18,14 +18,14 @@ from shared.bus.stores.replicas.device_leases import (
     grant_devices,
     look_at_devices,
 )
-from shared.bus.stores.replicas.heartbeats import Heartbeat
-from shared.errors import Fenced
-from shared.placement import grants as device_grants
-from shared.placement.grants import Decision, DeviceGrants, decide, lowest_rung
-from shared.placement.lease import DeviceLease, leased
-from shared.placement.turns import TrainerTurns
-from shared.process.telemetry import Status
-from shared.settings import loads
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.shared.errors import Fenced
+from penstock.shared.placement import grants as device_grants
+from penstock.shared.placement.grants import Decision, DeviceGrants, decide, lowest_rung
+from penstock.shared.placement.lease import DeviceLease, leased
+from penstock.shared.placement.turns import TrainerTurns
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import loads
 from tests.support.raw_redis import raw
 
 DEVICES = 2

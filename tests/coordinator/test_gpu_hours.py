@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.records import summary
-from services.coordinator.run.gpu_hours import GpuHours
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.heartbeats import Heartbeat
-from shared.bus.stores.replicas.live_settings import Live
-from shared.process.gpus import held_gpus
-from shared.settings import Settings, loads
+from penstock.services.coordinator.records import summary
+from penstock.services.coordinator.run.gpu_hours import GpuHours
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.process.gpus import held_gpus
+from penstock.shared.settings import Settings, loads
 
 LONG_AGO_S = 1_000_000.0
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from services.coordinator.run import guards
-from services.coordinator.service import Coordinator, fitting_guards
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Event, PolicyVersion, Prompt, RolloutGroup, StepReport
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.heartbeats import PartFailure, heartbeats
-from shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
-from shared.process.telemetry import WEIGHTS_PROBE, Presence, Status
-from shared.settings import Settings
-from shared.settings.guards import GUARDS, GuardsSettings
+from penstock.services.coordinator.run import guards
+from penstock.services.coordinator.service import Coordinator, fitting_guards
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event, PolicyVersion, Prompt, RolloutGroup, StepReport
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.heartbeats import PartFailure, heartbeats
+from penstock.shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
+from penstock.shared.process.telemetry import WEIGHTS_PROBE, Presence, Status
+from penstock.shared.settings import Settings
+from penstock.shared.settings.guards import GUARDS, GuardsSettings
 from tests.conftest import until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings

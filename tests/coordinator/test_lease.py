@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from services.coordinator.run.leader_lease import Lease
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.services.coordinator.run.leader_lease import Lease
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.run.lifecycle import create, drain, note_state, noted_state
-from services.coordinator.service import Coordinator
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import Event, Experience, PolicyVersion, Prompt
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.process.telemetry import Presence, Status
+from penstock.services.coordinator.run.lifecycle import create, drain, note_state, noted_state
+from penstock.services.coordinator.service import Coordinator
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event, Experience, PolicyVersion, Prompt
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings

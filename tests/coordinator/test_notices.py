@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.client.views import Notice, RunView
-from services.coordinator.evaluation.results import Evaluation
-from services.coordinator.run.monitor import Monitor, is_replaced
-from services.coordinator.run.notices import compose, notice, silent
-from services.coordinator.schemas.run import GuardView
-from services.up.display import view
-from services.up.display.screen import PlainDisplay
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import RunState, RunStatus, read_status
-from shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, PartFailure, beat_once, note_left
-from shared.bus.stores.replicas.live_settings import Live
-from shared.process.telemetry import Status
+from penstock.services.client.views import Notice, RunView
+from penstock.services.coordinator.evaluation.results import Evaluation
+from penstock.services.coordinator.run.monitor import Monitor, is_replaced
+from penstock.services.coordinator.run.notices import compose, notice, silent
+from penstock.services.coordinator.schemas.run import GuardView
+from penstock.services.up.display import view
+from penstock.services.up.display.screen import PlainDisplay
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import RunState, RunStatus, read_status
+from penstock.shared.bus.stores.replicas.heartbeats import SERVICE, Heartbeat, PartFailure, beat_once, note_left
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.process.telemetry import Status
 from tests.support.coordinator_players import settings
 from tests.support.raw_redis import raw
 

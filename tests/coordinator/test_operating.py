@@ -10,24 +10,24 @@ from typing import Any
 import httpx
 import pytest
 
-from services.coordinator.api.app import make_app
-from services.coordinator.schemas.resources import LiveChanges, LiveValues
-from services.coordinator.service import Coordinator
-from services.reward.service import make_scoring
-from services.rollout.engines.scripted import ScriptedEngine
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.manifests import CheckpointState
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Event, Experience, PolicyVersion, Prompt
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.cordon import Cordon, Word, tell_replica
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.replicas.live_settings import CHANGEABLE, LIVE, Live
-from shared.bus.worker import Patience, Worker
-from shared.process.telemetry import Presence, Status
-from shared.settings import Settings
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.schemas.resources import LiveChanges, LiveValues
+from penstock.services.coordinator.service import Coordinator
+from penstock.services.reward.service import make_scoring
+from penstock.services.rollout.engines.scripted import ScriptedEngine
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event, Experience, PolicyVersion, Prompt
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.cordon import Cordon, Word, tell_replica
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.replicas.live_settings import CHANGEABLE, LIVE, Live
+from penstock.shared.bus.worker import Patience, Worker
+from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, generating, make, replicas, running, settings
@@ -290,7 +290,7 @@ async def test_a_drained_replica_leaves_with_exit_code_0(
         f'[run]\nid = "{bus.run_id}"\n[bus]\nurl = "{server.url}"\ndrain_s = 1\n[internal]\nheartbeat_s = 0.5\n'
         '[[reward.scorers]]\nkind = "random"\n'
     )
-    command = [sys.executable, "-m", "services.reward", "--config", str(config), "--replica", "reward-9"]
+    command = [sys.executable, "-m", "penstock.services.reward", "--config", str(config), "--replica", "reward-9"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         answers: list[httpx.Response] = []
@@ -414,7 +414,7 @@ async def test_a_registered_run_is_found_by_services_that_start_from_the_bus(
     assert taken.status_code == 409
     listed = (await http.get("/v1/runs", params={"limit": 500})).json()["items"]
     assert {run_id, bus.run_id} <= {run["run_id"] for run in listed}
-    program = "import sys; from shared.process.service import parse; s, _ = parse('reward', sys.argv[1:]); print(s.run.steps, s.bus.url)"
+    program = "import sys; from penstock.shared.process.service import parse; s, _ = parse('reward', sys.argv[1:]); print(s.run.steps, s.bus.url)"
     command = [sys.executable, "-c", program, "--from-bus", server.url, "--run-id", run_id]
     shown = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True)
     assert (shown.stdout, shown.returncode) == (f"7 {server.url}\n", 0), shown.stderr

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.records.summary import training_seconds
-from services.coordinator.run.lifecycle import create, note_state
-from services.coordinator.run.monitor import eta_s
-from services.coordinator.run.run_clock import RunClock
-from shared.bus.bus import Bus
-from shared.bus.keys import RUN
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once, count_start, note_told
+from penstock.services.coordinator.records.summary import training_seconds
+from penstock.services.coordinator.run.lifecycle import create, note_state
+from penstock.services.coordinator.run.monitor import eta_s
+from penstock.services.coordinator.run.run_clock import RunClock
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import RUN
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once, count_start, note_told
 from tests.coordinator.records.test_recorder import STATUS
 from tests.support.raw_redis import empty
 

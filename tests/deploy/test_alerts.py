@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.settings.guards import GUARDS
+from penstock.shared.settings.guards import GUARDS
 from tests.chaos import hurried
 from tests.conftest import PATIENCE_S, need
 

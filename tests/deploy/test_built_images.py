@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.process.service import INVALID_SETTINGS
+from penstock.shared.process.service import INVALID_SETTINGS
 from tests.conftest import PATIENCE_S
 from tests.support.chart import ROOT, TRACKED, Json, render, template_of, values
 
@@ -135,9 +135,9 @@ def test_a_built_image_runs_without_root_rights_or_a_writable_root(root: tuple[s
 def test_a_built_image_starts_its_service(root: tuple[str, Path], tmp_path: Path) -> None:
     role, place = root
     words = {
-        "executor": ["services.reward.executor", "--config", "missing.toml"],
-        "pod": ["services.cli", "up", "missing.toml"],
-    }.get(role, [f"services.{role}", "--config", "missing.toml"])
+        "executor": ["penstock.services.reward.executor", "--config", "missing.toml"],
+        "pod": ["penstock.services.cli", "up", "missing.toml"],
+    }.get(role, [f"penstock.services.{role}", "--config", "missing.toml"])
     done = contained(role, place, ["python", "-m", *words], tmp_path)
     assert done.returncode == (2 if role in ("pod", "executor") else INVALID_SETTINGS), done.stderr
     assert done.stderr.strip().endswith("no settings file at missing.toml: check the path after the command")
@@ -149,7 +149,7 @@ def test_a_run_trains_in_the_pods_image(tmp_path: Path) -> None:
     container = buildah("from", "--pull-never", "localhost/penstock-pod")
     flags = ["--run.folder=/tmp/runs", "--run.id=image", "--run.steps=5", "--evaluation.problems=8"]
     try:
-        words = ["python", "-m", "services.cli", "up", "config/arithmetic.toml", *flags]
+        words = ["python", "-m", "penstock.services.cli", "up", "config/arithmetic.toml", *flags]
         done = contained("pod", Path(buildah("mount", container)), words, tmp_path, EXAMPLES)
     finally:
         buildah("umount", container)
@@ -167,8 +167,8 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 print(torch.version.cuda, torch.cuda.nccl.version(), torch.cuda.is_available())
 """
-TRAINER = ["deepspeed", "services.trainer.__main__", "services.trainer.training"]
-ROLLOUT = ["vllm", "services.rollout.__main__", "services.rollout.engines.vllm.engine"]
+TRAINER = ["deepspeed", "penstock.services.trainer.__main__", "penstock.services.trainer.training"]
+ROLLOUT = ["vllm", "penstock.services.rollout.__main__", "penstock.services.rollout.engines.vllm.engine"]
 
 
 @pytest.mark.timeout(900)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.settings import load
+from penstock.shared.settings import load
 from tests.conftest import need, need_module
 from tests.support.chart import (
     ALL_CRDS,
@@ -519,7 +519,7 @@ def test_the_files_of_a_pod_are_read_only_and_only_a_coordinator_that_may_scale_
 
 def test_a_pod_may_take_longer_to_end_than_its_service_to_drain() -> None:
     release = render(values(bus={"drainSeconds": 45}))
-    leave_s = 10  # as shared.process.service, after bus.drain_s
+    leave_s = 10  # as penstock.shared.process.service, after bus.drain_s
     for role in ("coordinator", "rollout", "reward", "trainer"):
         spec = template_of(release.workload(role))["spec"]
         (container,) = spec["containers"]

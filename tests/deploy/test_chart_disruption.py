@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shared.process.service import INVALID_SETTINGS
+from penstock.shared.process.service import INVALID_SETTINGS
 from tests.support.chart import ALL_CRDS, GPU, Json, Release, jobs_of, render, template_of, values
 from tests.support.job_controllers import JobSet, created
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.streams import PROMPTS, ROLLOUTS
-from shared.weights.format.snapshot import write_snapshot
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion, Prompt, RolloutGroup, Sampling
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.streams import PROMPTS, ROLLOUTS
+from penstock.shared.weights.format.snapshot import write_snapshot
 from tests.conftest import need_module, until
 from tests.rollout.test_service import announce_at, put
 from tests.support import builders

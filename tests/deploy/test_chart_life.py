@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.run.release import KubernetesScale, Release
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.services.coordinator.run.release import KubernetesScale, Release
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
 from tests.support import chart
 from tests.support.chart import (
     ALL_CRDS,

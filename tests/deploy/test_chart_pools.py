@@ -125,7 +125,7 @@ def test_models_are_downloaded_by_one_job_and_awaited_by_those_who_read_them() -
     release = render(values(models=MODELS, modelCache={"tokenSecret": "hub"}))
     (job,) = release.of("Job")
     (downloading,) = template_of(job)["spec"]["containers"]
-    fetch = ["python", "-m", "shared.model.fetch"]
+    fetch = ["python", "-m", "penstock.shared.model.fetch"]
     assert downloading["command"] == [*fetch, "--into", "/var/penstock/models", *MODELS[:2]]
     assert environment(downloading)["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
     for role, pod in release.pods():
@@ -212,7 +212,7 @@ def test_a_pod_with_gpus_checks_its_node_first_as_the_service_would_find_it() ->
         assert len(checks) == int(gpus)
         for check in checks:
             rdma = ["--rdma"] if role == "trainer" else []
-            assert check["command"] == ["python", "-m", "shared.preflight", "--gpu", *rdma]
+            assert check["command"] == ["python", "-m", "penstock.shared.preflight", "--gpu", *rdma]
             for key in ("image", "resources", "securityContext"):
                 assert check[key] == container[key]
     trainer = environment(template_of(release.workload("trainer"))["spec"]["containers"][0])

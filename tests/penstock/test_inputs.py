@@ -11,11 +11,11 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import penstock
-from services.reward.scorers.function.trl_call import load_object
-from services.reward.scorers.function.trl_scorer import TrlFunctions
-from services.up.run_folder import private_files
-from shared.settings import Settings, loads
-from shared.settings.rewards.scorers import TrlScorer
+from penstock.services.reward.scorers.function.trl_call import load_object
+from penstock.services.reward.scorers.function.trl_scorer import TrlFunctions
+from penstock.services.up.run_folder import private_files
+from penstock.shared.settings import Settings, loads
+from penstock.shared.settings.rewards.scorers import TrlScorer
 from tests.support import builders
 
 POLICY = Path(__file__).parents[2] / "examples" / "arithmetic" / "policy"

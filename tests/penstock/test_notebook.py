@@ -1,5 +1,6 @@
 """The wheel has one importable name, does without extras what it can, and the example notebook runs with it."""
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -18,11 +19,10 @@ import typer
 from nbclient import NotebookClient
 
 from penstock import Run
-from services.cli.__main__ import app
+from penstock.services.cli.__main__ import app
 from tests.conftest import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-_BARE = re.compile(r"^\s*(from|import) (services|shared)\b|[\"'](services|shared)\.[a-z{]", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in ("penstock", "services", "shared"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     words = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", str(folder), str(source)]
     built = subprocess.run([sys.executable, "-m", "pip", "wheel", *words], capture_output=True, text=True)
@@ -43,15 +44,27 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
-def test_a_wheel_has_one_importable_name_and_every_module_imports_by_it(wheel: Path) -> None:
+def test_a_wheel_has_the_tree_s_files_byte_by_byte(wheel: Path) -> None:
     assert sorted(path.name.split("-")[0] for path in wheel.iterdir()) == ["penstock", "penstock"]
     (top,) = wheel.glob("*.dist-info/top_level.txt")
     assert top.read_text().split() == ["penstock"]
-    modules = list(wheel.rglob("*.py"))
-    assert len(modules) == sum(len(list((ROOT / name).rglob("*.py"))) for name in ("penstock", "services", "shared"))
-    assert [path for path in modules if _BARE.search(path.read_text(encoding="utf-8"))] == []
-    for name in ("services/coordinator/api/page/index.html", "shared/bus/scripts/admit.lua", "shared/py.typed"):
-        assert (wheel / "penstock" / name).is_file()
+    shipped = {
+        str(path.relative_to(wheel)): path.read_bytes() for path in (wheel / "penstock").rglob("*") if path.is_file()
+    }
+    listed = subprocess.run(
+        ["git", "ls-files", "penstock", "services", "shared"], cwd=ROOT, capture_output=True, text=True
+    )
+    names = [name for name in listed.stdout.split() if not (ROOT / name).is_symlink()]
+    assert shipped == {f"penstock/{name.removeprefix('penstock/')}": (ROOT / name).read_bytes() for name in names}
+    assert {"penstock/services/coordinator/api/page/index.html", "penstock/shared/bus/scripts/admit.lua"} <= set(
+        shipped
+    )
+
+
+@pytest.mark.parametrize("name", ["services", "shared"])
+def test_a_folder_is_not_imported_by_a_second_name(name: str) -> None:
+    with pytest.raises(ImportError, match=f"import penstock.{name}"):
+        importlib.import_module(name)
 
 
 WORDS = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import penstock
-from shared.settings import dump, load
+from penstock.shared.settings import dump, load
 from tests.support.http_server import served
 
 ROOT = Path(__file__).parents[2]

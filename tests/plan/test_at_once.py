@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from services.cli.__main__ import main
-from services.cli.plan import corrections, layout_of, make, preferences, settings_of
-from services.plan import certain
-from services.plan.files import chart_values, run_values
-from services.plan.hardware import GIB, parse_cluster
-from services.plan.layouts import Candidate, Planner
-from services.plan.measured import Corrections, measured
-from services.plan.memory import peak, total
-from services.plan.rates import decode_seconds
-from services.plan.report import text as report_of
-from services.plan.workload import Lengths, Workload, workload_of
-from services.rollout.engines.vllm.several.plan import Demand, Memory
-from services.up.display.summary import text
-from services.up.run import time_slices
-from shared.errors import SettingsError
-from shared.settings import Settings, load, loads
+from penstock.services.cli.__main__ import main
+from penstock.services.cli.plan import corrections, layout_of, make, preferences, settings_of
+from penstock.services.plan import certain
+from penstock.services.plan.files import chart_values, run_values
+from penstock.services.plan.hardware import GIB, parse_cluster
+from penstock.services.plan.layouts import Candidate, Planner
+from penstock.services.plan.measured import Corrections, measured
+from penstock.services.plan.memory import peak, total
+from penstock.services.plan.rates import decode_seconds
+from penstock.services.plan.report import text as report_of
+from penstock.services.plan.workload import Lengths, Workload, workload_of
+from penstock.services.rollout.engines.vllm.several.plan import Demand, Memory
+from penstock.services.up.display.summary import text
+from penstock.services.up.run import time_slices
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, load, loads
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "2026-11-23-one-gpu-h200.json").read_text())

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.plan_sweep import sweep
-from services.cli.plan import make, settings_of
-from services.plan.hardware import GIB, GPUS, Cluster
-from services.plan.layouts import Planner, Preferences
-from services.plan.memory import TrainerOptions, peak, total, trainer_table
-from services.plan.shapes import Shape, from_config
-from services.plan.workload import Lengths, ScoringModel, Workload
+from penstock.services.cli.plan import make, settings_of
+from penstock.services.plan.hardware import GIB, GPUS, Cluster
+from penstock.services.plan.layouts import Planner, Preferences
+from penstock.services.plan.memory import TrainerOptions, peak, total, trainer_table
+from penstock.services.plan.shapes import Shape, from_config
+from penstock.services.plan.workload import Lengths, ScoringModel, Workload
 
 
 @st.composite

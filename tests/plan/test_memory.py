@@ -10,13 +10,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.plan_memory import recompared
-from services.plan import memory
-from services.plan.hardware import GIB, parse_cluster
-from services.plan.memory import EngineOptions, TrainerOptions, engine_memory, peak, total, trainer_table
-from services.plan.shapes import from_config, shape_of
-from services.plan.workload import Lengths, Workload
-from services.trainer.model import optimizer
-from shared.errors import SettingsError
+from penstock.services.plan import memory
+from penstock.services.plan.hardware import GIB, parse_cluster
+from penstock.services.plan.memory import EngineOptions, TrainerOptions, engine_memory, peak, total, trainer_table
+from penstock.services.plan.shapes import from_config, shape_of
+from penstock.services.plan.workload import Lengths, Workload
+from penstock.services.trainer.model import optimizer
+from penstock.shared.errors import SettingsError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

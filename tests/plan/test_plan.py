@@ -14,24 +14,24 @@ import pytest
 import tomli_w
 from rich.console import Console
 
-from services.cli.__main__ import main
-from services.cli.plan import corrections, layout_of, make, preferences, settings_of, with_outputs
-from services.client.views import RunView
-from services.coordinator.policies.relay_tree import FAN_OUT, sources
-from services.plan import certain, picture, report
-from services.plan.files import run_values
-from services.plan.hardware import parse_cluster
-from services.plan.layouts import GpuLayout, Placement, Planner
-from services.plan.measured import measured
-from services.plan.memory import peak
-from services.plan.rates import transfer_seconds
-from services.plan.workload import Lengths, workload_of
-from services.up import disk_space
-from services.up.disk_space import checkpoint_notice
-from services.up.display import view
-from services.up.display.summary import text as closing
-from shared.errors import SettingsError
-from shared.settings import Settings, load, loads
+from penstock.services.cli.__main__ import main
+from penstock.services.cli.plan import corrections, layout_of, make, preferences, settings_of, with_outputs
+from penstock.services.client.views import RunView
+from penstock.services.coordinator.policies.relay_tree import FAN_OUT, sources
+from penstock.services.plan import certain, picture, report
+from penstock.services.plan.files import run_values
+from penstock.services.plan.hardware import parse_cluster
+from penstock.services.plan.layouts import GpuLayout, Placement, Planner
+from penstock.services.plan.measured import measured
+from penstock.services.plan.memory import peak
+from penstock.services.plan.rates import transfer_seconds
+from penstock.services.plan.workload import Lengths, workload_of
+from penstock.services.up import disk_space
+from penstock.services.up.disk_space import checkpoint_notice
+from penstock.services.up.display import view
+from penstock.services.up.display.summary import text as closing
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, load, loads
 from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ H200 = 140.4 * 2**30
 def test_the_examples_of_the_page_are_what_the_command_prints() -> None:
     page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
     assert page.count("$ penstock plan --model") == 3
-    assert with_outputs(page) == page, "run python -m services.cli.plan docs/plan.md"
+    assert with_outputs(page) == page, "run python -m penstock.services.cli.plan docs/plan.md"
 
 
 def test_what_is_shown_fits() -> None:
@@ -94,7 +94,7 @@ def test_the_page_shows_a_models_name_as_text() -> None:
 
 def test_planning_imports_no_model_library() -> None:
     code = (
-        "import sys; from services.cli.__main__ import main; main(['plan', '--model', '7b', '--gpus', '2xH200']);"
+        "import sys; from penstock.services.cli.__main__ import main; main(['plan', '--model', '7b', '--gpus', '2xH200']);"
         "sys.exit(sorted({'torch', 'transformers', 'redis', 'numpy'} & set(sys.modules)) != [])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

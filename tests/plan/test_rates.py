@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from benchmarks import plan_rates
 from benchmarks.plan_rates import CALIBRATING, CONFIGURATIONS, compared, rows_of
-from services.cli.plan import corrections, layout_of, make, preferences, settings_of
-from services.plan import rates, report
-from services.plan.files import run_values
-from services.plan.hardware import GIB, parse_cluster
-from services.plan.layouts import Planner
-from services.plan.measured import Corrections, measured, steady, under_mps
-from services.plan.memory import TrainerOptions, peak
-from services.plan.rates import decode_seconds, train_seconds
-from services.plan.workload import Lengths, Workload, workload_of
-from services.trainer.model.memory import whole_layers
-from shared.errors import SettingsError
-from shared.settings import Settings, loads
+from penstock.services.cli.plan import corrections, layout_of, make, preferences, settings_of
+from penstock.services.plan import rates, report
+from penstock.services.plan.files import run_values
+from penstock.services.plan.hardware import GIB, parse_cluster
+from penstock.services.plan.layouts import Planner
+from penstock.services.plan.measured import Corrections, measured, steady, under_mps
+from penstock.services.plan.memory import TrainerOptions, peak
+from penstock.services.plan.rates import decode_seconds, train_seconds
+from penstock.services.plan.workload import Lengths, Workload, workload_of
+from penstock.services.trainer.model.memory import whole_layers
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, loads
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DOCS = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from services.cli.plan import make
-from services.plan.files import chart_values, run_values, write
-from services.plan.memory import peak, scoring_memory, total
-from services.plan.report import Plan, text
-from services.plan.shapes import SHAPES
-from shared.settings import Settings, loads
+from penstock.services.cli.plan import make
+from penstock.services.plan.files import chart_values, run_values, write
+from penstock.services.plan.memory import peak, scoring_memory, total
+from penstock.services.plan.report import Plan, text
+from penstock.services.plan.shapes import SHAPES
+from penstock.shared.settings import Settings, loads
 
 SCORER = '[[reward.scorers]]\nkind = "model"\nname = "quality"\nmodel = "{}"\n'
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.plan.rates import Rates
-from services.plan.shapes import shape_of
-from services.plan.simulation import Side, SimulatedFigures, simulate
-from services.plan.workload import Lengths, Workload
+from penstock.services.plan.rates import Rates
+from penstock.services.plan.shapes import shape_of
+from penstock.services.plan.simulation import Side, SimulatedFigures, simulate
+from penstock.services.plan.workload import Lengths, Workload
 
 TWO = Side(2, 4)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.reward.executor import client, executor, zygote_process
-from services.reward.subprocess_pool import pool
+from penstock.services.reward.executor import client, executor, zygote_process
+from penstock.services.reward.subprocess_pool import pool
 from tests.conftest import PATIENCE_S
 
 

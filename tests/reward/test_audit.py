@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.records.recorder import rollout_line
-from services.reward.audit import suites, texts
-from services.reward.scoring import Scoring
-from services.reward.service import make_scoring
-from shared.process.telemetry import Status
-from shared.settings import Settings, dumps
+from penstock.services.coordinator.records.recorder import rollout_line
+from penstock.services.reward.audit import suites, texts
+from penstock.services.reward.scoring import Scoring
+from penstock.services.reward.service import make_scoring
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings, dumps
 from tests.support import builders
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ async def record(run: Settings, groups: Sequence[tuple[str, str, tuple[str, ...]
 
 def audit(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     """Return exit code, report and standard error of the command."""
-    command = [sys.executable, "-m", "services.cli", "audit-rewards", str(folder), "--json", *flags]
+    command = [sys.executable, "-m", "penstock.services.cli", "audit-rewards", str(folder), "--json", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_audited_is_exit_code_2_and_one_sentence(tmp_path: Path) 
 async def test_nothing_that_a_model_wrote_moves_the_cursor(tmp_path: Path) -> None:
     hostile = "\x1b[2J\u202e\x1b]0;owned\x07 \\boxed{12+34}"
     folder = await record(settings(tmp_path, LENIENT), [("12+34=", "46", (hostile, "no"))])
-    command = [sys.executable, "-m", "services.cli", "audit-rewards", str(folder)]
+    command = [sys.executable, "-m", "penstock.services.cli", "audit-rewards", str(folder)]
     wide = {**os.environ, "COLUMNS": "400"}
     done = subprocess.run(command, cwd=ROOT, env=wide, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 1

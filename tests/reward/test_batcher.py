@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from services.reward.models import batcher as batcher_module
-from services.reward.models.batcher import Batcher, NoRoom, cut
-from services.reward.normalisation import Normaliser
-from shared.bus.bus import Bus
-from shared.bus.messages import Prompt, Purpose
-from shared.errors import StateLost
-from shared.settings.rewards.models import ModelsSettings
+from penstock.services.reward.models import batcher as batcher_module
+from penstock.services.reward.models.batcher import Batcher, NoRoom, cut
+from penstock.services.reward.normalisation import Normaliser
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Prompt, Purpose
+from penstock.shared.errors import StateLost
+from penstock.shared.settings.rewards.models import ModelsSettings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.raw_redis import raw

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.errors import PermanentError, SettingsError
-from shared.expression import Expression
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.expression import Expression
 
 NAMES = ["answer", "format"]
 

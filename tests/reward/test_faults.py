@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from services.reward.scorers.answer.scorer import COMMAND
-from services.reward.scoring import Scoring
-from services.reward.service import make_scoring
-from services.reward.subprocess_pool import pool
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, RolloutGroup
-from shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
-from shared.bus.worker import Patience, Worker
-from shared.errors import StateLost
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.services.reward.scorers.answer.scorer import COMMAND
+from penstock.services.reward.scoring import Scoring
+from penstock.services.reward.service import make_scoring
+from penstock.services.reward.subprocess_pool import pool
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, RolloutGroup
+from penstock.shared.bus.streams import AUDIT, EXPERIENCE, ROLLOUTS
+from penstock.shared.bus.worker import Patience, Worker
+from penstock.shared.errors import StateLost
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders, reward_models
 from tests.support.children import children

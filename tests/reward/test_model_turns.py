@@ -15,34 +15,34 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward import reference
-from services.reward.failures import Failures
-from services.reward.models import backlog, call_watch
-from services.reward.models.backlog import Flight, is_due
-from services.reward.models.batcher import Batcher, NoRoom
-from services.reward.models.call_watch import CallWatch
-from services.reward.models.placement import Placed
-from services.reward.models.turns import ModelTurns
-from services.reward.scorers import reward_model
-from services.reward.scorers.reward_model import RewardModel
-from services.reward.scoring import Scoring
-from services.reward.service import make_scoring
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import RUN
-from shared.bus.messages import Purpose, RolloutGroup
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.device_leases import Phase, look_at_devices, request_devices
-from shared.bus.streams import EXPERIENCE, ROLLOUTS
-from shared.errors import Fenced, StateLost
-from shared.expression import Expression
-from shared.placement import grants as device_grants
-from shared.placement.grants import DeviceGrants
-from shared.placement.lease import DeviceLease, leased
-from shared.process.telemetry import Status
-from shared.settings import Settings, loads
-from shared.settings.algorithm import AlgorithmSettings
-from shared.settings.rewards.models import ModelsSettings
+from penstock.services.reward import reference
+from penstock.services.reward.failures import Failures
+from penstock.services.reward.models import backlog, call_watch
+from penstock.services.reward.models.backlog import Flight, is_due
+from penstock.services.reward.models.batcher import Batcher, NoRoom
+from penstock.services.reward.models.call_watch import CallWatch
+from penstock.services.reward.models.placement import Placed
+from penstock.services.reward.models.turns import ModelTurns
+from penstock.services.reward.scorers import reward_model
+from penstock.services.reward.scorers.reward_model import RewardModel
+from penstock.services.reward.scoring import Scoring
+from penstock.services.reward.service import make_scoring
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import RUN
+from penstock.shared.bus.messages import Purpose, RolloutGroup
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.device_leases import Phase, look_at_devices, request_devices
+from penstock.shared.bus.streams import EXPERIENCE, ROLLOUTS
+from penstock.shared.errors import Fenced, StateLost
+from penstock.shared.expression import Expression
+from penstock.shared.placement import grants as device_grants
+from penstock.shared.placement.grants import DeviceGrants
+from penstock.shared.placement.lease import DeviceLease, leased
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings, loads
+from penstock.shared.settings.algorithm import AlgorithmSettings
+from penstock.shared.settings.rewards.models import ModelsSettings
 from tests.conftest import PATIENCE_S, until
 from tests.reward.test_batcher import Item, Notes
 from tests.support import builders, reward_models, tiny

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from services.reward.models import frozen_policy
-from services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
-from services.reward.service import make_scoring
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.model.policy import Policy, load_reference
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Prompt, Purpose, RolloutGroup
-from shared.errors import SettingsError, TemporaryError
-from shared.process.telemetry import Status
-from shared.settings import Settings, load
+from penstock.services.reward.models import frozen_policy
+from penstock.services.reward.models.frozen_policy import FrozenPolicy, TokenSequence
+from penstock.services.reward.service import make_scoring
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.policy import Policy, load_reference
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, Prompt, Purpose, RolloutGroup
+from penstock.shared.errors import SettingsError, TemporaryError
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings, load
 from tests.support import builders, tiny
 from tests.support.tolerance import FORWARD
 

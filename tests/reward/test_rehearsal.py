@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from services.reward import rehearsal, service
-from services.reward.failures import Failures
-from services.reward.scorers.function.trl_scorer import TrlFunctions
-from services.reward.scorers.scorer import Scorer, unavailable, valued
-from services.reward.scoring import Scoring
-from shared.bus.bus import Bus
-from shared.bus.messages import Event, Prompt, RolloutGroup, Score, ScoreStatus
-from shared.bus.stores.experience.rehearsal import offer
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.streams import EVENTS, ROLLOUTS
-from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.expression import Expression
-from shared.process.telemetry import Presence, Status
-from shared.settings import Settings
-from shared.settings.rewards.scorers import AnswerScorer, CodeScorer, JudgeScorer, PythonScorer, TrlScorer
-from shared.settings.rewards.scorers import Scorer as ScorerSettings
+from penstock.services.reward import rehearsal, service
+from penstock.services.reward.failures import Failures
+from penstock.services.reward.scorers.function.trl_scorer import TrlFunctions
+from penstock.services.reward.scorers.scorer import Scorer, unavailable, valued
+from penstock.services.reward.scoring import Scoring
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event, Prompt, RolloutGroup, Score, ScoreStatus
+from penstock.shared.bus.stores.experience.rehearsal import offer
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.streams import EVENTS, ROLLOUTS
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.expression import Expression
+from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.scorers import AnswerScorer, CodeScorer, JudgeScorer, PythonScorer, TrlScorer
+from penstock.shared.settings.rewards.scorers import Scorer as ScorerSettings
 from tests.conftest import Server, until
 from tests.support import builders
 from tests.support.raw_redis import raw

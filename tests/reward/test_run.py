@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from shared.bus import embedded
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.streams import AUDIT, TRAINING_STREAMS
+from penstock.shared.bus import embedded
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.streams import AUDIT, TRAINING_STREAMS
 from tests.conftest import PATIENCE_S
 from tests.support import builders, forge, reward_models
 from tests.support.raw_redis import raw

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from services.reward.models.self_test import choose_alone
-from shared.bus.messages import Float32Array
-from shared.errors import SettingsError
+from penstock.services.reward.models.self_test import choose_alone
+from penstock.shared.bus.messages import Float32Array
+from penstock.shared.errors import SettingsError
 
 
 def values(inputs: Sequence[float]) -> list[Float32Array]:

@@ -15,24 +15,24 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from services.reward.scorers.scorer import Scorer, unavailable, valued
-from services.reward.scoring import Scoring
-from services.reward.service import make_scoring, work
-from shared.backoff import Backoff
-from shared.bus.bus import Bus, Delivery
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Purpose, RolloutGroup, Score, ScoreStatus
-from shared.bus.stores.replicas.cordon import Cordon
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.bus.streams import EVAL_RESULTS, EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS, Stream
-from shared.bus.worker import Patience, Worker
-from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.expression import Expression
-from shared.process.service import INVALID_SETTINGS, Context
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.services.reward.scorers.scorer import Scorer, unavailable, valued
+from penstock.services.reward.scoring import Scoring
+from penstock.services.reward.service import make_scoring, work
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, Purpose, RolloutGroup, Score, ScoreStatus
+from penstock.shared.bus.stores.replicas.cordon import Cordon
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.bus.streams import EVAL_RESULTS, EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS, Stream
+from penstock.shared.bus.worker import Patience, Worker
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.expression import Expression
+from penstock.shared.process.service import INVALID_SETTINGS, Context
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders
 from tests.support.raw_redis import raw
@@ -306,7 +306,16 @@ def test_a_format_without_rules_is_a_sentence() -> None:
 
 
 def _start(config: Path, flags: Sequence[str] = ()) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "services.reward", "--config", str(config), "--replica", "reward-0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.services.reward",
+        "--config",
+        str(config),
+        "--replica",
+        "reward-0",
+        *flags,
+    ]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -357,7 +366,7 @@ async def test_a_wrong_expression_stops_the_start_with_one_sentence_and_the_code
 
 
 def test_the_service_loads_neither_a_model_library_nor_a_web_framework() -> None:
-    script = "import sys, services.reward.service; print(*sys.modules)"
+    script = "import sys, penstock.services.reward.service; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     heavy = {"torch", "transformers", "fastapi", "sympy", "math_verify", "deepspeed"}
     assert heavy.isdisjoint(loaded.stdout.split())

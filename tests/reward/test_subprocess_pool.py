@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.reward.scorers.answer.scorer import COMMAND
-from services.reward.subprocess_pool import pool as processes
-from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
-from shared.errors import TemporaryError
+from penstock.services.reward.scorers.answer.scorer import COMMAND
+from penstock.services.reward.subprocess_pool import pool as processes
+from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
+from penstock.shared.errors import TemporaryError
 from tests.conftest import PATIENCE_S, until
 
 PROGRAM = """
@@ -140,7 +140,7 @@ async def test_a_process_inherits_no_secret(tmp_path: Path, monkeypatch: pytest.
 
 COMPUTING = """
 import os, sys
-from services.reward.subprocess_pool import child
+from penstock.services.reward.subprocess_pool import child
 def answer(question):
     while question["do"] == "compute": pass
     if question["do"] == "die": os._exit(3)

@@ -15,18 +15,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from services.reward import endpoint as endpoints
-from services.reward.models import frozen_policy
-from services.reward.models.reading import Reading, check
-from services.reward.service import make_scoring
-from services.reward.teachers import EndpointTeacher, taught
-from services.trainer.model.policy import load_reference
-from shared.backoff import Backoff
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Purpose, RolloutGroup
-from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.services.reward import endpoint as endpoints
+from penstock.services.reward.models import frozen_policy
+from penstock.services.reward.models.reading import Reading, check
+from penstock.services.reward.service import make_scoring
+from penstock.services.reward.teachers import EndpointTeacher, taught
+from penstock.services.trainer.model.policy import load_reference
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, Purpose, RolloutGroup
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.conftest import free_port, until
 from tests.reward.scorers.test_judge import Endpoint, Reply, sequence, serving
 from tests.reward.test_reference import TEMPERATURE, group, trainers_own
@@ -399,7 +399,7 @@ async def test_an_answer_that_is_larger_than_that_of_its_tokens_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """6 tokens with 3 × 128 bytes each, beside the bytes that any answer may have."""
-    monkeypatch.setattr("services.reward.teachers.LARGEST_BYTES", 1000)
+    monkeypatch.setattr("penstock.services.reward.teachers.LARGEST_BYTES", 1000)
     folder, made = tiny.save(tmp_path), builders.group(0, ("46",))
     rows = [{**entries(t9=-1.0), str(i): {"logprob": -2.0}} for i in range(3)]
     good = prompt_logprobs([None, None, None, *rows])

@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import RUN
-from shared.bus.messages import Prompt, RolloutGroup
-from shared.bus.stores.replicas.device_leases import ask_back, grant_devices, look_at_devices
-from shared.bus.streams import PROMPTS, ROLLOUTS
-from shared.bus.worker import Patience, Worker
-from shared.placement.lease import DeviceLease
-from shared.placement.turns import ReplicaTurns
-from shared.process.telemetry import Status
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import RUN
+from penstock.shared.bus.messages import Prompt, RolloutGroup
+from penstock.shared.bus.stores.replicas.device_leases import ask_back, grant_devices, look_at_devices
+from penstock.shared.bus.streams import PROMPTS, ROLLOUTS
+from penstock.shared.bus.worker import Patience, Worker
+from penstock.shared.placement.lease import DeviceLease
+from penstock.shared.placement.turns import ReplicaTurns
+from penstock.shared.process.telemetry import Status
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.raw_redis import raw

@@ -13,17 +13,17 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
-from services.rollout.engines.engine import EngineDied, GenerationRequest, SwapReport
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.follower import Follower
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import Event, PolicyRecord, PolicyUpdate, PolicyVersion, Probe, Sampling
-from shared.errors import WeightsError
-from shared.process.telemetry import Presence, Status
-from shared.weights.receiver.puller import Puller
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.engine import EngineDied, GenerationRequest, SwapReport
+from penstock.services.rollout.engines.scripted import ScriptedEngine
+from penstock.services.rollout.engines.transformers.engine import TransformersEngine
+from penstock.services.rollout.follower import Follower
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event, PolicyRecord, PolicyUpdate, PolicyVersion, Probe, Sampling
+from penstock.shared.errors import WeightsError
+from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.transport.offer import Offer
 from tests.conftest import PATIENCE_S, until
 from tests.support import tiny, weights
 from tests.support.raw_redis import raw

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from services.rollout.probe_check import Finding, judge
-from services.trainer.rank0 import probe
-from services.trainer.rank0.probe import Prober
-from shared.bus.messages import Int32Array, Probe
-from shared.settings import loads
+from penstock.services.rollout.probe_check import Finding, judge
+from penstock.services.trainer.rank0 import probe
+from penstock.services.trainer.rank0.probe import Prober
+from penstock.shared.bus.messages import Int32Array, Probe
+from penstock.shared.settings import loads
 from tests.support import model_zoo
 from tests.support.model_configurations import VOCABULARY
 from tests.support.probed import FAULTS, ProbedTrainer, groups_of, moved, plant, scored

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout import questions
-from services.rollout.engines.scripted import ScriptedEngine
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import ChatMessage, Prompt, Purpose, RolloutGroup
-from shared.bus.stores.replicas.questions import Questions, ask, new_id
-from shared.errors import PermanentError
-from shared.process.telemetry import Status
+from penstock.services.rollout import questions
+from penstock.services.rollout.engines.scripted import ScriptedEngine
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import ChatMessage, Prompt, Purpose, RolloutGroup
+from penstock.shared.bus.stores.replicas.questions import Questions, ask, new_id
+from penstock.shared.errors import PermanentError
+from penstock.shared.process.telemetry import Status
 from tests.conftest import PATIENCE_S, until
 from tests.rollout.test_service import Serving, announce, rollout
 from tests.support import builders, weights

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest
-from services.rollout.engines.prompts import CharacterCodec
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.eval_priority import Precedence
-from services.rollout.follower import Follower
-from services.rollout.plausibility import Plausibility
-from services.rollout.service import Rate, Rollout, seed_of, seeds_of
-from shared.bus import streams
-from shared.bus.bus import Bus, Delivery
-from shared.bus.encoding import wire
-from shared.bus.messages import (
+from penstock.services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest
+from penstock.services.rollout.engines.prompts import CharacterCodec
+from penstock.services.rollout.engines.scripted import ScriptedEngine
+from penstock.services.rollout.eval_priority import Precedence
+from penstock.services.rollout.follower import Follower
+from penstock.services.rollout.plausibility import Plausibility
+from penstock.services.rollout.service import Rate, Rollout, seed_of, seeds_of
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import (
     Event,
     FinishReason,
     GroupId,
@@ -38,16 +38,16 @@ from shared.bus.messages import (
     RolloutGroup,
     Sampling,
 )
-from shared.bus.stores.policy.evaluations import Holding
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.streams import Stream
-from shared.errors import NotHere, PermanentError
-from shared.process.telemetry import Status
-from shared.settings import Settings
-from shared.weights.format.snapshot import write_snapshot
-from shared.weights.receiver.puller import Puller
+from penstock.shared.bus.stores.policy.evaluations import Holding
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.streams import Stream
+from penstock.shared.errors import NotHere, PermanentError
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
+from penstock.shared.weights.format.snapshot import write_snapshot
+from penstock.shared.weights.receiver.puller import Puller
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders, replicas, tiny, weights
 from tests.support.raw_redis import raw
@@ -365,7 +365,7 @@ async def start(folder: Path, server: Server, run_id: str, settings: str) -> asy
     config = folder / "run.toml"
     config.write_text(f'[run]\nid = "{run_id}"\n[bus]\nurl = "{server.url}"\n{settings}')
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.rollout", "--config", str(config), "--replica", "rollout-0",
+        sys.executable, "-m", "penstock.services.rollout", "--config", str(config), "--replica", "rollout-0",
         stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )  # fmt: skip
 

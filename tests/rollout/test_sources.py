@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.policies.relay_tree import addresses, sources
-from services.rollout.sources import PullAttempt, attempts, holders
-from shared.bus.encoding import wire
-from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
-from shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.services.coordinator.policies.relay_tree import addresses, sources
+from penstock.services.rollout.sources import PullAttempt, attempts, holders
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
 
 TRAINER = "trainer:1"
 

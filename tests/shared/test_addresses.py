@@ -7,9 +7,9 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from shared.errors import SettingsError
-from shared.peers.addresses import listen, rendezvous_address, use_interfaces
-from shared.peers.tcp_store import connect_store, serve_store
+from penstock.shared.errors import SettingsError
+from penstock.shared.peers.addresses import listen, rendezvous_address, use_interfaces
+from penstock.shared.peers.tcp_store import connect_store, serve_store
 from tests.conftest import PATIENCE_S
 from tests.support.listeners import listeners
 

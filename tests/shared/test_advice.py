@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from shared.advice import advice
+from penstock.shared.advice import advice
 
 
 @pytest.mark.parametrize(

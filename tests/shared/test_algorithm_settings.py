@@ -5,9 +5,9 @@ from typing import Any, get_args
 
 import pytest
 
-from shared.errors import SettingsError
-from shared.settings import Settings, dump, load
-from shared.settings.algorithm import PRESETS, AlgorithmSettings, Preset
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, dump, load
+from penstock.shared.settings.algorithm import PRESETS, AlgorithmSettings, Preset
 
 
 def algorithm(**values: Any) -> AlgorithmSettings:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.reward.models.frozen_policy import FrozenPolicy
-from services.rollout.engines.transformers.loading import open_model
-from services.trainer.model.policy import load_model, load_trunk
-from shared.errors import SettingsError
-from shared.settings import PolicySettings, Settings
+from penstock.services.reward.models.frozen_policy import FrozenPolicy
+from penstock.services.rollout.engines.transformers.loading import open_model
+from penstock.services.trainer.model.policy import load_model, load_trunk
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import PolicySettings, Settings
 from tests.support import tiny
 
 Tensors = dict[str, torch.Tensor]

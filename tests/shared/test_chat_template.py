@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.model.rendering import chat_template
-from shared.model.rendering.chat_template import TemplateEndless, TemplateFailed, render
+from penstock.shared.model.rendering import chat_template
+from penstock.shared.model.rendering.chat_template import TemplateEndless, TemplateFailed, render
 
 TURNS = [{"role": "user", "content": "12+34="}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shared.process.children import kill_group, reap
+from penstock.shared.process.children import kill_group, reap
 from tests.conftest import PATIENCE_S, until
 
 _PARENT = """

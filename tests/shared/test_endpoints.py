@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.process.endpoints import MAX_CONNECTIONS, Endpoints, admits
+from penstock.shared.process.endpoints import MAX_CONNECTIONS, Endpoints, admits
 from tests.conftest import PATIENCE_S, until
 
 

@@ -5,8 +5,8 @@ import time
 
 from prometheus_client import REGISTRY
 
-from services.reward.scorers.turns import Turns
-from shared.process import event_loop
+from penstock.services.reward.scorers.turns import Turns
+from penstock.shared.process import event_loop
 from tests.conftest import until
 
 

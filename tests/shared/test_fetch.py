@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import SettingsError
-from shared.model import fetch
+from penstock.shared.errors import SettingsError
+from penstock.shared.model import fetch
 from tests.conftest import PATIENCE_S
 from tests.support.chart import ROOT
 from tests.support.hub_server import COMMIT, hub
@@ -23,7 +23,7 @@ def test_a_hub_name_is_found_offline_after_one_download(tmp_path: Path) -> None:
     source = f"hf://team/model@{COMMIT}"
     with hub("team/model", FILES, asked, kind="models") as url:
         environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "shared.model.fetch", "--into", str(tmp_path / "models"), source]
+        command = [sys.executable, "-m", "penstock.shared.model.fetch", "--into", str(tmp_path / "models"), source]
         for _ in range(2):
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S

@@ -10,9 +10,9 @@ from email.utils import formatdate
 
 import pytest
 
-from shared.http.answer import LONGEST_RETRY_S, Answer, NoHttpAnswer
-from shared.http.client import HttpClient, ask
-from shared.http.hub import bound_hub
+from penstock.shared.http.answer import LONGEST_RETRY_S, Answer, NoHttpAnswer
+from penstock.shared.http.client import HttpClient, ask
+from penstock.shared.http.hub import bound_hub
 from tests.conftest import PATIENCE_S
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -161,8 +161,8 @@ def test_the_text_of_an_error_is_short_and_without_the_key() -> None:
 MEMORY = """
 import asyncio, sys
 from pathlib import Path
-from shared.http.client import HttpClient
-from shared.http.answer import NoHttpAnswer
+from penstock.shared.http.client import HttpClient
+from penstock.shared.http.answer import NoHttpAnswer
 def peak_kib():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 async def main():

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from shared import inputs
-from shared.errors import SettingsError
-from shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
-from shared.settings import Settings
+from penstock.shared import inputs
+from penstock.shared.errors import SettingsError
+from penstock.shared.inputs import INPUTS, Inputs, read_inputs, settle_inputs
+from penstock.shared.settings import Settings
 from tests.support.model_folders import write_model, write_safetensors
 
 ROWS = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n'

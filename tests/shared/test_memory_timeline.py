@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shared.process.memory_timeline import Held, MemoryTimeline, host_bytes, sample
+from penstock.shared.process.memory_timeline import Held, MemoryTimeline, host_bytes, sample
 
 PLACE = ("host GPU-1", 100.0)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from shared.errors import SettingsError
-from shared.peers import nccl_transport
+from penstock.shared.errors import SettingsError
+from penstock.shared.peers import nccl_transport
 
 SOCKETS = """
 node-2:919:1150 [0] NCCL INFO NET/IB : No device found.
@@ -43,7 +43,7 @@ def test_sockets_are_refused_where_rdma_is_required_and_what_stays_within_a_mach
         nccl_transport.require_rdma(nccl_transport.chosen(SOCKETS.splitlines()))
     assert str(refused.value) == (
         "expected NCCL to use RDMA, because fabric.require is 'rdma', found socket: check the RDMA devices (rdma.resource) and the memlock "
-        "limit of the pod with `python -m shared.preflight --rdma`, or set fabric.require to 'any'"
+        "limit of the pod with `python -m penstock.shared.preflight --rdma`, or set fabric.require to 'any'"
     )
 
 

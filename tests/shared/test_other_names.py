@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.settings_help import entries
-from shared.errors import SettingsError
-from shared.settings import loads
-from shared.settings.reading.other_names import OTHER_NAMES
+from penstock.services.cli.settings_help import entries
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import loads
+from penstock.shared.settings.reading.other_names import OTHER_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-trl.md"
 ROWS = re.findall(r"^\| (`.+?) \| (`.+?) \|", PAGE.read_text(), re.MULTILINE)

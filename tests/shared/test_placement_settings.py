@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from services.up.plan import services
-from shared.errors import SettingsError
-from shared.placement.devices import devices_of
-from shared.settings import loads
+from penstock.services.up.plan import services
+from penstock.shared.errors import SettingsError
+from penstock.shared.placement.devices import devices_of
+from penstock.shared.settings import loads
 
 SHARED = 'placement.mode = "shared"\nrollout.engine = "transformers"\n'
 VLLM = 'placement.mode = "shared"\nrollout.engine = "vllm"\n'

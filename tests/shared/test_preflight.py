@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from services.up.prepare import _check_bus
-from shared.errors import SettingsError
-from shared.preflight import cluster, node
-from shared.preflight.finding import Finding
+from penstock.services.up.prepare import _check_bus
+from penstock.shared.errors import SettingsError
+from penstock.shared.preflight import cluster, node
+from penstock.shared.preflight.finding import Finding
 from tests.chaos.rewinds import told
 from tests.chaos.run import TcpServer, answers
 from tests.conftest import PATIENCE_S, Server, need, until
@@ -34,8 +34,8 @@ def library(folder: Path, version: int, status: int = 0) -> str:
 
 
 def sentence(*words: str, inside: tuple[str, ...] = ()) -> str:
-    """Return what ``python -m shared.preflight`` prints; it must fail."""
-    command = [*inside, sys.executable, "-m", "shared.preflight", *words]
+    """Return what ``python -m penstock.shared.preflight`` prints; it must fail."""
+    command = [*inside, sys.executable, "-m", "penstock.shared.preflight", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr.strip()
@@ -170,7 +170,7 @@ nft add table inet block
 nft add chain inet block output '{ type filter hook output priority 0; }'
 nft add rule inet block output udp dport 53 drop
 mount --bind "$1" /etc/resolv.conf
-exec "$2" -m shared.preflight --name bus.research.svc
+exec "$2" -m penstock.shared.preflight --name bus.research.svc
 """
 
 

@@ -13,17 +13,17 @@ import pytest
 import tomli_w
 from pydantic import BaseModel
 
-from services.cli.policy.card import card, copy_records
-from services.coordinator.records.report import write_report
-from services.coordinator.schemas.resources import EventView
-from shared.bus.bus import Bus
-from shared.errors import SettingsError
-from shared.preflight.cluster import without_secrets
-from shared.process.log import JsonLines, PlainLines
-from shared.process.telemetry import tell
-from shared.settings import Settings, dump, loads
-from shared.settings.reading.published import published
-from shared.text.redaction import redacted
+from penstock.services.cli.policy.card import card, copy_records
+from penstock.services.coordinator.records.report import write_report
+from penstock.services.coordinator.schemas.resources import EventView
+from penstock.shared.bus.bus import Bus
+from penstock.shared.errors import SettingsError
+from penstock.shared.preflight.cluster import without_secrets
+from penstock.shared.process.log import JsonLines, PlainLines
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings, dump, loads
+from penstock.shared.settings.reading.published import published
+from penstock.shared.text.redaction import redacted
 
 SECRET = "s3cr3t"
 PLANTED = (

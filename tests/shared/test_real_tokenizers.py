@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.coordinator.admission import demonstrations
-from services.coordinator.admission.dataset import Problem
-from services.coordinator.admission.dataset_files import BadRow
-from services.coordinator.admission.demonstrations import Demonstrations
-from shared.bus.messages import ChatMessage
-from shared.errors import PermanentError
-from shared.model.tokenizer import TokenizerCodec, stop_tokens
-from shared.settings import Settings
+from penstock.services.coordinator.admission import demonstrations
+from penstock.services.coordinator.admission.dataset import Problem
+from penstock.services.coordinator.admission.dataset_files import BadRow
+from penstock.services.coordinator.admission.demonstrations import Demonstrations
+from penstock.shared.bus.messages import ChatMessage
+from penstock.shared.errors import PermanentError
+from penstock.shared.model.tokenizer import TokenizerCodec, stop_tokens
+from penstock.shared.settings import Settings
 from tests.rollout.engines.test_prompts import asking
 from tests.support import real_tokenizers, tiny
 

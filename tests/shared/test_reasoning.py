@@ -3,10 +3,10 @@
 import pytest
 from tokenizers import AddedToken
 
-from shared.errors import SettingsError
-from shared.model.tokenizer import TextDecoder, check_stop_texts, encode_text
-from shared.reasoning import KNOWN, Reasoning
-from shared.settings import SamplingSettings, Settings, loads
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.tokenizer import TextDecoder, check_stop_texts, encode_text
+from penstock.shared.reasoning import KNOWN, Reasoning
+from penstock.shared.settings import SamplingSettings, Settings, loads
 from tests.support import tiny
 
 

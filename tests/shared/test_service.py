@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.bus.bus import Bus
-from shared.errors import SettingsError
-from shared.process import telemetry
-from shared.process.service import own_host, parse, serve
-from shared.settings import Settings
+from penstock.shared.bus.bus import Bus
+from penstock.shared.errors import SettingsError
+from penstock.shared.process import telemetry
+from penstock.shared.process.service import own_host, parse, serve
+from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, Server
 
 
@@ -81,7 +81,7 @@ def failing(folder: Path, remains: str) -> list[str]:
     """Return the command line of a service that fails while something ``remains``."""
     program = f"""
 import asyncio, sys, threading
-from shared.process import service
+from penstock.shared.process import service
 async def stubborn():
     while True:
         try:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import settings_help
-from shared.errors import SettingsError
-from shared.settings import Settings, dump, dumps, load, loads
+from penstock.services.cli import settings_help
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, dump, dumps, load, loads
 
 ROOT = Path(__file__).parents[2]
 

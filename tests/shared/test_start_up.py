@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from services.client.views import ReplicaView, RunView
-from services.up.display import view
-from shared.bus.bus import Bus
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.process.start_up import StartUp
-from shared.process.telemetry import Presence, Status
+from penstock.services.client.views import ReplicaView, RunView
+from penstock.services.up.display import view
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.process.start_up import StartUp
+from penstock.shared.process.telemetry import Presence, Status
 from tests.conftest import until
 
 

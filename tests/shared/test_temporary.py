@@ -16,12 +16,12 @@ from typing import TypeAlias
 
 import pytest
 
-from shared.files import temporary
+from penstock.shared.files import temporary
 from tests.conftest import PATIENCE_S
 
 OWNER = """
 import os, sys, time
-from shared.files import temporary
+from penstock.shared.files import temporary
 print(temporary.make("law"), flush=True)
 if os.fork() == 0:
     sys.exit()  # a fork's exit removes nothing
@@ -40,14 +40,14 @@ sys.stdin.read()
 """
 NOTING = """
 import sys
-from shared.files import temporary
+from penstock.shared.files import temporary
 temporary.note_shared_memory(temporary.make("law"), [int(sys.argv[1])])
 print("noted", flush=True)
 sys.stdin.read()
 """
 ENGINE = """
 import os, signal, subprocess, sys
-from services.rollout.engines.vllm.arguments import set_environment
+from penstock.services.rollout.engines.vllm.arguments import set_environment
 set_environment()
 engine = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
 engine.stdout.readline()
@@ -194,7 +194,7 @@ def test_sockets_of_a_killed_vllm_engine_do_not_stay(start: Start, folder: Path,
 
 
 def test_a_folder_too_deep_for_vllms_sockets_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = pytest.importorskip("services.rollout.engines.vllm.arguments")
+    arguments = pytest.importorskip("penstock.services.rollout.engines.vllm.arguments")
     deep = folder / ("x" * 60)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))

@@ -12,11 +12,11 @@ import pytest
 import typer
 from rich.console import Console
 
-from services.cli.__main__ import app, main
-from services.client.views import Notice, RunView
-from services.up.display import console, screen, summary, view
-from shared.process.log import JsonLines, PlainLines
-from shared.text.terminal import escaped, escaped_line
+from penstock.services.cli.__main__ import app, main
+from penstock.services.client.views import Notice, RunView
+from penstock.services.up.display import console, screen, summary, view
+from penstock.shared.process.log import JsonLines, PlainLines
+from penstock.shared.text.terminal import escaped, escaped_line
 from tests.support.http_server import served
 
 BAD = [

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from shared.errors import SettingsError
-from shared.http.answer import Answer
-from shared.process.log import JsonLines, PlainLines
-from shared.text.redaction import redact, redacted
-from shared.text.terminal import LONGEST, cut, escaped, escaped_line
+from penstock.shared.errors import SettingsError
+from penstock.shared.http.answer import Answer
+from penstock.shared.process.log import JsonLines, PlainLines
+from penstock.shared.text.redaction import redact, redacted
+from penstock.shared.text.terminal import LONGEST, cut, escaped, escaped_line
 
 UNITS = (
     "a",

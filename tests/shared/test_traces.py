@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from shared import traces
-from shared.errors import SettingsError
-from shared.traces import SPANS, Traces
+from penstock.shared import traces
+from penstock.shared.errors import SettingsError
+from penstock.shared.traces import SPANS, Traces
 from tests.conftest import PATIENCE_S, until
 from tests.support import forge
 from tests.support.http_server import served

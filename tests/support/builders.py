@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from shared.bus.assembly import bare
-from shared.bus.messages import (
+from penstock.shared.bus.assembly import bare
+from penstock.shared.bus.messages import (
     Experience,
     FinishReason,
     GroupId,

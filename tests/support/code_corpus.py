@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from services.reward.executor.inside import runner
+from penstock.services.reward.executor.inside import runner
 
 
 class Case(NamedTuple):

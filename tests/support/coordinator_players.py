@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from services.coordinator.api import dependencies, middleware
-from services.coordinator.service import Coordinator, assemble, load_data
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import GENERATING
-from shared.bus.messages import (
+from penstock.services.coordinator.api import dependencies, middleware
+from penstock.services.coordinator.service import Coordinator, assemble, load_data
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import GENERATING
+from penstock.shared.bus.messages import (
     Experience,
     FinishReason,
     PolicyRecord,
@@ -29,12 +29,12 @@ from shared.bus.messages import (
     ScoreStatus,
     StepReport,
 )
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.streams import Stream
-from shared.bus.worker import Patience, Worker
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.streams import Stream
+from penstock.shared.bus.worker import Patience, Worker
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S
 
 Reward = Callable[[Prompt], float]

@@ -7,26 +7,26 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from services.trainer.loop import Trainer
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.rank0.artifacts import Rank0Artifacts
-from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.mailbox.queues import Mailbox
-from services.trainer.rank0.mailbox.results import ModelLoaded
-from services.trainer.rank0.publication import Publication
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Event, Experience
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.cordon import Cordon
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.bus.streams import EVENTS, EXPERIENCE
-from shared.placement.lease import lease_of
-from shared.placement.turns import TrainerTurns
-from shared.process.service import Context
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.services.trainer.loop import Trainer
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.rank0.artifacts import Rank0Artifacts
+from penstock.services.trainer.rank0.driver import Driver
+from penstock.services.trainer.rank0.mailbox.queues import Mailbox
+from penstock.services.trainer.rank0.mailbox.results import ModelLoaded
+from penstock.services.trainer.rank0.publication import Publication
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event, Experience
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.cordon import Cordon
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.bus.streams import EVENTS, EXPERIENCE
+from penstock.shared.placement.lease import lease_of
+from penstock.shared.placement.turns import TrainerTurns
+from penstock.shared.process.service import Context
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.support.raw_redis import raw
 
 

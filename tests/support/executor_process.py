@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from services.reward.executor.inside import syscalls
+from penstock.services.reward.executor.inside import syscalls
 from tests.conftest import PATIENCE_S, free_port, need
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ class Running:
 
 
 def arguments(address: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "services.reward.executor", "--reward.executor.address", address, *more]
+    return [sys.executable, "-m", "penstock.services.reward.executor", "--reward.executor.address", address, *more]
 
 
 @contextlib.contextmanager

@@ -27,14 +27,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from shared.process.importing import importing, uncompiled
+from penstock.shared.process.importing import importing, uncompiled
 from tests.support import forked as forks
 
 ROOT = Path(__file__).parents[2]
 FEW_PROBLEMS = ROOT / "tests" / "support" / "few_problems.jsonl"
 """Held-out problems of the example, for runs whose accuracy no test reads: a run evaluates all at its start and end."""
 IMPORTED = (
-    "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "shared.process.service", "torch.distributed",
+    "deepspeed", "fastapi", "httpx", "peft", "safetensors.torch", "penstock.shared.process.service", "torch.distributed",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2", "typer", "uvicorn",
 )  # fmt: skip
@@ -107,7 +107,7 @@ def start(
 async def up(words: Sequence[object], output: Path) -> None:
     """Run `penstock up`, which must succeed, with its output in ``output``."""
     with output.open("w") as file:
-        process = start("services.cli", ["up", *words], file)
+        process = start("penstock.services.cli", ["up", *words], file)
     try:
         code = await asyncio.to_thread(process.wait, _RUN_S)
     finally:

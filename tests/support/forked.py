@@ -21,9 +21,9 @@ from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from shared.process.parent import die_with
+from penstock.shared.process.parent import die_with
 
-_SERVICES = tuple(f"services.{name}" for name in ("coordinator", "rollout", "reward", "trainer"))
+_SERVICES = tuple(f"penstock.services.{name}" for name in ("coordinator", "rollout", "reward", "trainer"))
 _RANKS = tuple(f"tests.support.{name}" for name in ("sharing_ranks", "trainer_ranks"))
 _spawn = util.spawnv_passfds
 _kept: frozenset[int] = frozenset({0, 1, 2})
@@ -93,7 +93,7 @@ def _become(parent: int, command: Sequence[str], environment: Mapping[str, str],
 
 def _let_up_fork() -> None:
     """Let this process, as `penstock up`, fork its services."""
-    from services.up.process import Child
+    from penstock.services.up.process import Child
 
     ordinary = Child._start
 
@@ -107,7 +107,7 @@ def _let_up_fork() -> None:
 
 def _let_trainer_fork() -> None:
     """Let this process, as the trainer, fork its ranks if it launches several."""
-    from services.trainer import launcher
+    from penstock.services.trainer import launcher
 
     def begin(words: Sequence[str], variables: Mapping[str, str]) -> _OfLauncher:
         command = _module(words)
@@ -120,8 +120,8 @@ def _let_trainer_fork() -> None:
 def _let_replica_fork() -> None:
     """Let this process, as a replica, fork its vLLM engines from a server that is a fork itself, as a GPU's are."""
     if "vllm" in sys.modules:
-        from services.rollout.engines import fork_server
-        from services.rollout.engines.vllm.start import PRELOADED
+        from penstock.services.rollout.engines import fork_server
+        from penstock.services.rollout.engines.vllm.start import PRELOADED
 
         resource_tracker.ensure_running()
         util.spawnv_passfds = _fork_server  # type: ignore[assignment]
@@ -148,9 +148,9 @@ def _fork_server(_: bytes, words: Sequence[Any], descriptors: Sequence[int]) -> 
 
 
 _LET_FORK = {
-    "services.cli": _let_up_fork,
-    "services.rollout": _let_replica_fork,
-    "services.trainer": _let_trainer_fork,
+    "penstock.services.cli": _let_up_fork,
+    "penstock.services.rollout": _let_replica_fork,
+    "penstock.services.trainer": _let_trainer_fork,
     "tests.support.launched_ranks": _let_trainer_fork,
 }
 

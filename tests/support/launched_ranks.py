@@ -5,8 +5,8 @@ python -m tests.support.launched_ranks RANKS MODULE ARGUMENT…
 
 import sys
 
-from services.trainer.launcher import launch
-from shared.settings import TrainerSettings
+from penstock.services.trainer.launcher import launch
+from penstock.shared.settings import TrainerSettings
 
 if __name__ == "__main__":
     ranks, *words = sys.argv[1:]

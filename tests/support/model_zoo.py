@@ -23,13 +23,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
-from services.trainer.model.policy import Policy, load_model
-from services.trainer.model.trunk import Packing
-from services.trainer.self_test import reached_weights, self_test
-from shared.bus.messages import FinishReason, Sample
-from shared.errors import SettingsError
-from shared.settings import PolicySettings
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
+from penstock.services.trainer.model.policy import Policy, load_model
+from penstock.services.trainer.model.trunk import Packing
+from penstock.services.trainer.self_test import reached_weights, self_test
+from penstock.shared.bus.messages import FinishReason, Sample
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import PolicySettings
 from tests.support.model_configurations import VOCABULARY, configurations
 
 TOLERANCE = 1e-5

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from shared.settings.trainer import StoreSettings
+from penstock.shared.settings.trainer import StoreSettings
 from tests.conftest import PATIENCE_S
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}

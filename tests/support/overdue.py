@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from services.reward.subprocess_pool.pool import Processes
-from shared.bus.messages import Json
+from penstock.services.reward.subprocess_pool.pool import Processes
+from penstock.shared.bus.messages import Json
 from tests.conftest import PATIENCE_S
 
 

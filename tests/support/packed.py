@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.trainer.batch.packing import PackedRow
-from shared.bus.messages import FinishReason, Sample
+from penstock.services.trainer.batch.packing import PackedRow
+from penstock.shared.bus.messages import FinishReason, Sample
 from tests.support import tiny
 
 SHAPE = ((5, (4, 1, 6)), (9, (2, 2)), (1, (3,)), (40, (30, 3, 70)), (60, (80,)))

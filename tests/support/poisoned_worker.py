@@ -5,10 +5,10 @@ import os
 import signal
 import sys
 
-from shared.bus.bus import Bus
-from shared.bus.messages import Prompt, RolloutGroup
-from shared.bus.streams import PROMPTS, ROLLOUTS
-from shared.bus.worker import Patience, Worker
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Prompt, RolloutGroup
+from penstock.shared.bus.streams import PROMPTS, ROLLOUTS
+from penstock.shared.bus.worker import Patience, Worker
 from tests.support import builders
 
 

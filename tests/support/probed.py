@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.model.policy import Policy, load_model
-from shared.bus.messages import Experience, Float32Array, Int32Array, Probe
-from shared.settings import PolicySettings
+from penstock.services.trainer.model.policy import Policy, load_model
+from penstock.shared.bus.messages import Experience, Float32Array, Int32Array, Probe
+from penstock.shared.settings import PolicySettings
 from tests.support import builders
 
 FLOAT8 = torch.float8_e4m3fn

@@ -1,9 +1,9 @@
-"""Raw access to the server behind a bus, for tests that inspect or break keys; all other code uses ``shared.bus``."""
+"""Raw access to the server behind a bus, for tests that inspect or break keys; all other code uses ``penstock.shared.bus``."""
 
 from typing import Any
 
-from shared.bus.bus import Bus
-from shared.bus.client.lua import SCRIPTS
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.client.lua import SCRIPTS
 
 
 def raw(bus: Bus) -> Any:

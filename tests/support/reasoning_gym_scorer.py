@@ -1,6 +1,6 @@
 """reasoning-gym's graders as a user's function: the row names the task and has its entry."""
 
-from shared.bus.messages import Prompt, Sample
+from penstock.shared.bus.messages import Prompt, Sample
 
 
 def score(sample: Sample, prompt: Prompt) -> float:

@@ -2,15 +2,15 @@
 
 import asyncio
 
-from shared.bus.bus import Bus
-from shared.bus.stores.replicas.cordon import Cordon
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.placement.lease import lease_of
-from shared.placement.turns import ReplicaTurns
-from shared.process.service import Context
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.cordon import Cordon
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.placement.lease import lease_of
+from penstock.shared.placement.turns import ReplicaTurns
+from penstock.shared.process.service import Context
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 
 
 def context(settings: Settings, bus: Bus, name: str, status: Status, taking: asyncio.Event | None = None) -> Context:

@@ -18,8 +18,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from services.reward.models.classifier import Classifier
-from shared.settings.rewards.models import ModelScorer, ModelWork
+from penstock.services.reward.models.classifier import Classifier
+from penstock.shared.settings.rewards.models import ModelScorer, ModelWork
 from tests.support import tiny
 
 POLICY = Path(__file__).parents[2] / "examples" / "arithmetic" / "policy"

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from services.reward.scorers.scorer import Result
-from shared.bus.messages import Prompt, Sample, ScoreStatus
+from penstock.services.reward.scorers.scorer import Result
+from penstock.shared.bus.messages import Prompt, Sample, ScoreStatus
 
 NUMBER = 1
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.trainer.loop import Trainer
-from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
-from services.trainer.rank0.mailbox.queues import NoMailbox
-from services.trainer.rank0.mailbox.results import StepMade
-from services.trainer.rank0.publication import Publication
-from services.trainer.rank_group import start_ranks
+from penstock.services.trainer.loop import Trainer
+from penstock.services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
+from penstock.services.trainer.rank0.mailbox.queues import NoMailbox
+from penstock.services.trainer.rank0.mailbox.results import StepMade
+from penstock.services.trainer.rank0.publication import Publication
+from penstock.services.trainer.rank_group import start_ranks
 from tests.support import trainer_ranks, weights
 from tests.support.weights_players import fingerprint
 from tests.trainer.algorithm import test_update

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.bus.messages import Experience, Sample
+from penstock.shared.bus.messages import Experience, Sample
 from tests.support import tiny
 
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from services.rollout.engines.transformers.loading import OpenedModel
+from penstock.services.rollout.engines.transformers.loading import OpenedModel
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = 48

@@ -53,7 +53,7 @@ def moved_apart(
 @contextlib.contextmanager
 def smooth_adam(epsilon: float = 1e-4) -> Iterator[None]:
     """Use an Adam with ε far above a gradient's rounding, so that steps are continuous in the gradient."""
-    from services.trainer.model import optimizer
+    from penstock.services.trainer.model import optimizer
 
     def moments(trainer: Any) -> dict[str, Any]:
         return {"betas": trainer.adam_betas, "eps": epsilon}

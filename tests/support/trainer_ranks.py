@@ -16,27 +16,27 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from services.trainer.algorithm.reference import AdapterOff, Reference
-from services.trainer.algorithm.update import Learner
-from services.trainer.batch.packing import micro_batch
-from services.trainer.checkpoint import commits, local_store
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.loop import Trainer
-from services.trainer.model import adapter
-from services.trainer.model.critic import Critic
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers import spans
-from services.trainer.model.policy import Policy
-from services.trainer.phases import Phases
-from services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
-from services.trainer.rank0.mailbox.commands import Command, CommandKind
-from services.trainer.rank0.mailbox.queues import NoMailbox
-from services.trainer.rank0.mailbox.results import Saved
-from services.trainer.rank0.publication import Publication
-from services.trainer.rank_group import start_ranks
-from shared.bus.messages import Experience, PolicyVersion, StepPlan
-from shared.files import durable
-from shared.settings import Settings
+from penstock.services.trainer.algorithm.reference import AdapterOff, Reference
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.checkpoint import commits, local_store
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.loop import Trainer
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers import spans
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.phases import Phases
+from penstock.services.trainer.rank0.artifacts import Artifacts, Rank0Artifacts
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
+from penstock.services.trainer.rank0.mailbox.queues import NoMailbox
+from penstock.services.trainer.rank0.mailbox.results import Saved
+from penstock.services.trainer.rank0.publication import Publication
+from penstock.services.trainer.rank_group import start_ranks
+from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
+from penstock.shared.files import durable
+from penstock.shared.settings import Settings
 from tests.support import teaching, tiny, tiny_hybrids, tolerance
 from tests.support.packed import rows
 from tests.trainer.algorithm import test_update
@@ -260,7 +260,7 @@ def on_full_disk(of: Settings) -> list[bool]:
         seen.append(commits.noted_version(of.run_folder) == version)
         take_part(*given)
 
-    noting = mock.patch("services.trainer.rank0.artifacts.note_version", late)
+    noting = mock.patch("penstock.services.trainer.rank0.artifacts.note_version", late)
     with noting, mock.patch.object(Publication, "take_part", watched):
         artifacts.publish(Rank(of).engine, version, 1)
     every: list[Any] = [None, None]

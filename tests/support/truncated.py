@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.rollout.engines.engine import GeneratedSample
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.model.policy import Policy
-from shared.bus.messages import Float32Array, Int32Array, Sample, Sampling
+from penstock.services.rollout.engines.engine import GeneratedSample
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.policy import Policy
+from penstock.shared.bus.messages import Float32Array, Int32Array, Sample, Sampling
 
 
 def supports_of(sample: GeneratedSample | Sample) -> list[set[int]]:

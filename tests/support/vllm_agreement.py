@@ -23,15 +23,15 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.rollout.engines.vllm.arguments import gather, serving
-from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
-from services.rollout.engines.vllm.windows import check_windows
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.model.named_tensors import published
-from services.trainer.model.policy import Policy
-from services.trainer.self_test import self_test
-from shared.bus.messages import FinishReason, Int32Array, Sample
-from shared.errors import SettingsError, WeightsError
+from penstock.services.rollout.engines.vllm.arguments import gather, serving
+from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
+from penstock.services.rollout.engines.vllm.windows import check_windows
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.named_tensors import published
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.self_test import self_test
+from penstock.shared.bus.messages import FinishReason, Int32Array, Sample
+from penstock.shared.errors import SettingsError, WeightsError
 from tests.support import model_zoo
 from tests.support.model_configurations import VOCABULARY, WINDOW
 from tests.support.model_page import Agreement, verdicts

@@ -32,9 +32,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
-from shared.errors import WeightsError
-from shared.weights.format.layout import Layout, plan_layout
+from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.layout import Layout, plan_layout
 
 VOCABULARY = 48
 """Not a multiple of 64, so vLLM pads it."""

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from services.rollout.engines.engine import Engine, SwapReport
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import plan_layout
-from shared.weights.format.snapshot import write_snapshot
-from shared.weights.receiver.puller import file_offer
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.source.source import WeightSource
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.engine import Engine, SwapReport
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import plan_layout
+from penstock.shared.weights.format.snapshot import write_snapshot
+from penstock.shared.weights.receiver.puller import file_offer
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.source.source import WeightSource
+from penstock.shared.weights.transport.offer import Offer
 from tests.conftest import PATIENCE_S
 
 CPU = torch.device("cpu")

@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.errors import WeightsError
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Header, Layout, plan_layout
-from shared.weights.receiver import puller as pullers
-from shared.weights.receiver.puller import Puller
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.source import session
-from shared.weights.source.source import WeightSource
-from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Header, Layout, plan_layout
+from penstock.shared.weights.receiver import puller as pullers
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.source import session
+from penstock.shared.weights.source.source import WeightSource
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 from tests.conftest import PATIENCE_S
 from tests.support import weights
 
@@ -193,7 +193,7 @@ class Replica:
         self._begun = 0
         self._loop = asyncio.new_event_loop()
         self._reasons = Reasons()
-        logging.getLogger("shared.weights.receiver.puller").addHandler(self._reasons)
+        logging.getLogger("penstock.shared.weights.receiver.puller").addHandler(self._reasons)
 
     def address(self) -> str:
         return self.source.address

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from services.coordinator.records.jsonl import Lines
-from services.tracking.follower import SEPARATE, Follower, finish
-from services.tracking.sink_client import SinkClient, SinkFailure
-from services.tracking.sinks.sink import TrackedRun
-from shared.backoff import Backoff
-from shared.bus import streams
-from shared.bus.bus import Bus
+from penstock.services.coordinator.records.jsonl import Lines
+from penstock.services.tracking.follower import SEPARATE, Follower, finish
+from penstock.services.tracking.sink_client import SinkClient, SinkFailure
+from penstock.services.tracking.sinks.sink import TrackedRun
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
 from tests.conftest import PATIENCE_S
 from tests.support.coordinator_players import report
 from tests.support.trackers import READERS

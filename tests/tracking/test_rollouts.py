@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from services.tracking import tables
-from services.tracking.offset import Offset
-from services.tracking.points import Segments
-from services.tracking.tables import LONGEST_TEXT, MOST_ROWS, RolloutLines, table_of
-from shared.bus import streams
-from shared.bus.bus import Bus
+from penstock.services.tracking import tables
+from penstock.services.tracking.offset import Offset
+from penstock.services.tracking.points import Segments
+from penstock.services.tracking.tables import LONGEST_TEXT, MOST_ROWS, RolloutLines, table_of
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
 from tests.conftest import PATIENCE_S
 from tests.support.coordinator_players import report
 from tests.support.trackers import REPORTS, TABLES, mlflow_run, text_tensors
@@ -413,8 +413,8 @@ async def test_mlflow_names_the_newest_tables_in_a_tag_that_its_server_accepts(
 ) -> None:
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    from services.tracking.sinks.mlflow_sink import open_sink
-    from services.tracking.sinks.sink import TrackedRun
+    from penstock.services.tracking.sinks.mlflow_sink import open_sink
+    from penstock.services.tracking.sinks.sink import TrackedRun
 
     sink, segments = open_sink(TrackedRun("run", "penstock", tmp_path, {})), Segments()
     sink.write([segments.of_rollout(line(1))], {})

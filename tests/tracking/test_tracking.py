@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from services.coordinator.records.jsonl import Lines
-from services.tracking.offset import Offset
-from services.tracking.points import Segments
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.evaluations import EVALUATIONS
-from shared.errors import SettingsError
+from penstock.services.coordinator.records.jsonl import Lines
+from penstock.services.tracking.offset import Offset
+from penstock.services.tracking.points import Segments
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.evaluations import EVALUATIONS
+from penstock.shared.errors import SettingsError
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.coordinator_players import report
 from tests.support.trackers import READERS, TABLES
@@ -153,7 +153,7 @@ async def test_the_service_shows_each_step_and_table_once_though_it_is_killed(se
     bus = await Bus.connect(server.url, folder.name, wait_s=PATIENCE_S)
     folder.mkdir()
     offset = folder / "tracking" / "tensorboard.json"
-    command = [sys.executable, "-m", "services.tracking", "--config", str(config), "--replica", "tracking-0"]
+    command = [sys.executable, "-m", "penstock.services.tracking", "--config", str(config), "--replica", "tracking-0"]
     try:
         for last in (20, 40):
             Lines(folder / "rollouts.jsonl").append([line(step) for step in range(last - 19, last + 1)])

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.records import summary
-from services.coordinator.run.monitor import Monitor
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.manifests import CheckpointState, decode_state
-from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.opening import Opening
-from services.trainer.rank0.retention import Retention
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Event, PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.cordon import Cordon
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.bus.stores.run.functions import (
+from penstock.services.coordinator.records import summary
+from penstock.services.coordinator.run.monitor import Monitor
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.manifests import CheckpointState, decode_state
+from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.opening import Opening
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event, PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.cordon import Cordon
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.bus.stores.run.functions import (
     FUNCTIONS,
     Change,
     changes,
@@ -32,11 +32,11 @@ from shared.bus.stores.run.functions import (
     reward_functions,
     trainer_functions,
 )
-from shared.bus.streams import EVENTS
-from shared.files.source import digest
-from shared.process.service import Context
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.shared.bus.streams import EVENTS
+from penstock.shared.files.source import digest
+from penstock.shared.process.service import Context
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.chaos.run import running, steps_of
 from tests.conftest import PATIENCE_S
 from tests.support import forge
@@ -252,7 +252,9 @@ async def test_a_run_that_is_resumed_with_other_code_warns_on_the_console_and_in
         steps = await steps_of(run) + 4
         output = tmp_path / "resumed.txt"
         with output.open("w") as stream:
-            resumed = forge.start("services.cli", ["up", "--resume", run.folder, f"--run.steps={steps}"], stream)
+            resumed = forge.start(
+                "penstock.services.cli", ["up", "--resume", run.folder, f"--run.steps={steps}"], stream
+            )
         assert await asyncio.to_thread(resumed.wait, 2 * PATIENCE_S) == 0, output.read_text()
         lines = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     told = {line["fields"]["function"]: line for line in lines if line["name"] == "code changed"}

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.step_totals import NotFinite
-from services.trainer.batch import oom_split
-from services.trainer.batch import token_data as known
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.loop import Trainer
-from services.trainer.model.policy import Policy
-from services.trainer.rank0.artifacts import Rank0Artifacts
-from services.trainer.rank0.mailbox.commands import Command, CommandKind
-from services.trainer.rank0.mailbox.queues import NoMailbox
-from services.trainer.rank0.mailbox.results import Replayed, Result, StepMade, StepSkipped
-from services.trainer.rank0.publication import Publication
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, PolicyVersion, StepPlan
-from shared.errors import SettingsError
-from shared.settings import LoraSettings, Settings
+from penstock.services.trainer.algorithm.step_totals import NotFinite
+from penstock.services.trainer.batch import oom_split
+from penstock.services.trainer.batch import token_data as known
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.loop import Trainer
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.rank0.artifacts import Rank0Artifacts
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
+from penstock.services.trainer.rank0.mailbox.queues import NoMailbox
+from penstock.services.trainer.rank0.mailbox.results import Replayed, Result, StepMade, StepSkipped
+from penstock.services.trainer.rank0.publication import Publication
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import LoraSettings, Settings
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
 

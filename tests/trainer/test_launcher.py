@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from services.trainer import launcher, rank_group
-from shared.settings import TrainerSettings
+from penstock.services.trainer import launcher, rank_group
+from penstock.shared.settings import TrainerSettings
 from tests.conftest import PATIENCE_S, until
 
 LAUNCH = (
-    "import sys\nfrom services.trainer.launcher import launch\nfrom shared.settings import TrainerSettings\n"
+    "import sys\nfrom penstock.services.trainer.launcher import launch\nfrom penstock.shared.settings import TrainerSettings\n"
     "sys.exit(launch([sys.executable, '-c', sys.argv[1], *sys.argv[2:]], TrainerSettings(ranks=3), drain_s=600.0))"
 )
 WAITING = (
@@ -160,7 +160,7 @@ def test_the_folder_in_which_ranks_meet_is_private_and_removed() -> None:
 
 
 def test_ranks_of_another_launcher_are_refused_with_what_to_set() -> None:
-    program = "from services.trainer.rank_group import start_ranks; start_ranks('cpu')"
+    program = "from penstock.services.trainer.rank_group import start_ranks; start_ranks('cpu')"
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     environment.pop(launcher.RANKS_STORE, None)
     ended = subprocess.run(

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.service import load_data, order_of
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.streams import AUDIT
-from shared.settings import load
+from penstock.services.coordinator.service import load_data, order_of
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.streams import AUDIT
+from penstock.shared.settings import load
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import Run, left_behind, running, steps_of
 from tests.conftest import PATIENCE_S

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.trainer.checkpoint import local_store
-from services.up.prepare import prepare
-from shared.bus.stores.policy.ledger import RunState
-from shared.errors import SettingsError
-from shared.settings import load
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.up.prepare import prepare
+from penstock.shared.bus.stores.policy.ledger import RunState
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import load
 from tests.conftest import PATIENCE_S, Server, free_port, until
 from tests.support import forge
 from tests.support.listeners import listeners
@@ -34,7 +34,7 @@ def hosts(run: Run, rendezvous: int, metrics: int, *, forked: bool = False) -> I
             words += ["--run.metrics_port", metrics]
             with run.log.open("a") as log:
                 processes.append(
-                    forge.start("services.trainer", words, log, forked=forked, POD_IP=f"127.0.0.{node + 1}")
+                    forge.start("penstock.services.trainer", words, log, forked=forked, POD_IP=f"127.0.0.{node + 1}")
                 )
         yield processes
     finally:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # a backend whose collectives do nothing
 
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.rank0.mailbox.commands import Command, CommandKind, share
-from shared.process.service import leave
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind, share
+from penstock.shared.process.service import leave
 
 rank = int(sys.argv[2])
 dist.init_process_group("fake", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)

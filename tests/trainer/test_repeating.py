@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.algorithm.update import Learner
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers.gather import copies, gather_rows
-from services.trainer.model.policy import Policy
-from services.trainer.phases import Phases
-from shared.model.logits_projection import LogitsType
-from shared.settings import Settings
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers.gather import copies, gather_rows
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.phases import Phases
+from penstock.shared.model.logits_projection import LogitsType
+from penstock.shared.settings import Settings
 from tests.support import tiny
 from tests.support.interpreted import interpreted
 from tests.trainer.algorithm import test_update
@@ -44,8 +44,8 @@ def test_the_kernel_that_sums_copies_adds_each_rows_in_their_order_and_gives_zer
 
 _SUMS = """
 import numpy as np
-from services.trainer.model.layers.gather import copies
-from services.trainer.model.layers.triton_kernels.gather import sum_copies
+from penstock.services.trainer.model.layers.gather import copies
+from penstock.services.trainer.model.layers.triton_kernels.gather import sum_copies
 torch.manual_seed(0)
 places = np.random.default_rng(0).integers(0, 20, 90)
 places[places == 7] = 8

@@ -11,23 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.coordinator.api.app import make_app
-from services.coordinator.service import Coordinator
-from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.rank0.resume import may_load
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion
-from shared.bus.stores.experience.signals import read_signals
-from shared.bus.stores.policy.exports import Exports
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.policy.policies import PolicyState
-from shared.bus.stores.policy.rollback import Rollback, Stage, descendants
-from shared.bus.stores.run.operations import OperationState
-from shared.process.telemetry import Presence, Status
-from shared.weights.format.snapshot import read_snapshot
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.service import Coordinator
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.rank0.resume import may_load
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.experience.signals import read_signals
+from penstock.shared.bus.stores.policy.exports import Exports
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.policies import PolicyState
+from penstock.shared.bus.stores.policy.rollback import Rollback, Stage, descendants
+from penstock.shared.bus.stores.run.operations import OperationState
+from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.weights.format.snapshot import read_snapshot
 from tests.chaos.run import TcpServer
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.coordinator_players import Trainer, generating, make, record, replicas, report, running, settings

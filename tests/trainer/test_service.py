@@ -18,24 +18,24 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import RUN
-from shared.bus.messages import Experience, FinishReason, GroupId, PolicyRecord, Probe, RolloutGroup, Sample
-from shared.bus.stores.experience.signals import read_signals
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.device_leases import grant_devices, look_at_devices
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.bus.streams import EXPERIENCE, PUBLISHED, Stream
-from shared.process.service import INVALID_SETTINGS
-from shared.settings import Settings
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.snapshot import read_snapshot
-from shared.weights.receiver.puller import Puller
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.place import DeviceLocation, boot_id
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import RUN
+from penstock.shared.bus.messages import Experience, FinishReason, GroupId, PolicyRecord, Probe, RolloutGroup, Sample
+from penstock.shared.bus.stores.experience.signals import read_signals
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.device_leases import grant_devices, look_at_devices
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.bus.streams import EXPERIENCE, PUBLISHED, Stream
+from penstock.shared.process.service import INVALID_SETTINGS
+from penstock.shared.settings import Settings
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.snapshot import read_snapshot
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.transport.place import DeviceLocation, boot_id
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders, forge, weights
 from tests.support.raw_redis import empty, raw
@@ -88,7 +88,7 @@ class Run:
     @contextlib.asynccontextmanager
     async def trainer(self) -> AsyncIterator[forge.Started]:
         with self.log.open("a") as log:
-            process = forge.start("services.trainer", ["--config", self.config, "--replica", "trainer-0"], log)
+            process = forge.start("penstock.services.trainer", ["--config", self.config, "--replica", "trainer-0"], log)
         try:
             yield process
         finally:
@@ -475,7 +475,7 @@ async def test_a_wrong_setting_is_one_sentence(
     run = Run(tmp_path, server, "wrong")
     done = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "services.trainer", "--config", str(run.config), change],
+        [sys.executable, "-m", "penstock.services.trainer", "--config", str(run.config), change],
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == code

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from shared.bus.messages import PolicyRecord
-from shared.errors import WeightsError
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.receiver.puller import Puller
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import DeviceLocation
+from penstock.shared.bus.messages import PolicyRecord
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S, until
 from tests.support import forge, weights
 from tests.support.sharing_ranks import VERSION

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.chaos.audit import audit_groups, audit_versions
 from tests.chaos.run import ROOT, Run, left_behind, running, steps_of
 from tests.conftest import PATIENCE_S

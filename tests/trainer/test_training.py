@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from services.trainer import training
-from services.trainer.rank0.mailbox.results import Began
-from shared.settings import Settings
+from penstock.services.trainer import training
+from penstock.services.trainer.rank0.mailbox.results import Began
+from penstock.shared.settings import Settings
 
 
 class Box:

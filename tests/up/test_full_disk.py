@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from redis.exceptions import ResponseError
 
-from services.cli.__main__ import main
-from services.coordinator.api.server import ApiServer
-from services.coordinator.records.jsonl import Lines
-from services.coordinator.records.recorder import Recorder
-from services.trainer.checkpoint.commits import note_version, noted_version
-from services.up.disk_space import Room
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.files.durable import LEAST_BYTES, UpdatedFile, write_whole
-from shared.process.telemetry import tell
+from penstock.services.cli.__main__ import main
+from penstock.services.coordinator.api.server import ApiServer
+from penstock.services.coordinator.records.jsonl import Lines
+from penstock.services.coordinator.records.recorder import Recorder
+from penstock.services.trainer.checkpoint.commits import note_version, noted_version
+from penstock.services.up.disk_space import Room
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.files.durable import LEAST_BYTES, UpdatedFile, write_whole
+from penstock.shared.process.telemetry import tell
 from tests.conftest import until
 from tests.support.disks import Disk, small_disk
 from tests.support.model_folders import write_model

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from services.cli.__main__ import main
-from services.up import leftovers
-from services.up.prepare import Prepared
-from services.up.supervisor import Ending
-from shared.errors import PenstockError
-from shared.settings import Settings
-from shared.tracked import write_undelivered
+from penstock.services.cli.__main__ import main
+from penstock.services.up import leftovers
+from penstock.services.up.prepare import Prepared
+from penstock.services.up.supervisor import Ending
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import Settings
+from penstock.shared.tracked import write_undelivered
 from tests.support import forge
 
 CAUSE = "the disk is a teapot"
@@ -116,7 +116,7 @@ async def test_a_policy_that_cannot_be_written_is_the_last_line_and_the_exit_cod
         f"--evaluation.path={forge.FEW_PROBLEMS}",
     ]
     with (tmp_path / "out.txt").open("w") as output:
-        process = forge.start("services.cli", words, output)
+        process = forge.start("penstock.services.cli", words, output)
     assert await asyncio.to_thread(process.wait, 500) == 1
     said, folder = (tmp_path / "out.txt").read_text().splitlines(), tmp_path / "blocked"
     assert said[-2].startswith("penstock sft: the run ended without its policy: [Errno 17] File exists"), said

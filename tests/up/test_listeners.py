@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.policy.ledger import Ledger
 from tests.chaos.run import running
 from tests.conftest import PATIENCE_S, free_port, need, need_module, until
 from tests.support.listeners import Listener, listeners
@@ -57,7 +57,7 @@ async def test_a_run_on_one_machine_listens_on_loopback_alone(
         await until(trained, timeout_s=300)
         seen.update(listeners(run.process.pid))
         await bus.close()
-    metrics = {listener.process for listener in seen if "services." in listener.process}
+    metrics = {listener.process for listener in seen if "penstock.services." in listener.process}
     assert len(metrics) >= 4, "expected at least the listeners of coordinator, rollout, reward and trainer"
     assert [listener for listener in seen if not listener.is_loopback] == []
 
@@ -71,7 +71,7 @@ def test_a_listener_on_every_address_is_seen() -> None:
 @pytest.mark.parametrize("bound", [True, False])
 def test_a_rendezvous_of_vllm_listens_on_its_address_alone(bound: bool) -> None:
     code = (
-        "import os, sys\nimport torch.distributed as dist\nfrom services.rollout.engines.vllm.multihost.stores import bind_stores\n"
+        "import os, sys\nimport torch.distributed as dist\nfrom penstock.services.rollout.engines.vllm.multihost.stores import bind_stores\n"
         "from tests.support.listeners import listeners\n"
         "if sys.argv[2] == 'True': bind_stores()\n"
         "dist.init_process_group('gloo', init_method=sys.argv[1], rank=0, world_size=1)\n"

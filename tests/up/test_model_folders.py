@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import main
+from penstock.services.cli.__main__ import main
 from tests.support.model_folders import write_model, write_safetensors
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'

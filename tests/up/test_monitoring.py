@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from deploy.dashboards.__main__ import BOARDS
-from services.client.views import ReplicaView
-from services.up.metrics import prometheus
-from services.up.metrics.targets import Targets, targets_file
-from services.up.plan import ProcessPlan
-from shared.bus.bus import Bus
-from shared.bus.streams import PROMPTS
-from shared.errors import SettingsError
+from penstock.services.client.views import ReplicaView
+from penstock.services.up.metrics import prometheus
+from penstock.services.up.metrics.targets import Targets, targets_file
+from penstock.services.up.plan import ProcessPlan
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.streams import PROMPTS
+from penstock.shared.errors import SettingsError
 from tests.conftest import PATIENCE_S, need, until
 from tests.deploy.test_dashboards import alerts_and_records
 from tests.support import forge
@@ -53,7 +53,9 @@ class Run:
         flags += ["--internal.probe_every_versions=2", "--algorithm.groups_per_step=8"]
         self.log = folder / "up.log"
         with self.log.open("wb") as log:
-            self.process = forge.start("services.cli", ["up", "config/arithmetic.toml", "--prometheus", *flags], log)
+            self.process = forge.start(
+                "penstock.services.cli", ["up", "config/arithmetic.toml", "--prometheus", *flags], log
+            )
         self.prometheus = Prometheus(self.log)
 
     def ask(self, expression: str) -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ def test_a_real_model_trains_on_a_cpu(policy: Path, tmp_path: Path, engine: str)
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     up = subprocess.run(
-        [sys.executable, "-m", "services.cli", "up", EXAMPLE / "cpu.toml", *words],
+        [sys.executable, "-m", "penstock.services.cli", "up", EXAMPLE / "cpu.toml", *words],
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from services.up import requirements
-from services.up.prepare import prepare
-from shared import extras
-from shared.errors import SettingsError
-from shared.extras import install_advice
-from shared.preflight.finding import failed
-from shared.settings import loads
+from penstock.services.up import requirements
+from penstock.services.up.prepare import prepare
+from penstock.shared import extras
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_advice
+from penstock.shared.preflight.finding import failed
+from penstock.shared.settings import loads
 from tests.support.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]

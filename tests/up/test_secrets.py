@@ -14,9 +14,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from shared.bus import embedded
-from shared.errors import SettingsError
-from shared.settings import loads
+from penstock.shared.bus import embedded
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import loads
 from tests.conftest import PATIENCE_S, free_port, until
 from tests.support import forge
 from tests.support.http_server import served
@@ -108,7 +108,9 @@ async def test_no_secret_of_a_run_is_in_its_files_its_bus_its_output_or_its_answ
     }
     words, output = [f"--{name}={value}" for name, value in values.items()], tmp_path / "up.txt"
     with output.open("w") as file:
-        process = forge.start("services.cli", ["up", "config/arithmetic.toml", *words], file, PENSTOCK__BUS__URL=url)
+        process = forge.start(
+            "penstock.services.cli", ["up", "config/arithmetic.toml", *words], file, PENSTOCK__BUS__URL=url
+        )
     folder, answers = tmp_path / "runs" / "secrets", ""
     try:
         await until(lambda: (folder / "metrics.jsonl").exists() or process.poll() is not None)
@@ -163,7 +165,7 @@ def test_a_run_folder_that_another_user_made_for_this_one_is_taken_as_it_is() ->
         (folder / "shared").mkdir()
         (folder / "shared").chmod(0o777)
         program = (
-            f"import os; from services.up import run_folder; from shared.settings import loads; "
+            f"import os; from penstock.services.up import run_folder; from penstock.shared.settings import loads; "
             f"settings = loads('run.folder = \"{folder}\"\\nrun.id = \"shared\"', 'run.toml'); "
             "os.setuid(65534); print(run_folder.make_run_folder(settings))"
         )
@@ -173,7 +175,7 @@ def test_a_run_folder_that_another_user_made_for_this_one_is_taken_as_it_is() ->
 
 
 def test_what_is_exported_out_of_a_private_folder_has_the_modes_of_this_users_new_files(tmp_path: Path) -> None:
-    from services.cli.export import _copy
+    from penstock.services.cli.export import _copy
 
     made = tmp_path / "made"
     (made / "inner").mkdir(parents=True, mode=0o700)

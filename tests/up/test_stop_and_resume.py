@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import main
-from shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.services.cli.__main__ import main
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
 from tests.chaos.run import left_behind, running
 from tests.conftest import PATIENCE_S, until
 from tests.support import forge

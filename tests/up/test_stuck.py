@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.up.plan import PROMETHEUS, TRACKING, VALKEY
-from services.up.process import Restarts
-from services.up.supervisor import Supervisor
+from penstock.services.up.plan import PROMETHEUS, TRACKING, VALKEY
+from penstock.services.up.process import Restarts
+from penstock.services.up.supervisor import Supervisor
 from tests.conftest import until
 from tests.support.disks import small_disk
 from tests.up.test_up import COORDINATOR, PATIENT, RESTARTS, Up, up
@@ -201,7 +201,7 @@ async def test_deaths_do_not_count_while_the_run_waits_for_its_bus_or_for_disk_s
 
 def test_a_group_that_kills_its_process_is_buried_before_the_run_ends() -> None:
     """Two deaths in a batch, five alone (`services/trainer/rank0/intake.py`, `shared/bus/worker.py`)."""
-    from services.trainer.rank0 import intake
-    from shared.settings import Settings
+    from penstock.services.trainer.rank0 import intake
+    from penstock.shared.settings import Settings
 
     assert Restarts().stuck > intake._ALONE_FROM + Settings().internal.max_attempts

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.up.run_folder import NEXT_SETTINGS_FILE
-from shared.settings import SETTINGS_FILE
+from penstock.services.up.run_folder import NEXT_SETTINGS_FILE
+from penstock.shared.settings import SETTINGS_FILE
 from tests.conftest import PATIENCE_S, until
 from tests.up.test_up import Up
 
@@ -22,7 +22,7 @@ COORDINATOR = f"""
 import os, pathlib, sys
 folder = pathlib.Path(os.environ["RUN"])
 config = next(file for file in (folder / "{NEXT_SETTINGS_FILE}", folder / "{SETTINGS_FILE}") if file.exists())
-os.execv(sys.executable, [sys.executable, "-m", "services.coordinator", "--config", str(config), "--replica", "coordinator-0"])
+os.execv(sys.executable, [sys.executable, "-m", "penstock.services.coordinator", "--config", str(config), "--replica", "coordinator-0"])
 """
 
 STRANGER = """
@@ -72,7 +72,7 @@ async def url_of(up: Up) -> str:
 
 def penstock(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "services.cli", *words]
+    command = [sys.executable, "-m", "penstock.services.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
 
 

@@ -14,17 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cli.__main__ import main
-from services.up import run_folder
-from services.up.display.view import duration, spark
-from services.up.plan import ProcessPlan, services
-from services.up.prepare import prepare
-from services.up.process import Child, Restarts, Surroundings, how
-from shared.bus import embedded
-from shared.bus.bus import Bus
-from shared.errors import SettingsError
-from shared.process.memory_timeline import host_bytes
-from shared.settings import Settings, load
+from penstock.services.cli.__main__ import main
+from penstock.services.up import run_folder
+from penstock.services.up.display.view import duration, spark
+from penstock.services.up.plan import ProcessPlan, services
+from penstock.services.up.prepare import prepare
+from penstock.services.up.process import Child, Restarts, Surroundings, how
+from penstock.shared.bus import embedded
+from penstock.shared.bus.bus import Bus
+from penstock.shared.errors import SettingsError
+from penstock.shared.process.memory_timeline import host_bytes
+from penstock.shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, until
 from tests.support.disks import small_disk
 from tests.support.model_folders import write_model
@@ -36,14 +36,14 @@ DRIVER = """
 import os
 import sys
 from pathlib import Path
-from services.up.plan import ProcessPlan, current_environment, executor
-from services.up.prepare import prepare
-from services.up.process import Restarts
-import services.up.display.watch
-from services.up.run import go
-from shared.settings import Settings
+from penstock.services.up.plan import ProcessPlan, current_environment, executor
+from penstock.services.up.prepare import prepare
+from penstock.services.up.process import Restarts
+import penstock.services.up.display.watch
+from penstock.services.up.run import go
+from penstock.shared.settings import Settings
 
-services.up.display.watch.POLL_S = 0.1
+penstock.services.up.display.watch.POLL_S = 0.1
 if "NEEDS_EXECUTOR" in os.environ:
     Settings.needs_executor = True
 
@@ -698,7 +698,7 @@ async def test_one_up_holds_a_run_at_a_time(up: Up) -> None:
     up.script("rollout-0")
     up.start()
     await until(lambda: up.pid("rollout-0"))
-    other = python("-m", "services.cli", "up", "--resume", str(up.run_folder))
+    other = python("-m", "penstock.services.cli", "up", "--resume", str(up.run_folder))
     assert other.returncode == 2
     assert "another `penstock up` runs" in other.stderr
     up.signal(signal.SIGTERM)

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
-_CHART = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock"
+_CHART = Path(__file__).parents[4] / "deploy" / "k8s" / "penstock"
 """In a checkout."""
 
 

@@ -10,15 +10,15 @@ from typing import Annotated
 
 import typer
 
-from services.cli.cluster import cluster_file, programs
-from services.cli.cluster.deployment import Deployment, find
-from services.cli.cluster.upgrade import compared, confirm
-from services.cli.connection import LATEST
-from services.up.display import console
-from shared.errors import PenstockError, SettingsError
-from shared.settings import load
-from shared.settings.reading.published import check_public
-from shared.text.terminal import escaped_line
+from penstock.services.cli.cluster import cluster_file, programs
+from penstock.services.cli.cluster.deployment import Deployment, find
+from penstock.services.cli.cluster.upgrade import compared, confirm
+from penstock.services.cli.connection import LATEST
+from penstock.services.up.display import console
+from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.settings import load
+from penstock.shared.settings.reading.published import check_public
+from penstock.shared.text.terminal import escaped_line
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 _OLDEST_HELM = (3, 17)

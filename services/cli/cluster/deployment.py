@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
-from services.cli.cluster import programs
-from services.up.run_folder import link_latest
-from shared.errors import PenstockError
-from shared.files.durable import write_whole
+from penstock.services.cli.cluster import programs
+from penstock.services.up.run_folder import link_latest
+from penstock.shared.errors import PenstockError
+from penstock.shared.files.durable import write_whole
 
 _RECORD = "deployment.json"
 _FORWARDED = re.compile(r"Forwarding from (127\.0\.0\.1:\d+) ")

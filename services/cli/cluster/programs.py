@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from shared.errors import PenstockError
+from penstock.shared.errors import PenstockError
 
 _PLACES = {"helm": "https://helm.sh", "kubectl": "https://kubernetes.io/docs/tasks/tools"}
 

@@ -6,8 +6,8 @@ import sys
 
 import typer
 
-from services.up.display import console
-from shared.errors import PenstockError
+from penstock.services.up.display import console
+from penstock.shared.errors import PenstockError
 
 _SHAPED = re.compile(r"^kind: (\w+)\nmetadata:\n  name: (\S+)\n  annotations: \{penstock/shape: .*\}$", re.MULTILINE)
 """A JobSet or Job of the chart, which cannot be changed (``penstock.shaped``)."""

@@ -2,6 +2,6 @@
 
 ::
 
-    commands ──▶ chat, evaluate, push ──▶ services.client     the live policy
-                                     └──▶ services.offline    a stored one, on this machine
+    commands ──▶ chat, evaluate, push ──▶ penstock.services.client     the live policy
+                                     └──▶ penstock.services.offline    a stored one, on this machine
 """

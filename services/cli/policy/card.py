@@ -10,10 +10,10 @@ from typing import Any
 
 import tomli_w
 
-from services.coordinator.records.jsonl import read
-from services.coordinator.records.summary import one_line_a_step
-from shared.settings import Settings
-from shared.settings.reading.published import public_text, published
+from penstock.services.coordinator.records.jsonl import read
+from penstock.services.coordinator.records.summary import one_line_a_step
+from penstock.shared.settings import Settings
+from penstock.shared.settings.reading.published import public_text, published
 
 _CURVES = ("reward_mean", "kl_mean", "entropy", "response_tokens_mean", "lag_mean")
 _SUPERVISED = ("loss", "evaluation_loss", "preference_accuracy", "evaluation_accuracy", "entropy", "learning_rate")

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.cli import export
-from services.client.policy import LivePolicy, Policy
-from services.offline.policy import StoredPolicy
-from services.up.display import console
-from shared.errors import PenstockError
-from shared.settings import load_run
+from penstock.services.cli import export
+from penstock.services.client.policy import LivePolicy, Policy
+from penstock.services.offline.policy import StoredPolicy
+from penstock.services.up.display import console
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import load_run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from services.cli.connection import LATEST, AsJson, RunArgument, RunOption, TokenFile, Url, named, split
-from shared.errors import SettingsError
+from penstock.services.cli.connection import LATEST, AsJson, RunArgument, RunOption, TokenFile, Url, named, split
+from penstock.shared.errors import SettingsError
 
 _PANEL = "Use a policy"
 VersionOption = Annotated[
@@ -53,7 +53,7 @@ def chat(
 
     **Examples:** `penstock chat` · `penstock chat runs/math-… --version 40` · `penstock chat --plain --ask "12+34="`
     """
-    from services.cli.policy import chat as chats
+    from penstock.services.cli.policy import chat as chats
 
     asked = chats.Asked(system, plain, max_new_tokens, temperature, as_json)
     chats.talk(chats.open_policy(named(run_option or run), version, url, token_file), asked, ask)
@@ -86,7 +86,7 @@ def evaluate(
 
     `penstock eval my-run.toml --policy.model my-model --evaluation.path heldout.jsonl --json`
     """
-    from services.cli.policy import evaluate as evaluations
+    from penstock.services.cli.policy import evaluate as evaluations
 
     source, flags = split(words or [])
     evaluations.run(named(run_option or source or LATEST), flags, version, problems, as_json=as_json)
@@ -111,7 +111,7 @@ def push(
 
     **Example:** `penstock push my-name/my-model runs/math-… --version 40`
     """
-    from services.cli.policy import push as pushes
+    from penstock.services.cli.policy import push as pushes
 
     if re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", repository, re.ASCII) is None:
         raise SettingsError(

@@ -5,18 +5,18 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.cli import export
-from services.cli.reports.audit_rewards import fresh_executor
-from services.coordinator.evaluation.results import sentence
-from services.offline.stored import Stored, stored_version
-from services.up.display import console
-from shared.errors import SettingsError
-from shared.settings import SETTINGS_FILE, load, load_run
+from penstock.services.cli import export
+from penstock.services.cli.reports.audit_rewards import fresh_executor
+from penstock.services.coordinator.evaluation.results import sentence
+from penstock.services.offline.stored import Stored, stored_version
+from penstock.services.up.display import console
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import SETTINGS_FILE, load, load_run
 
 
 def run(source: Path, flags: Sequence[str], version: str, problems: int | None, *, as_json: bool) -> None:
     """Evaluate and print. Raises PenstockError."""
-    from services.offline.evaluation import evaluate
+    from penstock.services.offline.evaluation import evaluate
 
     number = export.number(version)
     with contextlib.ExitStack() as opened:

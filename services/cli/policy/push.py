@@ -3,12 +3,12 @@
 import tempfile
 from pathlib import Path
 
-from services.cli import export
-from services.cli.policy.card import card, copy_records
-from services.up.display import console
-from shared.errors import PenstockError, SettingsError
-from shared.http.hub import bound_hub
-from shared.settings import load_run
+from penstock.services.cli import export
+from penstock.services.cli.policy.card import card, copy_records
+from penstock.services.up.display import console
+from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.http.hub import bound_hub
+from penstock.shared.settings import load_run
 
 
 def push(repository: str, run: Path, version: str, *, private: bool, adapter: bool, as_json: bool) -> None:

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.offline.stored import export
-from services.up import prepare, run_folder
-from services.up.continuation import FIXED, shown, value_of
-from shared.errors import SettingsError
-from shared.settings import Settings, load, load_run
+from penstock.services.offline.stored import export
+from penstock.services.up import prepare, run_folder
+from penstock.services.up.continuation import FIXED, shown, value_of
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, load, load_run
 
 if TYPE_CHECKING:
-    from services.trainer.checkpoint.local_store import Checkpoint
+    from penstock.services.trainer.checkpoint.local_store import Checkpoint
 
 INITIAL = "initial"
 _OWN = ("run.id", "run.seed", "policy.model", "policy.tokenizer")
@@ -63,8 +63,8 @@ def prepared_from(
 
 
 def _checkpoint(source: str) -> "tuple[Checkpoint, Settings]":
-    from services.trainer.checkpoint import local_store
-    from services.trainer.checkpoint.signatures import open_signer
+    from penstock.services.trainer.checkpoint import local_store
+    from penstock.services.trainer.checkpoint.signatures import open_signer
 
     name, at, step = source.rpartition("@")
     if not at or not step.isdecimal():
@@ -101,7 +101,7 @@ def _check_optimizer(settings: Settings, of: Settings, checkpoint: "Checkpoint")
 
 def _copy(checkpoint: Path, folder: Path) -> None:
     """Link the checkpoint's files, or copy them to another file system."""
-    from services.trainer.checkpoint.local_store import START
+    from penstock.services.trainer.checkpoint.local_store import START
 
     def link(source: str, target: str) -> None:
         try:

@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.export import find_alive
-from services.coordinator.admission import dataset
-from services.coordinator.records import jsonl
-from services.reward.audit import audit
-from services.reward.audit.audit import AuditedGroup, AuditReport, Disagreement, RecordedCompletion
-from services.reward.executor.client import ExecutorClient
-from services.reward.executor.protocol import Job
-from services.up.display import console
-from shared.bus.messages import FinishReason, Json
-from shared.errors import SettingsError, TemporaryError
-from shared.settings import Settings
+from penstock.services.cli.export import find_alive
+from penstock.services.coordinator.admission import dataset
+from penstock.services.coordinator.records import jsonl
+from penstock.services.reward.audit import audit
+from penstock.services.reward.audit.audit import AuditedGroup, AuditReport, Disagreement, RecordedCompletion
+from penstock.services.reward.executor.client import ExecutorClient
+from penstock.services.reward.executor.protocol import Job
+from penstock.services.up.display import console
+from penstock.shared.bus.messages import FinishReason, Json
+from penstock.shared.errors import SettingsError, TemporaryError
+from penstock.shared.settings import Settings
 
 if TYPE_CHECKING:
-    from services.client.coordinator import CoordinatorClient
+    from penstock.services.client.coordinator import CoordinatorClient
 
 _MOST_GROUPS, _PAGE = 5_000, 50
 _START_WITHIN_S = 60.0
@@ -114,7 +114,7 @@ def fresh_executor(settings: Settings) -> Iterator[Settings]:
     with tempfile.TemporaryDirectory(prefix="penstock-audit-") as folder:
         address = f"unix:{folder}/executor.sock"
         chosen = settings.reward.executor
-        command = [sys.executable, "-m", "services.reward.executor", "--telemetry.log_level=ERROR"]
+        command = [sys.executable, "-m", "penstock.services.reward.executor", "--telemetry.log_level=ERROR"]
         command += [f"--reward.executor.address={address}", f"--reward.executor.isolation={chosen.isolation}"]
         command += [f"--reward.executor.interpreter={chosen.interpreter}"] if chosen.interpreter else []
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK__")}

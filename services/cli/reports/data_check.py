@@ -12,18 +12,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.cli.reports.scorer_trial import try_scorers
-from services.coordinator.admission.dataset import Dataset, Problem
-from services.coordinator.service import Data, load_data, order_of
-from services.up.display import console
-from services.up.requirements import functions_checked
-from shared.bus.messages import Sampling
-from shared.errors import PermanentError
-from shared.model.context import own_context, read_config
-from shared.model.model_source import check_tokenizer
-from shared.model.tokenizer import UNLIMITED, Limits, Tokenizer, TokenizerCodec, check_stop_texts, open_tokenizer
-from shared.settings import Settings
-from shared.text.terminal import escaped_line
+from penstock.services.cli.reports.scorer_trial import try_scorers
+from penstock.services.coordinator.admission.dataset import Dataset, Problem
+from penstock.services.coordinator.service import Data, load_data, order_of
+from penstock.services.up.display import console
+from penstock.services.up.requirements import functions_checked
+from penstock.shared.bus.messages import Sampling
+from penstock.shared.errors import PermanentError
+from penstock.shared.model.context import own_context, read_config
+from penstock.shared.model.model_source import check_tokenizer
+from penstock.shared.model.tokenizer import (
+    UNLIMITED,
+    Limits,
+    Tokenizer,
+    TokenizerCodec,
+    check_stop_texts,
+    open_tokenizer,
+)
+from penstock.shared.settings import Settings
+from penstock.shared.text.terminal import escaped_line
 
 _MOST_MEASURED = 5_000
 """Problems whose length is measured, spread over the data."""
@@ -41,7 +48,7 @@ class PromptLengths:
 
 def check(settings: Settings, shown: int) -> bool:
     """Print the report; return whether every measured prompt can be generated and scored. Raises SettingsError."""
-    logging.getLogger("services").addHandler(logging.NullHandler())  # the report names the bad rows
+    logging.getLogger("penstock.services").addHandler(logging.NullHandler())  # the report names the bad rows
     with functions_checked(settings):
         data, tokenizer, codec = _opened(settings)
     check_stop_texts(tokenizer, settings.sampling, settings.reward.markers)
@@ -71,7 +78,7 @@ def _opened(settings: Settings) -> tuple[Data, Tokenizer, TokenizerCodec]:
 
 def prompt_lengths(settings: Settings) -> PromptLengths:
     """Return what :func:`check` says about lengths. Raises SettingsError."""
-    logging.getLogger("services").addHandler(logging.NullHandler())
+    logging.getLogger("penstock.services").addHandler(logging.NullHandler())
     data, _, codec = _opened(settings)
     return measure(data.train.problems, settings, codec)
 

@@ -10,12 +10,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from services.coordinator.records.jsonl import read
-from services.coordinator.records.summary import one_line_a_step
-from services.up.display import console
-from services.up.display.view import spark
-from shared.settings import Settings, load_run
-from shared.text.terminal import escaped_line
+from penstock.services.coordinator.records.jsonl import read
+from penstock.services.coordinator.records.summary import one_line_a_step
+from penstock.services.up.display import console
+from penstock.services.up.display.view import spark
+from penstock.shared.settings import Settings, load_run
+from penstock.shared.text.terminal import escaped_line
 
 _PLACES = frozenset(
     ("run.id", "run.folder", "bus.url", "weights.folder", "coordinator.token_file", "reward.executor.address")

@@ -5,9 +5,9 @@ import itertools
 import json
 from pathlib import Path
 
-from services.cli import tables
-from services.client.views import EventView
-from services.up.display import console, summary, view
+from penstock.services.cli import tables
+from penstock.services.client.views import EventView
+from penstock.services.up.display import console, summary, view
 
 _EVENTS = 5
 

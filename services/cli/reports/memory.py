@@ -8,16 +8,16 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.plan import preferences
-from services.coordinator.records.jsonl import read
-from services.coordinator.records.memory import MEMORY_FILE
-from services.plan.hardware import GIB
-from services.plan.memory import Component, EngineOptions, engine_memory, trainer_table
-from services.plan.workload import Workload, workload_of
-from services.up.display import console
-from shared.errors import PenstockError
-from shared.settings import Settings, load_run
-from shared.text.terminal import escaped_line
+from penstock.services.cli.plan import preferences
+from penstock.services.coordinator.records.jsonl import read
+from penstock.services.coordinator.records.memory import MEMORY_FILE
+from penstock.services.plan.hardware import GIB
+from penstock.services.plan.memory import Component, EngineOptions, engine_memory, trainer_table
+from penstock.services.plan.workload import Workload, workload_of
+from penstock.services.up.display import console
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import Settings, load_run
+from penstock.shared.text.terminal import escaped_line
 
 _FOLDED = dict.fromkeys(("logits", "reduction"), "activations")
 """Components that are compared as one."""

@@ -3,19 +3,19 @@
 import asyncio
 from collections.abc import Sequence
 
-from services.cli.reports.audit_rewards import fresh_executor
-from services.coordinator.admission.dataset import Problem, rows_to_try
-from services.reward.failures import Failures
-from services.reward.rehearsal import Trial, rehearse
-from services.reward.service import make_scorer
-from services.up.display import console
-from shared.bus.messages import Prompt
-from shared.expression import Expression
-from shared.process.telemetry import Status
-from shared.settings import Settings
-from shared.settings.rewards.models import ModelScorer
-from shared.settings.rewards.scorers import JudgeScorer
-from shared.text.terminal import escaped_line
+from penstock.services.cli.reports.audit_rewards import fresh_executor
+from penstock.services.coordinator.admission.dataset import Problem, rows_to_try
+from penstock.services.reward.failures import Failures
+from penstock.services.reward.rehearsal import Trial, rehearse
+from penstock.services.reward.service import make_scorer
+from penstock.services.up.display import console
+from penstock.shared.bus.messages import Prompt
+from penstock.shared.expression import Expression
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.models import ModelScorer
+from penstock.shared.settings.rewards.scorers import JudgeScorer
+from penstock.shared.text.terminal import escaped_line
 
 _LONGEST_TEXT = 24
 

@@ -18,18 +18,18 @@ from collections.abc import Callable
 
 from prometheus_client import Counter
 
-from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.curriculum import Curriculum
-from services.coordinator.admission.dataset import Dataset, EpochOrder
-from services.coordinator.admission.demonstrations import experience
-from services.coordinator.admission.mixing import MixedOrder
-from shared.bus.bus import Bus
-from shared.bus.messages import Experience, PolicyVersion, Prompt, Sampling
-from shared.bus.stores.experience.signals import read_current
-from shared.bus.stores.policy.ledger import AdmissionState, Ledger, RunState
-from shared.errors import BusFull
-from shared.settings import SamplingSettings, Settings
-from shared.traces import TRACES
+from penstock.services.coordinator.admission.bus_full import Shortage
+from penstock.services.coordinator.admission.curriculum import Curriculum
+from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder
+from penstock.services.coordinator.admission.demonstrations import experience
+from penstock.services.coordinator.admission.mixing import MixedOrder
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, Sampling
+from penstock.shared.bus.stores.experience.signals import read_current
+from penstock.shared.bus.stores.policy.ledger import AdmissionState, Ledger, RunState
+from penstock.shared.errors import BusFull
+from penstock.shared.settings import SamplingSettings, Settings
+from penstock.shared.traces import TRACES
 
 ADMITTED = Counter("penstock_coordinator_admitted_total", "Groups admitted by this process.")
 

@@ -4,9 +4,9 @@ import time
 
 from prometheus_client import Gauge
 
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger
-from shared.process.telemetry import tell
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.process.telemetry import tell
 
 BUS_FULL = Gauge(
     "penstock_coordinator_bus_full", "1 while admission waits because the bus is at its maxmemory, else 0."

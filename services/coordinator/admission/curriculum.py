@@ -18,10 +18,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from services.coordinator.admission.dataset import Dataset, EpochOrder
-from services.coordinator.admission.mixing import MixedOrder
-from shared.bus.stores.experience.signals import UNSEEN
-from shared.errors import SettingsError
+from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder
+from penstock.services.coordinator.admission.mixing import MixedOrder
+from penstock.shared.bus.stores.experience.signals import UNSEEN
+from penstock.shared.errors import SettingsError
 
 UNIFORM = 0.1
 """Share of the draws that ignores signals."""

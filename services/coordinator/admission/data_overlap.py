@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable
 
-from services.coordinator.admission.dataset import Problem
+from penstock.services.coordinator.admission.dataset import Problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

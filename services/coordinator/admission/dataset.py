@@ -20,15 +20,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from services.coordinator.admission import dataset_files, references
-from services.coordinator.admission.dataset_files import BadRow, DatasetRow
-from services.coordinator.admission.demonstrations import Demonstration, Demonstrations, Kind
-from services.coordinator.admission.row_filter import RowFilter
-from shared.bus.encoding import wire
-from shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
-from shared.errors import MessageError, SettingsError
-from shared.settings import DataSettings
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.coordinator.admission import dataset_files, references
+from penstock.services.coordinator.admission.dataset_files import BadRow, DatasetRow
+from penstock.services.coordinator.admission.demonstrations import Demonstration, Demonstrations, Kind
+from penstock.services.coordinator.admission.row_filter import RowFilter
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import ChatMessage, GroupId, Json, Prompt, Sampling
+from penstock.shared.errors import MessageError, SettingsError
+from penstock.shared.settings import DataSettings
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 log = logging.getLogger(__name__)
 

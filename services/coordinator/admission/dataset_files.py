@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from services.coordinator.admission import hub
-from shared.bus.messages import Json
-from shared.dataset_source import check_kind, hub_dataset
-from shared.errors import PenstockError, SettingsError
-from shared.extras import install_command
+from penstock.services.coordinator.admission import hub
+from penstock.shared.bus.messages import Json
+from penstock.shared.dataset_source import check_kind, hub_dataset
+from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.extras import install_command
 
 _BATCH_ROWS = 1024
 _ROW_BYTES = 16 * 1024**2

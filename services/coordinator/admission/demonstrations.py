@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.coordinator.admission.dataset_files import BadRow
-from shared.bus.messages import (
+from penstock.services.coordinator.admission.dataset_files import BadRow
+from penstock.shared.bus.messages import (
     ChatMessage,
     Experience,
     FinishReason,
@@ -32,13 +32,13 @@ from shared.bus.messages import (
     SampleScores,
     Sampling,
 )
-from shared.errors import PermanentError, SettingsError
-from shared.model.context import own_context, read_config
-from shared.model.tokenizer import UNLIMITED, Limits, TokenizerCodec, encode_text, open_tokenizer, stop_tokens
-from shared.settings import Settings
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.model.context import own_context, read_config
+from penstock.shared.model.tokenizer import UNLIMITED, Limits, TokenizerCodec, encode_text, open_tokenizer, stop_tokens
+from penstock.shared.settings import Settings
 
 if TYPE_CHECKING:
-    from services.coordinator.admission.dataset import Problem
+    from penstock.services.coordinator.admission.dataset import Problem
 
 REPLICA = "demonstrations"
 _ASSISTANT = "assistant"

@@ -6,10 +6,10 @@ Files are kept in the cache of the library `datasets`, which reads data only: no
 from collections.abc import Iterator
 from typing import Any
 
-from shared.dataset_source import HubDataset
-from shared.errors import SettingsError
-from shared.extras import install_command
-from shared.http.hub import bound_hub
+from penstock.shared.dataset_source import HubDataset
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
+from penstock.shared.http.hub import bound_hub
 
 
 def read(dataset: HubDataset, setting: str) -> Iterator[tuple[str, dict[str, object]]]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.coordinator.admission.dataset import EpochOrder
-from shared.errors import SettingsError
+from penstock.services.coordinator.admission.dataset import EpochOrder
+from penstock.shared.errors import SettingsError
 
 BLOCK = 1000
 """Cursors in which every dataset has its share."""

@@ -12,15 +12,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from services.coordinator.admission.dataset_files import BadRow
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.coordinator.admission.dataset_files import BadRow
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 log = logging.getLogger(__name__)
 
-_NEEDED = ("services.reward", "math_verify")
+_NEEDED = ("penstock.services.reward", "math_verify")
 _LEAST_S, _REFERENCE_S = 60.0, 0.1
 """Of the check, and of each reference."""
-_COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.references")
+_COMMAND = (sys.executable, "-m", "penstock.services.reward.scorers.answer.references")
 _NUMBER = re.compile(r"\s*-?[0-9]+(\.[0-9]+)?\s*")
 
 

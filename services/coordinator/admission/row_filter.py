@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from services.coordinator.admission.dataset_files import BadRow
-from shared.expression import Condition
+from penstock.services.coordinator.admission.dataset_files import BadRow
+from penstock.shared.expression import Condition
 
 CHARACTERS = "prompt_characters"
 

@@ -19,19 +19,19 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 
-from services.coordinator.api.dependencies import Parts
-from services.coordinator.api.errors import PROBLEM_TYPE, handle_problems
-from services.coordinator.api.middleware import OPEN_PATHS, STREAM_PATH, Conventions
-from services.coordinator.api.routes.events import event_routes
-from services.coordinator.api.routes.generate import generate_routes
-from services.coordinator.api.routes.page import page_routes
-from services.coordinator.api.routes.policies import policy_routes
-from services.coordinator.api.routes.records import record_routes
-from services.coordinator.api.routes.registry import registry_routes
-from services.coordinator.api.routes.run import operation_routes, run_routes, settings_routes
-from services.coordinator.api.routes.services import dead_letter_routes, service_routes
-from services.coordinator.schemas.run import Health, ProblemDetails, Readiness
-from shared.process.service import readiness
+from penstock.services.coordinator.api.dependencies import Parts
+from penstock.services.coordinator.api.errors import PROBLEM_TYPE, handle_problems
+from penstock.services.coordinator.api.middleware import OPEN_PATHS, STREAM_PATH, Conventions
+from penstock.services.coordinator.api.routes.events import event_routes
+from penstock.services.coordinator.api.routes.generate import generate_routes
+from penstock.services.coordinator.api.routes.page import page_routes
+from penstock.services.coordinator.api.routes.policies import policy_routes
+from penstock.services.coordinator.api.routes.records import record_routes
+from penstock.services.coordinator.api.routes.registry import registry_routes
+from penstock.services.coordinator.api.routes.run import operation_routes, run_routes, settings_routes
+from penstock.services.coordinator.api.routes.services import dead_letter_routes, service_routes
+from penstock.services.coordinator.schemas.run import Health, ProblemDetails, Readiness
+from penstock.shared.process.service import readiness
 
 _PROBLEM_ANSWER = {
     "description": "An error.",

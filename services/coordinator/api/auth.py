@@ -20,11 +20,11 @@ import secrets
 from collections.abc import Iterator
 from enum import StrEnum
 
-from shared.errors import SettingsError
-from shared.files.secret_file import read_secret
-from shared.peers import tickets
-from shared.peers.addresses import is_loopback
-from shared.settings import CoordinatorSettings
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.secret_file import read_secret
+from penstock.shared.peers import tickets
+from penstock.shared.peers.addresses import is_loopback
+from penstock.shared.settings import CoordinatorSettings
 
 _SESSION_S = 43_200.0
 

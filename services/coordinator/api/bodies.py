@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive
 
-from services.coordinator.api.errors import RETRY_AFTER_S, problem
+from penstock.services.coordinator.api.errors import RETRY_AFTER_S, problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

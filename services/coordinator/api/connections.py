@@ -15,8 +15,8 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.coordinator.api.errors import RETRY_AFTER_S, problem
-from shared.peers.handshake import Newcomers
+from penstock.services.coordinator.api.errors import RETRY_AFTER_S, problem
+from penstock.shared.peers.handshake import Newcomers
 
 log = logging.getLogger(__name__)
 

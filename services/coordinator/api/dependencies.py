@@ -8,20 +8,20 @@ from typing import Annotated, TypeVar
 
 from fastapi import Query
 
-from services.coordinator.api.auth import Access
-from services.coordinator.api.errors import ANSWER_WITHIN_S
-from services.coordinator.operations.operations import Operations
-from services.coordinator.policies.exports import Exporting
-from services.coordinator.policies.rollback import Rollbacks
-from services.coordinator.run.commands import Steering
-from services.coordinator.run.monitor import Monitor
-from services.coordinator.schemas.resources import Page
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.run import records
-from shared.bus.streams import Stream
-from shared.process.telemetry import Status
+from penstock.services.coordinator.api.auth import Access
+from penstock.services.coordinator.api.errors import ANSWER_WITHIN_S
+from penstock.services.coordinator.operations.operations import Operations
+from penstock.services.coordinator.policies.exports import Exporting
+from penstock.services.coordinator.policies.rollback import Rollbacks
+from penstock.services.coordinator.run.commands import Steering
+from penstock.services.coordinator.run.monitor import Monitor
+from penstock.services.coordinator.schemas.resources import Page
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.run import records
+from penstock.shared.bus.streams import Stream
+from penstock.shared.process.telemetry import Status
 
 R = TypeVar("R")
 T = TypeVar("T")

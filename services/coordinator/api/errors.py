@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from services.coordinator.operations.operations import StateConflict
-from services.coordinator.schemas.run import ProblemDetails
-from shared.errors import BusUnavailable, SettingsError
+from penstock.services.coordinator.operations.operations import StateConflict
+from penstock.services.coordinator.schemas.run import ProblemDetails
+from penstock.shared.errors import BusUnavailable, SettingsError
 
 log = logging.getLogger(__name__)
 

@@ -26,14 +26,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.coordinator.api.auth import Access, Role
-from services.coordinator.api.bodies import Bodies, BodyRefused
-from services.coordinator.api.connections import note_proven
-from services.coordinator.api.errors import ANSWER_WITHIN_S, bus_away, problem
-from services.coordinator.api.routes.page import SESSION_PATH, page_type, session_cookie
-from shared.bus.bus import Bus
-from shared.bus.stores.run.idempotency import begin_answer, forget_answer, keep_answer
-from shared.errors import BusUnavailable
+from penstock.services.coordinator.api.auth import Access, Role
+from penstock.services.coordinator.api.bodies import Bodies, BodyRefused
+from penstock.services.coordinator.api.connections import note_proven
+from penstock.services.coordinator.api.errors import ANSWER_WITHIN_S, bus_away, problem
+from penstock.services.coordinator.api.routes.page import SESSION_PATH, page_type, session_cookie
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.run.idempotency import begin_answer, forget_answer, keep_answer
+from penstock.shared.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
 

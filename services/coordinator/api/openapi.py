@@ -1,11 +1,11 @@
-"""``python -m services.coordinator.api.openapi docs/openapi.json``: write the API description."""
+"""``python -m penstock.services.coordinator.api.openapi docs/openapi.json``: write the API description."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from services.coordinator.api.app import make_routes
+from penstock.services.coordinator.api.app import make_routes
 
 
 def description() -> str:

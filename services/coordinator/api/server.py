@@ -15,9 +15,9 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from services.coordinator.api.connections import ConnectionBounds, Connections
-from shared.errors import SettingsError
-from shared.files.durable import write_whole
+from penstock.services.coordinator.api.connections import ConnectionBounds, Connections
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import write_whole
 
 log = logging.getLogger(__name__)
 

@@ -16,23 +16,23 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from services.coordinator.admission.admission import drawn_by
-from services.coordinator.admission.dataset import Dataset, subset
-from services.coordinator.evaluation.results import (
+from penstock.services.coordinator.admission.admission import drawn_by
+from penstock.services.coordinator.admission.dataset import Dataset, subset
+from penstock.services.coordinator.evaluation.results import (
     Evaluation,
     sentence,
     summarize,
 )
-from shared.bus.bus import Bus, Delivery
-from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose
-from shared.bus.stores.policy import evaluations as store
-from shared.bus.stores.policy.evaluations import Description, EvaluationRequest, Holding, appoint, holding
-from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
-from shared.bus.streams import EVAL_RESULTS, EVALUATION_STREAMS, Stream
-from shared.errors import MessageError
-from shared.process.telemetry import tell
-from shared.settings import SamplingSettings
-from shared.settings.evaluation import EvaluationSettings, HeldOutSet
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose
+from penstock.shared.bus.stores.policy import evaluations as store
+from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest, Holding, appoint, holding
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
+from penstock.shared.bus.streams import EVAL_RESULTS, EVALUATION_STREAMS, Stream
+from penstock.shared.errors import MessageError
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import SamplingSettings
+from penstock.shared.settings.evaluation import EvaluationSettings, HeldOutSet
 
 log = logging.getLogger(__name__)
 

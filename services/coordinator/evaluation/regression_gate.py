@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import Counter
 
-from services.coordinator.evaluation.results import Evaluation, Evaluations
-from services.coordinator.evaluation.statistics import Estimate, fall
-from services.coordinator.operations.operations import StateConflict
-from services.coordinator.policies.rollback import Rollbacks
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.evaluations import decisions, note_decision
-from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
-from shared.process.telemetry import tell
-from shared.settings.evaluation import EvaluationSettings, GateSettings
+from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations
+from penstock.services.coordinator.evaluation.statistics import Estimate, fall
+from penstock.services.coordinator.operations.operations import StateConflict
+from penstock.services.coordinator.policies.rollback import Rollbacks
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.evaluations import decisions, note_decision
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings.evaluation import EvaluationSettings, GateSettings
 
 log = logging.getLogger(__name__)
 

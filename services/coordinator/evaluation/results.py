@@ -5,11 +5,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.coordinator.evaluation.statistics import Estimate, estimate, pass_at
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.evaluations import Description, EvaluationRequest, evaluated, results
-from shared.settings.evaluation import ONLY_SET
+from penstock.services.coordinator.evaluation.statistics import Estimate, estimate, pass_at
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest, evaluated, results
+from penstock.shared.settings.evaluation import ONLY_SET
 
 _CHUNK = 500
 

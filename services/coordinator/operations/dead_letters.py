@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Json, PolicyRecord, Prompt, RolloutGroup
-from shared.bus.stores.experience.dead_letters import DeadLetter, DeadLetterSource
-from shared.errors import MessageError
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, Json, PolicyRecord, Prompt, RolloutGroup
+from penstock.shared.bus.stores.experience.dead_letters import DeadLetter, DeadLetterSource
+from penstock.shared.errors import MessageError
 
 _SHOWN_ELEMENTS = 256
 _KINDS: dict[DeadLetterSource, type[Any]] = {

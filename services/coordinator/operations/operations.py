@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from shared.bus.bus import Bus
-from shared.bus.messages import Json
-from shared.bus.stores.run.operations import Operation, OperationState, OperationStore
-from shared.errors import PenstockError
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Json
+from penstock.shared.bus.stores.run.operations import Operation, OperationState, OperationStore
+from penstock.shared.errors import PenstockError
 
 log = logging.getLogger(__name__)
 

@@ -3,14 +3,14 @@
 import asyncio
 import time
 
-from services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
-from shared.bus.bus import Bus
-from shared.bus.messages import Json, PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.exports import ExportRequest, ExportResult, Exports
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.run.operations import Operation, OperationState
-from shared.settings import Settings
+from penstock.services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Json, PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.policy.exports import ExportRequest, ExportResult, Exports
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.run.operations import Operation, OperationState
+from penstock.shared.settings import Settings
 
 KIND = "export"
 _LOOK_S = 0.3

@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 
-from services.coordinator.schemas.resources import Comparison, Difference
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.policies import Policies
+from penstock.services.coordinator.schemas.resources import Comparison, Difference
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.policy.policies import Policies
 
 
 async def common_ancestor(

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 from prometheus_client import Histogram
 
-from services.coordinator.policies.relay_tree import addresses, sources
-from shared.bus.bus import Bus, Delivery
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.evaluations import holding
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.streams import PUBLISHED
-from shared.errors import MessageError
-from shared.traces import TRACES
+from penstock.services.coordinator.policies.relay_tree import addresses, sources
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.policy.evaluations import holding
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.streams import PUBLISHED
+from penstock.shared.errors import MessageError
+from penstock.shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 

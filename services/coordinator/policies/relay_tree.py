@@ -14,7 +14,7 @@ stream weights into their live parameters keep no copy to relay: each of them pu
 
 from collections.abc import Iterable, Mapping
 
-from shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
 
 FAN_OUT = 2
 """Two saturate the trainer's network card."""

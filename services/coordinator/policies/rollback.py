@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from prometheus_client import Counter
 
-from services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
-from shared.bus.bus import Bus
-from shared.bus.messages import Json, PolicyVersion
-from shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
-from shared.bus.stores.policy.rollback import (
+from penstock.services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Json, PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import ENDED, Ledger, RunState, RunStatus
+from penstock.shared.bus.stores.policy.rollback import (
     OVER,
     SOURCE,
     Rollback,
@@ -32,9 +32,9 @@ from shared.bus.stores.policy.rollback import (
     current_rollback,
     steer_rollback,
 )
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.run.operations import Operation, OperationState
-from shared.process.telemetry import tell
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.run.operations import Operation, OperationState
+from penstock.shared.process.telemetry import tell
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from shared.bus.messages import Json
+from penstock.shared.bus.messages import Json
 
 _BLOCK_BYTES = 1 << 16
 Entry = tuple[int, int]

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.coordinator.records.jsonl import Lines, finite, read, state_of
-from shared.bus.messages import Json, MemoryReport
-from shared.files.durable import write_whole
+from penstock.services.coordinator.records.jsonl import Lines, finite, read, state_of
+from penstock.shared.bus.messages import Json, MemoryReport
+from penstock.shared.files.durable import write_whole
 
 MEMORY_FILE = "memory.jsonl"
 _MOST_BYTES = 16 << 20

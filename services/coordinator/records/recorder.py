@@ -21,18 +21,18 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
-from services.coordinator.evaluation.results import evaluations_of
-from services.coordinator.records.jsonl import Lines, Overtaken, exclusive
-from services.coordinator.records.memory import MEMORY_FILE, MemoryLines, memory_line
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Event, Experience, Json, MemoryReport, Prompt, Score, ScoreStatus, StepReport
-from shared.bus.stores.policy.evaluations import evaluated
-from shared.bus.stores.run.records import following, page, wait_for_any
-from shared.bus.streams import Row, Stream
-from shared.errors import MessageError
-from shared.files.durable import no_room
+from penstock.services.coordinator.evaluation.results import evaluations_of
+from penstock.services.coordinator.records.jsonl import Lines, Overtaken, exclusive
+from penstock.services.coordinator.records.memory import MEMORY_FILE, MemoryLines, memory_line
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event, Experience, Json, MemoryReport, Prompt, Score, ScoreStatus, StepReport
+from penstock.shared.bus.stores.policy.evaluations import evaluated
+from penstock.shared.bus.stores.run.records import following, page, wait_for_any
+from penstock.shared.bus.streams import Row, Stream
+from penstock.shared.errors import MessageError
+from penstock.shared.files.durable import no_room
 
 log = logging.getLogger(__name__)
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import tomli_w
 from pydantic import ValidationError
 
-from services.coordinator.records.jsonl import finite, read
-from services.coordinator.records.memory import MEMORY_FILE, thinned
-from services.coordinator.records.summary import ends, one_line_a_step
-from services.coordinator.schemas.records import rollout_view
-from shared.bus.messages import Json
-from shared.errors import SettingsError
-from shared.files.durable import write_whole
-from shared.settings import SETTINGS_FILE, load
-from shared.settings.reading.published import published
-from shared.text.redaction import redacted_values
+from penstock.services.coordinator.records.jsonl import finite, read
+from penstock.services.coordinator.records.memory import MEMORY_FILE, thinned
+from penstock.services.coordinator.records.summary import ends, one_line_a_step
+from penstock.services.coordinator.schemas.records import rollout_view
+from penstock.shared.bus.messages import Json
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import write_whole
+from penstock.shared.settings import SETTINGS_FILE, load
+from penstock.shared.settings.reading.published import published
+from penstock.shared.text.redaction import redacted_values
 
 DATA = "data"
 """Event source for data warnings."""

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from services.coordinator.evaluation.results import Evaluation
-from services.coordinator.records.jsonl import finite
-from shared.bus.messages import Json
-from shared.bus.stores.policy.ledger import ENDED, POLICY, RunState, RunStatus
-from shared.bus.stores.run.functions import History, Source
-from shared.files.durable import write_whole
-from shared.settings import Settings
+from penstock.services.coordinator.evaluation.results import Evaluation
+from penstock.services.coordinator.records.jsonl import finite
+from penstock.shared.bus.messages import Json
+from penstock.shared.bus.stores.policy.ledger import ENDED, POLICY, RunState, RunStatus
+from penstock.shared.bus.stores.run.functions import History, Source
+from penstock.shared.files.durable import write_whole
+from penstock.shared.settings import Settings
 
 _ENDS = 5
 """Steps averaged at each end, which do not overlap."""

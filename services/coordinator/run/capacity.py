@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import Gauge
 
-from shared.bus.bus import Bus
+from penstock.shared.bus.bus import Bus
 
 BUS_MEMORY = Gauge("penstock_coordinator_bus_memory_bytes", "Memory that the bus uses.")
 BUS_MAXMEMORY = Gauge("penstock_coordinator_bus_maxmemory_bytes", "The bus's maxmemory; 0: no limit.")

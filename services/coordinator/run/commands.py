@@ -4,16 +4,16 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
-from services.coordinator.policies.rollback import Rollbacks
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.policy.rollback import OVER
-from shared.bus.stores.replicas.cordon import Word, cordons
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.run.operations import Operation, OperationState
-from shared.process.telemetry import tell
+from penstock.services.coordinator.operations.operations import OperationOutcome, Report, StateConflict
+from penstock.services.coordinator.policies.rollback import Rollbacks
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.rollback import OVER
+from penstock.shared.bus.stores.replicas.cordon import Word, cordons
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.run.operations import Operation, OperationState
+from penstock.shared.process.telemetry import tell
 
 _LOOK_S = 0.1
 

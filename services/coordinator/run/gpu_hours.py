@@ -7,11 +7,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
-from shared.bus.stores.replicas.heartbeats import Heartbeat
-from shared.bus.stores.replicas.live_settings import Live
-from shared.process.telemetry import tell
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.process.telemetry import tell
 
 _LOOK_S = 1.0
 _HOUR_S = 3600.0

@@ -31,14 +31,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from prometheus_client import Counter, Gauge
 from pydantic import TypeAdapter
 
-from services.coordinator.schemas.run import GuardView, RunView
-from shared.bus.bus import Bus
-from shared.bus.messages import StepReport
-from shared.bus.stores.experience.dead_letters import DeadLetterSource, newest_reason
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.heartbeats import Heartbeat
-from shared.process.telemetry import WEIGHTS_PROBE, tell
-from shared.settings.guards import GUARDS, Action, Guard, GuardsSettings
+from penstock.services.coordinator.schemas.run import GuardView, RunView
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import StepReport
+from penstock.shared.bus.stores.experience.dead_letters import DeadLetterSource, newest_reason
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.shared.process.telemetry import WEIGHTS_PROBE, tell
+from penstock.shared.settings.guards import GUARDS, Action, Guard, GuardsSettings
 
 log = logging.getLogger(__name__)
 

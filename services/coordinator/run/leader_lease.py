@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 
 from prometheus_client import Gauge
 
-from shared.bus.bus import Bus
-from shared.bus.stores.run.leader_lease import claim_lease, leave_lease
-from shared.errors import BusUnavailable
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.run.leader_lease import claim_lease, leave_lease
+from penstock.shared.errors import BusUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -21,24 +21,24 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from services.coordinator.evaluation.evaluator import Due, Evaluator, take_all
-from services.coordinator.evaluation.regression_gate import RegressionGate
-from services.coordinator.evaluation.results import Evaluation, Evaluations
-from services.coordinator.records import summary
-from services.coordinator.records.jsonl import read
-from services.coordinator.records.recorder import Recorder
-from services.coordinator.records.report import write_report
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, RunState, RunStatus, read_status
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.run.functions import read_functions
-from shared.errors import BusFull
-from shared.files.durable import write_whole
-from shared.inputs import read_inputs
-from shared.process.telemetry import tell
-from shared.settings import Settings
-from shared.settings.evaluation import HeldOutSet
+from penstock.services.coordinator.evaluation.evaluator import Due, Evaluator, take_all
+from penstock.services.coordinator.evaluation.regression_gate import RegressionGate
+from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations
+from penstock.services.coordinator.records import summary
+from penstock.services.coordinator.records.jsonl import read
+from penstock.services.coordinator.records.recorder import Recorder
+from penstock.services.coordinator.records.report import write_report
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, RunState, RunStatus, read_status
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.run.functions import read_functions
+from penstock.shared.errors import BusFull
+from penstock.shared.files.durable import write_whole
+from penstock.shared.inputs import read_inputs
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings
+from penstock.shared.settings.evaluation import HeldOutSet
 
 log = logging.getLogger(__name__)
 

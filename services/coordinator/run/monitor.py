@@ -14,25 +14,32 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import Gauge
 
-from services.coordinator.evaluation.results import Evaluation, Evaluations
-from services.coordinator.records.summary import training_seconds
-from services.coordinator.run.guards import read_guards
-from services.coordinator.run.notices import changed_code, compose, dead_letters, silent, too_long
-from services.coordinator.schemas.run import EvaluationView, GuardView, History, NoticeView, RunView, StreamView
-from shared.advice import advice
-from shared.bus import streams
-from shared.bus.bus import Bus, Depth
-from shared.bus.encoding import wire
-from shared.bus.messages import PolicyVersion, StepReport
-from shared.bus.stores.experience.dead_letters import newest_reason
-from shared.bus.stores.policy.ledger import RunState, RunStatus
-from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats, left
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.run.functions import Change, changes
-from shared.bus.stores.run.overview import overview
-from shared.bus.stores.run.records import newer
-from shared.errors import MessageError
-from shared.process.telemetry import Status
+from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations
+from penstock.services.coordinator.records.summary import training_seconds
+from penstock.services.coordinator.run.guards import read_guards
+from penstock.services.coordinator.run.notices import changed_code, compose, dead_letters, silent, too_long
+from penstock.services.coordinator.schemas.run import (
+    EvaluationView,
+    GuardView,
+    History,
+    NoticeView,
+    RunView,
+    StreamView,
+)
+from penstock.shared.advice import advice
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus, Depth
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import PolicyVersion, StepReport
+from penstock.shared.bus.stores.experience.dead_letters import newest_reason
+from penstock.shared.bus.stores.policy.ledger import RunState, RunStatus
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats, left
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.run.functions import Change, changes
+from penstock.shared.bus.stores.run.overview import overview
+from penstock.shared.bus.stores.run.records import newer
+from penstock.shared.errors import MessageError
+from penstock.shared.process.telemetry import Status
 
 STREAM_ENTRIES = Gauge("penstock_coordinator_stream_entries", "Entries in a stream of the run.", ["stream"])
 STREAM_PENDING = Gauge("penstock_coordinator_stream_pending", "Entries that a replica holds.", ["stream"])

@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from services.coordinator.evaluation.results import Evaluation
-from services.coordinator.schemas.run import GuardView, NoticeView
-from shared.bus.messages import StepReport
-from shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
-from shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
-from shared.bus.stores.run.functions import Change
+from penstock.services.coordinator.evaluation.results import Evaluation
+from penstock.services.coordinator.schemas.run import GuardView, NoticeView
+from penstock.shared.bus.messages import StepReport
+from penstock.shared.bus.stores.policy.ledger import ENDED, RunState, RunStatus
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, PartFailure
+from penstock.shared.bus.stores.run.functions import Change
 
 _RECENT_S = 600.0
 """How long a recovered part is mentioned."""

@@ -19,15 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.coordinator.run.notices import notice
-from services.coordinator.schemas.run import NoticeView
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import Heartbeat
-from shared.errors import PenstockError
-from shared.http.answer import Answer, NoHttpAnswer
-from shared.http.client import HttpClient
-from shared.process.telemetry import tell
+from penstock.services.coordinator.run.notices import notice
+from penstock.services.coordinator.schemas.run import NoticeView
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat
+from penstock.shared.errors import PenstockError
+from penstock.shared.http.answer import Answer, NoHttpAnswer
+from penstock.shared.http.client import HttpClient
+from penstock.shared.process.telemetry import tell
 
 log = logging.getLogger(__name__)
 

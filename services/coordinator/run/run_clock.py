@@ -12,9 +12,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
-from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
 
 _NOTE_S = 1.0
 _LEAST_GAP_S = 5.0

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.coordinator.schemas.run import ResponseModel, Sentence
-from shared.bus.messages import FinishReason, Json, ScoreStatus
+from penstock.services.coordinator.schemas.run import ResponseModel, Sentence
+from penstock.shared.bus.messages import FinishReason, Json, ScoreStatus
 
 
 class StepView(ResponseModel):

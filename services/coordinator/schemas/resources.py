@@ -4,14 +4,14 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from services.coordinator.schemas.run import Command, EvaluationView, ResponseModel, Sentence
-from shared.bus.stores.experience.dead_letters import DeadLetterSource
-from shared.bus.stores.policy.ledger import RunState
-from shared.bus.stores.policy.policies import PolicyState
-from shared.bus.stores.replicas.cordon import Word
-from shared.bus.stores.run.operations import OperationState
-from shared.settings.rollout import LEAST_TEMPERATURE
-from shared.text.redaction import redacted_values
+from penstock.services.coordinator.schemas.run import Command, EvaluationView, ResponseModel, Sentence
+from penstock.shared.bus.stores.experience.dead_letters import DeadLetterSource
+from penstock.shared.bus.stores.policy.ledger import RunState
+from penstock.shared.bus.stores.policy.policies import PolicyState
+from penstock.shared.bus.stores.replicas.cordon import Word
+from penstock.shared.bus.stores.run.operations import OperationState
+from penstock.shared.settings.rollout import LEAST_TEMPERATURE
+from penstock.shared.text.redaction import redacted_values
 
 T = TypeVar("T")
 

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from shared.bus.messages import FinishReason
-from shared.bus.stores.policy.ledger import RunState
-from shared.text.redaction import redacted
+from penstock.shared.bus.messages import FinishReason
+from penstock.shared.bus.stores.policy.ledger import RunState
+from penstock.shared.text.redaction import redacted
 
 Sentence = Annotated[str, AfterValidator(redacted)]
 """Text of programs and people, without the secrets of addresses and headers in it."""

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from services.reward.audit import suites as audit_suites
-from services.reward.audit import texts
-from services.reward.scorers.answer.scorer import AnswerMatcher
-from services.reward.scorers.code.scorer import CodeTester
-from services.reward.scorers.format.scorer import FormatChecker
-from services.reward.scorers.scorer import Scorer
-from shared.bus.messages import FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
-from shared.errors import PermanentError
-from shared.reasoning import Reasoning
-from shared.settings import Settings
-from shared.settings.rewards.scorers import AnswerScorer, CodeScorer, FormatScorer
+from penstock.services.reward.audit import suites as audit_suites
+from penstock.services.reward.audit import texts
+from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
+from penstock.services.reward.scorers.code.scorer import CodeTester
+from penstock.services.reward.scorers.format.scorer import FormatChecker
+from penstock.services.reward.scorers.scorer import Scorer
+from penstock.shared.bus.messages import FinishReason, GroupId, Json, Prompt, RolloutGroup, Sample, Sampling
+from penstock.shared.errors import PermanentError
+from penstock.shared.reasoning import Reasoning
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.scorers import AnswerScorer, CodeScorer, FormatScorer
 
 _ENOUGH = 1e-6
 

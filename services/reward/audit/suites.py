@@ -1,10 +1,10 @@
-"""Variants of a problem's tests for an audit, from its dataset column (:mod:`services.reward.scorers.code.suite`)."""
+"""Variants of a problem's tests for an audit, from its dataset column (:mod:`penstock.services.reward.scorers.code.suite`)."""
 
 import ast
 import json
 import random
 
-from shared.bus.messages import Json
+from penstock.shared.bus.messages import Json
 
 _OTHER = 9173
 

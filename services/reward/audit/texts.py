@@ -6,7 +6,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from services.reward.scorers.answer.extraction import boxed
+from penstock.services.reward.scorers.answer.extraction import boxed
 
 LONGEST = 100_000
 """In characters, from the end."""

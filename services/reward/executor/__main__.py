@@ -2,8 +2,8 @@
 
 ::
 
-    python -m services.reward.executor --config run.toml
-    python -m services.reward.executor --reward.executor.address unix:/run/executor.sock --reward.executor.isolation namespace
+    python -m penstock.services.reward.executor --config run.toml
+    python -m penstock.services.reward.executor --reward.executor.address unix:/run/executor.sock --reward.executor.isolation namespace
 """
 
 import argparse
@@ -12,17 +12,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.reward.executor.service import run
-from shared.errors import SettingsError
-from shared.process import log
-from shared.process.service import leave, refuse
-from shared.settings import Settings, load
+from penstock.services.reward.executor.service import run
+from penstock.shared.errors import SettingsError
+from penstock.shared.process import log
+from penstock.shared.process.service import leave, refuse
+from penstock.shared.settings import Settings, load
 
 
 def parse(arguments: Sequence[str]) -> Settings:
     """Return the settings of a command line. Raises SettingsError."""
     parser = argparse.ArgumentParser(
-        prog="python -m services.reward.executor",
+        prog="python -m penstock.services.reward.executor",
         description="Run model-written programs, isolated. Any setting can be given as a flag: --reward.executor.slots 4",
     )
     parser.add_argument("--config", type=Path, help="the run's TOML file; none: every setting has its default")

@@ -8,14 +8,14 @@ import contextlib
 import itertools
 import time
 
-from services.reward.executor.protocol import Execution, Job, job_frame, read_execution
-from shared.backoff import Backoff
-from shared.errors import PeerError, TemporaryError
-from shared.files.secret_file import read_secret
-from shared.peers import frames
-from shared.peers.handshake import introduce
-from shared.peers.keep_alive import keep_alive
-from shared.settings.rewards.reward import ExecutorSettings
+from penstock.services.reward.executor.protocol import Execution, Job, job_frame, read_execution
+from penstock.shared.backoff import Backoff
+from penstock.shared.errors import PeerError, TemporaryError
+from penstock.shared.files.secret_file import read_secret
+from penstock.shared.peers import frames
+from penstock.shared.peers.handshake import introduce
+from penstock.shared.peers.keep_alive import keep_alive
+from penstock.shared.settings.rewards.reward import ExecutorSettings
 
 CONNECT_WITHIN_S = 5.0
 SILENT_S = 60.0

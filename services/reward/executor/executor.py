@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import Counter, Histogram
 
-from services.reward.executor.isolation import Isolation
-from services.reward.executor.protocol import Execution, Job, Limits, Outcome
-from services.reward.executor.slots import Claim, Slots, Usage
-from services.reward.executor.verdict import Ended, outcome_of, read_report
-from services.reward.executor.zygote_process import ZygoteLost, ZygoteProcess, Zygotes
+from penstock.services.reward.executor.isolation import Isolation
+from penstock.services.reward.executor.protocol import Execution, Job, Limits, Outcome
+from penstock.services.reward.executor.slots import Claim, Slots, Usage
+from penstock.services.reward.executor.verdict import Ended, outcome_of, read_report
+from penstock.services.reward.executor.zygote_process import ZygoteLost, ZygoteProcess, Zygotes
 
 log = logging.getLogger(__name__)
 

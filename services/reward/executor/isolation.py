@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 INSIDE = Path(__file__).parent / "inside"
 ENVIRONMENT = {

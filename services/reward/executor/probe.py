@@ -2,14 +2,14 @@
 
 import logging
 
-from services.reward.executor import escapes
-from services.reward.executor.executor import Executor
-from services.reward.executor.inside import confinement
-from services.reward.executor.isolation import Interpreter, Isolation, candidates
-from services.reward.executor.slots import RESIDENT_PER_SLOT, count
-from services.reward.executor.zygote_process import ZygoteLost
-from shared.errors import SettingsError
-from shared.settings import ExecutorSettings
+from penstock.services.reward.executor import escapes
+from penstock.services.reward.executor.executor import Executor
+from penstock.services.reward.executor.inside import confinement
+from penstock.services.reward.executor.isolation import Interpreter, Isolation, candidates
+from penstock.services.reward.executor.slots import RESIDENT_PER_SLOT, count
+from penstock.services.reward.executor.zygote_process import ZygoteLost
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import ExecutorSettings
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from shared.bus.messages import Json
-from shared.errors import PeerError
-from shared.peers.frames import Frame
+from penstock.shared.bus.messages import Json
+from penstock.shared.errors import PeerError
+from penstock.shared.peers.frames import Frame
 
 MIB = 1 << 20
 BEAT_S = 5.0

@@ -11,12 +11,12 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from services.reward.executor import protocol
-from services.reward.executor.executor import Executor
-from services.reward.executor.protocol import Job, execution_frame, read_job
-from shared.errors import PeerError, SettingsError
-from shared.peers import frames
-from shared.peers.handshake import Newcomers, admit_async
+from penstock.services.reward.executor import protocol
+from penstock.services.reward.executor.executor import Executor
+from penstock.services.reward.executor.protocol import Job, execution_frame, read_job
+from penstock.shared.errors import PeerError, SettingsError
+from penstock.shared.peers import frames
+from penstock.shared.peers.handshake import Newcomers, admit_async
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 
 from prometheus_client import Gauge
 
-from services.reward.executor import escapes, probe
-from services.reward.executor.client import read_executor_secret
-from services.reward.executor.executor import Executor
-from services.reward.executor.server import serve
-from shared.bus.messages import Json
-from shared.process.endpoints import Endpoints
-from shared.process.service import own_host
-from shared.settings import ENVIRONMENT_PREFIX, Settings
+from penstock.services.reward.executor import escapes, probe
+from penstock.services.reward.executor.client import read_executor_secret
+from penstock.services.reward.executor.executor import Executor
+from penstock.services.reward.executor.server import serve
+from penstock.shared.bus.messages import Json
+from penstock.shared.process.endpoints import Endpoints
+from penstock.shared.process.service import own_host
+from penstock.shared.settings import ENVIRONMENT_PREFIX, Settings
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from services.reward.executor.isolation import Isolation
-from services.reward.executor.slots import Usage
-from services.reward.executor.verdict import Ended
-from shared.errors import TemporaryError
+from penstock.services.reward.executor.isolation import Isolation
+from penstock.services.reward.executor.slots import Usage
+from penstock.services.reward.executor.verdict import Ended
+from penstock.shared.errors import TemporaryError
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.reward.models.call_watch import ThreadClock, Work
-from services.reward.models.turns import Turns
-from shared.errors import PenstockError, StateLost
-from shared.settings.rewards.models import ModelsSettings
+from penstock.services.reward.models.call_watch import ThreadClock, Work
+from penstock.services.reward.models.turns import Turns
+from penstock.shared.errors import PenstockError, StateLost
+from penstock.shared.settings.rewards.models import ModelsSettings
 
 log = logging.getLogger(__name__)
 

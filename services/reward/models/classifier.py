@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.reward.models.placement import Placed, first_line, pick_device, pick_dtype
-from services.reward.models.self_test import LENGTHS, choose_alone
-from shared.bus.messages import Float32Array, Prompt
-from shared.errors import PermanentError, SettingsError
-from shared.model.causal_model import check_loaded, eager_attention, ordinary_ids
-from shared.model.rendering import chat_template
-from shared.model.tokenizer import clock_of, encode_text
-from shared.process.memory_timeline import Held
-from shared.settings.rewards.models import ModelScorer, ModelWork
+from penstock.services.reward.models.placement import Placed, first_line, pick_device, pick_dtype
+from penstock.services.reward.models.self_test import LENGTHS, choose_alone
+from penstock.shared.bus.messages import Float32Array, Prompt
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.model.causal_model import check_loaded, eager_attention, ordinary_ids
+from penstock.shared.model.rendering import chat_template
+from penstock.shared.model.tokenizer import clock_of, encode_text
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.settings.rewards.models import ModelScorer, ModelWork
 
 _SCALAR_HEADS = ("score", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head", "regression_head")
 """Names of a scalar head in a checkpoint (TRL: ``v_head.summary``)."""

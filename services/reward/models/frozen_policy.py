@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.reward.models.placement import Placed, pick_device, pick_dtype
-from services.reward.models.reading import Reading
-from services.reward.models.self_test import LENGTHS, choose_alone
-from shared.bus.messages import Float32Array, Int32Array
-from shared.model.causal_model import eager_attention, load_causal_model, ordinary_ids
-from shared.model.logits import logprobs
-from shared.model.logits_projection import projection
-from shared.model.logits_transform import logits_transform
-from shared.model.rope import settle_rope
-from shared.process.memory_timeline import Held
-from shared.settings import Settings
+from penstock.services.reward.models.placement import Placed, pick_device, pick_dtype
+from penstock.services.reward.models.reading import Reading
+from penstock.services.reward.models.self_test import LENGTHS, choose_alone
+from penstock.shared.bus.messages import Float32Array, Int32Array
+from penstock.shared.model.causal_model import eager_attention, load_causal_model, ordinary_ids
+from penstock.shared.model.logits import logprobs
+from penstock.shared.model.logits_projection import projection
+from penstock.shared.model.logits_transform import logits_transform
+from penstock.shared.model.rope import settle_rope
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.settings import Settings
 
 CHUNK_TOKENS = 2048
 """Tokens whose logits are in memory at a time: 1.2 GB for a vocabulary of 150,000."""

@@ -5,11 +5,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from services.reward.models.batcher import NoRoom
-from shared.errors import SettingsError, is_out_of_memory
-from shared.process import memory_timeline
-from shared.process.memory_timeline import Held
-from shared.weights.host_copies import HostCopies, storages_of
+from penstock.services.reward.models.batcher import NoRoom
+from penstock.shared.errors import SettingsError, is_out_of_memory
+from penstock.shared.process import memory_timeline
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.weights.host_copies import HostCopies, storages_of
 
 Done = TypeVar("Done")
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.bus.messages import Float32Array, Int32Array, RolloutGroup, no_distribution
-from shared.errors import TemporaryError
+from penstock.shared.bus.messages import Float32Array, Int32Array, RolloutGroup, no_distribution
+from penstock.shared.errors import TemporaryError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

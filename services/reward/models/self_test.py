@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from shared.bus.messages import Float32Array
-from shared.errors import SettingsError
+from penstock.shared.bus.messages import Float32Array
+from penstock.shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
-from services.reward.models.backlog import Flight, is_due
-from services.reward.models.call_watch import CallWatch
-from shared.bus.bus import Bus
-from shared.bus.messages import Purpose, RolloutGroup
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.streams import EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS
-from shared.placement.lease import DeviceLease
-from shared.process.telemetry import Status
-from shared.settings.algorithm import AlgorithmSettings
+from penstock.services.reward.models.backlog import Flight, is_due
+from penstock.services.reward.models.call_watch import CallWatch
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Purpose, RolloutGroup
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.streams import EVAL_ROLLOUTS, EXPERIENCE, ROLLOUTS
+from penstock.shared.placement.lease import DeviceLease
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings.algorithm import AlgorithmSettings
 
 _LOOK_S = 0.1
 _LINGER_S = 0.1

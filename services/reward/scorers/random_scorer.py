@@ -2,8 +2,8 @@
 
 import hashlib
 
-from services.reward.scorers.scorer import valued
-from shared.bus.messages import RolloutGroup, Score, ScoreStatus
+from penstock.services.reward.scorers.scorer import valued
+from penstock.shared.bus.messages import RolloutGroup, Score, ScoreStatus
 
 
 class Lot:

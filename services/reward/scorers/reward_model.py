@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
-from services.reward.models.batcher import Batcher, NoRoom
-from services.reward.models.turns import Turns
-from services.reward.normalisation import Normaliser
-from services.reward.scorers.scorer import unavailable, valued
-from shared.bus.messages import RolloutGroup, Score, ScoreStatus
-from shared.errors import SettingsError
-from shared.extras import install_command
-from shared.model.model_source import check_model
-from shared.process.importing import importing
-from shared.process.memory_timeline import Held
-from shared.settings.rewards.models import ModelScorer, ModelWork
+from penstock.services.reward.models.batcher import Batcher, NoRoom
+from penstock.services.reward.models.turns import Turns
+from penstock.services.reward.normalisation import Normaliser
+from penstock.services.reward.scorers.scorer import unavailable, valued
+from penstock.shared.bus.messages import RolloutGroup, Score, ScoreStatus
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
+from penstock.shared.model.model_source import check_model
+from penstock.shared.process.importing import importing
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.settings.rewards.models import ModelScorer, ModelWork
 
 if TYPE_CHECKING:
-    from services.reward.models.classifier import Classifier, Text
+    from penstock.services.reward.models.classifier import Classifier, Text
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def require_libraries(whose: str) -> None:
 
 def _open(scorer: ModelScorer, work: ModelWork) -> "Classifier":
     with importing():
-        from services.reward.models.classifier import Classifier
+        from penstock.services.reward.models.classifier import Classifier
 
         return Classifier(scorer, work)
 

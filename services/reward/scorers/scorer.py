@@ -1,6 +1,6 @@
 """The scorer protocol: score every sample of a group.
 
-A new kind implements it and adds one line to :func:`services.reward.service.make_scorer`.
+A new kind implements it and adds one line to :func:`penstock.services.reward.service.make_scorer`.
 
 A score without a value means only that the scorer could not work. A wrong or crashing completion is worth 0.
 """
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
-from shared.bus.messages import FinishReason, RolloutGroup, Sample, Score, ScoreStatus
+from penstock.shared.bus.messages import FinishReason, RolloutGroup, Sample, Score, ScoreStatus
 
 _LONGEST_DETAIL = 200
 

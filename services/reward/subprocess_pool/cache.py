@@ -2,7 +2,7 @@
 
 import hashlib
 
-from shared.bus.messages import Score
+from penstock.shared.bus.messages import Score
 
 
 class Recent:

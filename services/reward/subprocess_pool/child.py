@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from shared.process.parent import die_with
+from penstock.shared.process.parent import die_with
 
 Answerer: TypeAlias = Callable[[dict[str, Any]], Mapping[str, object]]
 _LONGEST_ERROR = 1_000

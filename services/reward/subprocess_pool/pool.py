@@ -24,10 +24,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from prometheus_client import Counter
 
-from shared.bus.messages import Json
-from shared.errors import PenstockError, TemporaryError
-from shared.process.children import kill_group, reap
-from shared.process.parent import FOR_PYTHON
+from penstock.shared.bus.messages import Json
+from penstock.shared.errors import PenstockError, TemporaryError
+from penstock.shared.process.children import kill_group, reap
+from penstock.shared.process.parent import FOR_PYTHON
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from shared.errors import WeightsError
-from shared.process.importing import importing
+from penstock.shared.errors import WeightsError
+from penstock.shared.process.importing import importing
 
 _INDEX = "model.safetensors.index.json"
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sample, Sampling, no_ids
-from shared.errors import StateLost
-from shared.process.memory_timeline import Held
+from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion, Sample, Sampling, no_ids
+from penstock.shared.errors import StateLost
+from penstock.shared.process.memory_timeline import Held
 
 if TYPE_CHECKING:
-    from services.rollout.engines.stop_texts import StopTexts
-    from shared.weights.transport.offer import Offer
-    from shared.weights.transport.place import DeviceLocation
+    from penstock.services.rollout.engines.stop_texts import StopTexts
+    from penstock.shared.weights.transport.offer import Offer
+    from penstock.shared.weights.transport.place import DeviceLocation
 
 SwapPath = Literal["plan", "layerwise", "copy", "bucketed", "adapter"]
 """How weights went live: traced plan, vLLM's reload, tensor copy, buckets behind a pause, or adapter."""

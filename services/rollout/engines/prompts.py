@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
-from shared.bus.messages import Int32Array, Prompt
-from shared.errors import PermanentError
+from penstock.shared.bus.messages import Int32Array, Prompt
+from penstock.shared.errors import PermanentError
 
 
 class Codec(Protocol):

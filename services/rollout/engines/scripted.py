@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.rollout.engines.engine import (
+from penstock.services.rollout.engines.engine import (
     EngineDied,
     GeneratedGroup,
     GeneratedSample,
@@ -20,13 +20,13 @@ from services.rollout.engines.engine import (
     SwapReport,
     UpdateMode,
 )
-from services.rollout.engines.prompts import CharacterCodec
-from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
-from shared.process.memory_timeline import Held
-from shared.weights.transport.place import DeviceLocation, boot_id
+from penstock.services.rollout.engines.prompts import CharacterCodec
+from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.weights.transport.place import DeviceLocation, boot_id
 
 if TYPE_CHECKING:
-    from shared.weights.transport.offer import Offer
+    from penstock.shared.weights.transport.offer import Offer
 
 Script = Callable[[str, PolicyVersion, random.Random], tuple[str, float]]
 """(prompt text, version, random generator) → (completion, its probability)."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from shared.bus.messages import Int32Array
+from penstock.shared.bus.messages import Int32Array
 
 _TOKENS_PER_CHARACTER, _MORE = 4, 8
 """A character may take four byte tokens; tokens before a text's first decide whether its space is kept."""

@@ -12,8 +12,8 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from services.tracking.points import REPORT, TABLE, Point
-from services.tracking.sinks.sink import ROLLOUTS, TrackedRun
+from penstock.services.tracking.points import REPORT, TABLE, Point
+from penstock.services.tracking.sinks.sink import ROLLOUTS, TrackedRun
 
 _RUN, _SEGMENT = "penstock.run", "penstock.segment"
 _PARAMETERS_A_CALL = 100

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from services.tracking.points import Point
+from penstock.services.tracking.points import Point
 
 ROLLOUTS = "rollouts"
 """Name of the tables in trackers."""
@@ -42,5 +42,5 @@ class Sink(Protocol):
 
 
 def open_sink(name: str, run: TrackedRun) -> Sink:
-    module = importlib.import_module(f"services.tracking.sinks.{name}_sink")
+    module = importlib.import_module(f"penstock.services.tracking.sinks.{name}_sink")
     return cast(Sink, module.open_sink(run))

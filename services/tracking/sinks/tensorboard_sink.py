@@ -21,9 +21,9 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from services.tracking.points import REPORT, TABLE, Point
-from services.tracking.sinks.sink import ROLLOUTS, TrackedRun
-from services.tracking.tables import Table
+from penstock.services.tracking.points import REPORT, TABLE, Point
+from penstock.services.tracking.sinks.sink import ROLLOUTS, TrackedRun
+from penstock.services.tracking.tables import Table
 
 _MARKUP = re.compile(r"[!-/:-@\[-`{-~]")
 _FILE = "events.out.tfevents.0.penstock"

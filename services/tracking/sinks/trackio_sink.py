@@ -13,8 +13,8 @@ from trackio.cas import stage_blob_into_project
 from trackio.sqlite_storage import SQLiteStorage
 from trackio.table import Table
 
-from services.tracking.points import REPORT, TABLE, Point
-from services.tracking.sinks.sink import ROLLOUTS, TrackedRun
+from penstock.services.tracking.points import REPORT, TABLE, Point
+from penstock.services.tracking.sinks.sink import ROLLOUTS, TrackedRun
 
 
 class Trackio:

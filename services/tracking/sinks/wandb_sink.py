@@ -14,8 +14,8 @@ from typing import Any
 
 import wandb
 
-from services.tracking.points import REPORT, TABLE, Point
-from services.tracking.sinks.sink import ROLLOUTS, TrackedRun
+from penstock.services.tracking.points import REPORT, TABLE, Point
+from penstock.services.tracking.sinks.sink import ROLLOUTS, TrackedRun
 
 _STEP = "train/global_step"
 

@@ -26,8 +26,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from shared.bus.messages import Experience, Float32Array
-from shared.settings.algorithm import AlgorithmSettings
+from penstock.shared.bus.messages import Experience, Float32Array
+from penstock.shared.settings.algorithm import AlgorithmSettings
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

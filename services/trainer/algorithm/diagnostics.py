@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.algorithm.loss.kl import bounded, estimate
+from penstock.services.trainer.algorithm.loss.kl import bounded, estimate
 
 _SUMS = (
     "tokens", "kl", "entropy", "clipped_low", "clipped_high", "masked", "ratio", "ratio_squared", "reference_kl", "gap",

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.group_filter import FilterError, try_filter
-from services.trainer.algorithm.user_function import load
-from shared.bus.messages import Float32Array
-from shared.errors import SettingsError
-from shared.settings.algorithm import AlgorithmSettings
+from penstock.services.trainer.algorithm.group_filter import FilterError, try_filter
+from penstock.services.trainer.algorithm.user_function import load
+from penstock.shared.bus.messages import Float32Array
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings.algorithm import AlgorithmSettings
 
 _TRIAL_LENGTHS = (3, 1, 2)
 

@@ -4,7 +4,7 @@
 
     def mine(*, rewards, lengths, **others) -> bool:     # whether the group is trained
 
-It is called in a process of its own, ``python -m services.trainer.algorithm.group_filter PARENT``, so that one that ends
+It is called in a process of its own, ``python -m penstock.services.trainer.algorithm.group_filter PARENT``, so that one that ends
 its process costs the group that it was asked for, and not the trainer::
 
     standard input   8 bytes of length, then the pickled name and arguments, for each group
@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.algorithm.user_function import load
-from shared.bus.messages import Experience, FinishReason, Float32Array, Sample
-from shared.errors import MessageError
-from shared.process.parent import die_with
+from penstock.services.trainer.algorithm.user_function import load
+from penstock.shared.bus.messages import Experience, FinishReason, Float32Array, Sample
+from penstock.shared.errors import MessageError
+from penstock.shared.process.parent import die_with
 
 _TRIAL_LENGTHS = (3, 1, 2)
 _LENGTH_BYTES = 8

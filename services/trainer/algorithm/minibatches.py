@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch.distributed as dist
 
-from services.trainer.algorithm.loss.aggregation import STREAMS, Count, Stream
-from services.trainer.algorithm.loss.dpo import best_and_worst
-from services.trainer.batch import token_data
-from services.trainer.batch.oom_split import rows_by_place
-from services.trainer.batch.packing import MicroBatch, PackedRow, plan
-from services.trainer.batch.staleness import token_lags
-from services.trainer.batch.token_data import LossInputs
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.forward_passes import digest
-from shared.bus.messages import Experience, Float32Array, PolicyVersion, Purpose, StepPlan
-from shared.settings import Settings
+from penstock.services.trainer.algorithm.loss.aggregation import STREAMS, Count, Stream
+from penstock.services.trainer.algorithm.loss.dpo import best_and_worst
+from penstock.services.trainer.batch import token_data
+from penstock.services.trainer.batch.oom_split import rows_by_place
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, plan
+from penstock.services.trainer.batch.staleness import token_lags
+from penstock.services.trainer.batch.token_data import LossInputs
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.forward_passes import digest
+from penstock.shared.bus.messages import Experience, Float32Array, PolicyVersion, Purpose, StepPlan
+from penstock.shared.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

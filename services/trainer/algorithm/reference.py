@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from services.trainer.batch.packing import MicroBatch
-from services.trainer.model import adapter
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers.logits import TokenLogprobs
+from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers.logits import TokenLogprobs
 
 Reference = Callable[[MicroBatch], TokenLogprobs]
 """Returns the initial policy's logprobs of a micro-batch; collective."""

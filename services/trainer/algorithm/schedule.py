@@ -2,7 +2,7 @@
 
 import math
 
-from shared.settings import Settings, TrainerSettings
+from penstock.shared.settings import Settings, TrainerSettings
 
 
 def learning_rate(settings: TrainerSettings, step: int, steps: int) -> float:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.algorithm.loss.aggregation import STREAMS, Stream
+from penstock.services.trainer.algorithm.loss.aggregation import STREAMS, Stream
 
 
 class NotFinite(Exception):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.algorithm import functions
-from services.trainer.algorithm.advantages import (
+from penstock.services.trainer.algorithm import functions
+from penstock.services.trainer.algorithm.advantages import (
     GROUP_ADVANTAGES,
     Float64Array,
     GroupAdvantage,
@@ -22,12 +22,12 @@ from services.trainer.algorithm.advantages import (
     normalise,
     token_rewards,
 )
-from services.trainer.algorithm.diagnostics import moments
-from services.trainer.algorithm.loss.aggregation import sequence_sums
-from services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, estimate
-from services.trainer.batch.token_data import LossInputs
-from shared.bus.messages import Float32Array
-from shared.settings.algorithm import AlgorithmSettings
+from penstock.services.trainer.algorithm.diagnostics import moments
+from penstock.services.trainer.algorithm.loss.aggregation import sequence_sums
+from penstock.services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, estimate
+from penstock.services.trainer.batch.token_data import LossInputs
+from penstock.shared.bus.messages import Float32Array
+from penstock.shared.settings.algorithm import AlgorithmSettings
 
 
 def assign(

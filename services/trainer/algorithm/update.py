@@ -14,26 +14,26 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from services.trainer.algorithm import functions
-from services.trainer.algorithm.advantages import shaped_rewards
-from services.trainer.algorithm.diagnostics import StepSums, explained_variance, moments
-from services.trainer.algorithm.loss.aggregation import Count, Stream, divisor, of_stream
-from services.trainer.algorithm.loss.kl import next_coefficient
-from services.trainer.algorithm.loss.objective import Objective, objective
-from services.trainer.algorithm.minibatches import Minibatch, lay_out
-from services.trainer.algorithm.reference import Reference
-from services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
-from services.trainer.algorithm.step_totals import Tally, check_finite
-from services.trainer.algorithm.token_advantages import assign, teacher_kl
-from services.trainer.batch import token_data
-from services.trainer.batch.token_data import LossInputs
-from services.trainer.model.critic import value_loss
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.forward_passes import ForwardPasses
-from services.trainer.phases import Phases, utilisation
-from shared.bus.messages import Experience, Float32Array, Misfit, PolicyVersion, Purpose, StepPlan
-from shared.model.flops import BACKWARD
-from shared.settings import Settings
+from penstock.services.trainer.algorithm import functions
+from penstock.services.trainer.algorithm.advantages import shaped_rewards
+from penstock.services.trainer.algorithm.diagnostics import StepSums, explained_variance, moments
+from penstock.services.trainer.algorithm.loss.aggregation import Count, Stream, divisor, of_stream
+from penstock.services.trainer.algorithm.loss.kl import next_coefficient
+from penstock.services.trainer.algorithm.loss.objective import Objective, objective
+from penstock.services.trainer.algorithm.minibatches import Minibatch, lay_out
+from penstock.services.trainer.algorithm.reference import Reference
+from penstock.services.trainer.algorithm.schedule import critic_learning_rate, learning_rate
+from penstock.services.trainer.algorithm.step_totals import Tally, check_finite
+from penstock.services.trainer.algorithm.token_advantages import assign, teacher_kl
+from penstock.services.trainer.batch import token_data
+from penstock.services.trainer.batch.token_data import LossInputs
+from penstock.services.trainer.model.critic import value_loss
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.forward_passes import ForwardPasses
+from penstock.services.trainer.phases import Phases, utilisation
+from penstock.shared.bus.messages import Experience, Float32Array, Misfit, PolicyVersion, Purpose, StepPlan
+from penstock.shared.model.flops import BACKWARD
+from penstock.shared.settings import Settings
 
 _NO_LAGS: Mapping[PolicyVersion, int] = collections.defaultdict(int)
 """Where nothing is trained."""

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.batch.token_data import LossInputs
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.batch.token_data import LossInputs
 
 
 def rows_by_place(rows: Sequence[PackedRow]) -> dict[int, PackedRow]:

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.bus.messages import Float32Array, Int32Array, Sample
-from shared.model.flops import ModelSizes, forward_flops
+from penstock.shared.bus.messages import Float32Array, Int32Array, Sample
+from penstock.shared.model.flops import ModelSizes, forward_flops
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from shared.bus.messages import Float32Array, PolicyVersion, RolloutGroup, Sample
+from penstock.shared.bus.messages import Float32Array, PolicyVersion, RolloutGroup, Sample
 
 Granularity = Literal["mask", "sample", "group"]
 Steps = Mapping[PolicyVersion, int]

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch
-from shared.bus.messages import Experience, Float32Array, Purpose
-from shared.errors import SettingsError
+from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.shared.bus.messages import Experience, Float32Array, Purpose
+from penstock.shared.errors import SettingsError
 
 
 @dataclasses.dataclass(slots=True)

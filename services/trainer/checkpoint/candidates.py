@@ -20,16 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
-from services.trainer.checkpoint.signatures import UNSIGNED, Signer
-from shared.backoff import Backoff
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.ledger import JournalEntry, Ledger, RunStatus
-from shared.errors import SettingsError, StoreError, WeightsError
-from shared.process.telemetry import tell
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint
+from penstock.services.trainer.checkpoint.signatures import UNSIGNED, Signer
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import JournalEntry, Ledger, RunStatus
+from penstock.shared.errors import SettingsError, StoreError, WeightsError
+from penstock.shared.process.telemetry import tell
 
 log = logging.getLogger(__name__)
 

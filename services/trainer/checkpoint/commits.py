@@ -13,8 +13,8 @@ import logging
 import time
 from pathlib import Path
 
-from shared.bus.messages import PolicyVersion
-from shared.files.durable import NO_ROOM, no_room, write_whole
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.files.durable import NO_ROOM, no_room, write_whole
 
 log = logging.getLogger(__name__)
 

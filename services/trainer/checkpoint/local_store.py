@@ -24,12 +24,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.trainer.checkpoint import manifests, pickles
-from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState, decode_files, decode_state, digest_of
-from services.trainer.checkpoint.signatures import FIELD, UNSIGNED, Signer
-from shared.errors import SettingsError
-from shared.files import durable
-from shared.settings import PolicySettings
+from penstock.services.trainer.checkpoint import manifests, pickles
+from penstock.services.trainer.checkpoint.manifests import (
+    CheckpointFile,
+    CheckpointState,
+    decode_files,
+    decode_state,
+    digest_of,
+)
+from penstock.services.trainer.checkpoint.signatures import FIELD, UNSIGNED, Signer
+from penstock.shared.errors import SettingsError
+from penstock.shared.files import durable
+from penstock.shared.settings import PolicySettings
 
 MARKER = "state.json"
 START = "start"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from shared.errors import WeightsError
+from penstock.shared.errors import WeightsError
 
 T = TypeVar("T")
 SUFFIX = ".pt"

@@ -24,15 +24,15 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.trainer.checkpoint import local_store, manifests, pickles
-from services.trainer.checkpoint.local_store import Checkpoint, digest, is_intact
-from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
-from services.trainer.checkpoint.s3 import Object, ObjectStore
-from services.trainer.checkpoint.signatures import UNSIGNED, Signer, open_signer
-from shared.bus.messages import PolicyVersion
-from shared.errors import StoreError, WeightsError
-from shared.files import durable
-from shared.settings import Settings
+from penstock.services.trainer.checkpoint import local_store, manifests, pickles
+from penstock.services.trainer.checkpoint.local_store import Checkpoint, digest, is_intact
+from penstock.services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
+from penstock.services.trainer.checkpoint.s3 import Object, ObjectStore
+from penstock.services.trainer.checkpoint.signatures import UNSIGNED, Signer, open_signer
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import StoreError, WeightsError
+from penstock.shared.files import durable
+from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shared.errors import SettingsError, StoreError
-from shared.extras import install_command
-from shared.settings.trainer import StoreSettings
+from penstock.shared.errors import SettingsError, StoreError
+from penstock.shared.extras import install_command
+from penstock.shared.settings.trainer import StoreSettings
 
 _PART_BYTES = 64 << 20
 _PARTS_AT_A_TIME = 4

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shared.errors import SettingsError
-from shared.files.secret_file import read_private
-from shared.settings import Settings
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.secret_file import read_private
+from penstock.shared.settings import Settings
 
 FIELD = "signature"
 _SHORTEST = 32

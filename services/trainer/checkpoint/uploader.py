@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from services.trainer import metrics
-from shared.backoff import Backoff
-from shared.errors import StoreError
+from penstock.services.trainer import metrics
+from penstock.shared.backoff import Backoff
+from penstock.shared.errors import StoreError
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Export a policy version in Hugging Face form: ``python -m services.trainer.export RUN --version V --to FOLDER``."""
+"""Export a policy version in Hugging Face form: ``python -m penstock.services.trainer.export RUN --version V --to FOLDER``."""

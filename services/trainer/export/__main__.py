@@ -1,6 +1,6 @@
 """Export in a process of its own, started by a trainer (``exporter``) or a user::
 
-    python -m services.trainer.export RUN --version N --to FOLDER [--adapter] [--checkpoint FOLDER]
+    python -m penstock.services.trainer.export RUN --version N --to FOLDER [--adapter] [--checkpoint FOLDER]
 
 Prints one JSON object, or a sentence on stderr and exits 1. RUN is the run's folder, a TOML settings file, or ``-``
 (settings on stdin).
@@ -13,10 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import PenstockError
-from shared.process.parent import die_with
-from shared.settings import load_run, loads
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import PenstockError
+from penstock.shared.process.parent import die_with
+from penstock.shared.settings import load_run, loads
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.dies_with is not None and not die_with(asked.dies_with, signal.SIGKILL):
         return 1
-    from services.trainer.export.huggingface import export_version
+    from penstock.services.trainer.export.huggingface import export_version
 
     try:
         settings = loads(sys.stdin.read(), "stdin") if asked.run == "-" else load_run(Path(asked.run))

@@ -2,7 +2,7 @@
 
 ::
 
-    order ──▶ take ──▶ python -m services.trainer.export ──▶ exports/v000040, whole ──▶ answer
+    order ──▶ take ──▶ python -m penstock.services.trainer.export ──▶ exports/v000040, whole ──▶ answer
 
 The process has low priority and no GPU, is killed first when memory runs out, and ends with this one. A dead trainer's
 order is taken over, ``_ATTEMPTS`` times.
@@ -21,12 +21,12 @@ import uuid
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.exports import ExportRequest, ExportResult, Exports, export_folder
-from shared.bus.stores.policy.ledger import Ledger
-from shared.process.children import reap
-from shared.process.telemetry import tell
-from shared.settings import BusSettings, Settings, dumps
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.exports import ExportRequest, ExportResult, Exports, export_folder
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.process.children import reap
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import BusSettings, Settings, dumps
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Exporter:
 
     async def _process(self, order: ExportRequest, folder: Path) -> ExportResult | None:
         self.reading = (await self._ledger.checkpoints()).get(order.version, "")
-        command = [sys.executable, "-m", "services.trainer.export", "-", "--version", str(order.version)]
+        command = [sys.executable, "-m", "penstock.services.trainer.export", "-", "--version", str(order.version)]
         command += ["--to", str(folder), "--dies-with", str(os.getpid())]
         command += ["--checkpoint", self.reading] if self.reading else []
         command += ["--adapter"] if order.adapter else []

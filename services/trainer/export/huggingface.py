@@ -22,19 +22,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store
-from services.trainer.checkpoint.signatures import open_signer
-from services.trainer.model import adapter as adapters
-from services.trainer.model.engine import saved_tensors
-from services.trainer.model.named_tensors import published
-from services.trainer.model.policy import export, export_adapter, load_model, on_host, outline
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.exports import check_free
-from shared.errors import PenstockError, WeightsError
-from shared.settings import Settings
-from shared.weights.format import manifest
-from shared.weights.format.snapshot import MANIFEST, committed, read_snapshot
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store
+from penstock.services.trainer.checkpoint.signatures import open_signer
+from penstock.services.trainer.model import adapter as adapters
+from penstock.services.trainer.model.engine import saved_tensors
+from penstock.services.trainer.model.named_tensors import published
+from penstock.services.trainer.model.policy import export, export_adapter, load_model, on_host, outline
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.exports import check_free
+from penstock.shared.errors import PenstockError, WeightsError
+from penstock.shared.settings import Settings
+from penstock.shared.weights.format import manifest
+from penstock.shared.weights.format.snapshot import MANIFEST, committed, read_snapshot
 
 _ADAPTER = "adapter_config.json"
 

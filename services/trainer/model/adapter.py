@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.errors import PenstockError, SettingsError
-from shared.extras import install_command
-from shared.process.importing import uncompiled
-from shared.settings import PolicySettings
+from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.extras import install_command
+from penstock.shared.process.importing import uncompiled
+from penstock.shared.settings import PolicySettings
 
 _NAME = "default"
 _FACTOR_A, _FACTOR_B = f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"

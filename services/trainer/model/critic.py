@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import MicroBatch
-from services.trainer.model.layers import attention
-from services.trainer.model.stochastic_layers import train_without_noise
-from services.trainer.model.trunk import Packing, Trunk
+from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.services.trainer.model.layers import attention
+from penstock.services.trainer.model.stochastic_layers import train_without_noise
+from penstock.services.trainer.model.trunk import Packing, Trunk
 
 
 class Critic(nn.Module):

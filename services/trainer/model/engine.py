@@ -19,22 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from services.trainer.checkpoint import pickles
-from services.trainer.checkpoint.local_store import digest
-from services.trainer.checkpoint.manifests import CheckpointFile
-from services.trainer.model import adapter
-from services.trainer.model.memory import recomputation, whole_layers
-from services.trainer.model.memory.recomputation import Kept, Recomputation
-from services.trainer.model.memory.residency import Residency
-from services.trainer.model.memory.storages import Storages, tensors_in
-from services.trainer.model.named_tensors import Published, published, unique
-from services.trainer.model.optimizer import adamw, check_sizes, set_options
-from services.trainer.rank_group import host_group, meet_at_storage
-from shared.errors import SettingsError, WeightsError
-from shared.files import durable
-from shared.model.flops import ModelSizes
-from shared.process.importing import importing, uncompiled
-from shared.settings import Settings
+from penstock.services.trainer.checkpoint import pickles
+from penstock.services.trainer.checkpoint.local_store import digest
+from penstock.services.trainer.checkpoint.manifests import CheckpointFile
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.memory import recomputation, whole_layers
+from penstock.services.trainer.model.memory.recomputation import Kept, Recomputation
+from penstock.services.trainer.model.memory.residency import Residency
+from penstock.services.trainer.model.memory.storages import Storages, tensors_in
+from penstock.services.trainer.model.named_tensors import Published, published, unique
+from penstock.services.trainer.model.optimizer import adamw, check_sizes, set_options
+from penstock.services.trainer.rank_group import host_group, meet_at_storage
+from penstock.shared.errors import SettingsError, WeightsError
+from penstock.shared.files import durable
+from penstock.shared.model.flops import ModelSizes
+from penstock.shared.process.importing import importing, uncompiled
+from penstock.shared.settings import Settings
 
 T = TypeVar("T")
 

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from services.trainer.batch import oom_split
-from services.trainer.batch.packing import MicroBatch, PackedRow
-from services.trainer.batch.token_data import LossInputs
-from services.trainer.model.engine import TrainingEngine
-from shared.bus.messages import Misfit
-from shared.errors import is_out_of_memory
+from penstock.services.trainer.batch import oom_split
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow
+from penstock.services.trainer.batch.token_data import LossInputs
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.shared.bus.messages import Misfit
+from penstock.shared.errors import is_out_of_memory
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.memory.storages import Storages, tensors_in
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.memory.storages import Storages, tensors_in
 
 _GRADIENTS = ("averaged_gradients", "grad_partitions_flat_buffer")
 _MASTER_WEIGHTS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from services.trainer.model import adapter
+from penstock.services.trainer.model import adapter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

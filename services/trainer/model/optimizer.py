@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.errors import SettingsError
-from shared.extras import install_command
-from shared.settings import TrainerSettings
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
+from penstock.shared.settings import TrainerSettings
 
 _LARGE, GROUP_WEIGHTS = 2**31 - 2**20, 2**30
 """Weights of a model that has several groups, and of each group at most (a larger tensor is a group of its own)."""

@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import MicroBatch, Support
-from services.trainer.model.layers import attention, kernels
-from services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
-from services.trainer.model.memory.sizes import measure
-from services.trainer.model.stochastic_layers import train_without_noise
-from services.trainer.model.trunk import Packing, Trunk
-from shared.errors import SettingsError
-from shared.files.durable import whole_folder
-from shared.model.causal_model import load_causal_model
-from shared.model.logits_projection import LogitsType, projection
-from shared.model.logits_transform import logits_transform
-from shared.model.model_source import check_model
-from shared.model.rope import settle_rope
-from shared.process.importing import importing
-from shared.settings import PolicySettings
+from penstock.services.trainer.batch.packing import MicroBatch, Support
+from penstock.services.trainer.model.layers import attention, kernels
+from penstock.services.trainer.model.layers.logits import TokenLogprobs, token_logprobs
+from penstock.services.trainer.model.memory.sizes import measure
+from penstock.services.trainer.model.stochastic_layers import train_without_noise
+from penstock.services.trainer.model.trunk import Packing, Trunk
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import whole_folder
+from penstock.shared.model.causal_model import load_causal_model
+from penstock.shared.model.logits_projection import LogitsType, projection
+from penstock.shared.model.logits_transform import logits_transform
+from penstock.shared.model.model_source import check_model
+from penstock.shared.model.rope import settle_rope
+from penstock.shared.process.importing import importing
+from penstock.shared.settings import PolicySettings
 
 
 class Policy(nn.Module):
@@ -121,7 +121,7 @@ def load_model(
     needs_output: bool = True,
 ) -> Any:
     """Return the Hugging Face model in ``policy.model``, for ``context_tokens`` (0: the model's own;
-    ``shared.model.rope``). ``setting``: what names the model; ``needs_output``: whether its output layer is used.
+    ``penstock.shared.model.rope``). ``setting``: what names the model; ``needs_output``: whether its output layer is used.
 
     Raises:
         SettingsError: it does not exist, lacks tensors, or has unknown rotary embeddings.

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch
-from services.trainer.model.layers import attention, mixers, spans
-from services.trainer.model.layers.attention import CannotPack
-from services.trainer.model.layers.gather import copies, gather_rows
-from shared.errors import SettingsError
+from penstock.services.trainer.batch.packing import MicroBatch
+from penstock.services.trainer.model.layers import attention, mixers, spans
+from penstock.services.trainer.model.layers.attention import CannotPack
+from penstock.services.trainer.model.layers.gather import copies, gather_rows
+from penstock.shared.errors import SettingsError
 
 log = logging.getLogger(__name__)
 

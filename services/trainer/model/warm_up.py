@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from services.trainer.model.layers import kernels, norms, variable_length
-from shared.model.logits import logprobs_and_entropies
+from penstock.services.trainer.model.layers import kernels, norms, variable_length
+from penstock.shared.model.logits import logprobs_and_entropies
 
 log = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.commits import note_version
-from services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
-from services.trainer.checkpoint.signatures import open_signer
-from services.trainer.model.adapter import file_configuration
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.policy import export, export_adapter, on_host
-from services.trainer.rank0.mailbox.results import PolicyWritten, Saved, Whereabouts
-from services.trainer.rank0.publication import Publication
-from services.trainer.rank_group import meet_at_storage
-from shared.bus.messages import PolicyVersion
-from shared.settings import Settings
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.commits import note_version
+from penstock.services.trainer.checkpoint.manifests import CheckpointFile, CheckpointState
+from penstock.services.trainer.checkpoint.signatures import open_signer
+from penstock.services.trainer.model.adapter import file_configuration
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.policy import export, export_adapter, on_host
+from penstock.services.trainer.rank0.mailbox.results import PolicyWritten, Saved, Whereabouts
+from penstock.services.trainer.rank0.publication import Publication
+from penstock.services.trainer.rank_group import meet_at_storage
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 

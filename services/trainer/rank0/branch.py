@@ -7,12 +7,12 @@ epoch that another trainer ended is final.
 import time
 from collections.abc import Sequence
 
-from services.trainer.rank0.mailbox.results import Published
-from shared.bus.bus import Bus, Delivery
-from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, StepPlan, StepReport
-from shared.bus.stores.experience.signals import SignalChange
-from shared.bus.stores.policy.ledger import Ledger, RunStatus
-from shared.errors import Fenced
+from penstock.services.trainer.rank0.mailbox.results import Published
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.messages import Experience, PolicyRecord, PolicyVersion, StepPlan, StepReport
+from penstock.shared.bus.stores.experience.signals import SignalChange
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunStatus
+from penstock.shared.errors import Fenced
 
 
 class Branch:

@@ -23,33 +23,33 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.trainer import metrics as measures
-from services.trainer.batch.staleness import without_long
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.commits import note_committed
-from services.trainer.export.exporter import Exporter
-from services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
-from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.first_texts import first_texts
-from services.trainer.rank0.intake import Intake, Taken
-from services.trainer.rank0.mailbox import results
-from services.trainer.rank0.mailbox.commands import TURN_S, Command, CommandKind
-from services.trainer.rank0.mailbox.queues import Mailbox
-from services.trainer.rank0.mailbox.results import Notice, R, Result, StepMade, StepSkipped
-from services.trainer.rank0.opening import Opening
-from services.trainer.rank0.retention import Retention
-from services.trainer.rank0.rounding import rounding
-from shared.bus.messages import PolicyRecord, StepReport
-from shared.bus.stores.experience.signals import SignalChange
-from shared.bus.stores.policy import held_out
-from shared.bus.stores.policy.ledger import CHECKPOINT, ENDED, POLICY, Ledger, RunState
-from shared.bus.streams import JOURNAL
-from shared.errors import Fenced, WeightsError
-from shared.placement.turns import TrainerTurns
-from shared.process.service import Context, seconds_left
-from shared.process.telemetry import tell
-from shared.settings import Settings
-from shared.traces import TRACES
+from penstock.services.trainer import metrics as measures
+from penstock.services.trainer.batch.staleness import without_long
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.commits import note_committed
+from penstock.services.trainer.export.exporter import Exporter
+from penstock.services.trainer.metrics import BatchFigures, batch_figures, export_metrics, signal_fraction
+from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.first_texts import first_texts
+from penstock.services.trainer.rank0.intake import Intake, Taken
+from penstock.services.trainer.rank0.mailbox import results
+from penstock.services.trainer.rank0.mailbox.commands import TURN_S, Command, CommandKind
+from penstock.services.trainer.rank0.mailbox.queues import Mailbox
+from penstock.services.trainer.rank0.mailbox.results import Notice, R, Result, StepMade, StepSkipped
+from penstock.services.trainer.rank0.opening import Opening
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.services.trainer.rank0.rounding import rounding
+from penstock.shared.bus.messages import PolicyRecord, StepReport
+from penstock.shared.bus.stores.experience.signals import SignalChange
+from penstock.shared.bus.stores.policy import held_out
+from penstock.shared.bus.stores.policy.ledger import CHECKPOINT, ENDED, POLICY, Ledger, RunState
+from penstock.shared.bus.streams import JOURNAL
+from penstock.shared.errors import Fenced, WeightsError
+from penstock.shared.placement.turns import TrainerTurns
+from penstock.shared.process.service import Context, seconds_left
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings
+from penstock.shared.traces import TRACES
 
 log = logging.getLogger(__name__)
 
@@ -419,7 +419,7 @@ class Driver:
         record = await self._branch.newest_of(self._step)
         if record is None or not outlives_the_process(self._settings):
             return False
-        from shared.weights.format.snapshot import read_snapshot
+        from penstock.shared.weights.format.snapshot import read_snapshot
 
         try:
             await asyncio.to_thread(read_snapshot, Path(record.location), record.manifest_digest)
@@ -430,7 +430,7 @@ class Driver:
         return True
 
     async def _note_published(self, record: PolicyRecord, groups: int = 0) -> None:
-        from shared.weights.format.snapshot import keep_newest
+        from penstock.shared.weights.format.snapshot import keep_newest
 
         self._context.status.version = record.version
         await asyncio.to_thread(note_committed, self._settings.run_folder, record.version, record.step, groups)

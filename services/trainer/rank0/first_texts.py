@@ -3,11 +3,11 @@
 import asyncio
 import logging
 
-from shared.bus.bus import Bus
-from shared.bus.messages import Int32Array
-from shared.bus.stores.experience.rehearsal import offered
-from shared.errors import PermanentError, SettingsError
-from shared.settings import Settings
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Int32Array
+from penstock.shared.bus.stores.experience.rehearsal import offered
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ async def first_texts(bus: Bus, settings: Settings, vocabulary: int) -> tuple[In
     prompts = await offered(bus)
     if not prompts:
         return ()
-    from shared.model.tokenizer import Limits, TokenizerCodec, open_tokenizer
+    from penstock.shared.model.tokenizer import Limits, TokenizerCodec, open_tokenizer
 
     texts = []
     try:

@@ -36,21 +36,21 @@ from collections.abc import Container
 
 import numpy as np
 
-from services.trainer.algorithm.advantages import has_signal, shaped_rewards
-from services.trainer.algorithm.group_filter import Filter
-from services.trainer.batch.staleness import Granularity, are_long, find_contexts, is_fenced, without_long
-from services.trainer.metrics import LEFT
-from shared.bus.assembly import part_of_group
-from shared.bus.bus import Bus, Delivery, EntryId
-from shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose, RolloutGroup
-from shared.bus.stores.experience.signals import SignalChange, signal
-from shared.bus.stores.policy.ledger import Ledger, RunState, Standing
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.streams import EXPERIENCE
-from shared.errors import Fenced, MessageError
-from shared.process.telemetry import tell
-from shared.settings import Settings
-from shared.settings.rollout import MOST_KEPT
+from penstock.services.trainer.algorithm.advantages import has_signal, shaped_rewards
+from penstock.services.trainer.algorithm.group_filter import Filter
+from penstock.services.trainer.batch.staleness import Granularity, are_long, find_contexts, is_fenced, without_long
+from penstock.services.trainer.metrics import LEFT
+from penstock.shared.bus.assembly import part_of_group
+from penstock.shared.bus.bus import Bus, Delivery, EntryId
+from penstock.shared.bus.messages import Experience, GroupId, PolicyVersion, Purpose, RolloutGroup
+from penstock.shared.bus.stores.experience.signals import SignalChange, signal
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, Standing
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.streams import EXPERIENCE
+from penstock.shared.errors import Fenced, MessageError
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rollout import MOST_KEPT
 
 log = logging.getLogger(__name__)
 

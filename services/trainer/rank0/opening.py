@@ -9,18 +9,23 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all
-from services.trainer.rank0.resume import find_resume, may_load
-from services.trainer.rank0.retention import Retention
-from shared.bus.stores.policy.ledger import JournalEntry, Ledger
-from shared.bus.stores.run.functions import inherit_functions, note_functions, reward_functions, trainer_functions
-from shared.errors import SettingsError
-from shared.files.source import digest
-from shared.process.service import Context
-from shared.process.telemetry import tell, tell_changed
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind, decode_all
+from penstock.services.trainer.rank0.resume import find_resume, may_load
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.shared.bus.stores.policy.ledger import JournalEntry, Ledger
+from penstock.shared.bus.stores.run.functions import (
+    inherit_functions,
+    note_functions,
+    reward_functions,
+    trainer_functions,
+)
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.source import digest
+from penstock.shared.process.service import Context
+from penstock.shared.process.telemetry import tell, tell_changed
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@
 
 ``rounded``: every module's output is multiplied by 1 + ε, with ε drawn uniformly within half a unit in the last place
 of the replicas' number type: what another order of the same computation may change. A replica judges its own distance
-from the plain logprobs by it (``services.rollout.probe_check``).
+from the plain logprobs by it (``penstock.services.rollout.probe_check``).
 """
 
 import contextlib
@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers.logits import forward_replaced
-from services.trainer.self_test.self_test import windows
-from shared.bus.messages import Experience, FinishReason, Float32Array, Int32Array, Probe, Sample, no_logprobs
-from shared.settings import Settings
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers.logits import forward_replaced
+from penstock.services.trainer.self_test.self_test import windows
+from penstock.shared.bus.messages import Experience, FinishReason, Float32Array, Int32Array, Probe, Sample, no_logprobs
+from penstock.shared.settings import Settings
 
 SEQUENCES = 8
 TOKENS = 256

@@ -24,18 +24,18 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from services.trainer.model.adapter import file_configuration
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.rank0.mailbox.results import Whereabouts
-from shared.bus.messages import PolicyVersion
-from shared.errors import PeerError
-from shared.peers.handshake import Secret
-from shared.settings import Settings
-from shared.settings.placement import REPLICA_RUNG
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Layout, plan_layout
-from shared.weights.format.snapshot import dtype_name, keep_newest, write_adapter, write_snapshot
-from shared.weights.source.source import WeightSource
+from penstock.services.trainer.model.adapter import file_configuration
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.rank0.mailbox.results import Whereabouts
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import PeerError
+from penstock.shared.peers.handshake import Secret
+from penstock.shared.settings import Settings
+from penstock.shared.settings.placement import REPLICA_RUNG
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Layout, plan_layout
+from penstock.shared.weights.format.snapshot import dtype_name, keep_newest, write_adapter, write_snapshot
+from penstock.shared.weights.source.source import WeightSource
 
 log = logging.getLogger(__name__)
 

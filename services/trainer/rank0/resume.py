@@ -22,21 +22,27 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.candidates import Candidates, Damage, Journal, ResumeCandidate, journal_after
-from services.trainer.checkpoint.commits import Commits, note_lost, noted_version, read_commits
-from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, version_in
-from services.trainer.checkpoint.signatures import open_signer
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, Rewound, RunState, RunStatus
-from shared.bus.stores.policy.rollback import Stage, begin_rollback, count_load, current_rollback, steer_rollback
-from shared.bus.stores.replicas.live_settings import Live
-from shared.errors import SettingsError, StoreError
-from shared.process.telemetry import tell
-from shared.settings import Settings
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.candidates import Candidates, Damage, Journal, ResumeCandidate, journal_after
+from penstock.services.trainer.checkpoint.commits import Commits, note_lost, noted_version, read_commits
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, version_in
+from penstock.services.trainer.checkpoint.signatures import open_signer
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import CANNOT_CONTINUE, ENDED, Ledger, Rewound, RunState, RunStatus
+from penstock.shared.bus.stores.policy.rollback import (
+    Stage,
+    begin_rollback,
+    count_load,
+    current_rollback,
+    steer_rollback,
+)
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.errors import SettingsError, StoreError
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 

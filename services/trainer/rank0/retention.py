@@ -15,22 +15,22 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from services.trainer import metrics
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store, version_in
-from services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
-from services.trainer.rank0.resume import ResumePoint
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.experience.signals import read_signals
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.run.functions import read_functions
-from shared.errors import StoreError
-from shared.process.telemetry import tell
-from shared.settings import Settings
+from penstock.services.trainer import metrics
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, StoredCheckpoint, open_store, version_in
+from penstock.services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
+from penstock.services.trainer.rank0.resume import ResumePoint
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.experience.signals import read_signals
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.run.functions import read_functions
+from penstock.shared.errors import StoreError
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 

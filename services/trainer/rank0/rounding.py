@@ -1,6 +1,6 @@
 """What is lost where gradients are added in bfloat16."""
 
-from shared.settings import Settings
+from penstock.shared.settings import Settings
 
 _MOST_ADDED = 64
 """Micro-batches; of 512 that are alike, half of the sum is lost."""

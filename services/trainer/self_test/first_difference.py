@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
-from services.trainer.model.critic import Critic
-from services.trainer.model.policy import Policy
-from services.trainer.self_test.unmodified_model import sequences, unmodified
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.self_test.unmodified_model import sequences, unmodified
 
 _APART = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Relative tolerance by norm."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.model.critic import Critic
-from services.trainer.model.policy import Policy
-from shared.errors import SettingsError
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.policy import Policy
+from penstock.shared.errors import SettingsError
 
 
 def check(policy: Policy | Critic, rows: Sequence[PackedRow], setting: str) -> None:

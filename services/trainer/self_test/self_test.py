@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
-from services.trainer.model.critic import Critic
-from services.trainer.model.policy import Policy
-from services.trainer.model.trunk import Packing
-from services.trainer.self_test import first_difference, reached_weights
-from services.trainer.self_test.unmodified_model import (
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.model.trunk import Packing
+from penstock.services.trainer.self_test import first_difference, reached_weights
+from penstock.services.trainer.self_test.unmodified_model import (
     hidden_states,
     hidden_states_ahead,
     logprobs,
@@ -44,9 +44,9 @@ from services.trainer.self_test.unmodified_model import (
     unmodified,
     without_dropout,
 )
-from shared.bus.messages import FinishReason, Sample
-from shared.errors import SettingsError
-from shared.model.causal_model import ordinary_ids
+from penstock.shared.bus.messages import FinishReason, Sample
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.causal_model import ordinary_ids
 
 log = logging.getLogger(__name__)
 

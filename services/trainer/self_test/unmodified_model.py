@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import Int64Array, PackedRow
-from services.trainer.model.layers import kernels
-from shared.model.causal_model import eager_attention
+from penstock.services.trainer.batch.packing import Int64Array, PackedRow
+from penstock.services.trainer.model.layers import kernels
+from penstock.shared.model.causal_model import eager_attention
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The only module that prints to the terminal; it escapes all text (``shared.text.terminal``), so that no model, judge
+"""The only module that prints to the terminal; it escapes all text (``penstock.shared.text.terminal``), so that no model, judge
 or bus text can move the cursor or forge a line.
 """
 
@@ -9,8 +9,8 @@ import sys
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
-from shared.text.redaction import redacted
-from shared.text.terminal import escaped
+from penstock.shared.text.redaction import redacted
+from penstock.shared.text.terminal import escaped
 
 
 def say(text: str) -> None:

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.constrain import Constrain
 from rich.live import Live
 
-from services.client.views import Notice, RunView
-from services.up.display import view
-from services.up.display.console import Escaped, say
-from shared.text.terminal import escaped_line
+from penstock.services.client.views import Notice, RunView
+from penstock.services.up.display import view
+from penstock.services.up.display.console import Escaped, say
+from penstock.shared.text.terminal import escaped_line
 
 _LINE_EVERY_S = 5.0
 _AGAIN_S = 60.0

@@ -4,11 +4,11 @@ import json
 import shlex
 from pathlib import Path
 
-from services.plan.measured import mean_metrics
-from services.up.display import view
-from shared.advice import advice
-from shared.errors import SettingsError
-from shared.settings import SETTINGS_FILE, load
+from penstock.services.plan.measured import mean_metrics
+from penstock.services.up.display import view
+from penstock.shared.advice import advice
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import SETTINGS_FILE, load
 
 
 def text(run_folder: Path, resumable: bool) -> str:

@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.client.views import READY_STATES, Evaluation, EventView, Notice, ReplicaView, RunView
-from shared.text.terminal import escaped
+from penstock.services.client.views import READY_STATES, Evaluation, EventView, Notice, ReplicaView, RunView
+from penstock.shared.text.terminal import escaped
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARKS = 24

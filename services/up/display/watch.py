@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.client.coordinator import AsyncCoordinator, RequestRefused, Unreachable, Unreadable, find
-from services.client.views import EventView, ReplicaView, RunView
-from shared.errors import PenstockError
+from penstock.services.client.coordinator import AsyncCoordinator, RequestRefused, Unreachable, Unreadable, find
+from penstock.services.client.views import EventView, ReplicaView, RunView
+from penstock.shared.errors import PenstockError
 
 POLL_S = 1.0
 SILENT_S = 8.0

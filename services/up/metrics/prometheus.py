@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.up.metrics.targets import targets_file
-from services.up.plan import PROMETHEUS, ProcessPlan, free_port
-from shared.errors import SettingsError
-from shared.settings import Settings
+from penstock.services.up.metrics.targets import targets_file
+from penstock.services.up.plan import PROMETHEUS, ProcessPlan, free_port
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
 
-RULES = Path(__file__).parents[3] / "deploy" / "k8s" / "penstock-monitoring" / "rules"
+RULES = Path(__file__).parents[4] / "deploy" / "k8s" / "penstock-monitoring" / "rules"
 _PORT = 9090
 """Default; another free port if taken."""
 _HOST = "127.0.0.1"

@@ -9,10 +9,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from services.client.views import ReplicaView
-from services.up.plan import PROMETHEUS, ProcessPlan
-from shared.bus.stores.replicas.cordon import Word
-from shared.files.durable import UpdatedFile
+from penstock.services.client.views import ReplicaView
+from penstock.services.up.plan import PROMETHEUS, ProcessPlan
+from penstock.shared.bus.stores.replicas.cordon import Word
+from penstock.shared.files.durable import UpdatedFile
 
 
 def targets_file(run_folder: Path) -> Path:

@@ -1,15 +1,15 @@
-"""Typed commands and scripts on a run's keys, only for ``shared.bus``."""
+"""Typed commands and scripts on a run's keys, only for ``penstock.shared.bus``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError
 
-from shared.bus.client import connection
-from shared.bus.client.lua import SCRIPTS, Argument, Given
-from shared.bus.client.server import Server, check_lengths
-from shared.bus.keys import Key, Keys, Named
-from shared.bus.streams import Row, Stream
+from penstock.shared.bus.client import connection
+from penstock.shared.bus.client.lua import SCRIPTS, Argument, Given
+from penstock.shared.bus.client.server import Server, check_lengths
+from penstock.shared.bus.keys import Key, Keys, Named
+from penstock.shared.bus.streams import Row, Stream
 
 
 class Commands(Server):

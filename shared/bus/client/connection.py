@@ -18,8 +18,8 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from shared.errors import BusUnavailable, SettingsError
-from shared.text.redaction import redact
+from penstock.shared.errors import BusUnavailable, SettingsError
+from penstock.shared.text.redaction import redact
 
 
 class Pipeline(Protocol):

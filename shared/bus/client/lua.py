@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TypeAlias
 
-from shared.bus.keys import DECLARED, Keys, Named
+from penstock.shared.bus.keys import DECLARED, Keys, Named
 
 Argument: TypeAlias = str | bytes | int | float
 Given: TypeAlias = Argument | Named | Sequence[Argument] | Sequence[Named]
@@ -113,6 +113,6 @@ def _locals(table: str, names: Sequence[str], declared: Sequence[str]) -> str:
 
 SCRIPTS = {
     path.name.removesuffix(".lua"): parse(path.name.removesuffix(".lua"), path.read_text(encoding="utf-8"))
-    for path in resources.files("shared.bus").joinpath("scripts").iterdir()
+    for path in resources.files("penstock.shared.bus").joinpath("scripts").iterdir()
     if path.name.endswith(".lua")
 }

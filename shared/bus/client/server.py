@@ -21,10 +21,10 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from shared.backoff import Backoff
-from shared.bus.client import connection
-from shared.bus.client.lua import Argument, Script
-from shared.errors import BusFull, BusUnavailable, PermanentError
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus.client import connection
+from penstock.shared.bus.client.lua import Argument, Script
+from penstock.shared.errors import BusFull, BusUnavailable, PermanentError
 
 log = logging.getLogger(__name__)
 

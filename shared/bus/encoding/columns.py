@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.bus.encoding.validation import INVALID, Reader, shown
+from penstock.shared.bus.encoding.validation import INVALID, Reader, shown
 
 _MOST_ROWS = 65_536
 

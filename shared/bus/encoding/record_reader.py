@@ -24,7 +24,7 @@ text, a number and an array the source is::
 from collections.abc import Mapping
 from typing import Any
 
-from shared.bus.encoding.validation import INVALID, Reader, shown
+from penstock.shared.bus.encoding.validation import INVALID, Reader, shown
 
 
 def record_reader(cls: type, readers: Mapping[str, Reader]) -> Reader:

@@ -27,9 +27,9 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from shared.bus.encoding.columns import ColumnCheck, columns_reader, write_columns
-from shared.bus.encoding.record_reader import record_reader
-from shared.bus.encoding.validation import (
+from penstock.shared.bus.encoding.columns import ColumnCheck, columns_reader, write_columns
+from penstock.shared.bus.encoding.record_reader import record_reader
+from penstock.shared.bus.encoding.validation import (
     INVALID,
     NO_LIMITS,
     FieldLimits,
@@ -45,7 +45,7 @@ from shared.bus.encoding.validation import (
     text_reader,
     tuple_reader,
 )
-from shared.errors import MessageError
+from penstock.shared.errors import MessageError
 
 ARRAY_EXTENSION = 1
 _DTYPES: tuple[np.dtype[Any], ...] = tuple(

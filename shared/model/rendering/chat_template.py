@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shared.process.parent import FOR_PYTHON
+from penstock.shared.process.parent import FOR_PYTHON
 
 _CPU_S = 2.0
 _STARVED_S = 60.0
@@ -146,13 +146,13 @@ class _Renderer:
 def _started() -> "subprocess.Popen[bytes]":
     environment = {name: os.environ[name] for name in FOR_PYTHON if name in os.environ}
     return subprocess.Popen(
-        (sys.executable, "-m", "shared.model.rendering.chat_template"),
+        (sys.executable, "-m", "penstock.shared.model.rendering.chat_template"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**environment, "USE_TORCH": "0", "HF_HUB_OFFLINE": "1"},
         start_new_session=True,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
     )
 
 

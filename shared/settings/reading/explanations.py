@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shared.settings.reading.other_names import meaning_elsewhere
-from shared.settings.reading.replaced import REPLACED
-from shared.settings.root import Settings
-from shared.text.redaction import redacted
+from penstock.shared.settings.reading.other_names import meaning_elsewhere
+from penstock.shared.settings.reading.replaced import REPLACED
+from penstock.shared.settings.root import Settings
+from penstock.shared.text.redaction import redacted
 
 _FORMS = {
     "tuple_type": "a list",

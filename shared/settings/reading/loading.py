@@ -11,12 +11,12 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from shared.errors import SettingsError
-from shared.files.durable import write_whole
-from shared.settings.reading.explanations import Problem, explanation, located, meant
-from shared.settings.reading.replaced import drop_defaults
-from shared.settings.root import Settings
-from shared.text.redaction import SECRET_NAME, redact
+from penstock.shared.errors import SettingsError
+from penstock.shared.files.durable import write_whole
+from penstock.shared.settings.reading.explanations import Problem, explanation, located, meant
+from penstock.shared.settings.reading.replaced import drop_defaults
+from penstock.shared.settings.root import Settings
+from penstock.shared.text.redaction import SECRET_NAME, redact
 
 ENVIRONMENT_PREFIX = "PENSTOCK__"
 SETTINGS_FILE = "settings.toml"

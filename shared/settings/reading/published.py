@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shared.errors import SettingsError
-from shared.settings.root import Settings
-from shared.text.redaction import SECRET_NAME, holds_secret
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings.root import Settings
+from penstock.shared.text.redaction import SECRET_NAME, holds_secret
 
 _NAME = re.compile(r"(hf://)?[\w.-]+(/[\w.-]+)?(@[\w./-]+)?(:[\w./-]+)?")
 _FORMS = {

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shared.settings.section import Section
+from penstock.shared.settings.section import Section
 
 
 class BaseScorer(Section):

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from shared.settings.rewards.base import OpinionScorer
-from shared.settings.section import Section
+from penstock.shared.settings.rewards.base import OpinionScorer
+from penstock.shared.settings.section import Section
 
 
 class ModelsSettings(Section):

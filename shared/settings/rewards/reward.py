@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from shared.reasoning import KNOWN
-from shared.settings.rewards.models import ModelsSettings, TeacherSettings
-from shared.settings.rewards.scorers import AnswerScorer, Scorer
-from shared.settings.section import Section
+from penstock.shared.reasoning import KNOWN
+from penstock.shared.settings.rewards.models import ModelsSettings, TeacherSettings
+from penstock.shared.settings.rewards.scorers import AnswerScorer, Scorer
+from penstock.shared.settings.section import Section
 
 
 class ExecutorSettings(Section):

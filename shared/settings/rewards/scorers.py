@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.settings.rewards.base import BaseScorer, OpinionScorer
-from shared.settings.rewards.models import ModelScorer
+from penstock.shared.settings.rewards.base import BaseScorer, OpinionScorer
+from penstock.shared.settings.rewards.models import ModelScorer
 
 
 def _tags(name: str) -> tuple[str, str]:

@@ -45,7 +45,7 @@ def _kernel() -> "Callable[[torch.Tensor, torch.Tensor], None] | None":
     if not torch.cuda.is_available():
         return None
     try:
-        from shared.weights.format.checksum_kernel import enqueue
+        from penstock.shared.weights.format.checksum_kernel import enqueue
     except ImportError:
         return None
     return enqueue

@@ -1,10 +1,10 @@
-"""The checksum as one Triton kernel, for :mod:`shared.weights.format.checksum` only."""
+"""The checksum as one Triton kernel, for :mod:`penstock.shared.weights.format.checksum` only."""
 
 import torch
 import triton
 import triton.language as tl
 
-from shared.weights.format.checksum import COLUMNS, SPREAD
+from penstock.shared.weights.format.checksum import COLUMNS, SPREAD
 
 _ROWS = 4
 """Per program: 32 KiB."""

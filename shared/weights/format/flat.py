@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
-from shared.weights.format.checksum import checksum, text
-from shared.weights.format.layout import Header, Layout
-from shared.weights.format.manifest import TensorEntry
-from shared.weights.stream_order import Point
-from shared.weights.waits import Interrupt, uninterrupted
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.checksum import checksum, text
+from penstock.shared.weights.format.layout import Header, Layout
+from penstock.shared.weights.format.manifest import TensorEntry
+from penstock.shared.weights.stream_order import Point
+from penstock.shared.weights.waits import Interrupt, uninterrupted
 
 _INTERRUPT_EVERY_S = 0.05
 

@@ -14,9 +14,9 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
-from shared.weights.format.manifest import DTYPE_BYTES, FORMAT, TensorEntry
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.manifest import DTYPE_BYTES, FORMAT, TensorEntry
 
 BUCKET_BYTES = 512 << 20
 """Maximum bucket size, unless a tensor is larger."""

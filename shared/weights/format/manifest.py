@@ -16,8 +16,8 @@ import math
 import re
 from typing import Any
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
 
 FORMAT = 1
 """Increase if older readers would misread it."""

@@ -32,11 +32,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
-from shared.files import durable
-from shared.weights.format import manifest as manifests
-from shared.weights.format.manifest import BucketEntry, Manifest, TensorEntry
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.files import durable
+from penstock.shared.weights.format import manifest as manifests
+from penstock.shared.weights.format.manifest import BucketEntry, Manifest, TensorEntry
 
 BUCKET_BYTES = 1 << 30
 _READERS = 4

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import WeightsError
-from shared.weights.format.flat import view
-from shared.weights.format.layout import Layout
-from shared.weights.format.manifest import TensorEntry
-from shared.weights.format.snapshot import read_snapshot
-from shared.weights.transport.group import Transfer, TransferGroup
-from shared.weights.transport.offer import Offer
-from shared.weights.waits import FILE_DEADLINES, Interrupt, bounded
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import view
+from penstock.shared.weights.format.layout import Layout
+from penstock.shared.weights.format.manifest import TensorEntry
+from penstock.shared.weights.format.snapshot import read_snapshot
+from penstock.shared.weights.transport.group import Transfer, TransferGroup
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.waits import FILE_DEADLINES, Interrupt, bounded
 
 
 class Feed:

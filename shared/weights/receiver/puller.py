@@ -17,16 +17,16 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.bus.messages import PolicyRecord
-from shared.errors import PeerError, WeightsError
-from shared.peers import frames
-from shared.peers.handshake import Secret, introduce
-from shared.weights.format import manifest
-from shared.weights.format.layout import Header, Layout, plan_layout
-from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import DeviceLocation
-from shared.weights.transport.sockets import tune
-from shared.weights.waits import FILE_DEADLINES
+from penstock.shared.bus.messages import PolicyRecord
+from penstock.shared.errors import PeerError, WeightsError
+from penstock.shared.peers import frames
+from penstock.shared.peers.handshake import Secret, introduce
+from penstock.shared.weights.format import manifest
+from penstock.shared.weights.format.layout import Header, Layout, plan_layout
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.transport.place import DeviceLocation
+from penstock.shared.weights.transport.sockets import tune
+from penstock.shared.weights.waits import FILE_DEADLINES
 
 log = logging.getLogger(__name__)
 

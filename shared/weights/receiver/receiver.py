@@ -17,18 +17,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from shared.errors import WeightsError
-from shared.weights.format.checksum import add_checksum, text
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Header
-from shared.weights.receiver.feeds import Feed, FileFeed, GroupFeed, MappedFeed, SharesFeed
-from shared.weights.stream_order import Lane, Point
-from shared.weights.transport import alarm, ipc
-from shared.weights.transport.group import TransferGroup, open_group
-from shared.weights.transport.offer import Offer
-from shared.weights.transport.rendezvous import connect_store
-from shared.weights.transport.sockets import own_address
-from shared.weights.waits import poll
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.checksum import add_checksum, text
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Header
+from penstock.shared.weights.receiver.feeds import Feed, FileFeed, GroupFeed, MappedFeed, SharesFeed
+from penstock.shared.weights.stream_order import Lane, Point
+from penstock.shared.weights.transport import alarm, ipc
+from penstock.shared.weights.transport.group import TransferGroup, open_group
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.transport.rendezvous import connect_store
+from penstock.shared.weights.transport.sockets import own_address
+from penstock.shared.weights.waits import poll
 
 _MAX_SOURCES = 4
 """Sources with open groups, by recent use, beside those of the other shares."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import WeightsError
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Header
-from shared.weights.format.snapshot import Snapshot, write_snapshot
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Header
+from penstock.shared.weights.format.snapshot import Snapshot, write_snapshot
 
 
 class Files:

@@ -7,7 +7,7 @@
      └──────────────────────── the same group, the next version ◀───────────────────────────────────┘
 
     puller                                                        source
-      (mutual authentication: ``shared.peers.handshake``)
+      (mutual authentication: ``penstock.shared.peers.handshake``)
       {verb: ask, version, ranks, known_layout, place}  ──▶
                                                       ◀──  {offer, others} | {error}
       (bytes move through the group, or IPC)
@@ -32,21 +32,21 @@ from typing import Any, TypeGuard
 import torch
 from prometheus_client import Counter
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import PeerError, WeightsError
-from shared.peers import frames
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Header, Layout
-from shared.weights.source.files import Files
-from shared.weights.source.shelf import Shelf
-from shared.weights.stream_order import Lane, Point
-from shared.weights.transport import alarm, ipc
-from shared.weights.transport.group import Transfer, TransferGroup, open_group
-from shared.weights.transport.offer import Offer, Transport
-from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
-from shared.weights.transport.rendezvous import Rendezvous
-from shared.weights.transport.sockets import tune
-from shared.weights.waits import Interrupt, poll
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import PeerError, WeightsError
+from penstock.shared.peers import frames
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Header, Layout
+from penstock.shared.weights.source.files import Files
+from penstock.shared.weights.source.shelf import Shelf
+from penstock.shared.weights.stream_order import Lane, Point
+from penstock.shared.weights.transport import alarm, ipc
+from penstock.shared.weights.transport.group import Transfer, TransferGroup, open_group
+from penstock.shared.weights.transport.offer import Offer, Transport
+from penstock.shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
+from penstock.shared.weights.transport.rendezvous import Rendezvous
+from penstock.shared.weights.transport.sockets import tune
+from penstock.shared.weights.waits import Interrupt, poll
 
 log = logging.getLogger(__name__)
 

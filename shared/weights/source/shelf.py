@@ -7,11 +7,11 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Header
-from shared.weights.waits import Interrupt, poll
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Header
+from penstock.shared.weights.waits import Interrupt, poll
 
 
 class Shelf:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from torch._C._distributed_c10d import Store
 
-from shared.errors import WeightsError
-from shared.weights.waits import Interrupt, bounded
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.waits import Interrupt, bounded
 
 _EVERY_S = 0.05
 _SOUND_S = 1.0

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from shared.errors import WeightsError
-from shared.weights.stream_order import Lane, Point
-from shared.weights.waits import Interrupt, bounded, first_line, poll, uninterrupted
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.stream_order import Lane, Point
+from penstock.shared.weights.waits import Interrupt, bounded, first_line, poll, uninterrupted
 
 _NCCL_WINDOW = 64
 """Broadcasts in flight: 256 MiB over NVLink take 45 ms, more than a thread may wait for the GIL."""

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.errors import WeightsError
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.waits import first_line
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.waits import first_line
 
 Handle = tuple[Any, ...]
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from shared.weights.format.layout import Header, Layout, decode_header, decode_layout
+from penstock.shared.weights.format.layout import Header, Layout, decode_header, decode_layout
 
 Transport = Literal["nccl", "gloo", "ipc", "file"]
 _PLAIN = ("source", "transport", "deadline_s", "session", "pull", "manifest_digest")

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shared.peers import tcp_store
+from penstock.shared.peers import tcp_store
 
 
 class Rendezvous:

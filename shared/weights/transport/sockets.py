@@ -2,7 +2,7 @@
 
 import socket
 
-from shared.errors import WeightsError
+from penstock.shared.errors import WeightsError
 
 _ANY = ("", "0.0.0.0", "::")  # noqa: S104 - named to tell them apart, not bound here
 

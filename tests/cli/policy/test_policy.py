@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.cli.__main__ import main
-from services.offline.policy import StoredPolicy
-from shared.errors import SettingsError
-from shared.settings import Settings, dump, load
+from penstock.services.cli.__main__ import main
+from penstock.services.offline.policy import StoredPolicy
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, dump, load
 from tests.support.hub_uploads import hub
 
 ROOT = Path(__file__).parents[3]
@@ -172,7 +172,7 @@ def test_a_pushed_policy_comes_with_settings_curves_and_ledger(
 
 
 def test_the_curves_of_a_card_end_at_its_step(run: Path) -> None:
-    from services.cli.policy.card import card
+    from penstock.services.cli.policy.card import card
 
     settings = load(run / "settings.toml", environment={})
     text = card(settings, 2, 2)
@@ -191,7 +191,7 @@ def test_the_curves_of_a_card_end_at_its_step(run: Path) -> None:
     ],
 )
 def test_a_card_says_what_trained_the_policy(run: Path, changed: dict[str, str], tag: str, method: str) -> None:
-    from services.cli.policy.card import card
+    from penstock.services.cli.policy.card import card
 
     data = (
         {"data": {"path": "x.jsonl", "rejected_field": "worse", "completion_field": "better"}} if tag == "dpo" else {}

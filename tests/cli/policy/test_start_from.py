@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.cli.__main__ import main
-from services.cli.policy.start_from import prepared_from
-from services.trainer.algorithm.update import Learner
-from services.trainer.checkpoint import local_store
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.policy import Policy, load_model
-from services.trainer.phases import Phases
-from services.trainer.rank0.mailbox.commands import Command, CommandKind
-from shared.bus.bus import Bus
-from shared.errors import SettingsError
-from shared.settings import Settings
+from penstock.services.cli.__main__ import main
+from penstock.services.cli.policy.start_from import prepared_from
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.policy import Policy, load_model
+from penstock.services.trainer.phases import Phases
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
+from penstock.shared.bus.bus import Bus
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
 from tests.trainer.algorithm import test_update
 from tests.trainer.export.test_export import Run
 from tests.trainer.rank0.test_opening import Opened

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.reports.data_check import histogram
+from penstock.services.cli.reports.data_check import histogram
 from tests.support.hub_server import COMMIT, hub
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,13 @@ def settings(folder: Path, source: str) -> str:
 def test_the_check_shows_what_a_dataset_on_a_hub_trains_on(tmp_path: Path) -> None:
     with hub("own/sums", {"train.jsonl": TRAIN, "test.jsonl": TRAIN[:35]}) as url:
         checked = python(
-            tmp_path, url, "-m", "services.cli", "data", "check", settings(tmp_path, "hf://own/sums@main:train")
+            tmp_path,
+            url,
+            "-m",
+            "penstock.services.cli",
+            "data",
+            "check",
+            settings(tmp_path, "hf://own/sums@main:train"),
         )
     assert checked.returncode == 0, checked.stderr
     assert "bad row" not in checked.stderr
@@ -63,7 +69,7 @@ def test_the_check_shows_both_completions_of_a_pair(tmp_path: Path) -> None:
     config = Path(settings(tmp_path, str(tmp_path / "pairs.jsonl")))
     columns = 'completion_field = "chosen"\nrejected_field = "rejected"\n[algorithm]\npreset = "dpo"\n'
     config.write_text(config.read_text() + columns)
-    checked = python(tmp_path, "http://127.0.0.1:9", "-m", "services.cli", "data", "check", str(config))
+    checked = python(tmp_path, "http://127.0.0.1:9", "-m", "penstock.services.cli", "data", "check", str(config))
     assert checked.returncode == 0, checked.stderr
     shown = checked.stdout.splitlines()
     assert shown[0] == f"training: {tmp_path}/pairs.jsonl: 1 preference pairs"
@@ -79,7 +85,7 @@ def test_flags_change_what_is_checked(tmp_path: Path) -> None:
     (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "12+34=", "sum": "46"}\n')
     config = settings(tmp_path, "another.jsonl")
     flags = ("--data.path", str(tmp_path / "demonstrations.jsonl"), "--data.completion_field", "sum")
-    words = ("-m", "services.cli", "data", "check", config, *flags, "--algorithm.loss=cross_entropy")
+    words = ("-m", "penstock.services.cli", "data", "check", config, *flags, "--algorithm.loss=cross_entropy")
     checked = python(tmp_path, "http://127.0.0.1:9", *words)
     assert checked.returncode == 0, checked.stderr
     assert checked.stdout.startswith(f"training: {tmp_path}/demonstrations.jsonl: 1 demonstrations\n")
@@ -88,15 +94,15 @@ def test_flags_change_what_is_checked(tmp_path: Path) -> None:
 def test_counting_the_rows_of_an_epoch_prints_only_the_refusal(tmp_path: Path) -> None:
     (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "12+34="}\n' * 20)
     config = settings(tmp_path, str(tmp_path / "demonstrations.jsonl"))
-    started = python(tmp_path, "http://127.0.0.1:9", "-m", "services.cli", "sft", config, "--epochs", "1")
+    started = python(tmp_path, "http://127.0.0.1:9", "-m", "penstock.services.cli", "sft", config, "--epochs", "1")
     assert (started.returncode, started.stdout) == (2, "")
     assert started.stderr.startswith("penstock sft: expected at most 10 bad rows in "), started.stderr
 
 
 PINNING = """
 import json, sys
-from services.up.hub_revision import pinned
-from shared.errors import SettingsError
+from penstock.services.up.hub_revision import pinned
+from penstock.shared.errors import SettingsError
 shown = [pinned(source, "data.path") for source in sys.argv[1:-1]]
 known = ["/a.jsonl", "hf://own/sums@" + "8" * 40 + ":train"]
 shown += [pinned(source, "data.path", known) for source in (sys.argv[1], sys.argv[3])]
@@ -145,7 +151,7 @@ def scored(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         "def picky(completions, answer, **_):\n    return [1 / (a - 2) for a in answer]\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    words = ("-m", "services.cli", "data", "check", settings(folder, str(folder / "train.jsonl")), *flags)
+    words = ("-m", "penstock.services.cli", "data", "check", settings(folder, str(folder / "train.jsonl")), *flags)
     return subprocess.run(
         [sys.executable, *words, "--data.filter="],
         cwd=ROOT,

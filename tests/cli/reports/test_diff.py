@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import main
-from services.cli.reports.diff import Curve, Group, curves, same_prompts, settings_differences
-from shared.settings import load_run
+from penstock.services.cli.__main__ import main
+from penstock.services.cli.reports.diff import Curve, Group, curves, same_prompts, settings_differences
+from penstock.shared.settings import load_run
 
 
 def run(folder: Path, rate: str, rewards: list[float], accuracies: list[float]) -> Path:

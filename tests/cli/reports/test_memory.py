@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.reports import memory
-from services.coordinator.records.memory import memory_line
-from shared.bus.messages import MemoryReport, MemorySample
-from shared.errors import PenstockError
-from shared.settings import Settings
+from penstock.services.cli.reports import memory
+from penstock.services.coordinator.records.memory import memory_line
+from penstock.shared.bus.messages import MemoryReport, MemorySample
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import Settings
 
 GIB = float(1 << 30)
 

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from services.coordinator.admission.admission import Admission, Terms, terms_of
-from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
-from services.coordinator.policies.promotion import CONSUMER, Promotion
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, Sampling
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.policy.policies import PolicyState
-from shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once
-from shared.settings import Settings
+from penstock.services.coordinator.admission.admission import Admission, Terms, terms_of
+from penstock.services.coordinator.admission.bus_full import Shortage
+from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
+from penstock.services.coordinator.policies.promotion import CONSUMER, Promotion
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, Sampling
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.policies import PolicyState
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, beat_once
+from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support.coordinator_players import Trainer, generating, record
 

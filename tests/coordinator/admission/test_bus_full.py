@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.run.leader_lease import Lease
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.errors import BusFull, SettingsError
-from shared.process.telemetry import Presence, Status, tell
+from penstock.services.coordinator.admission.bus_full import Shortage
+from penstock.services.coordinator.run.leader_lease import Lease
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event, Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.errors import BusFull, SettingsError
+from penstock.shared.process.telemetry import Presence, Status, tell
 from tests.chaos.run import TcpServer, answers
 from tests.conftest import PATIENCE_S, need, until
 from tests.coordinator.admission.test_admission import admission

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.coordinator.admission.admission import Admission, Terms
-from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.curriculum import Curriculum, chances
-from services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
-from services.coordinator.admission.mixing import MixedOrder
-from shared.bus.bus import Bus
-from shared.bus.messages import Sampling
-from shared.bus.stores.experience.signals import SignalChange
-from shared.errors import SettingsError
+from penstock.services.coordinator.admission.admission import Admission, Terms
+from penstock.services.coordinator.admission.bus_full import Shortage
+from penstock.services.coordinator.admission.curriculum import Curriculum, chances
+from penstock.services.coordinator.admission.dataset import Dataset, EpochOrder, Problem
+from penstock.services.coordinator.admission.mixing import MixedOrder
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Sampling
+from penstock.shared.bus.stores.experience.signals import SignalChange
+from penstock.shared.errors import SettingsError
 from tests.coordinator.admission.test_admission import start
 from tests.support.coordinator_players import generating, record
 

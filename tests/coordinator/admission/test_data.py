@@ -10,14 +10,14 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from services.coordinator.admission import dataset, dataset_files, references
-from services.coordinator.admission.data_overlap import Overlap, Training
-from services.coordinator.admission.dataset import EpochOrder, subset
-from services.coordinator.service import load_data
-from shared.bus.messages import ChatMessage
-from shared.errors import SettingsError
-from shared.settings import DataSettings
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.coordinator.admission import dataset, dataset_files, references
+from penstock.services.coordinator.admission.data_overlap import Overlap, Training
+from penstock.services.coordinator.admission.dataset import EpochOrder, subset
+from penstock.services.coordinator.service import load_data
+from penstock.shared.bus.messages import ChatMessage
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import DataSettings
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 from tests.support.coordinator_players import settings
 
 ROOT = Path(__file__).parents[3]
@@ -480,8 +480,8 @@ def test_a_row_that_no_reader_takes_is_bad(depth: int, bad: int, tmp_path: Path)
 _LOADED = """
 import sys
 from pathlib import Path
-from services.coordinator.admission import dataset_files
-from shared.errors import SettingsError
+from penstock.services.coordinator.admission import dataset_files
+from penstock.shared.errors import SettingsError
 def peak_kib():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 before = peak_kib()

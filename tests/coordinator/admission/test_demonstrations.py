@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from services.cli import plan as plans
-from services.coordinator.admission.admission import Admission, terms_of
-from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.admission.curriculum import Curriculum
-from services.coordinator.admission.dataset import Dataset, Problem, rows_to_try
-from services.coordinator.admission.demonstrations import Demonstrations
-from services.coordinator.service import load_data, order_of
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import ChatMessage, Experience, Purpose
-from shared.errors import SettingsError
-from shared.model.tokenizer import stop_tokens
-from shared.settings import Settings
+from penstock.services.cli import plan as plans
+from penstock.services.coordinator.admission.admission import Admission, terms_of
+from penstock.services.coordinator.admission.bus_full import Shortage
+from penstock.services.coordinator.admission.curriculum import Curriculum
+from penstock.services.coordinator.admission.dataset import Dataset, Problem, rows_to_try
+from penstock.services.coordinator.admission.demonstrations import Demonstrations
+from penstock.services.coordinator.service import load_data, order_of
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import ChatMessage, Experience, Purpose
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.tokenizer import stop_tokens
+from penstock.shared.settings import Settings
 from tests.coordinator.admission.test_admission import start
 from tests.support import tiny
 from tests.support.coordinator_players import generating

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from services.coordinator.admission.mixing import BLOCK, MixedOrder, shares
-from shared.errors import SettingsError
+from penstock.services.coordinator.admission.mixing import BLOCK, MixedOrder, shares
+from penstock.shared.errors import SettingsError
 
 SIZES = [5, 300]
 

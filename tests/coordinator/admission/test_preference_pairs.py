@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.admission.admission import Admission, terms_of
-from services.coordinator.admission.bus_full import Shortage
-from services.coordinator.service import load_data, order_of
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import Experience, Purpose
-from shared.errors import SettingsError
-from shared.settings import Settings
-from shared.settings.reading.loading import is_given
+from penstock.services.coordinator.admission.admission import Admission, terms_of
+from penstock.services.coordinator.admission.bus_full import Shortage
+from penstock.services.coordinator.service import load_data, order_of
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Experience, Purpose
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
+from penstock.shared.settings.reading.loading import is_given
 from tests.coordinator.admission import test_demonstrations
 from tests.coordinator.admission.test_admission import start
 from tests.coordinator.admission.test_demonstrations import CHAT, END

@@ -14,14 +14,14 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from services.coordinator.api.app import make_app
-from services.coordinator.service import Coordinator
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.errors import SettingsError
-from shared.process.telemetry import Presence, Status
-from shared.settings import dump
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.service import Coordinator
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.errors import SettingsError
+from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.settings import dump
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 from tests.support.raw_redis import raw
@@ -299,7 +299,7 @@ async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
 async def test_a_bus_that_does_not_answer_is_unavailable_not_a_hang(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.coordinator.api import dependencies as parts
+    from penstock.services.coordinator.api import dependencies as parts
 
     monkeypatch.setattr(parts, "ANSWER_WITHIN_S", 0.0)
     assert is_problem(await http.get("/v1/policies"), 503, "the bus did not answer")
@@ -314,7 +314,7 @@ def config(server: Server, folder: Path, **more: dict[str, object]) -> Path:
 
 
 def launch(path: Path, *flags: str) -> "subprocess.Popen[str]":
-    arguments = [sys.executable, "-m", "services.coordinator", "--config", str(path), *flags]
+    arguments = [sys.executable, "-m", "penstock.services.coordinator", "--config", str(path), *flags]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -370,7 +370,7 @@ def test_what_a_process_cannot_start_with_is_a_sentence(server: Server, tmp_path
 
 
 def test_a_host_of_another_machine_is_refused() -> None:
-    from services.coordinator.api.server import ApiServer as HttpServer
+    from penstock.services.coordinator.api.server import ApiServer as HttpServer
 
     with pytest.raises(SettingsError, match=r"change coordinator\.port"):
         HttpServer("192.0.2.1", 0)

@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import pytest
 
-from services.coordinator.api.app import make_app
-from services.coordinator.api.routes import generate as routes
-from shared.bus.bus import Bus
-from shared.bus.messages import Prompt, Sampling
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.replicas.questions import Questions
-from shared.bus.streams import QUESTIONS, Stream
-from shared.process.telemetry import Presence, Status
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.api.routes import generate as routes
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Prompt, Sampling
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.replicas.questions import Questions
+from penstock.shared.bus.streams import QUESTIONS, Stream
+from penstock.shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import make, running, settings

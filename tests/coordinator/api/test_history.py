@@ -8,13 +8,13 @@ import httpx
 import numpy as np
 
 from benchmarks import api_history
-from services.coordinator.api.app import make_app
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import RUN
-from shared.bus.messages import PolicyRecord, PolicyVersion, Probe
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.policy.policies import POLICIES, REVOKED
+from penstock.services.coordinator.api.app import make_app
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import RUN
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion, Probe
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.policy.policies import POLICIES, REVOKED
 from tests.support.coordinator_players import make, record, settings
 
 VERSIONS = 1200

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from services.client.coordinator import page_link
-from services.coordinator.api.app import make_app
-from services.coordinator.api.auth import Access, Role
-from services.coordinator.api.routes.page import FOLDER
-from services.coordinator.api.server import ApiServer
-from services.coordinator.service import Coordinator
-from services.reward.failures import Failures
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.exports import Exports
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.cordon import Word, cordons
-from shared.peers import tickets
-from shared.process.telemetry import Presence, Status, tell
+from penstock.services.client.coordinator import page_link
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.api.auth import Access, Role
+from penstock.services.coordinator.api.routes.page import FOLDER
+from penstock.services.coordinator.api.server import ApiServer
+from penstock.services.coordinator.service import Coordinator
+from penstock.services.reward.failures import Failures
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.exports import Exports
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.cordon import Word, cordons
+from penstock.shared.peers import tickets
+from penstock.shared.process.telemetry import Presence, Status, tell
 from tests.conftest import PATIENCE_S, until
 from tests.coordinator.api.test_schema import bury
 from tests.support.browser import opened, shows

@@ -8,14 +8,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.coordinator.api.app import make_app
-from services.coordinator.api.routes import records as routes
-from services.coordinator.records.jsonl import newest_first
-from services.coordinator.service import Coordinator
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.stores.policy.ledger import Ledger
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.api.routes import records as routes
+from penstock.services.coordinator.records.jsonl import newest_first
+from penstock.services.coordinator.service import Coordinator
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.stores.policy.ledger import Ledger
 from tests.support import builders
 from tests.support.coordinator_players import make, report, settings
 from tests.support.raw_redis import raw

@@ -11,14 +11,14 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from services.coordinator.api.app import make_app, make_routes
-from services.coordinator.api.auth import Access, Role, open_access
-from services.coordinator.api.routes import registry as registry_routes
-from services.coordinator.service import Coordinator
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger
-from shared.errors import SettingsError
-from shared.settings import CoordinatorSettings
+from penstock.services.coordinator.api.app import make_app, make_routes
+from penstock.services.coordinator.api.auth import Access, Role, open_access
+from penstock.services.coordinator.api.routes import registry as registry_routes
+from penstock.services.coordinator.service import Coordinator
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import CoordinatorSettings
 from tests.support.coordinator_players import make, running, settings
 from tests.support.raw_redis import raw
 

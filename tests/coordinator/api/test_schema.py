@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.api.openapi import description
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion, Prompt
-from shared.bus.stores.policy.ledger import Ledger
-from shared.process.telemetry import Presence, Status
-from shared.settings import dump
+from penstock.services.coordinator.api.openapi import description
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion, Prompt
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.process.telemetry import Presence, Status
+from penstock.shared.settings import dump
 from tests.conftest import PATIENCE_S, Server, need_module, until
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, settings
@@ -59,7 +59,7 @@ async def url(server: Server, tmp_path: Path) -> AsyncIterator[str]:
     run = settings(tmp_path, run={"id": run_id}, coordinator={"autostart": False, "token_file": token})
     dump(run.model_copy(update={"bus": run.bus.model_copy(update={"url": server.url})}), tmp_path / "run.toml")
     bus = await Bus.connect(server.url, run_id, wait_s=PATIENCE_S)
-    command = [sys.executable, "-m", "services.coordinator", "--config", str(tmp_path / "run.toml")]
+    command = [sys.executable, "-m", "penstock.services.coordinator", "--config", str(tmp_path / "run.toml")]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stderr=log)
     announced, leave = tmp_path / "runs" / run_id / "coordinator.json", asyncio.Event()

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation.evaluator import Due, Evaluator
-from services.coordinator.evaluation.results import Evaluation, Evaluations, summarize
-from services.coordinator.run.lifecycle import due
-from services.coordinator.service import load_data, make_evaluator
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose
-from shared.bus.stores.policy.evaluations import Description, EvaluationRequest
-from shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
-from shared.errors import PermanentError
-from shared.settings.evaluation import HeldOutSet
+from penstock.services.coordinator.evaluation.evaluator import Due, Evaluator
+from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations, summarize
+from penstock.services.coordinator.run.lifecycle import due
+from penstock.services.coordinator.service import load_data, make_evaluator
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, Purpose
+from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState, RunStatus
+from penstock.shared.errors import PermanentError
+from penstock.shared.settings.evaluation import HeldOutSet
 from tests.conftest import until
 from tests.support.coordinator_players import replicas, settings
 from tests.support.raw_redis import raw

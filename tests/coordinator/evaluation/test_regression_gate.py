@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation import regression_gate
-from services.coordinator.evaluation.regression_gate import FELL, PASSED, target, with_verdict
-from services.coordinator.evaluation.results import Evaluation, Evaluations, summarize
-from services.coordinator.service import Coordinator
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion, Prompt
-from shared.bus.stores.policy.evaluations import Description, EvaluationRequest
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.policy.policies import PolicyState
-from shared.settings.evaluation import GateSettings
+from penstock.services.coordinator.evaluation import regression_gate
+from penstock.services.coordinator.evaluation.regression_gate import FELL, PASSED, target, with_verdict
+from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations, summarize
+from penstock.services.coordinator.service import Coordinator
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion, Prompt
+from penstock.shared.bus.stores.policy.evaluations import Description, EvaluationRequest
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.policy.policies import PolicyState
+from penstock.shared.settings.evaluation import GateSettings
 from tests.conftest import until
 from tests.support.coordinator_players import Trainer, make, record, replicas, running, settings
 from tests.support.raw_redis import raw

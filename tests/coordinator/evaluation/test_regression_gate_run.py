@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation.results import Evaluation, Evaluations
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.policy.policies import PolicyState
-from shared.bus.stores.replicas.live_settings import Live
-from shared.settings import load
+from penstock.services.coordinator.evaluation.results import Evaluation, Evaluations
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.policy.policies import PolicyState
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.settings import load
 from tests.conftest import PATIENCE_S, until
 from tests.support import forge
 
@@ -37,7 +37,7 @@ FLAGS = {
 async def run(folder: Path) -> AsyncIterator[forge.Started]:
     flags = [f"--{name}={value}" for name, value in {**FLAGS, "run.id": "gate", "run.folder": folder}.items()]
     with (folder / "up.txt").open("wb") as output:
-        process = forge.start("services.cli", ["up", "config/arithmetic.toml", *flags], output)
+        process = forge.start("penstock.services.cli", ["up", "config/arithmetic.toml", *flags], output)
     try:
         yield process
     finally:

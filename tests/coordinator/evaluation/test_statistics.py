@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.coordinator.evaluation.statistics import Estimate, estimate, fall, pass_at
+from penstock.services.coordinator.evaluation.statistics import Estimate, estimate, fall, pass_at
 
 DIGITS = 1e-4
 """Of the literals."""

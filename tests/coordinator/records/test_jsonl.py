@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.records.jsonl import Lines, newest_first
+from penstock.services.coordinator.records.jsonl import Lines, newest_first
 
 
 def numbers(path: Path, before: tuple[int, int] | None) -> list[int]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.records.memory import MemoryLines, memory_line, thinned
-from services.coordinator.records.recorder import Recorder
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import MemoryReport, MemorySample
+from penstock.services.coordinator.records.memory import MemoryLines, memory_line, thinned
+from penstock.services.coordinator.records.recorder import Recorder
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import MemoryReport, MemorySample
 
 
 def report(replica: str, total_bytes: float, at_s: float = 1.0, phase: str = "wait") -> MemoryReport:

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.evaluation.results import Evaluation
-from services.coordinator.records.jsonl import Lines, Overtaken, exclusive, read
-from services.coordinator.records.recorder import Recorder
-from services.coordinator.records.report import records
-from services.coordinator.records.summary import digest, one_line_a_step, summarize, training_seconds
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.messages import Experience, PolicyVersion, RolloutGroup
-from shared.bus.stores.policy.evaluations import EVALUATIONS
-from shared.bus.stores.policy.ledger import Ledger, Rewound, RunState, RunStatus
-from shared.process.telemetry import tell
-from shared.settings import Settings
+from penstock.services.coordinator.evaluation.results import Evaluation
+from penstock.services.coordinator.records.jsonl import Lines, Overtaken, exclusive, read
+from penstock.services.coordinator.records.recorder import Recorder
+from penstock.services.coordinator.records.report import records
+from penstock.services.coordinator.records.summary import digest, one_line_a_step, summarize, training_seconds
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Experience, PolicyVersion, RolloutGroup
+from penstock.shared.bus.stores.policy.evaluations import EVALUATIONS
+from penstock.shared.bus.stores.policy.ledger import Ledger, Rewound, RunState, RunStatus
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import Settings
 from tests.support import builders
 from tests.support.coordinator_players import Trainer, report, settings
 from tests.support.raw_redis import raw

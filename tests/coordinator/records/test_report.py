@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from services.coordinator.records.report import write_report
+from penstock.services.coordinator.records.report import write_report
 from tests.support.browser import opened, shows
 
 if TYPE_CHECKING:

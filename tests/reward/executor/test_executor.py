@@ -18,13 +18,13 @@ from typing import cast
 import psutil
 import pytest
 
-from services.reward.executor import client as executor_client
-from services.reward.executor import escapes, probe, protocol
-from services.reward.executor.client import ExecutorClient
-from services.reward.executor.executor import Executor
-from services.reward.executor.inside import syscalls
-from services.reward.executor.isolation import Interpreter, candidates
-from services.reward.executor.protocol import (
+from penstock.services.reward.executor import client as executor_client
+from penstock.services.reward.executor import escapes, probe, protocol
+from penstock.services.reward.executor.client import ExecutorClient
+from penstock.services.reward.executor.executor import Executor
+from penstock.services.reward.executor.inside import syscalls
+from penstock.services.reward.executor.isolation import Interpreter, candidates
+from penstock.services.reward.executor.protocol import (
     MAX_OUTPUT_BYTES,
     Call,
     Execution,
@@ -36,13 +36,13 @@ from services.reward.executor.protocol import (
     read_execution,
     read_job,
 )
-from services.reward.executor.server import serve
-from services.reward.executor.verdict import Ended, ProgramReport, outcome_of, read_report
-from services.up import plan
-from shared.errors import PeerError, SettingsError, TemporaryError
-from shared.peers import frames
-from shared.peers.keep_alive import SILENT_S
-from shared.settings import ExecutorSettings, Settings
+from penstock.services.reward.executor.server import serve
+from penstock.services.reward.executor.verdict import Ended, ProgramReport, outcome_of, read_report
+from penstock.services.up import plan
+from penstock.shared.errors import PeerError, SettingsError, TemporaryError
+from penstock.shared.peers import frames
+from penstock.shared.peers.keep_alive import SILENT_S
+from penstock.shared.settings import ExecutorSettings, Settings
 from tests.conftest import PATIENCE_S, need, until
 from tests.support.children import children
 from tests.support.executor_process import ROOT, Running, arguments, desk, running
@@ -224,7 +224,7 @@ async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pyte
     interpreter = Interpreter.find("")
     broken = Interpreter(interpreter.program, ("/nowhere",), "")
     monkeypatch.setattr(Interpreter, "find", lambda _: broken)
-    monkeypatch.setattr("services.reward.executor.isolation._SYSTEM", ())
+    monkeypatch.setattr("penstock.services.reward.executor.isolation._SYSTEM", ())
     with escapes.targets() as targets, pytest.raises(SettingsError) as refusal:
         await probe.start(settings, ("stdlib",), targets, recycle_after=1000)
     lines = str(refusal.value).splitlines()
@@ -232,7 +232,7 @@ async def test_no_tier_means_no_start_and_every_reason_is_told(monkeypatch: pyte
     assert lines[1] == "  namespace: bwrap not found: install bubblewrap"
     assert lines[2].startswith("  landlock: ")
     assert lines[3] == "docs/sandbox.md says what each tier needs (reward.executor.isolation)"
-    monkeypatch.setattr("services.reward.executor.inside.confinement.landlock_abi", lambda: 2)
+    monkeypatch.setattr("penstock.services.reward.executor.inside.confinement.landlock_abi", lambda: 2)
     with (
         escapes.targets() as targets,
         pytest.raises(SettingsError, match="this kernel does not offer Landlock, which both"),
@@ -374,7 +374,7 @@ async def test_a_zygote_that_does_not_react_is_replaced(monkeypatch: pytest.Monk
     async with warm(slots=1) as (executor, zygote):
         zygote.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as hasty:
-            hasty.setattr("services.reward.executor.executor._REACTS_WITHIN_S", 0.5)
+            hasty.setattr("penstock.services.reward.executor.executor._REACTS_WITHIN_S", 0.5)
             ended = await executor.run(Job("print(1)", limits=Limits(wall_s=0.2)))
         assert (ended.outcome, ended.detail) == (
             Outcome.SANDBOX_ERROR,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.executor import executor as supervisor
-from services.reward.executor import probe
-from services.reward.executor.executor import Executor
-from services.reward.executor.isolation import Interpreter, candidates
-from services.reward.executor.protocol import Execution, Job, Limits, Outcome
-from services.reward.executor.slots import SUSPENDED_BYTES_PER_SLOT, Slots, Usage, quota
-from shared.settings import ExecutorSettings
+from penstock.services.reward.executor import executor as supervisor
+from penstock.services.reward.executor import probe
+from penstock.services.reward.executor.executor import Executor
+from penstock.services.reward.executor.isolation import Interpreter, candidates
+from penstock.services.reward.executor.protocol import Execution, Job, Limits, Outcome
+from penstock.services.reward.executor.slots import SUSPENDED_BYTES_PER_SLOT, Slots, Usage, quota
+from penstock.shared.settings import ExecutorSettings
 
 BUSY = "print('ready', flush=True)\nwhile True: pass"
 NEIGHBOURS = 5
@@ -179,7 +179,7 @@ async def test_programs_share_a_core_only_when_there_are_more_of_them_than_cores
 def test_no_more_programs_run_at_a_time_than_there_are_cores(
     monkeypatch: pytest.MonkeyPatch, asked: int, slots: int
 ) -> None:
-    monkeypatch.setattr("services.reward.executor.probe.count", lambda: 3)
+    monkeypatch.setattr("penstock.services.reward.executor.probe.count", lambda: 3)
     assert probe.slots(ExecutorSettings(slots=asked)) == slots
 
 

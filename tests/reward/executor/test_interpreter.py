@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.executor import executor as benchmarked
-from services.reward.executor.executor import Executor
-from services.reward.executor.isolation import Interpreter, Isolation, _has_capabilities, candidates
-from services.reward.executor.protocol import Job, Outcome
+from penstock.services.reward.executor.executor import Executor
+from penstock.services.reward.executor.isolation import Interpreter, Isolation, _has_capabilities, candidates
+from penstock.services.reward.executor.protocol import Job, Outcome
 from tests.conftest import PATIENCE_S
 
 USER = 65_534

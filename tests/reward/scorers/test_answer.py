@@ -11,13 +11,13 @@ from unittest.mock import AsyncMock
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.answer.extraction import extract
-from services.reward.scorers.answer.mathematics import plain_numbers
-from services.reward.scorers.answer.scorer import COMMAND, AnswerMatcher
-from services.reward.subprocess_pool.pool import Crashed, Overdue
-from shared.bus.messages import FinishReason, RolloutGroup, Score, ScoreStatus
-from shared.errors import PermanentError, SettingsError
-from shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
+from penstock.services.reward.scorers.answer.extraction import extract
+from penstock.services.reward.scorers.answer.mathematics import plain_numbers
+from penstock.services.reward.scorers.answer.scorer import COMMAND, AnswerMatcher
+from penstock.services.reward.subprocess_pool.pool import Crashed, Overdue
+from penstock.shared.bus.messages import FinishReason, RolloutGroup, Score, ScoreStatus
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
 from tests.support import builders
 from tests.support.children import children
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.answer.scorer import AnswerMatcher
-from shared.bus.messages import ScoreStatus
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
+from penstock.shared.bus.messages import ScoreStatus
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 from tests.conftest import PATIENCE_S
 from tests.support import builders
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.reward.scorers.answer.extraction import choice
-from services.reward.scorers.answer.matching import attempts, read
-from services.reward.scorers.answer.notation import plain
-from services.reward.scorers.answer.units import split_unit
+from penstock.services.reward.scorers.answer.extraction import choice
+from penstock.services.reward.scorers.answer.matching import attempts, read
+from penstock.services.reward.scorers.answer.notation import plain
+from penstock.services.reward.scorers.answer.units import split_unit
 
 _ALL = ("units", "added_unit", "brackets", "prose")
 

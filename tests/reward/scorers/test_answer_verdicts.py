@@ -16,12 +16,12 @@ from typing import get_args
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.answer import extraction, matching, notation, prose, shapes, units, words
-from services.reward.scorers.answer.extraction import extract
-from services.reward.scorers.answer.mathematics import comparison, plain_mathematics, plain_numbers
-from services.reward.scorers.answer.scorer import AnswerMatcher
-from shared.bus.messages import Score
-from shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
+from penstock.services.reward.scorers.answer import extraction, matching, notation, prose, shapes, units, words
+from penstock.services.reward.scorers.answer.extraction import extract
+from penstock.services.reward.scorers.answer.mathematics import comparison, plain_mathematics, plain_numbers
+from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
+from penstock.shared.bus.messages import Score
+from penstock.shared.settings.rewards.scorers import AnswerPlace, AnswerScorer
 from tests.support import builders
 from tests.support.answer_pairs import EQUAL, UNEQUAL, Pair, pairs
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.reward.scorers.answer.mathematics import bounds
-from services.reward.scorers.answer.mathematics.comparison import compare, read
+from penstock.services.reward.scorers.answer.mathematics import bounds
+from penstock.services.reward.scorers.answer.mathematics.comparison import compare, read
 
 
 def expression(text: str) -> Any:

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from services.reward.executor.protocol import Execution, Job, Outcome, execution_frame, read_job
-from services.reward.scorers.code.scorer import CodeTester
-from services.reward.service import make_scoring
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import RolloutGroup, ScoreStatus
-from shared.bus.streams import EXPERIENCE, ROLLOUTS
-from shared.bus.worker import Patience, Worker
-from shared.errors import PeerError, PermanentError, SettingsError
-from shared.peers import frames
-from shared.process.telemetry import Status
-from shared.settings import Settings
-from shared.settings.rewards.scorers import CodeScorer
+from penstock.services.reward.executor.protocol import Execution, Job, Outcome, execution_frame, read_job
+from penstock.services.reward.scorers.code.scorer import CodeTester
+from penstock.services.reward.service import make_scoring
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import RolloutGroup, ScoreStatus
+from penstock.shared.bus.streams import EXPERIENCE, ROLLOUTS
+from penstock.shared.bus.worker import Patience, Worker
+from penstock.shared.errors import PeerError, PermanentError, SettingsError
+from penstock.shared.peers import frames
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.scorers import CodeScorer
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import pytest
 
-from services.reward.scorers.code.scorer import CodeTester
-from shared.bus.messages import Score
-from shared.errors import PermanentError
-from shared.settings.rewards.scorers import CodeScorer
+from penstock.services.reward.scorers.code.scorer import CodeTester
+from penstock.shared.bus.messages import Score
+from penstock.shared.errors import PermanentError
+from penstock.shared.settings.rewards.scorers import CodeScorer
 from tests.conftest import need
 from tests.reward.scorers.test_code import fenced, group
 from tests.support import code_corpus as corpus

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.reward.scorers.code.scorer import CodeTester
-from shared.bus.messages import Score, ScoreStatus
-from shared.settings.rewards.scorers import CodeScorer
+from penstock.services.reward.scorers.code.scorer import CodeTester
+from penstock.shared.bus.messages import Score, ScoreStatus
+from penstock.shared.settings.rewards.scorers import CodeScorer
 from tests.conftest import need
 from tests.reward.scorers.test_code import fenced, group
 from tests.support.executor_process import Running, running

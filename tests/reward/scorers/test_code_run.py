@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.evaluation.results import Evaluations
-from shared.bus.bus import Bus
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.streams import ROLLOUTS
+from penstock.services.coordinator.evaluation.results import Evaluations
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.streams import ROLLOUTS
 from tests.chaos.audit import audit_groups
 from tests.chaos.run import ROOT, Run, left_behind, running
 from tests.conftest import PATIENCE_S, need, until

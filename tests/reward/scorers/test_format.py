@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from services.reward.scorers.format import scorer as format_module
-from services.reward.scorers.format.patterns import Sequence
-from services.reward.scorers.format.scorer import FormatChecker
-from services.reward.scorers.random_scorer import Lot
-from services.reward.scorers.scorer import unavailable
-from shared.bus.messages import FinishReason, Json, Score, ScoreStatus
-from shared.errors import SettingsError
-from shared.settings.rewards.scorers import FormatScorer
+from penstock.services.reward.scorers.format import scorer as format_module
+from penstock.services.reward.scorers.format.patterns import Sequence
+from penstock.services.reward.scorers.format.scorer import FormatChecker
+from penstock.services.reward.scorers.random_scorer import Lot
+from penstock.services.reward.scorers.scorer import unavailable
+from penstock.shared.bus.messages import FinishReason, Json, Score, ScoreStatus
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings.rewards.scorers import FormatScorer
 from tests.support import builders
 
 TAGS = {"tags": ["think", "answer"]}

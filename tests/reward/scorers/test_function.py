@@ -10,16 +10,16 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.reward.scorers.function.function_call import as_result, load
-from services.reward.scorers.function.scorer import FunctionScorer
-from services.reward.scorers.scorer import Result
-from services.reward.scoring import Scoring
-from shared.backoff import Backoff
-from shared.bus.messages import Score, ScoreStatus
-from shared.errors import SettingsError
-from shared.expression import Expression
-from shared.process.telemetry import Status
-from shared.settings.rewards.scorers import PythonScorer
+from penstock.services.reward.scorers.function.function_call import as_result, load
+from penstock.services.reward.scorers.function.scorer import FunctionScorer
+from penstock.services.reward.scorers.scorer import Result
+from penstock.services.reward.scoring import Scoring
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus.messages import Score, ScoreStatus
+from penstock.shared.errors import SettingsError
+from penstock.shared.expression import Expression
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings.rewards.scorers import PythonScorer
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders, scorer_functions
 from tests.support.overdue import hang_up

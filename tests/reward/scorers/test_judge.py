@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from services.reward import endpoint as endpoints
-from services.reward.endpoint import Pace
-from services.reward.scorers.judge import verdict
-from services.reward.scorers.judge.reading import make_read
-from services.reward.scorers.judge.scorer import Judge
-from services.reward.scorers.judge.verdict import VerdictReader, fill
-from shared.backoff import Backoff
-from shared.bus.messages import ChatMessage, Score, ScoreStatus
-from shared.errors import PermanentError, SettingsError
-from shared.settings.rewards.scorers import JudgeScorer
+from penstock.services.reward import endpoint as endpoints
+from penstock.services.reward.endpoint import Pace
+from penstock.services.reward.scorers.judge import verdict
+from penstock.services.reward.scorers.judge.reading import make_read
+from penstock.services.reward.scorers.judge.scorer import Judge
+from penstock.services.reward.scorers.judge.verdict import VerdictReader, fill
+from penstock.shared.backoff import Backoff
+from penstock.shared.bus.messages import ChatMessage, Score, ScoreStatus
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.settings.rewards.scorers import JudgeScorer
 from tests.conftest import PATIENCE_S
 from tests.support import builders
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from services.reward.scorers.answer.extraction import extract, last_number
-from shared.settings.rewards.scorers import AnswerPlace
+from penstock.services.reward.scorers.answer.extraction import extract, last_number
+from penstock.shared.settings.rewards.scorers import AnswerPlace
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.scorers.answer.extraction import extract
-from services.reward.scorers.answer.mathematics import comparison
-from services.reward.scorers.answer.mathematics.plain_mathematics import Form, compare, read
-from services.reward.scorers.answer.mathematics.polynomials import INFINITY, PI, Polynomial
+from penstock.services.reward.scorers.answer.extraction import extract
+from penstock.services.reward.scorers.answer.mathematics import comparison
+from penstock.services.reward.scorers.answer.mathematics.plain_mathematics import Form, compare, read
+from penstock.services.reward.scorers.answer.mathematics.polynomials import INFINITY, PI, Polynomial
 from tests.reward.scorers.test_answer_corpus import EQUAL, UNEQUAL
 
 NUMBERS = st.one_of(st.integers(0, 12), st.sampled_from([49, 60, 100, 128, 999, 1234])).map(str)

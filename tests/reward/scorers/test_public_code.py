@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.reward.scorers.code.scorer import CodeTester
-from shared.errors import PermanentError
-from shared.settings.rewards.scorers import CodeScorer
+from penstock.services.reward.scorers.code.scorer import CodeTester
+from penstock.shared.errors import PermanentError
+from penstock.shared.settings.rewards.scorers import CodeScorer
 from tests.conftest import need
 from tests.reward.scorers.test_code import fenced
 from tests.support import builders

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from services.reward.scorers.function.scorer import FunctionScorer
-from services.reward.scoring import Scoring
-from shared.expression import Expression
-from shared.process.telemetry import Status
-from shared.settings.rewards.scorers import PythonScorer
+from penstock.services.reward.scorers.function.scorer import FunctionScorer
+from penstock.services.reward.scoring import Scoring
+from penstock.shared.expression import Expression
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings.rewards.scorers import PythonScorer
 from tests.conftest import PATIENCE_S
 from tests.support import builders, reasoning_gym_scorer
 from tests.support.real_tokenizers import folder_of

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.reward.models.classifier import Text
-from services.reward.scorers.reward_model import RewardModel
-from shared.bus.messages import ChatMessage, ScoreStatus
-from shared.errors import PermanentError, SettingsError
+from penstock.services.reward.models.classifier import Text
+from penstock.services.reward.scorers.reward_model import RewardModel
+from penstock.shared.bus.messages import ChatMessage, ScoreStatus
+from penstock.shared.errors import PermanentError, SettingsError
 from tests.support import builders, reward_models, tiny
 from tests.support.tolerance import FORWARD
 

@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 from prometheus_client import REGISTRY
 
-from services.reward.scorers.function.trl_call import Notes, arguments, load_function
-from services.reward.scorers.function.trl_scorer import TrlFunctions
-from shared.bus.messages import ChatMessage, RolloutGroup, Score, ScoreStatus
-from shared.errors import SettingsError
-from shared.settings.rewards.scorers import TrlScorer
+from penstock.services.reward.scorers.function.trl_call import Notes, arguments, load_function
+from penstock.services.reward.scorers.function.trl_scorer import TrlFunctions
+from penstock.shared.bus.messages import ChatMessage, RolloutGroup, Score, ScoreStatus
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings.rewards.scorers import TrlScorer
 from tests.support import builders, trl_functions
 from tests.support.overdue import hang_up
 

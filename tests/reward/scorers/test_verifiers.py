@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.reward.scorers.function.rubric_call import states
-from services.reward.scorers.function.trl_scorer import TrlFunctions
-from shared.bus.messages import ChatMessage, FinishReason, Json, RolloutGroup, ScoreStatus
-from shared.errors import SettingsError
-from shared.settings.rewards.scorers import TrlScorer
+from penstock.services.reward.scorers.function.rubric_call import states
+from penstock.services.reward.scorers.function.trl_scorer import TrlFunctions
+from penstock.shared.bus.messages import ChatMessage, FinishReason, Json, RolloutGroup, ScoreStatus
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings.rewards.scorers import TrlScorer
 from tests.support import builders, rubrics
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from sympy import I, Rational, cos, exp, factorial, log, oo, pi, sin, sqrt, symbols
 
-from services.reward.scorers.answer.mathematics import proven_equality
-from services.reward.scorers.answer.mathematics.zero import is_zero
+from penstock.services.reward.scorers.answer.mathematics import proven_equality
+from penstock.services.reward.scorers.answer.mathematics.zero import is_zero
 
 X = symbols("x", real=True)
 

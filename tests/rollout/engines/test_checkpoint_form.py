@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, MixtralConfig, Qwen2MoeConfig
 
-from services.rollout.engines.checkpoint_form import CheckpointForm, checkpoint_names
-from shared.errors import WeightsError
+from penstock.services.rollout.engines.checkpoint_form import CheckpointForm, checkpoint_names
+from penstock.shared.errors import WeightsError
 from tests.support import tiny
 
 SIZES: dict[str, Any] = {

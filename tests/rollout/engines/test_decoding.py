@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
-from services.rollout.engines.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
-from services.rollout.engines.stop_texts import StopTexts
-from services.rollout.engines.transformers.decoding import Batch, Tokens, seeds_of_rows, uniform
-from services.rollout.engines.transformers.engine import TransformersEngine
-from services.rollout.engines.transformers.smoke_test import seed_of, try_out
-from shared.bus.messages import FinishReason, Int32Array, PolicyVersion, Sampling
-from shared.errors import SettingsError, WeightsError
+from penstock.services.rollout.engines.engine import EngineDied, GeneratedGroup, GeneratedSample, GenerationRequest
+from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.services.rollout.engines.transformers.decoding import Batch, Tokens, seeds_of_rows, uniform
+from penstock.services.rollout.engines.transformers.engine import TransformersEngine
+from penstock.services.rollout.engines.transformers.smoke_test import seed_of, try_out
+from penstock.shared.bus.messages import FinishReason, Int32Array, PolicyVersion, Sampling
+from penstock.shared.errors import SettingsError, WeightsError
 from tests.conftest import PATIENCE_S, until
 from tests.support import tiny, truncated, weights
 from tests.support.tolerance import FORWARD

@@ -14,7 +14,7 @@ from tests.conftest import need_module, until
 _ROOT = Path(__file__).parents[3]
 _CALLS = """
 import os, sys
-from services.rollout.engines import fork_server
+from penstock.services.rollout.engines import fork_server
 
 def fail():
     raise LookupError("no such class")
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 """
 _PROGRAM = """
 import os, sys, time
-from services.rollout.engines import fork_server
+from penstock.services.rollout.engines import fork_server
 
 def say(number):
     found = ["colorsys" in sys.modules, os.getppid() == fork_server.forked_from()]

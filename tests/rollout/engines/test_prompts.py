@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.transformers.loading import open_model
-from shared.bus.messages import ChatMessage, Prompt
-from shared.errors import PermanentError, SettingsError
-from shared.model.tokenizer import TokenizerCodec, check_stop_texts, open_tokenizer
-from shared.settings import PolicySettings, SamplingSettings
+from penstock.services.rollout.engines.transformers.loading import open_model
+from penstock.shared.bus.messages import ChatMessage, Prompt
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.model.tokenizer import TokenizerCodec, check_stop_texts, open_tokenizer
+from penstock.shared.settings import PolicySettings, SamplingSettings
 from tests.support import builders, tiny
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }} {% endfor %}{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"

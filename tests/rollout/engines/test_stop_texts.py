@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.stop_texts import StopTexts
-from shared.bus.messages import Int32Array
+from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.shared.bus.messages import Int32Array
 
 WORDS = ("a", "b", "ab", " ", "é", "\n")
 

@@ -10,15 +10,15 @@ import msgpack
 import numpy as np
 import pytest
 
-from shared.bus.assembly import bare, part_of_group, split
-from shared.bus.bus import Bus, Delivery, EntryId
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
-from shared.bus.stores.experience.dead_letters import DeadLetterSource, discard, read_page, revive
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.streams import AUDIT, EXPERIENCE, PROMPTS, PUBLISHED, ROLLOUTS, Stream
-from shared.bus.worker import HandOver, Patience, Worker
-from shared.errors import MessageError, NotHere, StateLost, TemporaryError
+from penstock.shared.bus.assembly import bare, part_of_group, split
+from penstock.shared.bus.bus import Bus, Delivery, EntryId
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, PolicyRecord, PolicyVersion, Prompt, RolloutGroup
+from penstock.shared.bus.stores.experience.dead_letters import DeadLetterSource, discard, read_page, revive
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.streams import AUDIT, EXPERIENCE, PROMPTS, PUBLISHED, ROLLOUTS, Stream
+from penstock.shared.bus.worker import HandOver, Patience, Worker
+from penstock.shared.errors import MessageError, NotHere, StateLost, TemporaryError
 from tests.chaos.fuzz import Hostile
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders

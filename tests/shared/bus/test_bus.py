@@ -11,15 +11,15 @@ from typing import cast
 
 import pytest
 
-from shared.bus import streams
-from shared.bus.bus import Bus, Delivery
-from shared.bus.client import connection
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
-from shared.errors import BusUnavailable, MessageError, SettingsError
-from shared.text.redaction import redact, redacted
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.client import connection
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, PolicyVersion, Prompt, RolloutGroup
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
+from penstock.shared.errors import BusUnavailable, MessageError, SettingsError
+from penstock.shared.text.redaction import redact, redacted
 from tests.conftest import PATIENCE_S, Server, free_port, need, until
 from tests.support import builders
 from tests.support.raw_redis import raw
@@ -279,9 +279,9 @@ async def test_a_server_that_would_lose_data_is_refused(
 
 SLOW_CONSUMER = """
 import asyncio, sys
-from shared.bus.bus import Bus
-from shared.bus.messages import Prompt
-from shared.bus.streams import PROMPTS, ROLLOUTS
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Prompt
+from penstock.shared.bus.streams import PROMPTS, ROLLOUTS
 from tests.support import builders
 
 async def main():

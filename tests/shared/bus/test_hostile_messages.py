@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shared.bus.encoding import wire
-from shared.bus.messages import (
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import (
     Event,
     Experience,
     Misfit,
@@ -17,7 +17,7 @@ from shared.bus.messages import (
     StepPlan,
     StepReport,
 )
-from shared.errors import MessageError
+from penstock.shared.errors import MessageError
 from tests.chaos.fuzz import Hostile
 from tests.support import builders
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import keys, streams
-from shared.bus.client.commands import Commands
-from shared.bus.client.lua import SCRIPTS
-from shared.bus.client.server import Server
-from shared.bus.keys import DECLARED, Key
-from shared.bus.streams import Stream
+from penstock.shared.bus import keys, streams
+from penstock.shared.bus.client.commands import Commands
+from penstock.shared.bus.client.lua import SCRIPTS
+from penstock.shared.bus.client.server import Server
+from penstock.shared.bus.keys import DECLARED, Key
+from penstock.shared.bus.streams import Stream
 
 ROOT = Path(__file__).parents[3]
 INSIDE = {name for kind in (Server, Commands) for name in vars(kind) if not name.startswith("__")} | {"_client"}

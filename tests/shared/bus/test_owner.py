@@ -2,9 +2,9 @@
 
 import pytest
 
-from shared.bus.bus import Bus
-from shared.bus.stores.run.owner import claim
-from shared.errors import SettingsError
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.run.owner import claim
+from penstock.shared.errors import SettingsError
 
 
 async def test_two_releases_cannot_share_a_runs_keys(bus: Bus) -> None:

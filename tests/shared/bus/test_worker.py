@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from shared.bus.bus import Bus, EntryId
-from shared.bus.client import server as bus_server
-from shared.bus.encoding import wire
-from shared.bus.messages import Prompt, RolloutGroup
-from shared.bus.streams import PROMPTS, ROLLOUTS, Stream
-from shared.bus.worker import Patience, Worker
-from shared.errors import NotHere, PermanentError, StateLost, TemporaryError
+from penstock.shared.bus.bus import Bus, EntryId
+from penstock.shared.bus.client import server as bus_server
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Prompt, RolloutGroup
+from penstock.shared.bus.streams import PROMPTS, ROLLOUTS, Stream
+from penstock.shared.bus.worker import Patience, Worker
+from penstock.shared.errors import NotHere, PermanentError, StateLost, TemporaryError
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support import builders
 from tests.support.raw_redis import raw

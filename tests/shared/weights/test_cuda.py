@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shared.errors import WeightsError
-from shared.weights.format.checksum import checksum, text
-from shared.weights.receiver.puller import Puller
-from shared.weights.transport.place import DeviceLocation
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.checksum import checksum, text
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.transport.place import DeviceLocation
 from tests.support import weights
 from tests.support.weights_players import Replica, Start, Trainer, fingerprint, place, players, policy
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 
-from shared.errors import WeightsError
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.receiver.puller import Puller
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import DeviceLocation
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S
 from tests.support import weights
 from tests.support.weights_players import CPU, Player, Replica, Start, Trainer, fingerprint, players, policy

@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
-from shared.weights.format.checksum import checksum, text
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Header, plan_layout
-from shared.weights.source.session import choose_transport
-from shared.weights.transport.place import DeviceLocation, plain_uuid
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.checksum import checksum, text
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Header, plan_layout
+from penstock.shared.weights.source.session import choose_transport
+from penstock.shared.weights.transport.place import DeviceLocation, plain_uuid
 from tests.conftest import PATIENCE_S
 from tests.support.interpreted import interpreted
 
@@ -149,8 +149,8 @@ def test_the_kernel_of_gpus_finds_the_same_checksum() -> None:
 
 
 _KERNEL = """
-from shared.weights.format.checksum import checksum
-from shared.weights.format.checksum_kernel import enqueue
+from penstock.shared.weights.format.checksum import checksum
+from penstock.shared.weights.format.checksum_kernel import enqueue
 for words in (32, 1024, 1024 * 5 + 7 * 32, 1024 * 37):
     bucket = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
     found = torch.zeros((), dtype=torch.int64)

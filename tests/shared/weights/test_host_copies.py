@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.errors import SettingsError
-from shared.process import memory_timeline
-from shared.weights import host_copies
-from shared.weights.host_copies import HostCopies, storages_of
-from shared.weights.stream_order import Point
+from penstock.shared.errors import SettingsError
+from penstock.shared.process import memory_timeline
+from penstock.shared.weights import host_copies
+from penstock.shared.weights.host_copies import HostCopies, storages_of
+from penstock.shared.weights.stream_order import Point
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.errors import WeightsError
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.snapshot import write_snapshot
-from shared.weights.receiver.puller import Puller, file_offer
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.place import DeviceLocation
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.snapshot import write_snapshot
+from penstock.shared.weights.receiver.puller import Puller, file_offer
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S
 from tests.shared.weights.test_cuda import assert_shares_are_pulled
 from tests.support import weights
@@ -180,7 +180,7 @@ def test_groups_of_weights_leave_the_trainers_own_group_alone(start: Start) -> N
 
 
 def test_the_control_side_of_a_pull_needs_no_torch() -> None:
-    code = "import shared.weights.receiver.puller, sys; sys.exit('torch' in sys.modules)"
+    code = "import penstock.shared.weights.receiver.puller, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
-from shared.weights.format import snapshot
-from shared.weights.format.snapshot import Snapshot, keep_newest, read_snapshot, write_snapshot
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format import snapshot
+from penstock.shared.weights.format.snapshot import Snapshot, keep_newest, read_snapshot, write_snapshot
 
 TENSORS = {
     "model.embed.weight": torch.tensor([[0.5, -1.0, 2.0], [3.0, 4.0, -0.25]]),

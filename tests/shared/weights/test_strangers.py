@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyRecord
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.errors import PeerError, WeightsError
-from shared.peers import frames
-from shared.peers.handshake import Newcomers, admit, introduce
-from shared.weights.receiver.puller import Puller
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.source import source as sources
-from shared.weights.source.source import MAX_STRANGERS, WeightSource
-from shared.weights.transport.place import DeviceLocation
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyRecord
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.errors import PeerError, WeightsError
+from penstock.shared.peers import frames
+from penstock.shared.peers.handshake import Newcomers, admit, introduce
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.source import source as sources
+from penstock.shared.weights.source.source import MAX_STRANGERS, WeightSource
+from penstock.shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S, until
 from tests.support import weights
 from tests.support.raw_redis import raw

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.loss.objective import objective
-from services.trainer.algorithm.token_advantages import assign, skewed
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.batch.token_data import LossInputs, add_teacher, of
-from services.trainer.model.layers.logits import TokenLogprobs
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Sample
-from shared.errors import SettingsError
-from shared.settings import Settings
-from shared.settings.algorithm import AlgorithmSettings
+from penstock.services.trainer.algorithm.loss.objective import objective
+from penstock.services.trainer.algorithm.token_advantages import assign, skewed
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.batch.token_data import LossInputs, add_teacher, of
+from penstock.services.trainer.model.layers.logits import TokenLogprobs
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, Sample
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
+from penstock.shared.settings.algorithm import AlgorithmSettings
 from tests.support.tolerance import FORWARD, ULPS
 from tests.trainer.algorithm.test_update import Rank, batch, settings, timeless
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm import functions
-from shared.bus.messages import Float32Array
-from shared.errors import SettingsError
-from shared.settings.algorithm import AlgorithmSettings
+from penstock.services.trainer.algorithm import functions
+from penstock.shared.bus.messages import Float32Array
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings.algorithm import AlgorithmSettings
 from tests.trainer.algorithm.test_update import Rank, batch, settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")

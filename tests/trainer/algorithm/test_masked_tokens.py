@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.minibatches import lay_out
-from services.trainer.batch import oom_split
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.model.policy import Policy
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, PolicyVersion, StepPlan
+from penstock.services.trainer.algorithm.minibatches import lay_out
+from penstock.services.trainer.batch import oom_split
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.policy import Policy
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, PolicyVersion, StepPlan
 from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_update import Rank, batch, lags, settings, timeless

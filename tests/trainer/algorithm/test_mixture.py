@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.loss.aggregation import STREAMS
-from services.trainer.algorithm.minibatches import lay_out
-from services.trainer.algorithm.update import Learner
-from services.trainer.batch import oom_split
-from services.trainer.batch.packing import TOKENS_ALONE, MicroBatch
-from services.trainer.metrics import batch_figures
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers.logits import TokenLogprobs
-from services.trainer.phases import Phases
-from shared.bus.messages import Experience, Sample
-from shared.model.logits import partition
+from penstock.services.trainer.algorithm.loss.aggregation import STREAMS
+from penstock.services.trainer.algorithm.minibatches import lay_out
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.batch import oom_split
+from penstock.services.trainer.batch.packing import TOKENS_ALONE, MicroBatch
+from penstock.services.trainer.metrics import batch_figures
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers.logits import TokenLogprobs
+from penstock.services.trainer.phases import Phases
+from penstock.shared.bus.messages import Experience, Sample
+from penstock.shared.model.logits import partition
 from tests.support import tiny
 from tests.support.teaching import with_tops
 from tests.support.tolerance import FORWARD

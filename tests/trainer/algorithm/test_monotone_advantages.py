@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from services.trainer.algorithm import advantages
-from services.trainer.algorithm.advantages import GROUP_ADVANTAGES, group_advantages, normalise
-from services.trainer.algorithm.loss.dpo import best_and_worst
-from shared.settings.algorithm import AlgorithmSettings, Preset
+from penstock.services.trainer.algorithm import advantages
+from penstock.services.trainer.algorithm.advantages import GROUP_ADVANTAGES, group_advantages, normalise
+from penstock.services.trainer.algorithm.loss.dpo import best_and_worst
+from penstock.shared.settings.algorithm import AlgorithmSettings, Preset
 
 GROUPS, SAMPLES, TOKENS = 100_000, 6, 3
 EPSILON = 1e-4

@@ -11,13 +11,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.trainer.algorithm import advantages, diagnostics
-from services.trainer.algorithm.advantages import group_advantages
-from services.trainer.algorithm.loss import aggregation, corrections, dpo, kl, losses, objective
-from services.trainer.batch import token_data
-from services.trainer.model import critic
-from services.trainer.model.layers.logits import TokenLogprobs
-from shared.settings.algorithm import AlgorithmSettings
+from penstock.services.trainer.algorithm import advantages, diagnostics
+from penstock.services.trainer.algorithm.advantages import group_advantages
+from penstock.services.trainer.algorithm.loss import aggregation, corrections, dpo, kl, losses, objective
+from penstock.services.trainer.batch import token_data
+from penstock.services.trainer.model import critic
+from penstock.services.trainer.model.layers.logits import TokenLogprobs
+from penstock.shared.settings.algorithm import AlgorithmSettings
 from tests.support import builders
 from tests.support.tolerance import ULPS
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.bus.messages import Experience
+from penstock.shared.bus.messages import Experience
 from tests.conftest import PATIENCE_S
 from tests.support import tiny
 from tests.support.tolerance import GRADIENT

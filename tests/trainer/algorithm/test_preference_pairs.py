@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.coordinator.admission.demonstrations import experience
-from services.coordinator.service import load_data
-from services.trainer.algorithm.update import Learner
-from services.trainer.metrics import batch_figures
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.policy import Policy
-from services.trainer.phases import Phases
-from shared.bus.messages import Experience, PolicyVersion
+from penstock.services.coordinator.admission.demonstrations import experience
+from penstock.services.coordinator.service import load_data
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.metrics import batch_figures
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.phases import Phases
+from penstock.shared.bus.messages import Experience, PolicyVersion
 from tests.coordinator.admission import test_preference_pairs as admission
 from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT

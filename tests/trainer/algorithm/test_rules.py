@@ -11,16 +11,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.algorithm.advantages import group_advantages
-from services.trainer.algorithm.loss.kl import estimate
-from services.trainer.algorithm.loss.losses import clipped_ratio
-from services.trainer.algorithm.schedule import learning_rate
-from services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
-from services.trainer.batch.staleness import are_long, find_contexts, is_fenced, lag_steps, token_lags, without_long
-from services.trainer.metrics import batch_figures
-from services.trainer.model.policy import Policy
-from shared.bus.messages import FinishReason, PolicyVersion, Sample
-from shared.settings import TrainerSettings
+from penstock.services.trainer.algorithm.advantages import group_advantages
+from penstock.services.trainer.algorithm.loss.kl import estimate
+from penstock.services.trainer.algorithm.loss.losses import clipped_ratio
+from penstock.services.trainer.algorithm.schedule import learning_rate
+from penstock.services.trainer.batch.packing import MicroBatch, PackedRow, micro_batch, plan, split_row
+from penstock.services.trainer.batch.staleness import (
+    are_long,
+    find_contexts,
+    is_fenced,
+    lag_steps,
+    token_lags,
+    without_long,
+)
+from penstock.services.trainer.metrics import batch_figures
+from penstock.services.trainer.model.policy import Policy
+from penstock.shared.bus.messages import FinishReason, PolicyVersion, Sample
+from penstock.shared.settings import TrainerSettings
 from tests.support import builders
 from tests.support.tolerance import FORWARD, GRADIENT, ULPS, gap
 

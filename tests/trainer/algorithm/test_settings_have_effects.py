@@ -10,13 +10,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.trainer.algorithm.update import _OF_BATCHES, Learner
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.phases import Phases
-from shared.bus.messages import Experience, Sample
-from shared.settings import Settings
-from shared.settings.algorithm import ADVANTAGES, LOSSES, AlgorithmSettings, CriticSettings, KlSettings, Preset
-from shared.settings.trainer import TrainerSettings
+from penstock.services.trainer.algorithm.update import _OF_BATCHES, Learner
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.phases import Phases
+from penstock.shared.bus.messages import Experience, Sample
+from penstock.shared.settings import Settings
+from penstock.shared.settings.algorithm import ADVANTAGES, LOSSES, AlgorithmSettings, CriticSettings, KlSettings, Preset
+from penstock.shared.settings.trainer import TrainerSettings
 from tests.support import tiny
 from tests.support.teaching import with_tops
 from tests.trainer.algorithm import test_mixture, test_update

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.bus.messages import Experience
+from penstock.shared.bus.messages import Experience
 from tests.support import tiny
 from tests.support.tolerance import FORWARD, GRADIENT
 from tests.trainer.algorithm.test_update import Rank, batch, demonstrated, settings

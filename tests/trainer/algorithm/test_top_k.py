@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.trainer.algorithm.loss.top_k import top_k_kl
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.model.layers.logits import token_logprobs
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, StepPlan
-from shared.errors import SettingsError
-from shared.model.logits import partition
-from shared.settings import Settings
+from penstock.services.trainer.algorithm.loss.top_k import top_k_kl
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model.layers.logits import token_logprobs
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, StepPlan
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.logits import partition
+from penstock.shared.settings import Settings
 from tests.support import tiny
 from tests.support.teaching import with_tops
 from tests.support.tolerance import FORWARD, GRADIENT, ULPS

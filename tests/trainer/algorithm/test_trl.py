@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm.advantages import GroupAdvantage, group_advantages
-from services.trainer.algorithm.loss import corrections, kl, losses
-from services.trainer.algorithm.loss.aggregation import Aggregation, Count, divisor, sequence_sums, total
-from services.trainer.algorithm.loss.dpo import dpo
+from penstock.services.trainer.algorithm.advantages import GroupAdvantage, group_advantages
+from penstock.services.trainer.algorithm.loss import corrections, kl, losses
+from penstock.services.trainer.algorithm.loss.aggregation import Aggregation, Count, divisor, sequence_sums, total
+from penstock.services.trainer.algorithm.loss.dpo import dpo
 from tests.support.tolerance import ULPS
 
 B, T, LONGEST = 6, 7, 16

@@ -10,18 +10,26 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithm import diagnostics
-from services.trainer.algorithm.update import Learner
-from services.trainer.batch.packing import PackedRow, micro_batch
-from services.trainer.model import adapter
-from services.trainer.model.critic import Critic
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.policy import Policy
-from services.trainer.phases import Phases
-from shared.bus.messages import Experience, FinishReason, PolicyVersion, Purpose, RolloutGroup, Sample, StepPlan
-from shared.errors import SettingsError
-from shared.settings import Settings
-from shared.settings.algorithm import Preset
+from penstock.services.trainer.algorithm import diagnostics
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.batch.packing import PackedRow, micro_batch
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.phases import Phases
+from penstock.shared.bus.messages import (
+    Experience,
+    FinishReason,
+    PolicyVersion,
+    Purpose,
+    RolloutGroup,
+    Sample,
+    StepPlan,
+)
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
+from penstock.shared.settings.algorithm import Preset
 from tests.support import builders, tiny
 from tests.support.tolerance import FORWARD, GRADIENT, ULPS
 

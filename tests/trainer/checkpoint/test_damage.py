@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.manifests import CheckpointState, digest_of
-from services.trainer.checkpoint.remote_store import CheckpointStore
-from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.rank0.resume import ResumePoint, find_resume
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.messages import Event, PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.live_settings import Live
-from shared.errors import SettingsError
-from shared.settings import Settings
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.services.trainer.checkpoint.manifests import CheckpointState, digest_of
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore
+from penstock.services.trainer.checkpoint.s3 import ObjectStore
+from penstock.services.trainer.rank0.resume import ResumePoint, find_resume
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event, PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings
 from tests.conftest import Server, until
 from tests.support.coordinator_players import Trainer, make, replicas, running, settings
 from tests.support.object_storage import Storage

@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from services.reward.reference import Reference
-from services.reward.scorers.reward_model import RewardModel
-from services.rollout.engines.transformers.loading import check_for_vllm, open_model
-from services.trainer.checkpoint import local_store, pickles
-from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.manifests import CheckpointState, digest_of
-from services.trainer.checkpoint.remote_store import CheckpointStore
-from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.checkpoint.signatures import Signer, open_signer
-from services.trainer.model.engine import saved_tensors
-from services.trainer.model.policy import load_model
-from shared.bus.messages import ChatMessage, PolicyVersion
-from shared.errors import PermanentError, SettingsError, StoreError, WeightsError
-from shared.files import durable
-from shared.model.tokenizer import TokenizerCodec
-from shared.settings import PolicySettings, Settings
-from shared.settings.rewards.models import ModelScorer
-from shared.weights.format import manifest as snapshots
+from penstock.services.reward.reference import Reference
+from penstock.services.reward.scorers.reward_model import RewardModel
+from penstock.services.rollout.engines.transformers.loading import check_for_vllm, open_model
+from penstock.services.trainer.checkpoint import local_store, pickles
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.services.trainer.checkpoint.manifests import CheckpointState, digest_of
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore
+from penstock.services.trainer.checkpoint.s3 import ObjectStore
+from penstock.services.trainer.checkpoint.signatures import Signer, open_signer
+from penstock.services.trainer.model.engine import saved_tensors
+from penstock.services.trainer.model.policy import load_model
+from penstock.shared.bus.messages import ChatMessage, PolicyVersion
+from penstock.shared.errors import PermanentError, SettingsError, StoreError, WeightsError
+from penstock.shared.files import durable
+from penstock.shared.model.tokenizer import TokenizerCodec
+from penstock.shared.settings import PolicySettings, Settings
+from penstock.shared.settings.rewards.models import ModelScorer
+from penstock.shared.weights.format import manifest as snapshots
 from tests.conftest import PATIENCE_S, Server
 from tests.support import builders, reward_models, tiny, trainer_ranks
 from tests.support.object_storage import Storage

@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.local_store import Checkpoint
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.checkpoint.remote_store import CheckpointStore, open_store
-from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
-from services.trainer.rank0.resume import ResumePoint, find_resume
-from services.trainer.rank0.retention import Retention
-from shared.bus.bus import Bus
-from shared.bus.messages import Event, PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.streams import EVENTS, JOURNAL
-from shared.errors import SettingsError, StoreError, WeightsError
-from shared.settings import Settings, load
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore, open_store
+from penstock.services.trainer.checkpoint.s3 import ObjectStore
+from penstock.services.trainer.checkpoint.uploader import Upload, Uploader, in_thread
+from penstock.services.trainer.rank0.resume import ResumePoint, find_resume
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event, PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.streams import EVENTS, JOURNAL
+from penstock.shared.errors import SettingsError, StoreError, WeightsError
+from penstock.shared.settings import Settings, load
 from tests.conftest import PATIENCE_S, Server, until
 from tests.support.fault_proxy import FaultProxy
 from tests.support.object_storage import Storage
@@ -353,7 +353,7 @@ async def resume_of(bus: Bus, of: Settings) -> ResumePoint:
 
 
 async def events(bus: Bus) -> list[str]:
-    from shared.bus.encoding import wire
+    from penstock.shared.bus.encoding import wire
 
     rows = await raw(bus).xrange(bus.keys.of(EVENTS))
     return [wire.decode(fields[b"data"], Event).name for _, fields in rows]

@@ -13,21 +13,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.cli.__main__ import main
-from services.trainer.algorithm.update import Learner
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.checkpoint.remote_store import CheckpointStore
-from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.export.huggingface import export_version
-from services.trainer.model import adapter
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.policy import Policy, load_model
-from services.trainer.phases import Phases
-from shared.bus.messages import PolicyVersion
-from shared.errors import PenstockError
-from shared.settings import Settings, dump, load_run
-from shared.weights.format.snapshot import write_adapter, write_snapshot
+from penstock.services.cli.__main__ import main
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore
+from penstock.services.trainer.checkpoint.s3 import ObjectStore
+from penstock.services.trainer.export.huggingface import export_version
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.policy import Policy, load_model
+from penstock.services.trainer.phases import Phases
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import Settings, dump, load_run
+from penstock.shared.weights.format.snapshot import write_adapter, write_snapshot
 from tests.support import tiny
 from tests.support.object_storage import Storage
 from tests.support.tolerance import ULPS
@@ -276,7 +276,7 @@ def test_a_process_of_its_own_answers_with_json_and_a_run_that_was_moved_is_foun
     moved = tmp_path / "elsewhere"
     run.settings.run_folder.rename(moved)
     assert load_run(moved).run_folder == moved
-    command = [sys.executable, "-m", "services.trainer.export", str(moved), "--version", "1", "--to"]
+    command = [sys.executable, "-m", "penstock.services.trainer.export", str(moved), "--version", "1", "--to"]
     done = subprocess.run(
         [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True, timeout=400, check=True
     )

@@ -15,28 +15,28 @@ import httpx
 import psutil
 import pytest
 
-from services.cli.__main__ import main
-from services.coordinator.api.app import make_app
-from services.coordinator.api.auth import Access
-from services.coordinator.operations.operations import Operations
-from services.coordinator.policies.exports import Exporting
-from services.coordinator.service import Coordinator
-from services.trainer.checkpoint import local_store
-from services.trainer.export import exporter
-from services.trainer.export.exporter import Exporter
-from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.mailbox.queues import Mailbox
-from shared.bus.bus import Bus
-from shared.bus.messages import Event, PolicyVersion
-from shared.bus.stores.policy.exports import Exports
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.cordon import Cordon
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.bus.streams import EVENTS
-from shared.process.service import Context
-from shared.process.telemetry import Presence, Status
+from penstock.services.cli.__main__ import main
+from penstock.services.coordinator.api.app import make_app
+from penstock.services.coordinator.api.auth import Access
+from penstock.services.coordinator.operations.operations import Operations
+from penstock.services.coordinator.policies.exports import Exporting
+from penstock.services.coordinator.service import Coordinator
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.export import exporter
+from penstock.services.trainer.export.exporter import Exporter
+from penstock.services.trainer.rank0.driver import Driver
+from penstock.services.trainer.rank0.mailbox.queues import Mailbox
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Event, PolicyVersion
+from penstock.shared.bus.stores.policy.exports import Exports
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.cordon import Cordon
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.bus.streams import EVENTS
+from penstock.shared.process.service import Context
+from penstock.shared.process.telemetry import Presence, Status
 from tests.conftest import PATIENCE_S, Server, until
 from tests.coordinator.api.test_page import served
 from tests.support.children import children
@@ -102,7 +102,7 @@ def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def processes(parent: int | None = None) -> list[psutil.Process]:
-    return children("services.trainer.export", parent)
+    return children("penstock.services.trainer.export", parent)
 
 
 async def operation(http: httpx.AsyncClient, number: int = 1) -> dict[str, Any]:
@@ -121,10 +121,10 @@ async def ended(http: httpx.AsyncClient, number: int = 1) -> dict[str, Any]:
 _TRAINER = """
 import asyncio, sys
 from pathlib import Path
-from services.trainer.export.exporter import Exporter
-from shared.bus.bus import Bus
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.settings import load
+from penstock.services.trainer.export.exporter import Exporter
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.settings import load
 
 async def main(url, run_id, folder):
     await Exporter(await Bus.connect(url, run_id), load(Path(folder) / 'settings.toml')).run()

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from services.trainer.algorithm.update import Learner
-from services.trainer.batch.packing import micro_batch
-from services.trainer.model import adapter
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.named_tensors import published
-from services.trainer.model.policy import Policy
-from services.trainer.phases import Phases
-from shared.errors import PenstockError, SettingsError
-from shared.settings import PolicySettings, Settings
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.named_tensors import published
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.phases import Phases
+from penstock.shared.errors import PenstockError, SettingsError
+from penstock.shared.settings import PolicySettings, Settings
 from tests.conftest import need_module
 from tests.support import tiny
 from tests.support.packed import rows

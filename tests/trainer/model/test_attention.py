@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import Segments, micro_batch
-from services.trainer.model.layers import attention, attention_layout, attention_math, variable_length
-from services.trainer.model.layers.attention import CannotPack, PackedLayout
-from services.trainer.model.layers.attention_layout import CAUSAL, Pattern
-from services.trainer.model.layers.attention_math import Extras
-from services.trainer.model.policy import Policy
+from penstock.services.trainer.batch.packing import Segments, micro_batch
+from penstock.services.trainer.model.layers import attention, attention_layout, attention_math, variable_length
+from penstock.services.trainer.model.layers.attention import CannotPack, PackedLayout
+from penstock.services.trainer.model.layers.attention_layout import CAUSAL, Pattern
+from penstock.services.trainer.model.layers.attention_math import Extras
+from penstock.services.trainer.model.policy import Policy
 from tests.support import tiny
 from tests.support.packed import rows, separate
 

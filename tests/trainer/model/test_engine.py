@@ -18,20 +18,20 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from services.trainer.algorithm.update import Learner
-from services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, plan
-from services.trainer.checkpoint import pickles
-from services.trainer.model import optimizer
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.layers import kernels
-from services.trainer.model.layers.logits import token_logprobs
-from services.trainer.model.policy import Policy
-from services.trainer.phases import Phases
-from shared.errors import SettingsError
-from shared.files import durable
-from shared.model.flops import ModelSizes, forward_flops, peak_tflops
-from shared.settings import PolicySettings, Settings
-from shared.settings.trainer import DEEPSPEED_ALLOWED
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.batch.packing import PackedRow, assign_pieces, micro_batch, plan
+from penstock.services.trainer.checkpoint import pickles
+from penstock.services.trainer.model import optimizer
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.layers import kernels
+from penstock.services.trainer.model.layers.logits import token_logprobs
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.phases import Phases
+from penstock.shared.errors import SettingsError
+from penstock.shared.files import durable
+from penstock.shared.model.flops import ModelSizes, forward_flops, peak_tflops
+from penstock.shared.settings import PolicySettings, Settings
+from penstock.shared.settings.trainer import DEEPSPEED_ALLOWED
 from tests.conftest import need_module
 from tests.support import builders, tiny
 from tests.support.packed import rows
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def test_a_trainer_of_one_rank_listens_on_no_wildcard_address() -> None:
     code = (
-        "import psutil\nfrom services.trainer.rank_group import start_ranks\nassert start_ranks('cpu') == (0, 1)\n"
+        "import psutil\nfrom penstock.services.trainer.rank_group import start_ranks\nassert start_ranks('cpu') == (0, 1)\n"
         "print([c.laddr.ip for c in psutil.Process().net_connections('inet') if c.status == 'LISTEN'])"
     )
     environment = {

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.plan.memory import TrainerOptions, trainer_table
-from services.plan.shapes import from_config
-from services.plan.workload import Lengths, Workload
-from services.trainer.model.held_tensors import components
-from services.trainer.model.memory.storages import Storages
-from services.trainer.phases import Phases
+from penstock.services.plan.memory import TrainerOptions, trainer_table
+from penstock.services.plan.shapes import from_config
+from penstock.services.plan.workload import Lengths, Workload
+from penstock.services.trainer.model.held_tensors import components
+from penstock.services.trainer.model.memory.storages import Storages
+from penstock.services.trainer.phases import Phases
 from tests.support import tiny
 from tests.trainer.model.test_engine import Stepper, settings
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.model.layers import kernels
+from penstock.services.trainer.model.layers import kernels
 
 LIGER = """
 try:

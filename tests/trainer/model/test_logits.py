@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.model.layers.logits import token_logprobs
-from shared.errors import SettingsError
-from shared.model.logits import logprobs, logprobs_and_entropies, partition
-from shared.model.logits_projection import projection
+from penstock.services.trainer.model.layers.logits import token_logprobs
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.logits import logprobs, logprobs_and_entropies, partition
+from penstock.shared.model.logits_projection import projection
 from tests.support.interpreted import interpreted
 from tests.support.tolerance import ULPS
 
@@ -138,7 +138,7 @@ def test_an_output_layer_that_does_more_keeps_its_own_type_or_is_refused() -> No
 
 
 _COMPARE = """
-from shared.model.logits import _Fused
+from penstock.shared.model.logits import _Fused
 torch.manual_seed(0)
 for width, spread in ((9001, 1.0), (9001, 8.0), (4096, 1.0), (7, 1.0)):
     for temperature in (1.0, 0.7):
@@ -157,7 +157,7 @@ for width, spread in ((9001, 1.0), (9001, 8.0), (4096, 1.0), (7, 1.0)):
 """
 
 _PARTITION = """
-from shared.model.logits import _Fused, _Partition
+from penstock.shared.model.logits import _Fused, _Partition
 torch.manual_seed(0)
 for above in (0.0, 46.0):
     for width, k in ((9001, 1), (9001, 64), (4096, 8), (7, 3)):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import PackedRow, Segments, assign_pieces, micro_batch, part, split_row
-from services.trainer.model.layers import mixers, spans
-from services.trainer.model.layers.attention import CannotPack
-from services.trainer.model.policy import Policy
+from penstock.services.trainer.batch.packing import PackedRow, Segments, assign_pieces, micro_batch, part, split_row
+from penstock.services.trainer.model.layers import mixers, spans
+from penstock.services.trainer.model.layers.attention import CannotPack
+from penstock.services.trainer.model.policy import Policy
 from tests.support import builders, tiny_hybrids
 from tests.support.tiny_hybrids import HYBRIDS, VOCABULARY
 
@@ -142,12 +142,12 @@ def test_sequence_by_sequence_is_exact_however_rows_are_laid_out(make: Any, *, s
 def test_a_model_that_is_not_known_to_pack_is_trained_sequence_by_sequence_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="services.trainer.model.trunk"):
+    with caplog.at_level(logging.WARNING, logger="penstock.services.trainer.model.trunk"):
         policy = Policy(tiny_hybrids.of_its_own())
     assert policy.trunk.packing == "sequences"
     assert policy.trunk.reason.startswith("GPTJAttention reads other tokens in a way that is not known to keep packed")
     assert "each prompt is computed once for each of its completions" in policy.trunk.reason
-    own = [record.message for record in caplog.records if record.name == "services.trainer.model.trunk"]
+    own = [record.message for record in caplog.records if record.name == "penstock.services.trainer.model.trunk"]
     assert own == ["sequences are not packed"]
     with pytest.raises(CannotPack, match=r'GPTJAttention .* change trainer.packing to "auto" or "sequences"'):
         Policy(tiny_hybrids.of_its_own(), packing="rows")

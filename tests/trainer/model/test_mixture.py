@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PhimoeConfig
 
-from services.trainer.batch.packing import micro_batch
-from services.trainer.model.policy import Policy
+from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.model.policy import Policy
 from tests.support import tiny
 from tests.support.packed import rows
 

@@ -13,8 +13,8 @@ def test_the_kernel_of_rms_norms_gives_the_outputs_and_gradients_of_its_formula(
 
 
 _COMPARE = """
-from services.trainer.model.layers.triton_kernels import norm as norm_kernel
-from services.trainer.model.layers.norms import rms_norm
+from penstock.services.trainer.model.layers.triton_kernels import norm as norm_kernel
+from penstock.services.trainer.model.layers.norms import rms_norm
 torch.manual_seed(0)
 norm_kernel._PROGRAMS = 3
 for rows, width in ((8, 96), (2, 33), (7, 64)):
@@ -34,7 +34,7 @@ for rows, width in ((8, 96), (2, 33), (7, 64)):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("width", [896, 3584])
 def test_rms_norms_of_a_gpu_in_half_precision_are_within_their_roundings(width: int) -> None:
-    from services.trainer.model.layers.norms import rms_norm
+    from penstock.services.trainer.model.layers.norms import rms_norm
 
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, device="cuda").bfloat16().requires_grad_() for shape in ((1, 5000, width), (width,))]

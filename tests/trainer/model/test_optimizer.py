@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.model.optimizer import adamw
-from shared.settings import TrainerSettings
+from penstock.services.trainer.model.optimizer import adamw
+from penstock.shared.settings import TrainerSettings
 
 
 def test_an_offloaded_optimizer_updates_on_the_host_by_one_kernel_and_as_on_the_device() -> None:

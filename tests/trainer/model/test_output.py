@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import micro_batch
-from services.trainer.model.critic import Critic
-from services.trainer.model.policy import Policy, check_numbers, load_trunk
-from shared.errors import SettingsError
-from shared.model.context import check_context, own_context
-from shared.model.logits_transform import LogitsTransform, logits_transform
-from shared.model.rope import check_rope_for_vllm, settle_rope
-from shared.settings import PolicySettings
+from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.policy import Policy, check_numbers, load_trunk
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.context import check_context, own_context
+from penstock.shared.model.logits_transform import LogitsTransform, logits_transform
+from penstock.shared.model.rope import check_rope_for_vllm, settle_rope
+from penstock.shared.settings import PolicySettings
 from tests.support import tiny
 from tests.support.packed import rows, separate
 from tests.trainer.model.test_attention import small
@@ -222,7 +222,7 @@ def test_checkpointed_layers_are_computed_twice_while_training_and_once_in_eval_
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about a model from no folder
 def test_the_dropout_of_adapters_still_works_while_training() -> None:
-    from services.trainer.model import adapter
+    from penstock.services.trainer.model import adapter
 
     of = PolicySettings.model_validate(
         {"model": "tiny", "lora": {"rank": 2, "dropout": 0.5, "target_modules": ["q_proj"]}}

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from services.trainer.batch.packing import micro_batch
-from services.trainer.model.layers import kernels, projections
-from services.trainer.model.policy import Policy
+from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.model.layers import kernels, projections
+from penstock.services.trainer.model.policy import Policy
 from tests.support import tiny
 from tests.support.packed import rows, separate
 from tests.support.tolerance import GRADIENT, gap

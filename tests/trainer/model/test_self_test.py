@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.batch.packing import PackedRow
-from services.trainer.model import adapter
-from services.trainer.model.critic import Critic
-from services.trainer.model.layers import mixers
-from services.trainer.model.policy import Policy, load_model, load_trunk
-from services.trainer.self_test import reached_weights, self_test, unmodified_model
-from shared.errors import SettingsError
-from shared.model.causal_model import ordinary_ids
-from shared.settings import PolicySettings
+from penstock.services.trainer.batch.packing import PackedRow
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.layers import mixers
+from penstock.services.trainer.model.policy import Policy, load_model, load_trunk
+from penstock.services.trainer.self_test import reached_weights, self_test, unmodified_model
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.causal_model import ordinary_ids
+from penstock.shared.settings import PolicySettings
 from tests.support import model_zoo
 
 

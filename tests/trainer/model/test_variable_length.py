@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.model.layers import attention, variable_length
-from services.trainer.model.layers.variable_length import Variant
+from penstock.services.trainer.model.layers import attention, variable_length
+from penstock.services.trainer.model.layers.variable_length import Variant
 from tests.trainer.model.test_attention import loop_varlen
 
 CAUSAL = Variant(4, 2, 16, torch.bfloat16, False, torch.device("cpu"))

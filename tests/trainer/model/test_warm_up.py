@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.model import warm_up
+from penstock.services.trainer.model import warm_up
 
 CONFIG = {
     "hidden_size": 64,

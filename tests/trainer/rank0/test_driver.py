@@ -14,26 +14,26 @@ import numpy as np
 import pytest
 import torch
 
-from services.client.views import READY_STATES
-from services.trainer.algorithm.update import Learner
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.commits import read_commits
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.model.policy import Policy
-from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.mailbox.commands import Command, CommandKind
-from services.trainer.rank0.mailbox.queues import Mailbox
-from services.trainer.rank0.mailbox.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
-from services.trainer.rank0.retention import Retention
-from shared.bus.bus import Bus
-from shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
-from shared.bus.stores.policy.ledger import RunState
-from shared.bus.streams import STEPS
-from shared.errors import Fenced, SettingsError
-from shared.process.service import readiness
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.services.client.views import READY_STATES
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.commits import read_commits
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.model.policy import Policy
+from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.driver import Driver
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
+from penstock.services.trainer.rank0.mailbox.queues import Mailbox
+from penstock.services.trainer.rank0.mailbox.results import ModelLoaded, Published, Replayed, Result, Saved, Whereabouts
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import Experience, GroupId, PolicyRecord, StepReport
+from penstock.shared.bus.stores.policy.ledger import RunState
+from penstock.shared.bus.streams import STEPS
+from penstock.shared.errors import Fenced, SettingsError
+from penstock.shared.process.service import readiness
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.conftest import until
 from tests.support.driven import Driven, settings_of
 from tests.support.raw_redis import empty, raw
@@ -293,7 +293,9 @@ async def test_a_driver_that_is_told_to_stop_has_the_steps_saved_that_no_checkpo
 async def test_gradients_that_are_rounded_are_reported_once_with_the_steps_micro_batches(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.rank0.driver.rounding", lambda micro_batches, _: f"{micro_batches:.0f}")
+    monkeypatch.setattr(
+        "penstock.services.trainer.rank0.driver.rounding", lambda micro_batches, _: f"{micro_batches:.0f}"
+    )
     async with after_a_step(bus, tmp_path) as (driven, both):
         await driven.feed(batch(1))
         await is_at(driven, 2)
@@ -307,7 +309,7 @@ async def test_a_checkpoint_that_a_stop_has_no_time_for_is_not_begun_and_the_jou
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_s: float, saved: list[int]
 ) -> None:
     async with after_a_step(bus, tmp_path) as (driven, both):
-        monkeypatch.setattr("services.trainer.rank0.driver.seconds_left", lambda: 30.0)
+        monkeypatch.setattr("penstock.services.trainer.rank0.driver.seconds_left", lambda: 30.0)
         driven.driver._checkpoint_s = last_s
         driven.stop.set()
         assert list(await both) == [None, None]

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from services.trainer.rank0.first_texts import first_texts
-from shared.bus.bus import Bus
-from shared.bus.stores.experience.rehearsal import offer
-from shared.settings import loads
+from penstock.services.trainer.rank0.first_texts import first_texts
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.experience.rehearsal import offer
+from penstock.shared.settings import loads
 from tests.support import builders, tiny
 
 

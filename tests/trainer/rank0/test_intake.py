@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer.algorithm import group_filter
-from services.trainer.rank0 import intake as intake_module
-from services.trainer.rank0.intake import CONSUMER, Intake, Taken
-from shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
-from shared.bus.encoding import wire
-from shared.bus.keys import GENERATING
-from shared.bus.messages import Event, Experience, PolicyVersion, Prompt, Purpose, RolloutGroup, Sample
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
-from shared.errors import Fenced
-from shared.settings import Settings
+from penstock.services.trainer.algorithm import group_filter
+from penstock.services.trainer.rank0 import intake as intake_module
+from penstock.services.trainer.rank0.intake import CONSUMER, Intake, Taken
+from penstock.shared.bus.bus import _PAGE_ENTRIES, Bus, Delivery
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import GENERATING
+from penstock.shared.bus.messages import Event, Experience, PolicyVersion, Prompt, Purpose, RolloutGroup, Sample
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.streams import EVENTS, EXPERIENCE, PROMPTS, ROLLOUTS
+from penstock.shared.errors import Fenced
+from penstock.shared.settings import Settings
 from tests.conftest import PATIENCE_S, until
 from tests.support import builders
 from tests.support.coordinator_players import generating

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from services.trainer.rank0.mailbox.commands import Command, CommandKind, _read, _write
-from shared.bus.bus import Bus, Delivery
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Misfit, PolicyVersion, StepPlan
-from shared.bus.stores.experience.signals import SignalChange, read_signals, signal
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.streams import EXPERIENCE, JOURNAL
-from shared.errors import Fenced
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind, _read, _write
+from penstock.shared.bus.bus import Bus, Delivery
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, Misfit, PolicyVersion, StepPlan
+from penstock.shared.bus.stores.experience.signals import SignalChange, read_signals, signal
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.streams import EXPERIENCE, JOURNAL
+from penstock.shared.errors import Fenced
 from tests.support import builders
 from tests.support.coordinator_players import record, report
 

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.manifests import CheckpointState
-from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.mailbox.commands import Command, CommandKind
-from services.trainer.rank0.opening import Opening
-from services.trainer.rank0.retention import Retention
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.cordon import Cordon
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.errors import SettingsError
-from shared.process.service import Context
-from shared.process.telemetry import Status
-from shared.settings import Settings
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
+from penstock.services.trainer.rank0.opening import Opening
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.cordon import Cordon
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.errors import SettingsError
+from penstock.shared.process.service import Context
+from penstock.shared.process.telemetry import Status
+from penstock.shared.settings import Settings
 from tests.trainer.checkpoint.test_store import written
 
 
@@ -94,6 +94,6 @@ async def test_damage_that_leaves_nothing_to_continue_from_pauses_the_run_and_is
 
 
 def test_the_driver_can_look_for_a_checkpoint_before_torch_is_imported() -> None:
-    program = "import services.trainer.service, sys; print('torch' in sys.modules)"
+    program = "import penstock.services.trainer.service, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.checkpoint.commits import note_version, noted_version
-from services.trainer.rank0.driver import outlives_the_process
-from services.trainer.rank0.publication import Publication
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.errors import WeightsError
-from shared.settings import Settings
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.snapshot import read_snapshot
-from shared.weights.receiver.puller import Puller
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.transport.place import DeviceLocation, boot_id
+from penstock.services.trainer.checkpoint.commits import note_version, noted_version
+from penstock.services.trainer.rank0.driver import outlives_the_process
+from penstock.services.trainer.rank0.publication import Publication
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.settings import Settings
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.snapshot import read_snapshot
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.transport.place import DeviceLocation, boot_id
 from tests.conftest import PATIENCE_S
 from tests.support import tiny, weights
 

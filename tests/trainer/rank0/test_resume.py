@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.checkpoint import local_store
-from services.trainer.checkpoint.commits import note_committed, read_commits
-from services.trainer.checkpoint.remote_store import CheckpointStore
-from services.trainer.checkpoint.s3 import ObjectStore
-from services.trainer.rank0.resume import may_load
-from services.trainer.rank0.retention import Retention
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger
-from shared.bus.stores.replicas.live_settings import Live
-from shared.bus.streams import JOURNAL
+from penstock.services.trainer.checkpoint import local_store
+from penstock.services.trainer.checkpoint.commits import note_committed, read_commits
+from penstock.services.trainer.checkpoint.remote_store import CheckpointStore
+from penstock.services.trainer.checkpoint.s3 import ObjectStore
+from penstock.services.trainer.rank0.resume import may_load
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger
+from penstock.shared.bus.stores.replicas.live_settings import Live
+from penstock.shared.bus.streams import JOURNAL
 from tests.conftest import until
 from tests.support.coordinator_players import Trainer, replicas, running, settings
 from tests.support.object_storage import Storage

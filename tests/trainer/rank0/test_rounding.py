@@ -2,8 +2,8 @@
 
 import torch
 
-from services.trainer.rank0.rounding import rounding
-from shared.settings import loads
+from penstock.services.trainer.rank0.rounding import rounding
+from penstock.shared.settings import loads
 
 
 def test_many_micro_batches_whose_gradients_are_added_in_bfloat16_are_told() -> None:

@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from services.trainer.algorithm.update import Learner
-from services.trainer.checkpoint.remote_store import StoredCheckpoint
-from services.trainer.checkpoint.uploader import Uploader
-from services.trainer.export.exporter import Exporter
-from services.trainer.loop import Trainer
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.phases import Phases
-from services.trainer.rank0.artifacts import Artifacts
-from services.trainer.rank0.branch import Branch
-from services.trainer.rank0.driver import Driver
-from services.trainer.rank0.intake import Intake
-from services.trainer.rank0.opening import Opening
-from services.trainer.rank0.probe import Prober
-from services.trainer.rank0.publication import Publication
-from services.trainer.rank0.retention import Retention
-from shared.bus.bus import Bus
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger, RunState
-from shared.bus.stores.replicas.live_settings import Live
+from penstock.services.trainer.algorithm.update import Learner
+from penstock.services.trainer.checkpoint.remote_store import StoredCheckpoint
+from penstock.services.trainer.checkpoint.uploader import Uploader
+from penstock.services.trainer.export.exporter import Exporter
+from penstock.services.trainer.loop import Trainer
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.phases import Phases
+from penstock.services.trainer.rank0.artifacts import Artifacts
+from penstock.services.trainer.rank0.branch import Branch
+from penstock.services.trainer.rank0.driver import Driver
+from penstock.services.trainer.rank0.intake import Intake
+from penstock.services.trainer.rank0.opening import Opening
+from penstock.services.trainer.rank0.probe import Prober
+from penstock.services.trainer.rank0.publication import Publication
+from penstock.services.trainer.rank0.retention import Retention
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunState
+from penstock.shared.bus.stores.replicas.live_settings import Live
 from tests.conftest import until
 from tests.support.driven import Driven, settings_of
 from tests.support.object_storage import Storage

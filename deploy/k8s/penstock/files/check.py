@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shared.preflight import __main__ as preflight
+from penstock.shared.preflight import __main__ as preflight
 
 WORKING = ("working", "waiting", "degraded")
 

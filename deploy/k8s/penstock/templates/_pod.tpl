@@ -53,7 +53,7 @@ spec:
     - name: preflight
       image: {{ include "penstock.image" . | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      command: ["python", "-m", "shared.preflight", "--gpu"{{ if dig "rdma" "resource" "" $own }}, "--rdma"{{ end }}]
+      command: ["python", "-m", "penstock.shared.preflight", "--gpu"{{ if dig "rdma" "resource" "" $own }}, "--rdma"{{ end }}]
       terminationMessagePolicy: FallbackToLogsOnError
       env:
         - {name: HOME, value: /tmp}
@@ -74,7 +74,7 @@ spec:
     - name: models
       image: {{ include "penstock.image" . | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      command: {{ concat (list "python" "-m" "shared.model.fetch" "--wait" "--into" "/var/penstock/models") (splitList " " (include "penstock.fetched" $root)) | toJson }}
+      command: {{ concat (list "python" "-m" "penstock.shared.model.fetch" "--wait" "--into" "/var/penstock/models") (splitList " " (include "penstock.fetched" $root)) | toJson }}
       resources:
         requests: {cpu: 10m, memory: 64Mi, ephemeral-storage: 1Gi}
         limits: {memory: 256Mi}
@@ -117,16 +117,16 @@ spec:
 
 {{- define "penstock.command" -}}
 {{- if eq .role "executor" -}}
-["python", "-m", "services.reward.executor", "--config", "/etc/penstock/run.toml"]
+["python", "-m", "penstock.services.reward.executor", "--config", "/etc/penstock/run.toml"]
 {{- else if and (eq .role "rollout") (include "penstock.leaderWorkerSet" .root) -}}
-["python", "-m", "services.rollout", "--config", "/etc/penstock/run.toml", "--replica", "{{ include "penstock.name" . }}-$(GROUP_INDEX)"]
+["python", "-m", "penstock.services.rollout", "--config", "/etc/penstock/run.toml", "--replica", "{{ include "penstock.name" . }}-$(GROUP_INDEX)"]
 {{- else if eq .role "pod" -}}
 {{- $folder := printf "/var/penstock/runs/%s" (include "penstock.runId" .root) -}}
-["sh", "-c", "if [ -e {{ $folder }}/settings.toml ]; then set -- --resume {{ $folder }}; fi; exec python -m services.cli up /etc/penstock/run.toml \"$@\""]
+["sh", "-c", "if [ -e {{ $folder }}/settings.toml ]; then set -- --resume {{ $folder }}; fi; exec python -m penstock.services.cli up /etc/penstock/run.toml \"$@\""]
 {{- else if hasKey . "jobSet" -}}
-["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "{{ .role }}{{ with include "penstock.pool" . }}-{{ . }}{{ end }}-$(JOB_INDEX)"]
+["python", "-m", "penstock.services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "{{ .role }}{{ with include "penstock.pool" . }}-{{ . }}{{ end }}-$(JOB_INDEX)"]
 {{- else -}}
-["python", "-m", "services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "$(POD_NAME)"]
+["python", "-m", "penstock.services.{{ .role }}", "--config", "/etc/penstock/run.toml", "--replica", "$(POD_NAME)"]
 {{- end -}}
 {{- end -}}
 

@@ -17,14 +17,14 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
-from services.coordinator.api.errors import RETRY_AFTER_S
-from services.coordinator.schemas.resources import EventView, Page
-from shared.bus.encoding import wire
-from shared.bus.messages import Event
-from shared.bus.stores.run import records
-from shared.bus.streams import EVENTS
-from shared.errors import MessageError
+from penstock.services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
+from penstock.services.coordinator.api.errors import RETRY_AFTER_S
+from penstock.services.coordinator.schemas.resources import EventView, Page
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Event
+from penstock.shared.bus.stores.run import records
+from penstock.shared.bus.streams import EVENTS
+from penstock.shared.errors import MessageError
 
 _BEAT_S = 10.0
 _WAIT_S = 0.5

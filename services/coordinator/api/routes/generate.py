@@ -7,15 +7,15 @@ import time
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 
-from services.coordinator.admission.admission import drawn_by
-from services.coordinator.api.dependencies import Parts, soon
-from services.coordinator.api.errors import RETRY_AFTER_S, Conflict
-from services.coordinator.schemas.run import Answer, Generated, Question
-from shared.bus.messages import ChatMessage, Prompt, Purpose, RolloutGroup, Sampling
-from shared.bus.stores.replicas.heartbeats import heartbeats
-from shared.bus.stores.replicas.questions import WITHIN_S, ask, new_id
-from shared.errors import MessageError, PermanentError
-from shared.settings import Settings
+from penstock.services.coordinator.admission.admission import drawn_by
+from penstock.services.coordinator.api.dependencies import Parts, soon
+from penstock.services.coordinator.api.errors import RETRY_AFTER_S, Conflict
+from penstock.services.coordinator.schemas.run import Answer, Generated, Question
+from penstock.shared.bus.messages import ChatMessage, Prompt, Purpose, RolloutGroup, Sampling
+from penstock.shared.bus.stores.replicas.heartbeats import heartbeats
+from penstock.shared.bus.stores.replicas.questions import WITHIN_S, ask, new_id
+from penstock.shared.errors import MessageError, PermanentError
+from penstock.shared.settings import Settings
 
 MOST = 16
 """Questions at a time: each holds one of the coordinator's connections to the bus."""

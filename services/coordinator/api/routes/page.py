@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from services.coordinator.api.dependencies import Parts, soon
-from shared.bus.bus import Bus
-from shared.bus.stores.run import idempotency
-from shared.peers.tickets import PAGE_S
+from penstock.services.coordinator.api.dependencies import Parts, soon
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.stores.run import idempotency
+from penstock.shared.peers.tickets import PAGE_S
 
 FOLDER = Path(__file__).parents[1] / "page"
 HEADERS = {

@@ -8,18 +8,18 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 from starlette.exceptions import HTTPException
 
-from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
-from services.coordinator.api.errors import Conflict
-from services.coordinator.api.routes.run import accepted
-from services.coordinator.evaluation.results import evaluations_of
-from services.coordinator.policies.exports import KIND as EXPORT
-from services.coordinator.policies.lineage import common_ancestor, compare
-from services.coordinator.run.monitor import evaluation_view, numbers
-from services.coordinator.schemas.resources import Comparison, OperationView, Page, PolicyMark, PolicyView
-from services.coordinator.schemas.run import Command, Export
-from shared.bus.messages import PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.policies import PolicyState
-from shared.process.telemetry import tell
+from penstock.services.coordinator.api.dependencies import Limit, Parts, page_of, soon
+from penstock.services.coordinator.api.errors import Conflict
+from penstock.services.coordinator.api.routes.run import accepted
+from penstock.services.coordinator.evaluation.results import evaluations_of
+from penstock.services.coordinator.policies.exports import KIND as EXPORT
+from penstock.services.coordinator.policies.lineage import common_ancestor, compare
+from penstock.services.coordinator.run.monitor import evaluation_view, numbers
+from penstock.services.coordinator.schemas.resources import Comparison, OperationView, Page, PolicyMark, PolicyView
+from penstock.services.coordinator.schemas.run import Command, Export
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.policy.policies import PolicyState
+from penstock.shared.process.telemetry import tell
 
 Version = Annotated[int, Path(ge=0, le=2**53, description="The version's number.")]
 After = Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the page before.")]

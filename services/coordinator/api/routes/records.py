@@ -19,17 +19,17 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import ValidationError
 
-from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
-from services.coordinator.records import jsonl
-from services.coordinator.records.recorder import rollout_line
-from services.coordinator.run.monitor import numbers
-from services.coordinator.schemas.records import MemoryView, RolloutView, StepView, rollout_view
-from services.coordinator.schemas.resources import Page
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Json, MemoryReport, StepReport
-from shared.bus.stores.run import records
-from shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
-from shared.errors import MessageError
+from penstock.services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
+from penstock.services.coordinator.records import jsonl
+from penstock.services.coordinator.records.recorder import rollout_line
+from penstock.services.coordinator.run.monitor import numbers
+from penstock.services.coordinator.schemas.records import MemoryView, RolloutView, StepView, rollout_view
+from penstock.services.coordinator.schemas.resources import Page
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, Json, MemoryReport, StepReport
+from penstock.shared.bus.stores.run import records
+from penstock.shared.bus.streams import JOURNAL, MEMORY, STEPS, Row
+from penstock.shared.errors import MessageError
 
 Few = Annotated[int, Query(ge=1, le=50, description="Maximum number of groups.")]
 

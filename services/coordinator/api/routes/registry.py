@@ -5,14 +5,14 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.exceptions import HTTPException
 
-from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
-from services.coordinator.api.errors import Conflict
-from services.coordinator.schemas.resources import Page, RunSummary
-from shared.bus.keys import RUN_ID_PATTERN
-from shared.bus.stores.run.registry import Registry
-from shared.errors import SettingsError
-from shared.process.telemetry import tell
-from shared.settings import dumps, loads
+from penstock.services.coordinator.api.dependencies import Limit, Parts, page_of, soon
+from penstock.services.coordinator.api.errors import Conflict
+from penstock.services.coordinator.schemas.resources import Page, RunSummary
+from penstock.shared.bus.keys import RUN_ID_PATTERN
+from penstock.shared.bus.stores.run.registry import Registry
+from penstock.shared.errors import SettingsError
+from penstock.shared.process.telemetry import tell
+from penstock.shared.settings import dumps, loads
 
 _MOST_REGISTERED = 256
 """Registered runs on the bus."""

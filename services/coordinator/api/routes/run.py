@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.exceptions import HTTPException
 
-from services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
-from services.coordinator.schemas.resources import (
+from penstock.services.coordinator.api.dependencies import EntryCursor, Limit, Parts, page_of, soon
+from penstock.services.coordinator.schemas.resources import (
     LiveSettings,
     LiveValues,
     OperationView,
@@ -16,13 +16,13 @@ from services.coordinator.schemas.resources import (
     SettingsChange,
     StateView,
 )
-from services.coordinator.schemas.run import Command, Pause, RunChange, RunView
-from shared.bus.messages import Json
-from shared.bus.stores.policy.ledger import RunState
-from shared.bus.stores.replicas.live_settings import Revision
-from shared.bus.stores.run.operations import Operation
-from shared.bus.streams import HISTORY
-from shared.process.telemetry import tell
+from penstock.services.coordinator.schemas.run import Command, Pause, RunChange, RunView
+from penstock.shared.bus.messages import Json
+from penstock.shared.bus.stores.policy.ledger import RunState
+from penstock.shared.bus.stores.replicas.live_settings import Revision
+from penstock.shared.bus.stores.run.operations import Operation
+from penstock.shared.bus.streams import HISTORY
+from penstock.shared.process.telemetry import tell
 
 Number = Annotated[int, Path(ge=1, le=2**53, description="The operation's number.")]
 NumberCursor = Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the page before.")]

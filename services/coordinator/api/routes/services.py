@@ -6,12 +6,12 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Response
 from starlette.exceptions import HTTPException
 
-from services.coordinator.api.dependencies import Limit, Parts, page_of, soon
-from services.coordinator.api.errors import Conflict
-from services.coordinator.api.routes.run import accepted
-from services.coordinator.operations.dead_letters import decode
-from services.coordinator.run.monitor import numbers
-from services.coordinator.schemas.resources import (
+from penstock.services.coordinator.api.dependencies import Limit, Parts, page_of, soon
+from penstock.services.coordinator.api.errors import Conflict
+from penstock.services.coordinator.api.routes.run import accepted
+from penstock.services.coordinator.operations.dead_letters import decode
+from penstock.services.coordinator.run.monitor import numbers
+from penstock.services.coordinator.schemas.resources import (
     DeadLetterChange,
     DeadLetterMessage,
     DeadLetterView,
@@ -20,12 +20,17 @@ from services.coordinator.schemas.resources import (
     ReplicaChange,
     ServiceView,
 )
-from services.coordinator.schemas.run import Command
-from shared.bus.stores.experience import dead_letters
-from shared.bus.stores.experience.dead_letters import CURSOR_PATTERN, ENTRY_PATTERN, DeadLetter, DeadLetterSource
-from shared.bus.stores.replicas.cordon import Word, cordons, tell_replica, uncordon
-from shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
-from shared.process.telemetry import tell
+from penstock.services.coordinator.schemas.run import Command
+from penstock.shared.bus.stores.experience import dead_letters
+from penstock.shared.bus.stores.experience.dead_letters import (
+    CURSOR_PATTERN,
+    ENTRY_PATTERN,
+    DeadLetter,
+    DeadLetterSource,
+)
+from penstock.shared.bus.stores.replicas.cordon import Word, cordons, tell_replica, uncordon
+from penstock.shared.bus.stores.replicas.heartbeats import Heartbeat, heartbeats
+from penstock.shared.process.telemetry import tell
 
 Replica = Annotated[str, Path(min_length=1, max_length=200, description="The replica's name.")]
 After = Annotated[str | None, Query(min_length=1, max_length=200, description="`next` of the page before.")]

@@ -4,8 +4,8 @@ import re
 from collections import deque
 from functools import lru_cache
 
-from services.reward.scorers.answer.notation import JOINT, JOINT_WORD, SCALE_WORDS, ascii_signs, last
-from shared.settings.rewards.scorers import AnswerPlace
+from penstock.services.reward.scorers.answer.notation import JOINT, JOINT_WORD, SCALE_WORDS, ascii_signs, last
+from penstock.shared.settings.rewards.scorers import AnswerPlace
 
 _ARROW = r"[-=]{1,3}+>|[→⇒]|\\(?:to|[Rr]ightarrow|longrightarrow|implies)(?![A-Za-z])"
 _EMPHASIS = r"(?<![\w*)\]}\\])(\*{1,3}+|_{1,3}+)(?=[^\s*])((?:(?!\1)[^\n]){1,300}+)(?<!\s)\1(?![\w*])"

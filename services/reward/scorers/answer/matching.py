@@ -16,13 +16,13 @@ from fractions import Fraction
 from functools import lru_cache
 from math import gcd
 
-from services.reward.scorers.answer import relations, shapes
-from services.reward.scorers.answer.mathematics import plain_numbers
-from services.reward.scorers.answer.notation import plain, split
-from services.reward.scorers.answer.prose import LONGEST as LONGEST_PROSE
-from services.reward.scorers.answer.prose import is_prose, stated, without_opening
-from services.reward.scorers.answer.units import DEGREE, Unit, split_unit
-from services.reward.scorers.answer.words import has_words, is_text, same_text, swaps_case
+from penstock.services.reward.scorers.answer import relations, shapes
+from penstock.services.reward.scorers.answer.mathematics import plain_numbers
+from penstock.services.reward.scorers.answer.notation import plain, split
+from penstock.services.reward.scorers.answer.prose import LONGEST as LONGEST_PROSE
+from penstock.services.reward.scorers.answer.prose import is_prose, stated, without_opening
+from penstock.services.reward.scorers.answer.units import DEGREE, Unit, split_unit
+from penstock.services.reward.scorers.answer.words import has_words, is_text, same_text, swaps_case
 
 LONGEST_FORMULA = 1_000
 """In characters; reading longer formulas takes minutes."""

@@ -9,7 +9,7 @@ The last "answer is …" counts; otherwise the last sentence, if it states one f
 
 import re
 
-from services.reward.scorers.answer.notation import bare, last
+from penstock.services.reward.scorers.answer.notation import bare, last
 
 LONGEST = 4_000
 """In characters; only the end of a longer completion is read."""

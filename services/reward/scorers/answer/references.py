@@ -12,9 +12,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from services.reward.scorers.answer.scorer import AnswerMatcher
-from shared.errors import PermanentError
-from shared.settings.rewards.scorers import AnswerScorer
+from penstock.services.reward.scorers.answer.scorer import AnswerMatcher
+from penstock.shared.errors import PermanentError
+from penstock.shared.settings.rewards.scorers import AnswerScorer
 
 
 def refusals(scorer: AnswerScorer, references: Sequence[str]) -> list[str]:

@@ -3,10 +3,10 @@
 import re
 from itertools import pairwise
 
-from services.reward.scorers.answer.mathematics import plain_numbers
-from services.reward.scorers.answer.notation import split
-from services.reward.scorers.answer.shapes import shape
-from services.reward.scorers.answer.words import unwrapped
+from penstock.services.reward.scorers.answer.mathematics import plain_numbers
+from penstock.services.reward.scorers.answer.notation import split
+from penstock.services.reward.scorers.answer.shapes import shape
+from penstock.services.reward.scorers.answer.words import unwrapped
 
 _RELATION = re.compile(
     r"(?<!\\)[=<>]|\\(?:leq|geq|neq|approx|equiv|sim|simeq|cong|in|notin|ni|subset|subseteq|supset|to|rightarrow|Rightarrow|implies|iff|propto|mid|nmid|ll|gg)(?![A-Za-z])"

@@ -14,22 +14,22 @@ from collections.abc import Iterable
 from fractions import Fraction
 from functools import partial
 
-from services.reward.scorers.answer import extraction, matching
-from services.reward.scorers.answer.matching import Attempt
-from services.reward.scorers.answer.mathematics import plain_mathematics, plain_numbers
-from services.reward.scorers.answer.notation import plain
-from services.reward.scorers.scorer import is_cut, unavailable, valued
-from services.reward.scorers.turns import Turns
-from services.reward.subprocess_pool.cache import Recent
-from services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
-from shared.bus.messages import Json, RolloutGroup, Sample, Score, ScoreStatus
-from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.extras import install_command
-from shared.settings.rewards import scorers
+from penstock.services.reward.scorers.answer import extraction, matching
+from penstock.services.reward.scorers.answer.matching import Attempt
+from penstock.services.reward.scorers.answer.mathematics import plain_mathematics, plain_numbers
+from penstock.services.reward.scorers.answer.notation import plain
+from penstock.services.reward.scorers.scorer import is_cut, unavailable, valued
+from penstock.services.reward.scorers.turns import Turns
+from penstock.services.reward.subprocess_pool.cache import Recent
+from penstock.services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
+from penstock.shared.bus.messages import Json, RolloutGroup, Sample, Score, ScoreStatus
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.extras import install_command
+from penstock.shared.settings.rewards import scorers
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "services.reward.scorers.answer.mathematics.comparison")
+COMMAND = (sys.executable, "-m", "penstock.services.reward.scorers.answer.mathematics.comparison")
 TIMEOUT_S = 1.0
 """CPU time of one comparison; honest formulas take milliseconds."""
 _LONGEST_COMPLETION = 20_000

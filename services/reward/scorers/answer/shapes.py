@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Literal, TypeAlias
 
-from services.reward.scorers.answer.notation import split
+from penstock.services.reward.scorers.answer.notation import split
 
 Shape: TypeAlias = Literal["single", "list", "set", "round", "other", "matrix"]
 _MATRIX = re.compile(r"\\begin\{[pb]matrix\}(?P<inside>.*)\\end\{[pb]matrix\}", re.DOTALL)

@@ -13,8 +13,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.reward.executor.inside import comparison
-from services.reward.scorers.code.program_results import Elsewhere, Plain
+from penstock.services.reward.executor.inside import comparison
+from penstock.services.reward.scorers.code.program_results import Elsewhere, Plain
 
 _LARGEST_BITS = 100_000
 _LONGEST = 10_000

@@ -16,8 +16,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
-from services.reward.scorers.code import assert_evaluation, clean_interpreter
-from services.reward.scorers.code.assert_evaluation import Unsupported
+from penstock.services.reward.scorers.code import assert_evaluation, clean_interpreter
+from penstock.services.reward.scorers.code.assert_evaluation import Unsupported
 
 SUPPORTED = (
     "calls of one function of the program, compared with literals and with what the builtins and the standard library make of them and of "

@@ -7,8 +7,8 @@ have become plain data), randomness or time.
 import ast
 import builtins
 
-from services.reward.executor.inside import runner
-from services.reward.scorers.code.assert_evaluation import TYPES, Unsupported
+from penstock.services.reward.executor.inside import runner
+from penstock.services.reward.scorers.code.assert_evaluation import TYPES, Unsupported
 
 _BUILTINS = frozenset(
     """

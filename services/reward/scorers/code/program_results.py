@@ -15,8 +15,8 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeAlias
 
-from services.reward.executor.inside import comparison, plain_data
-from shared.bus.messages import Json
+from penstock.services.reward.executor.inside import comparison, plain_data
+from penstock.shared.bus.messages import Json
 
 LONGEST = 16 << 10
 """Maximum characters of JSON text."""

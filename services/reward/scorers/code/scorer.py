@@ -14,16 +14,16 @@ from enum import StrEnum
 
 from prometheus_client import Counter, Histogram
 
-from services.reward.executor.client import ExecutorClient
-from services.reward.executor.protocol import MIB, Call, Execution, Job, Limits, Outcome
-from services.reward.scorers.code import program_results
-from services.reward.scorers.code.program import NoProgram, last_block, program_of
-from services.reward.scorers.code.suite import BadTests, read_tests
-from services.reward.scorers.code.tests import COMPARING, AssertTest, ProgramTest, Test
-from services.reward.scorers.scorer import unavailable, valued
-from shared.bus.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
-from shared.errors import PermanentError, SettingsError, TemporaryError
-from shared.settings.rewards.scorers import CodeScorer
+from penstock.services.reward.executor.client import ExecutorClient
+from penstock.services.reward.executor.protocol import MIB, Call, Execution, Job, Limits, Outcome
+from penstock.services.reward.scorers.code import program_results
+from penstock.services.reward.scorers.code.program import NoProgram, last_block, program_of
+from penstock.services.reward.scorers.code.suite import BadTests, read_tests
+from penstock.services.reward.scorers.code.tests import COMPARING, AssertTest, ProgramTest, Test
+from penstock.services.reward.scorers.scorer import unavailable, valued
+from penstock.shared.bus.messages import Prompt, RolloutGroup, Sample, Score, ScoreStatus
+from penstock.shared.errors import PermanentError, SettingsError, TemporaryError
+from penstock.shared.settings.rewards.scorers import CodeScorer
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class CodeTester:
         if not address:
             raise SettingsError(
                 f"scorer {scorer.name!r} needs the executor's address: start one (python -m "
-                "services.reward.executor) and set reward.executor.address, or let `penstock up` do both"
+                "penstock.services.reward.executor) and set reward.executor.address, or let `penstock up` do both"
             )
         self.name = scorer.name
         self._scorer = scorer

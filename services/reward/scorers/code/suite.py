@@ -5,10 +5,10 @@ import json
 from collections.abc import Iterator
 from decimal import Decimal
 
-from services.reward.scorers.code import asserts
-from services.reward.scorers.code.assert_evaluation import Unsupported
-from services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest, Test
-from shared.bus.messages import Json
+from penstock.services.reward.scorers.code import asserts
+from penstock.services.reward.scorers.code.assert_evaluation import Unsupported
+from penstock.services.reward.scorers.code.tests import AssertTest, CallTest, ProgramTest, Test
+from penstock.shared.bus.messages import Json
 
 SHAPES = '[{input, output}, …], {"inputs": […], "outputs": […], "fn_name": …}, ["assert …", …] or {"asserts": […], "fn_name": …}'
 _CHECK = "def check("

@@ -17,13 +17,13 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from services.reward.executor.inside import comparison, plain_data
-from services.reward.executor.protocol import Call, Execution, Job, Limits
-from services.reward.scorers.code import asserts, program_results
-from services.reward.scorers.code.assert_evaluation import evaluate
-from services.reward.scorers.code.asserts import SplitAssert
-from services.reward.scorers.code.program_results import Elsewhere
-from shared.bus.messages import Json
+from penstock.services.reward.executor.inside import comparison, plain_data
+from penstock.services.reward.executor.protocol import Call, Execution, Job, Limits
+from penstock.services.reward.scorers.code import asserts, program_results
+from penstock.services.reward.scorers.code.assert_evaluation import evaluate
+from penstock.services.reward.scorers.code.asserts import SplitAssert
+from penstock.services.reward.scorers.code.program_results import Elsewhere
+from penstock.shared.bus.messages import Json
 
 COMPARING = "from inside.comparison import holds, matches"
 """Program of a clean interpreter."""

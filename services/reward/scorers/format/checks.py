@@ -15,7 +15,7 @@ from typing import Any
 
 import regex
 
-from services.reward.subprocess_pool import child
+from penstock.services.reward.subprocess_pool import child
 
 LONGEST = 100_000
 """In characters; longer text is not read."""

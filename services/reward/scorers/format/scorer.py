@@ -17,18 +17,18 @@ from typing import TypeAlias, cast
 
 import regex
 
-from services.reward.scorers.answer.extraction import tagged
-from services.reward.scorers.format import checks
-from services.reward.scorers.format.patterns import MOST_STEPS, Sequence
-from services.reward.scorers.scorer import is_cut, unavailable, valued
-from services.reward.scorers.turns import Turns
-from services.reward.subprocess_pool.cache import Recent
-from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
-from shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
-from shared.errors import SettingsError, TemporaryError
-from shared.extras import install_command
-from shared.settings.rewards import scorers
-from shared.settings.rewards.scorers import FormatRule
+from penstock.services.reward.scorers.answer.extraction import tagged
+from penstock.services.reward.scorers.format import checks
+from penstock.services.reward.scorers.format.patterns import MOST_STEPS, Sequence
+from penstock.services.reward.scorers.scorer import is_cut, unavailable, valued
+from penstock.services.reward.scorers.turns import Turns
+from penstock.services.reward.subprocess_pool.cache import Recent
+from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
+from penstock.shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
+from penstock.shared.errors import SettingsError, TemporaryError
+from penstock.shared.extras import install_command
+from penstock.shared.settings.rewards import scorers
+from penstock.shared.settings.rewards.scorers import FormatRule
 
 _SHORT = 4_000
 """Characters; longer texts are read in chunks of this size."""
@@ -38,7 +38,7 @@ _BATCH_TEXTS, _BATCH_CHARACTERS = 64, 64_000
 """Largest question with several texts, so that writing it does not hold the event loop."""
 _MIN_SCRIPT_SHARE = 0.95
 """Tolerates names and symbols of another script, not a paragraph."""
-_COMMAND = (sys.executable, "-m", "services.reward.scorers.format.checks")
+_COMMAND = (sys.executable, "-m", "penstock.services.reward.scorers.format.checks")
 _REMEMBERED = 4096
 _LETTERS = regex.compile(r"\p{L}+")
 

@@ -23,10 +23,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from services.reward.scorers.scorer import Result
-from services.reward.subprocess_pool import child
-from shared.bus.encoding import wire
-from shared.bus.messages import Prompt, RolloutGroup, Sample, ScoreStatus
+from penstock.services.reward.scorers.scorer import Result
+from penstock.services.reward.subprocess_pool import child
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Prompt, RolloutGroup, Sample, ScoreStatus
 
 ENTRY_POINTS = "penstock.scorers"
 _MIB = 1024**2

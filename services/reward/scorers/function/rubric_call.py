@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
-from services.reward.scorers.function.trl_call import Notes, arguments, checked, load_object, serve
-from shared.bus.messages import RolloutGroup
+from penstock.services.reward.scorers.function.trl_call import Notes, arguments, checked, load_object, serve
+from penstock.shared.bus.messages import RolloutGroup
 
 _OF_A_GROUP = frozenset(("states", "prompts", "completions", "answers", "tasks", "infos"))
 _SCORING = ("score_rollout", "score_group")

@@ -5,12 +5,12 @@ import base64
 import dataclasses
 import sys
 
-from services.reward.scorers.scorer import unavailable, valued
-from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
-from shared.bus.encoding import wire
-from shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
-from shared.errors import SettingsError, TemporaryError
-from shared.settings.rewards.scorers import PythonScorer
+from penstock.services.reward.scorers.scorer import unavailable, valued
+from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import RolloutGroup, Sample, Score, ScoreStatus
+from penstock.shared.errors import SettingsError, TemporaryError
+from penstock.shared.settings.rewards.scorers import PythonScorer
 
 
 class FunctionScorer:
@@ -20,7 +20,7 @@ class FunctionScorer:
         command = (
             sys.executable,
             "-m",
-            "services.reward.scorers.function.function_call",
+            "penstock.services.reward.scorers.function.function_call",
             scorer.function,
             str(scorer.memory_mib),
         )

@@ -20,11 +20,11 @@ import sys
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
-from services.reward.scorers.function.function_call import describe, load
-from services.reward.scorers.function.function_call import load_object as named_object
-from services.reward.subprocess_pool import child
-from shared.bus.encoding import wire
-from shared.bus.messages import RolloutGroup
+from penstock.services.reward.scorers.function.function_call import describe, load
+from penstock.services.reward.scorers.function.function_call import load_object as named_object
+from penstock.services.reward.subprocess_pool import child
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import RolloutGroup
 
 _MIB = 1024**2
 _LONGEST_EXTRA = 120

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from prometheus_client import Gauge
 
-from services.reward.scorers.function.trl_call import unused
-from services.reward.scorers.scorer import unavailable, valued
-from services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
-from shared.bus.encoding import wire
-from shared.bus.messages import Json, RolloutGroup, Score, ScoreStatus
-from shared.errors import SettingsError, TemporaryError
-from shared.settings.rewards.scorers import TrlScorer
+from penstock.services.reward.scorers.function.trl_call import unused
+from penstock.services.reward.scorers.scorer import unavailable, valued
+from penstock.services.reward.subprocess_pool.pool import Crashed, NotReady, Overdue, Processes
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Json, RolloutGroup, Score, ScoreStatus
+from penstock.shared.errors import SettingsError, TemporaryError
+from penstock.shared.settings.rewards.scorers import TrlScorer
 
 LOGGED = Gauge(
     "penstock_reward_logged",
@@ -51,7 +51,7 @@ class TrlFunctions:
         self.name = scorer.name
         self._scorer = scorer
         self._asked: dict[str, Json] = {"answer_field": answer_field, "steps": steps}
-        program = f"services.reward.scorers.function.{_PROGRAMS[scorer.kind]}"
+        program = f"penstock.services.reward.scorers.function.{_PROGRAMS[scorer.kind]}"
         command = (sys.executable, "-m", program, str(scorer.memory_mib), *scorer.functions)
         self._processes = Processes(command, scorer.processes, scorer.name, scorer.environment)
         self._weights = np.array(scorer.weights or [1.0] * len(scorer.functions), dtype=np.float32)

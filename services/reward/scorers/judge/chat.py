@@ -5,9 +5,9 @@ from typing import TypeVar
 
 from prometheus_client import Counter
 
-from services.reward.endpoint import Endpoint, NoVerdict, Passing
-from shared.http.answer import Answer
-from shared.settings.rewards.scorers import JudgeScorer
+from penstock.services.reward.endpoint import Endpoint, NoVerdict, Passing
+from penstock.shared.http.answer import Answer
+from penstock.shared.settings.rewards.scorers import JudgeScorer
 
 TOKENS = Counter(
     "penstock_reward_judge_tokens_total",

@@ -16,7 +16,7 @@ from functools import partial
 
 import regex
 
-from services.reward.subprocess_pool import child
+from penstock.services.reward.subprocess_pool import child
 
 LONGEST_ANSWER = 20_000
 """In characters; only the end of a longer answer is read."""

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from services.reward.endpoint import NoVerdict
-from services.reward.scorers.judge.chat import ChatClient
-from services.reward.scorers.judge.verdict import VerdictReader, fill
-from services.reward.scorers.scorer import unavailable, valued
-from services.reward.subprocess_pool.cache import Recent
-from shared.bus.messages import RolloutGroup, Score, ScoreStatus
-from shared.errors import TemporaryError
-from shared.settings.rewards.scorers import JudgeScorer
+from penstock.services.reward.endpoint import NoVerdict
+from penstock.services.reward.scorers.judge.chat import ChatClient
+from penstock.services.reward.scorers.judge.verdict import VerdictReader, fill
+from penstock.services.reward.scorers.scorer import unavailable, valued
+from penstock.services.reward.subprocess_pool.cache import Recent
+from penstock.shared.bus.messages import RolloutGroup, Score, ScoreStatus
+from penstock.shared.errors import TemporaryError
+from penstock.shared.settings.rewards.scorers import JudgeScorer
 
 _REMEMBERED = 16_384
 

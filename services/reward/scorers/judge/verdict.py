@@ -10,16 +10,16 @@ import sys
 
 import regex
 
-from services.reward.scorers.judge.reading import LONGEST_ANSWER
-from services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
-from shared.bus.messages import Prompt
-from shared.errors import PermanentError, SettingsError
-from shared.settings.rewards.scorers import JudgeScorer
+from penstock.services.reward.scorers.judge.reading import LONGEST_ANSWER
+from penstock.services.reward.subprocess_pool.pool import Crashed, Overdue, Processes
+from penstock.shared.bus.messages import Prompt
+from penstock.shared.errors import PermanentError, SettingsError
+from penstock.shared.settings.rewards.scorers import JudgeScorer
 
 _PLACE = re.compile(r"\{(prompt|completion|answer|extra\.(?P<column>[^{}\s]+))\}")
 TIMEOUT_S = 0.5
 """CPU time of reading one answer."""
-_COMMAND = (sys.executable, "-m", "services.reward.scorers.judge.reading")
+_COMMAND = (sys.executable, "-m", "penstock.services.reward.scorers.judge.reading")
 
 
 def fill(template: str, prompt: Prompt, completion: str) -> str:

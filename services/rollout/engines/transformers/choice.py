@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shared.bus.messages import Int32Array, Sampling
+from penstock.shared.bus.messages import Int32Array, Sampling
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.rollout.engines.engine import GeneratedSample, GenerationRequest, unstopped
-from services.rollout.engines.transformers.choice import Choice, Support, Truncation
-from shared.bus.messages import FinishReason, Int32Array, PolicyVersion
+from penstock.services.rollout.engines.engine import GeneratedSample, GenerationRequest, unstopped
+from penstock.services.rollout.engines.transformers.choice import Choice, Support, Truncation
+from penstock.shared.bus.messages import FinishReason, Int32Array, PolicyVersion
 
 
 class Cache(Protocol):

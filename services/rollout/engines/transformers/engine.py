@@ -28,7 +28,7 @@ from typing import TypeVar, TypeVarTuple, Unpack
 import numpy as np
 import torch
 
-from services.rollout.engines.engine import (
+from penstock.services.rollout.engines.engine import (
     EngineDied,
     GeneratedGroup,
     GeneratedSample,
@@ -36,9 +36,9 @@ from services.rollout.engines.engine import (
     SwapReport,
     UpdateMode,
 )
-from services.rollout.engines.transformers import inbox
-from services.rollout.engines.transformers.decoding import Batch, Tokens
-from services.rollout.engines.transformers.inbox import (
+from penstock.services.rollout.engines.transformers import inbox
+from penstock.services.rollout.engines.transformers.decoding import Batch, Tokens
+from penstock.services.rollout.engines.transformers.inbox import (
     Close,
     Item,
     Reply,
@@ -48,16 +48,16 @@ from services.rollout.engines.transformers.inbox import (
     Suspend,
     Swap,
 )
-from services.rollout.engines.transformers.ladder import Ladder
-from services.rollout.engines.transformers.loading import OpenedModel
-from services.rollout.engines.transformers.shadow import Shadow
-from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
-from shared.errors import WeightsError
-from shared.model.logits import logprobs
-from shared.peers.handshake import Secret
-from shared.process.memory_timeline import Held
-from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
+from penstock.services.rollout.engines.transformers.ladder import Ladder
+from penstock.services.rollout.engines.transformers.loading import OpenedModel
+from penstock.services.rollout.engines.transformers.shadow import Shadow
+from penstock.shared.bus.messages import Float32Array, Int32Array, PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.model.logits import logprobs
+from penstock.shared.peers.handshake import Secret
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.transport.place import DeviceLocation, boot_id, plain_uuid
 
 GATHER_S = 0.004
 """Time without further requests after which an idle engine starts."""

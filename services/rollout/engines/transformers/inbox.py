@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
-from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport
-from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
+from penstock.services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport
+from penstock.shared.bus.messages import Float32Array, Int32Array, PolicyVersion
 
 R = TypeVar("R")
 

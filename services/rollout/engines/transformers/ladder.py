@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 import torch
 
-from services.rollout.engines.transformers.loading import OpenedModel
-from services.rollout.engines.transformers.shadow import Shadow
-from shared.process import memory_timeline
-from shared.process.memory_timeline import Held
+from penstock.services.rollout.engines.transformers.loading import OpenedModel
+from penstock.services.rollout.engines.transformers.shadow import Shadow
+from penstock.shared.process import memory_timeline
+from penstock.shared.process.memory_timeline import Held
 
 _NAMES = {"weights": "weights", "shadow": "shadow", "kv_cache": "key-value cache"}
 

@@ -3,17 +3,17 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from shared.errors import SettingsError
-from shared.model.causal_model import load_causal_model
-from shared.model.model_source import check_model
-from shared.model.tokenizer import UNUSABLE, Tokenizer, first_line, stop_tokens
-from shared.process.importing import importing
+from penstock.shared.errors import SettingsError
+from penstock.shared.model.causal_model import load_causal_model
+from penstock.shared.model.model_source import check_model
+from penstock.shared.model.tokenizer import UNUSABLE, Tokenizer, first_line, stop_tokens
+from penstock.shared.process.importing import importing
 
 if TYPE_CHECKING:
     import torch
 
-    from services.rollout.engines.transformers.decoding import LanguageModel
-    from shared.settings import PolicySettings
+    from penstock.services.rollout.engines.transformers.decoding import LanguageModel
+    from penstock.shared.settings import PolicySettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def check_for_vllm(policy: "PolicySettings") -> None:
     with importing():
         from transformers import AutoConfig
 
-        from shared.model.rope import check_rope_for_vllm
+        from penstock.shared.model.rope import check_rope_for_vllm
 
     try:
         config = AutoConfig.from_pretrained(policy.model, trust_remote_code=policy.trust_remote_code)
@@ -52,7 +52,7 @@ def open_model(policy: "PolicySettings", tokenizer: Tokenizer, device: str, cont
     with importing():
         import torch
 
-        from shared.model.rope import settle_rope
+        from penstock.shared.model.rope import settle_rope
 
     place, dtype = _device(device), getattr(torch, policy.dtype)
     model = load_causal_model("policy.model", policy.model, dtype, trust_remote_code=policy.trust_remote_code)

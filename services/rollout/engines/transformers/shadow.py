@@ -8,15 +8,15 @@ from collections.abc import Mapping
 
 import torch
 
-from services.rollout.engines.transformers.loading import OpenedModel
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
-from shared.peers.handshake import Secret
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.format.layout import Layout
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.source.source import WeightSource
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.transformers.loading import OpenedModel
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.peers.handshake import Secret
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.format.layout import Layout
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.source.source import WeightSource
+from penstock.shared.weights.transport.offer import Offer
 
 _LEAVE_S = 2.0
 """Time for peers to finish before their version is overwritten."""

@@ -5,11 +5,11 @@ import hashlib
 import numpy as np
 import torch
 
-from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.transformers.decoding import Batch, Tokens
-from services.rollout.engines.transformers.loading import OpenedModel
-from shared.bus.messages import PolicyVersion, Sampling
-from shared.errors import SettingsError
+from penstock.services.rollout.engines.engine import GenerationRequest
+from penstock.services.rollout.engines.transformers.decoding import Batch, Tokens
+from penstock.services.rollout.engines.transformers.loading import OpenedModel
+from penstock.shared.bus.messages import PolicyVersion, Sampling
+from penstock.shared.errors import SettingsError
 
 
 def try_out(opened: OpenedModel) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from services.rollout.engines.vllm.multihost.hosts import Hosts
-from shared.errors import SettingsError
-from shared.extras import install_command
-from shared.files import temporary
+from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
+from penstock.shared.files import temporary
 
 _LONGEST_SOCKET_PATH = 107
 """Of a Unix socket, by the kernel."""
@@ -88,7 +88,7 @@ def gather(
         "enforce_eager": enforce_eager,
         "enable_prefix_caching": enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "services.rollout.engines.vllm.worker.WorkerExtension",
+        "worker_extension_cls": "penstock.services.rollout.engines.vllm.worker.WorkerExtension",
         "disable_log_stats": False,
     }
     check_arguments(others, own_arguments.keys() - _OVERRIDABLE)

@@ -25,17 +25,23 @@ from typing import Any, Literal, TypeVar
 
 from prometheus_client import Gauge
 
-from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport, UpdateMode
-from services.rollout.engines.vllm.ladder import FREED
-from services.rollout.engines.vllm.requests import ROW_S, Requests
-from services.rollout.engines.vllm.swap_gate import SwapGate
-from services.rollout.engines.vllm.worker_channel import Reports
-from shared.bus.messages import Float32Array, Int32Array, PolicyVersion
-from shared.errors import WeightsError
-from shared.process.memory_timeline import Held
-from shared.weights.format.snapshot import read_snapshot
-from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import DeviceLocation, boot_id
+from penstock.services.rollout.engines.engine import (
+    EngineDied,
+    GeneratedGroup,
+    GenerationRequest,
+    SwapReport,
+    UpdateMode,
+)
+from penstock.services.rollout.engines.vllm.ladder import FREED
+from penstock.services.rollout.engines.vllm.requests import ROW_S, Requests
+from penstock.services.rollout.engines.vllm.swap_gate import SwapGate
+from penstock.services.rollout.engines.vllm.worker_channel import Reports
+from penstock.shared.bus.messages import Float32Array, Int32Array, PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.weights.format.snapshot import read_snapshot
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.transport.place import DeviceLocation, boot_id
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +59,10 @@ R = TypeVar("R")
 
 
 class VllmEngine:
-    """An :class:`Engine` on vLLM; see :func:`services.rollout.engines.vllm.start.open_vllm`.
+    """An :class:`Engine` on vLLM; see :func:`penstock.services.rollout.engines.vllm.start.open_vllm`.
 
     Args:
-        llm: an AsyncLLM with :class:`services.rollout.engines.vllm.worker.WorkerExtension`.
+        llm: an AsyncLLM with :class:`penstock.services.rollout.engines.vllm.worker.WorkerExtension`.
         workers: each rank's ``penstock_open`` answer.
         kv: keep or recompute running requests' key-value cache at a swap.
         bucketed: stream weights into the live parameters.
@@ -212,7 +218,7 @@ class VllmEngine:
         _check(answers)
         self._version = offer.header.version
         if _is_adapter(offer):
-            from services.rollout.engines.vllm.worker import adapter_request
+            from penstock.services.rollout.engines.vllm.worker import adapter_request
 
             self._requests.adapter = adapter_request(offer.source)
         return answers[0]

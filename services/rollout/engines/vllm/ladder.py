@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shared.errors import SettingsError, WeightsError
-from shared.process.memory_timeline import host_bytes
+from penstock.shared.errors import SettingsError, WeightsError
+from penstock.shared.process.memory_timeline import host_bytes
 
 _GIB = float(1 << 30)
 KV_CACHE = "kv_cache"

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest, unstopped
-from services.rollout.engines.stop_texts import StopTexts
-from services.rollout.engines.vllm.worker_channel import Reports, TokenRow
-from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
-from shared.errors import PermanentError
+from penstock.services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest, unstopped
+from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.services.rollout.engines.vllm.worker_channel import Reports, TokenRow
+from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyVersion
+from penstock.shared.errors import PermanentError
 
 ROW_S = 60.0
 """Rows arrive within milliseconds; later, the worker is lost."""

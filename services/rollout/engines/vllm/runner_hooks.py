@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.vllm.token_record import Finished, TokenRecord
+from penstock.services.rollout.engines.vllm.token_record import Finished, TokenRecord
 
 _ROUTER_SHAPES = "_LL_BF16_WARMUP_MODEL_SHAPES"
 """(hidden size, experts) of models that vLLM compiles router kernels for."""

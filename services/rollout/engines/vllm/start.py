@@ -1,6 +1,6 @@
 """Start vLLM as a :class:`VllmEngine`, or name the setting to change.
 
-Its processes are forked from one that has imported vLLM and nothing else (``services.rollout.engines.fork_server``),
+Its processes are forked from one that has imported vLLM and nothing else (``penstock.services.rollout.engines.fork_server``),
 while this process imports it, too; a fork of this process would copy our threads' locks and sockets. On a CPU they are
 spawned, as vLLM preloads libraries there. Metrics (``vllm:…``) and logs go through this process.
 """
@@ -13,14 +13,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from services.rollout.engines import fork_server
-from services.rollout.engines.vllm import start_report
-from services.rollout.engines.vllm.arguments import engine_args, serving, set_environment
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.multihost.hosts import Hosts, secret_of
-from services.rollout.engines.vllm.worker_channel import Reports, held_of
-from shared.errors import SettingsError
-from shared.process.importing import importing
+from penstock.services.rollout.engines import fork_server
+from penstock.services.rollout.engines.vllm import start_report
+from penstock.services.rollout.engines.vllm.arguments import engine_args, serving, set_environment
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, secret_of
+from penstock.services.rollout.engines.vllm.worker_channel import Reports, held_of
+from penstock.shared.errors import SettingsError
+from penstock.shared.process.importing import importing
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _configuring = threading.Lock()
 """vLLM configures itself through globals; engines may start together."""
 
 
-PRELOADED = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "services.rollout.engines.vllm.worker")
+PRELOADED = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "penstock.services.rollout.engines.vllm.worker")
 """What an engine's process imports."""
 
 
@@ -133,7 +133,7 @@ def _start(arguments: dict[str, Any], hosts: Hosts | None, stat_loggers: list[ty
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from services.rollout.engines.vllm.scheduling.schedulers import hold_tokens
+        from penstock.services.rollout.engines.vllm.scheduling.schedulers import hold_tokens
 
         _fork_engines()
         with serving(arguments["model"]):

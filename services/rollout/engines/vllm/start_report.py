@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from shared.files import temporary
+from penstock.shared.files import temporary
 
 FILE = "PENSTOCK_ENGINE_START"
 _ACTIVITIES = {

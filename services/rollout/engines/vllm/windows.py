@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shared.errors import SettingsError
-from shared.process.importing import importing
+from penstock.shared.errors import SettingsError
+from penstock.shared.process.importing import importing
 
 
 def check_windows(model: nn.Module, source: str, context_tokens: int, *, trust_remote_code: bool = False) -> None:

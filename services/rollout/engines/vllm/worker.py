@@ -26,24 +26,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.rollout.engines.vllm import start_report
-from services.rollout.engines.vllm.ladder import Ladder, storages, tensors
-from services.rollout.engines.vllm.multihost.hosts import secret_of
-from services.rollout.engines.vllm.multihost.stores import bind_stores
-from services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
-from services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
-from services.rollout.engines.vllm.token_record import Finished, TokenRecord
-from services.rollout.engines.vllm.windows import check_windows
-from services.rollout.engines.vllm.worker_channel import Reporter
-from shared.errors import PeerError, SettingsError, WeightsError, is_out_of_memory
-from shared.peers.frames import Frame
-from shared.process import memory_timeline
-from shared.process.parent import die_with
-from shared.weights.format.flat import FlatSnapshot
-from shared.weights.receiver.receiver import Receiver
-from shared.weights.source.source import WeightSource
-from shared.weights.transport.offer import Offer
-from shared.weights.transport.place import plain_uuid
+from penstock.services.rollout.engines.vllm import start_report
+from penstock.services.rollout.engines.vllm.ladder import Ladder, storages, tensors
+from penstock.services.rollout.engines.vllm.multihost.hosts import secret_of
+from penstock.services.rollout.engines.vllm.multihost.stores import bind_stores
+from penstock.services.rollout.engines.vllm.runner_hooks import RunnerTap, can_listen, draw_alike, warm_up_own_routers
+from penstock.services.rollout.engines.vllm.swap.weight_swap import WeightSwapper
+from penstock.services.rollout.engines.vllm.token_record import Finished, TokenRecord
+from penstock.services.rollout.engines.vllm.windows import check_windows
+from penstock.services.rollout.engines.vllm.worker_channel import Reporter
+from penstock.shared.errors import PeerError, SettingsError, WeightsError, is_out_of_memory
+from penstock.shared.peers.frames import Frame
+from penstock.shared.process import memory_timeline
+from penstock.shared.process.parent import die_with
+from penstock.shared.weights.format.flat import FlatSnapshot
+from penstock.shared.weights.receiver.receiver import Receiver
+from penstock.shared.weights.source.source import WeightSource
+from penstock.shared.weights.transport.offer import Offer
+from penstock.shared.weights.transport.place import plain_uuid
 
 log = logging.getLogger(__name__)
 

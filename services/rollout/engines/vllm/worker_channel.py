@@ -2,7 +2,7 @@
 
 ::
 
-    worker (each rank)   Reporter ◀── challenge             frames (shared.peers)
+    worker (each rank)   Reporter ◀── challenge             frames (penstock.shared.peers)
                                   ──▶ hello                 with a proof that it knows the secret
                                   ◀── welcome
                                   ──▶ row, staged           one writer thread
@@ -11,7 +11,7 @@
 
 Within a host: a Unix socket in a private folder. Across hosts: TCP, authenticated by HMAC-SHA256 of a challenge and the
 rank (``rollout.secret_file``), not encrypted. Workers end with their replica; a worker's death is reported at once, a
-vanished host's after ``shared.peers.keep_alive.SILENT_S``.
+vanished host's after ``penstock.shared.peers.keep_alive.SILENT_S``.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from typing import TypeGuard
 
 import numpy as np
 
-from services.rollout.engines import fork_server
-from shared.bus.messages import Float32Array, Int32Array, no_ids
-from shared.errors import PeerError
-from shared.files import temporary
-from shared.peers import frames
-from shared.peers.frames import Frame
-from shared.peers.handshake import Newcomers
-from shared.peers.keep_alive import keep_alive
-from shared.process.memory_timeline import Held
+from penstock.services.rollout.engines import fork_server
+from penstock.shared.bus.messages import Float32Array, Int32Array, no_ids
+from penstock.shared.errors import PeerError
+from penstock.shared.files import temporary
+from penstock.shared.peers import frames
+from penstock.shared.peers.frames import Frame
+from penstock.shared.peers.handshake import Newcomers
+from penstock.shared.peers.keep_alive import keep_alive
+from penstock.shared.process.memory_timeline import Held
 
 log = logging.getLogger(__name__)
 

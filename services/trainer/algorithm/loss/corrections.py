@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.loss.aggregation import sequence_means, sequence_sums, spread
-from services.trainer.algorithm.loss.kl import bounded
+from penstock.services.trainer.algorithm.loss.aggregation import sequence_means, sequence_sums, spread
+from penstock.services.trainer.algorithm.loss.kl import bounded
 
 Correction = Literal["token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"]
 

@@ -11,7 +11,7 @@ import dataclasses
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from shared.bus.messages import Float32Array
+from penstock.shared.bus.messages import Float32Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

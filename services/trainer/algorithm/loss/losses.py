@@ -19,8 +19,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.loss.aggregation import sequence_means, spread
-from services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, bounded
+from penstock.services.trainer.algorithm.loss.aggregation import sequence_means, spread
+from penstock.services.trainer.algorithm.loss.kl import MAX_LOG_RATIO, bounded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

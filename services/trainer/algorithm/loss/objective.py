@@ -9,16 +9,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm import functions
-from services.trainer.algorithm.diagnostics import TokenFigures
-from services.trainer.algorithm.loss import corrections, losses
-from services.trainer.algorithm.loss.aggregation import Stream, of_stream, sequence_sums, total
-from services.trainer.algorithm.loss.dpo import dpo
-from services.trainer.algorithm.loss.kl import estimate
-from services.trainer.algorithm.loss.top_k import top_k_kl
-from services.trainer.batch.token_data import LossInputs
-from services.trainer.model.layers.logits import TokenLogprobs
-from shared.settings.algorithm import AlgorithmSettings
+from penstock.services.trainer.algorithm import functions
+from penstock.services.trainer.algorithm.diagnostics import TokenFigures
+from penstock.services.trainer.algorithm.loss import corrections, losses
+from penstock.services.trainer.algorithm.loss.aggregation import Stream, of_stream, sequence_sums, total
+from penstock.services.trainer.algorithm.loss.dpo import dpo
+from penstock.services.trainer.algorithm.loss.kl import estimate
+from penstock.services.trainer.algorithm.loss.top_k import top_k_kl
+from penstock.services.trainer.batch.token_data import LossInputs
+from penstock.services.trainer.model.layers.logits import TokenLogprobs
+from penstock.shared.settings.algorithm import AlgorithmSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

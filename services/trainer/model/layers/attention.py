@@ -20,9 +20,9 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import MicroBatch, Segments
-from services.trainer.model.layers import variable_length
-from services.trainer.model.layers.attention_layout import (
+from penstock.services.trainer.batch.packing import MicroBatch, Segments
+from penstock.services.trainer.model.layers import variable_length
+from penstock.services.trainer.model.layers.attention_layout import (
     CAUSAL,
     Pattern,
     Ragged,
@@ -31,7 +31,7 @@ from services.trainer.model.layers.attention_layout import (
     ragged,
     rectangles,
 )
-from services.trainer.model.layers.attention_math import (
+from penstock.services.trainer.model.layers.attention_math import (
     PLAIN,
     Extras,
     attend_masked,
@@ -39,10 +39,10 @@ from services.trainer.model.layers.attention_math import (
     padded_size,
     with_ragged_sink_key,
 )
-from services.trainer.model.layers.gather import copies, gather_rows
-from services.trainer.model.layers.kernels import KernelKind
-from services.trainer.model.layers.variable_length import VarlenKind
-from shared.errors import SettingsError
+from penstock.services.trainer.model.layers.gather import copies, gather_rows
+from penstock.services.trainer.model.layers.kernels import KernelKind
+from penstock.services.trainer.model.layers.variable_length import VarlenKind
+from penstock.shared.errors import SettingsError
 
 AttentionKind = Literal["auto", "torch", "mask", "varlen", "flash4"]
 NAME = "penstock_segments"

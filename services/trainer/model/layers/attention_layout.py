@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import Int64Array, Segments
-from services.trainer.model.layers.gather import Copies, copies
-from services.trainer.model.layers.variable_length import Ends
+from penstock.services.trainer.batch.packing import Int64Array, Segments
+from penstock.services.trainer.model.layers.gather import Copies, copies
+from penstock.services.trainer.model.layers.variable_length import Ends
 
 SHORT_ROW_TOKENS = 128
 """Shorter rows attend as a whole, which is cheaper than many segments."""

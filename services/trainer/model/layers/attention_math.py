@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.model.layers import variable_length
-from services.trainer.model.layers.attention_layout import Ragged
-from services.trainer.model.layers.gather import gather_rows
-from services.trainer.model.layers.variable_length import VarlenKind
+from penstock.services.trainer.model.layers import variable_length
+from penstock.services.trainer.model.layers.attention_layout import Ragged
+from penstock.services.trainer.model.layers.gather import gather_rows
+from penstock.services.trainer.model.layers.variable_length import VarlenKind
 
 _SINK_SIZES = 2
 

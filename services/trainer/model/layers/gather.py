@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.batch.packing import Int64Array
+from penstock.services.trainer.batch.packing import Int64Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
         if ctx.known is not None and gradient.is_cuda and importlib.util.find_spec("triton") is not None:
-            from services.trainer.model.layers.triton_kernels import gather as gather_kernel
+            from penstock.services.trainer.model.layers.triton_kernels import gather as gather_kernel
 
             return gather_kernel.sum_copies(gradient, ctx.known.order, ctx.known.ends, ctx.shape), None, None
         total = gradient.new_zeros(ctx.shape)

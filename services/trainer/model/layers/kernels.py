@@ -13,9 +13,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from services.trainer.model.layers import norms, projections
-from shared.errors import SettingsError
-from shared.extras import install_command
+from penstock.services.trainer.model.layers import norms, projections
+from penstock.shared.errors import SettingsError
+from penstock.shared.extras import install_command
 
 log = logging.getLogger(__name__)
 

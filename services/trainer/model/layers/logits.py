@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shared.model.logits import logprobs_and_entropies, partition, restrict
-from shared.model.logits_projection import LogitsType, projection
-from shared.model.logits_transform import PLAIN, LogitsTransform
+from penstock.shared.model.logits import logprobs_and_entropies, partition, restrict
+from penstock.shared.model.logits_projection import LogitsType, projection
+from penstock.shared.model.logits_transform import PLAIN, LogitsTransform
 
 
 @dataclasses.dataclass(frozen=True)  # no slots: ZeRO stage 3 searches the output's __dict__
@@ -64,7 +64,7 @@ def token_logprobs(
         fused: by one GPU kernel.
         kind: number type of the logits.
         keep: logits for the backward pass.
-        support: ids (N × K) and sizes (N) of what could be drawn (:func:`shared.model.logits.restrict`); None: all.
+        support: ids (N × K) and sizes (N) of what could be drawn (:func:`penstock.shared.model.logits.restrict`); None: all.
         tops_NK: ids of tokens whose logprobs are returned too, over all tokens; not with a support.
     """
     assert support is None or tops_NK is None

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import Segments
-from services.trainer.model.layers import spans
-from services.trainer.model.layers.gather import gather_rows
+from penstock.services.trainer.batch.packing import Segments
+from penstock.services.trainer.model.layers import spans
+from penstock.services.trainer.model.layers.gather import gather_rows
 
 _CONTINUING = {
     "BambaMixer": "cache_params",

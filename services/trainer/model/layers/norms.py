@@ -36,7 +36,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        from services.trainer.model.layers.triton_kernels import norm as norm_kernel
+        from penstock.services.trainer.model.layers.triton_kernels import norm as norm_kernel
 
         flat_TD = hidden.contiguous().view(-1, hidden.shape[-1])
         y_TD, inverse_T = norm_kernel.forward(flat_TD, weight, epsilon)
@@ -46,7 +46,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        from services.trainer.model.layers.triton_kernels import norm as norm_kernel
+        from penstock.services.trainer.model.layers.triton_kernels import norm as norm_kernel
 
         flat_TD, weight, inverse_T = ctx.saved_tensors
         flat_gradient = gradient.contiguous().view(flat_TD.shape)

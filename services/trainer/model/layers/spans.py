@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.batch.packing import Int64Array, Segments
-from services.trainer.model.layers.gather import gather_rows
+from penstock.services.trainer.batch.packing import Int64Array, Segments
+from penstock.services.trainer.model.layers.gather import gather_rows
 
 FORK_TOKENS = 128
 """Shorter prompts are repeated: extra calls cost more."""

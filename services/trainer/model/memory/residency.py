@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from shared.process import memory_timeline
-from shared.settings.placement import OPTIMIZER_RUNG, USABLE_IN_TURNS, moved_and_staying
-from shared.weights.host_copies import HostCopies, storages_of
+from penstock.shared.process import memory_timeline
+from penstock.shared.settings.placement import OPTIMIZER_RUNG, USABLE_IN_TURNS, moved_and_staying
+from penstock.shared.weights.host_copies import HostCopies, storages_of
 
 COMPONENTS = ("weights", "optimizer", "gradients")
 FREED = {OPTIMIZER_RUNG: ("optimizer",), 4: COMPONENTS}

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from shared.model.flops import ModelSizes
+from penstock.shared.model.flops import ModelSizes
 
 log = logging.getLogger(__name__)
 

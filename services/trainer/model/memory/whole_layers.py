@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.batch.packing import micro_batch
-from services.trainer.model.memory.recomputation import checkpointable
+from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.model.memory.recomputation import checkpointable
 
 MOST_NUMBERS = 10**9
 """In a layer. DeepSpeed keeps as many gathered anyway (``stage3_max_live_parameters``)."""

@@ -10,9 +10,9 @@ from enum import IntEnum
 import msgpack
 import numpy as np
 
-from services.trainer.checkpoint.manifests import CheckpointState
-from shared.bus.encoding import wire
-from shared.bus.messages import Experience, Int32Array, PolicyVersion, StepPlan
+from penstock.services.trainer.checkpoint.manifests import CheckpointState
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.messages import Experience, Int32Array, PolicyVersion, StepPlan
 
 TURN_S = 2.0
 """Rank 0's maximum wait before it sends IDLE or WAIT."""
@@ -68,7 +68,7 @@ def share(command: Command | None) -> Command:
     import torch
     import torch.distributed as dist
 
-    from services.trainer.rank_group import host_group
+    from penstock.services.trainer.rank_group import host_group
 
     if dist.get_world_size() == 1:
         assert command is not None

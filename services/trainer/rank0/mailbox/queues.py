@@ -1,4 +1,4 @@
-"""The two queues between rank 0's event loop (``driver``) and its training thread (``services.trainer.loop``): a
+"""The two queues between rank 0's event loop (``driver``) and its training thread (``penstock.services.trainer.loop``): a
 command in, one result for each but STOP out, with notices beside them.
 
 A side's error is raised by the other: in the loop at once, in training at its next command.
@@ -7,8 +7,8 @@ A side's error is raised by the other: in the loop at once, in training at its n
 import asyncio
 import queue
 
-from services.trainer.rank0.mailbox.commands import Command
-from services.trainer.rank0.mailbox.results import Notice, Result
+from penstock.services.trainer.rank0.mailbox.commands import Command
+from penstock.services.trainer.rank0.mailbox.results import Notice, Result
 
 
 class Mailbox:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from services.trainer.checkpoint.local_store import Checkpoint
-from shared.bus.messages import MemorySample, Probe, StepPlan
+from penstock.services.trainer.checkpoint.local_store import Checkpoint
+from penstock.shared.bus.messages import MemorySample, Probe, StepPlan
 
 R = TypeVar("R", bound="Result")
 
@@ -33,7 +33,7 @@ class Replayed(Result):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where a version's weights are; see :class:`shared.bus.messages.PolicyRecord`."""
+    """Where a version's weights are; see :class:`penstock.shared.bus.messages.PolicyRecord`."""
 
     digest: str
     location: str

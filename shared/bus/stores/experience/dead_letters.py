@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Iterable
 from enum import StrEnum
 
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.keys import ASSEMBLY
-from shared.bus.streams import Row, Stream
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import ASSEMBLY
+from penstock.shared.bus.streams import Row, Stream
 
 _DISCARDED = "dropped:discarded"
 ENTRY_PATTERN = r"^[0-9]{1,18}-[0-9]{1,18}$"

@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Sequence
 
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import key
-from shared.bus.messages import Prompt
-from shared.errors import MessageError
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import Prompt
+from penstock.shared.errors import MessageError
 
 log = logging.getLogger(__name__)
 

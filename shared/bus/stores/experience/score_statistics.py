@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
 
 STATISTICS = key(
     "statistics:<scorer>", "hash", "the run's", "count, mean and sum of squared differences of a scorer's values"

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shared.bus.bus import Bus
-from shared.bus.keys import RUN, key
-from shared.bus.messages import Float32Array, PolicyVersion
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import RUN, key
+from penstock.shared.bus.messages import Float32Array, PolicyVersion
 
 SIGNALS = key("signals", "hash", "the run's", "problem → average of p(1 − p) of its groups (`data.curriculum`)")
 UNSEEN = 0.25

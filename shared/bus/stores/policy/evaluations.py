@@ -16,10 +16,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import key
-from shared.bus.messages import PolicyVersion, Prompt
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import PolicyVersion, Prompt
 
 log = logging.getLogger(__name__)
 

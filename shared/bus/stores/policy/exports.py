@@ -9,11 +9,11 @@ import json
 import logging
 from pathlib import Path
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
-from shared.bus.messages import PolicyVersion
-from shared.errors import PenstockError
-from shared.settings import Settings
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import PenstockError
+from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 

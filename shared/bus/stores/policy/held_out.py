@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import key
-from shared.bus.messages import Experience
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import Experience
 
 HELD_OUT = key("held_out", "hash", "the run's", "index → held-out demonstration whose loss the trainer reports")
 

@@ -18,16 +18,24 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal
 
-from shared.bus import streams
-from shared.bus.bus import Bus, Delivery, EntryId, read_counts
-from shared.bus.client.lua import Argument
-from shared.bus.encoding import wire
-from shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, RUN, key
-from shared.bus.messages import Experience, PolicyRecord, PolicyUpdate, PolicyVersion, Prompt, StepPlan, StepReport
-from shared.bus.stores.experience.signals import RATE, SignalChange
-from shared.bus.stores.policy.policies import Policies
-from shared.bus.streams import Row
-from shared.errors import Fenced
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus, Delivery, EntryId, read_counts
+from penstock.shared.bus.client.lua import Argument
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import ASSEMBLY, COUNTS, GENERATING, RUN, key
+from penstock.shared.bus.messages import (
+    Experience,
+    PolicyRecord,
+    PolicyUpdate,
+    PolicyVersion,
+    Prompt,
+    StepPlan,
+    StepReport,
+)
+from penstock.shared.bus.stores.experience.signals import RATE, SignalChange
+from penstock.shared.bus.stores.policy.policies import Policies
+from penstock.shared.bus.streams import Row
+from penstock.shared.errors import Fenced
 
 TRAINED = key(
     "trained", "string", "the run's", "one bit per group id whose experience was committed: a copy of it is not trained"

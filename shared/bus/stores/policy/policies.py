@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from enum import StrEnum
 
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import RUN, Key, key
-from shared.bus.messages import PolicyRecord, PolicyVersion
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import RUN, Key, key
+from penstock.shared.bus.messages import PolicyRecord, PolicyVersion
 
 POLICIES = key("policies", "hash", "the run's", "version → PolicyRecord")
 POLICY_STATES = key("policy_states", "hash", "the run's", "version → published, live, retired or revoked")

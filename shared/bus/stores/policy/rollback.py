@@ -6,12 +6,12 @@ import uuid
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-from shared.bus import streams
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import key
-from shared.bus.messages import Event, PolicyRecord, PolicyVersion
-from shared.bus.stores.policy.ledger import Ledger, RunStatus
+from penstock.shared.bus import streams
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import Event, PolicyRecord, PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunStatus
 
 ROLLBACK = key("rollback", "hash", "until the next one", "the rollback under way, or the last one (`Rollback`)")
 SOURCE = "rollback"

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable
 from enum import StrEnum
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
 
 CORDONS = key("cordons", "hash", "until uncordoned", "replica → cordoned or draining")
 

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from shared.bus.bus import Bus
-from shared.bus.keys import Named, key
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import Named, key
 
 DEVICE = key(
     "device:<index>",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from pydantic import TypeAdapter
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
-from shared.bus.messages import PolicyVersion
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import PolicyVersion
 
 log = logging.getLogger(__name__)
 

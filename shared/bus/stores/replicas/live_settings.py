@@ -18,11 +18,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
-from shared.bus.messages import Json
-from shared.errors import SettingsError
-from shared.settings import Settings, override
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import Json
+from penstock.shared.errors import SettingsError
+from penstock.shared.settings import Settings, override
 
 log = logging.getLogger(__name__)
 

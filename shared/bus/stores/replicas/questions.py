@@ -11,12 +11,12 @@ import asyncio
 import secrets
 from collections.abc import Mapping
 
-from shared.bus.bus import Bus
-from shared.bus.encoding import wire
-from shared.bus.keys import key
-from shared.bus.messages import GroupId, Prompt, Purpose, RolloutGroup
-from shared.bus.streams import ANSWERS, QUESTIONS
-from shared.errors import MessageError, PermanentError
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import GroupId, Prompt, Purpose, RolloutGroup
+from penstock.shared.bus.streams import ANSWERS, QUESTIONS
+from penstock.shared.errors import MessageError, PermanentError
 
 CLAIM = key("question:<id>", "string", "ten minutes", "replica that answers the question")
 WITHIN_S = 120.0

@@ -7,8 +7,8 @@ the same secret back; if a new process created another meanwhile, all adopt that
 import secrets
 from collections.abc import Callable
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
 
 SECRET = key("secret", "string", "the run's", "the secret by which processes of the run authenticate each other")
 

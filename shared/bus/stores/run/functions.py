@@ -14,11 +14,11 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 
-from shared.bus.bus import Bus
-from shared.bus.keys import RUN, key
-from shared.bus.messages import PolicyVersion
-from shared.settings import Settings
-from shared.settings.rewards.scorers import PythonScorer, TrlScorer
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import RUN, key
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.settings import Settings
+from penstock.shared.settings.rewards.scorers import PythonScorer, TrlScorer
 
 FUNCTIONS = key("functions", "hash", "the run's", "number:function → SHA-256 of its source file, newest version then")
 _OF_CHECKPOINT = -1

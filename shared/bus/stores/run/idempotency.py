@@ -1,7 +1,7 @@
 """Stored answers to POST requests with an Idempotency-Key."""
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
 
 IDEMPOTENCY = key("idempotency:<digest>", "string", "a minute, then a day", "a POST under way, then its answer (JSON)")
 _UNDER_WAY_S, _KEPT_S = 60, 86_400

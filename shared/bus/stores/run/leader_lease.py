@@ -1,7 +1,7 @@
 """The coordinators' leader lease; its term is a fencing token that scripts check."""
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
 
 LEASE = key("lease", "hash", "expires unless renewed", "replica, process and term of the coordinator that leads")
 

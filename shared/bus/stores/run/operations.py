@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from enum import StrEnum
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
-from shared.bus.messages import Json
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
+from penstock.shared.bus.messages import Json
 
 log = logging.getLogger(__name__)
 

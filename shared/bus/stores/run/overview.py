@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from shared.bus.bus import Bus, read_counts
-from shared.bus.keys import COUNTS, RUN
-from shared.bus.messages import PolicyVersion
-from shared.bus.stores.policy.ledger import IN_FLIGHT, RunStatus, read_status
-from shared.bus.stores.policy.policies import REVOKED
-from shared.bus.stores.run.functions import FUNCTIONS, History, decode
+from penstock.shared.bus.bus import Bus, read_counts
+from penstock.shared.bus.keys import COUNTS, RUN
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.bus.stores.policy.ledger import IN_FLIGHT, RunStatus, read_status
+from penstock.shared.bus.stores.policy.policies import REVOKED
+from penstock.shared.bus.stores.run.functions import FUNCTIONS, History, decode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

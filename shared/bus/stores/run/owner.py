@@ -1,8 +1,8 @@
 """The release that a run's keys belong to, so that two releases cannot share them by accident."""
 
-from shared.bus.bus import Bus
-from shared.bus.keys import key
-from shared.errors import SettingsError
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import key
+from penstock.shared.errors import SettingsError
 
 OWNER = key("owner", "string", "the run's", "the Kubernetes namespace and release whose services use these keys")
 

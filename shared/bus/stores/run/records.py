@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from shared.bus.bus import Bus
-from shared.bus.streams import Row, Stream
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.streams import Row, Stream
 
 
 async def page(bus: Bus, stream: Stream, before: str | None, count: int) -> list[Row]:

@@ -2,10 +2,10 @@
 
 import time
 
-from shared.bus.bus import Bus
-from shared.bus.keys import RUN, Key, Keys, key
-from shared.bus.stores.policy.ledger import Ledger, RunStatus
-from shared.bus.stores.replicas.heartbeats import SERVICE
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.keys import RUN, Key, Keys, key
+from penstock.shared.bus.stores.policy.ledger import Ledger, RunStatus
+from penstock.shared.bus.stores.replicas.heartbeats import SERVICE
 
 SETTINGS = key("settings", "string", "until the run is deleted", "the TOML of a run that was registered over HTTP")
 _AT_ONCE = 500

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import Cohere2Config as CohereConfiguration
 
-from services.rollout.engines.vllm.swap.reload_repairs import DirectWrites
-from services.rollout.engines.vllm.windows import check_windows
-from shared.errors import SettingsError, WeightsError
+from penstock.services.rollout.engines.vllm.swap.reload_repairs import DirectWrites
+from penstock.services.rollout.engines.vllm.windows import check_windows
+from penstock.shared.errors import SettingsError, WeightsError
 from tests.support import model_page, vllm_agreement
 
 VLLM = model_page.verdicts().vllm

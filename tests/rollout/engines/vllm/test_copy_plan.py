@@ -8,9 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from services.rollout.engines.vllm.swap.byte_coverage import TouchedTwice, first_missing, intervals, merged, union
-from services.rollout.engines.vllm.swap.copies import CopyPlan
-from services.rollout.engines.vllm.swap.copy_plan import (
+from penstock.services.rollout.engines.vllm.swap.byte_coverage import (
+    TouchedTwice,
+    first_missing,
+    intervals,
+    merged,
+    union,
+)
+from penstock.services.rollout.engines.vllm.swap.copies import CopyPlan
+from penstock.services.rollout.engines.vllm.swap.copy_plan import (
     CopyPlanRefused,
     LoaderRefused,
     Writes,

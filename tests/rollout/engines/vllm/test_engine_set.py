@@ -15,20 +15,20 @@ import pytest_asyncio
 import torch
 from prometheus_client import REGISTRY
 
-from services.rollout.engines import fork_server
-from services.rollout.engines.engine import EngineDied, GeneratedGroup
-from services.rollout.engines.vllm.arguments import gather, set_environment
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.several import start
-from services.rollout.engines.vllm.several.engine_set import EngineSet
-from services.rollout.engines.vllm.several.plan import Memory
-from services.rollout.engines.vllm.several.start import open_engines
-from services.rollout.engines.vllm.start import PRELOADED, _call_with_plugins, open_vllm
-from shared.bus.messages import PolicyVersion
-from shared.errors import WeightsError
-from shared.weights.receiver.puller import Puller
-from shared.weights.source.source import WeightSource
-from shared.weights.transport.place import DeviceLocation
+from penstock.services.rollout.engines import fork_server
+from penstock.services.rollout.engines.engine import EngineDied, GeneratedGroup
+from penstock.services.rollout.engines.vllm.arguments import gather, set_environment
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.several import start
+from penstock.services.rollout.engines.vllm.several.engine_set import EngineSet
+from penstock.services.rollout.engines.vllm.several.plan import Memory
+from penstock.services.rollout.engines.vllm.several.start import open_engines
+from penstock.services.rollout.engines.vllm.start import PRELOADED, _call_with_plugins, open_vllm
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.source.source import WeightSource
+from penstock.shared.weights.transport.place import DeviceLocation
 from tests.conftest import PATIENCE_S, need_module, until
 from tests.rollout.engines.vllm.test_engine import (
     MODELS,

@@ -10,15 +10,15 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.engines.engine import Engine, GeneratedSample
-from services.rollout.engines.vllm.arguments import gather
-from services.rollout.engines.vllm.several.engine_set import EngineSet
-from services.rollout.engines.vllm.several.gpu import NvmlGpu
-from services.rollout.engines.vllm.several.start import open_engines
-from shared.bus.messages import PolicyVersion
-from shared.weights.receiver.puller import Puller
-from shared.weights.source.source import WeightSource
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.engine import Engine, GeneratedSample
+from penstock.services.rollout.engines.vllm.arguments import gather
+from penstock.services.rollout.engines.vllm.several.engine_set import EngineSet
+from penstock.services.rollout.engines.vllm.several.gpu import NvmlGpu
+from penstock.services.rollout.engines.vllm.several.start import open_engines
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.source.source import WeightSource
+from penstock.shared.weights.transport.offer import Offer
 from tests.conftest import need_module
 from tests.rollout.engines.vllm.test_engine import PROMPT, model, request, save
 from tests.support import weights

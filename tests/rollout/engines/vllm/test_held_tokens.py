@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.rollout.engines.vllm.scheduling import held_tokens
-from services.rollout.engines.vllm.scheduling.held_tokens import HeldTokens, Holding
+from penstock.services.rollout.engines.vllm.scheduling import held_tokens
+from penstock.services.rollout.engines.vllm.scheduling.held_tokens import HeldTokens, Holding
 
 FINAL, OTHER = "final", "cumulative"
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.rollout.engines.vllm import ladder
-from services.rollout.engines.vllm.ladder import Ladder
-from shared.errors import SettingsError
+from penstock.services.rollout.engines.vllm import ladder
+from penstock.services.rollout.engines.vllm.ladder import Ladder
+from penstock.shared.errors import SettingsError
 
 
 class Worker:

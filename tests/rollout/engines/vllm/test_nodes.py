@@ -15,19 +15,19 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.__main__ import vllm_settings
-from services.rollout.engines.engine import EngineDied
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of, secret_of
-from services.rollout.engines.vllm.multihost.node import outlast
-from services.rollout.engines.vllm.start import check, open_vllm
-from services.rollout.engines.vllm.worker_channel import prove
-from shared.bus.messages import PolicyVersion
-from shared.errors import SettingsError
-from shared.peers import frames
-from shared.process.children import reap
-from shared.settings import Settings, load
-from shared.weights.receiver.puller import Puller
+from penstock.services.rollout.__main__ import vllm_settings
+from penstock.services.rollout.engines.engine import EngineDied
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts, hosts_of, secret_of
+from penstock.services.rollout.engines.vllm.multihost.node import outlast
+from penstock.services.rollout.engines.vllm.start import check, open_vllm
+from penstock.services.rollout.engines.vllm.worker_channel import prove
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.errors import SettingsError
+from penstock.shared.peers import frames
+from penstock.shared.process.children import reap
+from penstock.shared.settings import Settings, load
+from penstock.shared.weights.receiver.puller import Puller
 from tests.conftest import PATIENCE_S, free_port, need_module, until
 from tests.rollout.engines.vllm.test_engine import (
     MODELS,
@@ -107,7 +107,7 @@ arguments = {{ enforce_eager = true, block_size = 32, num_gpu_blocks_override = 
         return load(self.config, environment={})
 
     async def start(self) -> None:
-        command = ["-m", "services.rollout", "--config", str(self.config), "--replica", "rollout-0"]
+        command = ["-m", "penstock.services.rollout", "--config", str(self.config), "--replica", "rollout-0"]
         flags = ["--rollout.node", "1", "--run.metrics_port", str(self.metrics_port)]
         with (self.folder / "node.log").open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.scheduling import BLOCK_SIZE, output, request, scheduler, scheduler_config
-from services.rollout.engines.vllm.scheduling.plain_decoding import _MORE_OF_A_STEP, plain_decoding, slower_decoder
+from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import (
+    _MORE_OF_A_STEP,
+    plain_decoding,
+    slower_decoder,
+)
 from tests.conftest import need_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
@@ -149,7 +153,7 @@ def test_steps_tokens_and_state_are_vllms(vllm_config: Any, blocks: int, newer_r
     """With prefixes in common, stop tokens, requests that are taken back, and too few blocks for all."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    from services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
+    from penstock.services.rollout.engines.vllm.scheduling.schedulers import HoldingAsyncScheduler
 
     ours, theirs = (Side(kind, vllm_config, blocks) for kind in (HoldingAsyncScheduler, AsyncScheduler))
     for side in (ours, theirs):

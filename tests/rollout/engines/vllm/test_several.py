@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.vllm.arguments import capture_sizes
-from services.rollout.engines.vllm.several.gpu import NvmlGpu, sharing
-from services.rollout.engines.vllm.several.plan import Demand, EngineCount, Memory, by_load, upper_limit
-from services.rollout.engines.vllm.several.router import Router
-from shared.errors import SettingsError
-from shared.preflight import node
+from penstock.services.rollout.engines.vllm.arguments import capture_sizes
+from penstock.services.rollout.engines.vllm.several.gpu import NvmlGpu, sharing
+from penstock.services.rollout.engines.vllm.several.plan import Demand, EngineCount, Memory, by_load, upper_limit
+from penstock.services.rollout.engines.vllm.several.router import Router
+from penstock.shared.errors import SettingsError
+from penstock.shared.preflight import node
 from tests.conftest import need_module
 
 GIB = 1 << 30

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.vllm.runner_hooks import (
+from penstock.services.rollout.engines.vllm.runner_hooks import (
     _ROUTER_SHAPES,
     RunnerTap,
     can_listen,
     draw_alike,
     warm_up_own_routers,
 )
-from services.rollout.engines.vllm.token_record import Finished, TokenRecord, token_logprobs
-from services.rollout.engines.vllm.worker_channel import Reporter, Reports, prove
-from shared.errors import PeerError
-from shared.peers import frames
-from shared.process.children import reap
+from penstock.services.rollout.engines.vllm.token_record import Finished, TokenRecord, token_logprobs
+from penstock.services.rollout.engines.vllm.worker_channel import Reporter, Reports, prove
+from penstock.shared.errors import PeerError
+from penstock.shared.peers import frames
+from penstock.shared.process.children import reap
 from tests.conftest import PATIENCE_S, until
 
 CPU = torch.device("cpu")
@@ -355,7 +355,7 @@ class Worker:
     async def start(cls, reports: Reports, rank: int = 0) -> "Worker":
         code = (
             "import sys, msgpack\n"
-            "from services.rollout.engines.vllm.worker_channel import Reporter\n"
+            "from penstock.services.rollout.engines.vllm.worker_channel import Reporter\n"
             f"reporter = Reporter(sys.argv[1], {rank}, print, secret={reports._secret!r})\n"
             "for message in msgpack.Unpacker(sys.stdin.buffer.raw): reporter.send(lambda m=message: [m])\n"
             "import time; time.sleep(60)\n"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.engines.vllm.swap.reload_repairs import fuse_gates_again, packing_experts_again
-from services.rollout.engines.vllm.swap.weight_swap import _derived
+from penstock.services.rollout.engines.vllm.swap.reload_repairs import fuse_gates_again, packing_experts_again
+from penstock.services.rollout.engines.vllm.swap.weight_swap import _derived
 from tests.support.tolerance import FORWARD
 
 WHOLE_GAP_NATS = FORWARD

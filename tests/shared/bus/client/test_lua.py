@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from shared.bus.bus import Bus
-from shared.bus.client.lua import SCRIPTS, Given, parse
-from shared.bus.keys import COUNTS, Keys
-from shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.client.lua import SCRIPTS, Given, parse
+from penstock.shared.bus.keys import COUNTS, Keys
+from penstock.shared.bus.streams import EXPERIENCE, PROMPTS, ROLLOUTS
 from tests.support.raw_redis import raw
 
 HEADER = "#!lua\n-- Try.\n-- KEYS: input counts\n-- ARGV: group entries...\n"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError, ResponseError
 
-from shared.bus.bus import Bus
-from shared.bus.client.server import Together
+from penstock.shared.bus.bus import Bus
+from penstock.shared.bus.client.server import Together
 
 pytestmark = pytest.mark.asyncio
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from shared.bus.client.connection import close_client, open_client
-from shared.bus.client.server import Server
+from penstock.shared.bus.client.connection import close_client, open_client
+from penstock.shared.bus.client.server import Server
 from tests.conftest import Server as Started
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bus.encoding import validation, wire
-from shared.bus.encoding.record_reader import read_fields, record_reader
-from shared.bus.encoding.validation import INVALID, FieldLimits, Reader
-from shared.bus.messages import Experience, PolicyUpdate, Prompt, Score, StepReport
+from penstock.shared.bus.encoding import validation, wire
+from penstock.shared.bus.encoding.record_reader import read_fields, record_reader
+from penstock.shared.bus.encoding.validation import INVALID, FieldLimits, Reader
+from penstock.shared.bus.messages import Experience, PolicyUpdate, Prompt, Score, StepReport
 from tests.chaos.fuzz import Hostile
 from tests.shared.bus.test_hostile_messages import MESSAGES
 from tests.support import builders
@@ -150,7 +150,7 @@ def test_every_score_of_a_group_takes_the_compiled_way(monkeypatch: pytest.Monke
     def never(*_: object) -> None:
         raise AssertionError("read field by field")
 
-    monkeypatch.setattr("shared.bus.encoding.record_reader.read_fields", never)
+    monkeypatch.setattr("penstock.shared.bus.encoding.record_reader.read_fields", never)
     sent = wire.encode(builders.experience(3))
     scores = [score for each in wire.decode(sent, Experience).scores for score in each.scores]
     assert [type(score) for score in scores] == [Score, Score]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from typing_extensions import TypeAliasType
 
-from shared.bus.encoding import wire
-from shared.bus.encoding.validation import FieldLimits
-from shared.bus.messages import (
+from penstock.shared.bus.encoding import wire
+from penstock.shared.bus.encoding.validation import FieldLimits
+from penstock.shared.bus.messages import (
     Experience,
     PolicyRecord,
     PolicyVersion,
@@ -25,7 +25,7 @@ from shared.bus.messages import (
     Score,
     ScoreStatus,
 )
-from shared.errors import MessageError
+from penstock.shared.errors import MessageError
 from tests.support import builders
 
 GOLDEN_PROMPT = (

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from services.trainer.batch.packing import micro_batch
-from services.trainer.model.memory.recomputation import Kept, MemoryUsage, Recomputation
+from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.model.memory.recomputation import Kept, MemoryUsage, Recomputation
 from tests.support.packed import rows
 from tests.trainer.model.test_engine import Stepper, settings
 
@@ -113,8 +113,8 @@ def test_what_is_lacking_is_taken_from_layers_first() -> None:
 @pytest.mark.parametrize(("setting", "kept"), [("auto", 1), (True, 0)])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_first_step_on_a_gpu_keeps_the_activations_of_the_last_layer_alone(setting: str | bool, kept: int) -> None:
-    from services.trainer.model.engine import TrainingEngine
-    from services.trainer.model.policy import Policy
+    from penstock.services.trainer.model.engine import TrainingEngine
+    from penstock.services.trainer.model.policy import Policy
     from tests.support import tiny
 
     of = settings(1, gradient_checkpointing=setting, device="cuda")

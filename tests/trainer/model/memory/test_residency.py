@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.loop import Trainer
-from services.trainer.model.memory import residency as residency_module
-from services.trainer.rank0.artifacts import Rank0Artifacts
-from services.trainer.rank0.mailbox.commands import Command, CommandKind
-from services.trainer.rank0.mailbox.queues import NoMailbox
-from services.trainer.rank0.publication import Publication
-from shared.bus.messages import PolicyVersion
-from shared.weights.host_copies import HostCopies
-from shared.weights.stream_order import Point
+from penstock.services.trainer.loop import Trainer
+from penstock.services.trainer.model.memory import residency as residency_module
+from penstock.services.trainer.rank0.artifacts import Rank0Artifacts
+from penstock.services.trainer.rank0.mailbox.commands import Command, CommandKind
+from penstock.services.trainer.rank0.mailbox.queues import NoMailbox
+from penstock.services.trainer.rank0.publication import Publication
+from penstock.shared.bus.messages import PolicyVersion
+from penstock.shared.weights.host_copies import HostCopies
+from penstock.shared.weights.stream_order import Point
 from tests.support import tiny, trainer_ranks, weights
 from tests.trainer.algorithm import test_update
 from tests.trainer.model.test_engine import Stepper, settings

@@ -17,9 +17,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from services.trainer.batch.packing import PackedRow
-from services.trainer.model.memory.sizes import measure
-from shared.model.flops import ModelSizes, forward_flops
+from penstock.services.trainer.batch.packing import PackedRow
+from penstock.services.trainer.model.memory.sizes import measure
+from penstock.shared.model.flops import ModelSizes, forward_flops
 from tests.support import builders, tiny
 
 QWEN3_30B = Qwen3MoeConfig(

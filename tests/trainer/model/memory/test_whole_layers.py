@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.batch.packing import micro_batch
-from services.trainer.model import adapter
-from services.trainer.model.critic import Critic
-from services.trainer.model.engine import TrainingEngine
-from services.trainer.model.memory import whole_layers
-from services.trainer.model.policy import Policy
-from shared.settings import Settings
+from penstock.services.trainer.batch.packing import micro_batch
+from penstock.services.trainer.model import adapter
+from penstock.services.trainer.model.critic import Critic
+from penstock.services.trainer.model.engine import TrainingEngine
+from penstock.services.trainer.model.memory import whole_layers
+from penstock.services.trainer.model.policy import Policy
+from penstock.shared.settings import Settings
 from tests.support import model_zoo, tiny
 from tests.support.tolerance import GRADIENT, MOVEMENT, moved_apart, smooth_adam
 from tests.trainer.model.test_engine import settings

@@ -18,9 +18,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from services.reward.scorers.answer.mathematics import bounds, latex_parser
-from services.reward.scorers.answer.mathematics.proven_equality import exact, replace_steps
-from services.reward.subprocess_pool import child
+from penstock.services.reward.scorers.answer.mathematics import bounds, latex_parser
+from penstock.services.reward.scorers.answer.mathematics.proven_equality import exact, replace_steps
+from penstock.services.reward.subprocess_pool import child
 
 _DEEPEST = 16
 """The parser's time grows exponentially with nesting: minutes at depth 20."""

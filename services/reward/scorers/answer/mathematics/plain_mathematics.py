@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from services.reward.scorers.answer.mathematics import polynomials
-from services.reward.scorers.answer.mathematics.polynomials import (
+from penstock.services.reward.scorers.answer.mathematics import polynomials
+from penstock.services.reward.scorers.answer.mathematics.polynomials import (
     INFINITY,
     PI,
     Polynomial,

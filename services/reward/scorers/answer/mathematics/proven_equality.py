@@ -6,7 +6,7 @@ real solutions are equal to it. Here a difference is zero if :func:`is_zero` or 
 
 from typing import Any
 
-from services.reward.scorers.answer.mathematics.zero import is_zero
+from penstock.services.reward.scorers.answer.mathematics.zero import is_zero
 
 _REPLACED = ("sympy_numeric_eq", "sympy_symbolic_eq", "solve")
 

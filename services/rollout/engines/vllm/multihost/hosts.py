@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from shared.files.secret_file import read_secret
-from shared.settings import RolloutSettings
+from penstock.shared.files.secret_file import read_secret
+from penstock.shared.settings import RolloutSettings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

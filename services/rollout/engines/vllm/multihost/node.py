@@ -9,11 +9,11 @@ import threading
 import time
 from typing import Any
 
-from services.rollout.engines.engine import EngineDied
-from services.rollout.engines.vllm.arguments import engine_args, serving
-from services.rollout.engines.vllm.multihost.hosts import Hosts
-from shared.process.service import attend
-from shared.settings import Settings
+from penstock.services.rollout.engines.engine import EngineDied
+from penstock.services.rollout.engines.vllm.arguments import engine_args, serving
+from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts
+from penstock.shared.process.service import attend
+from penstock.shared.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from shared.peers.addresses import rendezvous_address
-from shared.peers.tcp_store import serve_store
+from penstock.shared.peers.addresses import rendezvous_address
+from penstock.shared.peers.tcp_store import serve_store
 
 
 def bind_stores() -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.rollout.engines.vllm.scheduling.plain_decoding import PlainDecoding
+from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import PlainDecoding
 
 MOST = 32
 """Tokens; metrics of generated tokens advance by as many."""

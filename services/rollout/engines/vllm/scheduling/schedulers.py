@@ -9,9 +9,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
-from services.rollout.engines.vllm.arguments import release
-from services.rollout.engines.vllm.scheduling.held_tokens import MOST, Holding
-from services.rollout.engines.vllm.scheduling.plain_decoding import plain_decoding
+from penstock.services.rollout.engines.vllm.arguments import release
+from penstock.services.rollout.engines.vllm.scheduling.held_tokens import MOST, Holding
+from penstock.services.rollout.engines.vllm.scheduling.plain_decoding import plain_decoding
 
 _WARNING = "Using custom scheduler class"
 """vLLM's, that its interface may change: the adapter supports named versions, and its tests run each."""

@@ -18,15 +18,21 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-from services.rollout.engines.engine import EngineDied, GeneratedGroup, GenerationRequest, SwapReport, UpdateMode
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.several.router import Router
-from services.rollout.engines.vllm.swap_gate import SwapGate
-from shared.bus.messages import Float32Array, Int32Array, PolicyRecord, PolicyVersion
-from shared.errors import WeightsError
-from shared.process.memory_timeline import Held
-from shared.weights.receiver.puller import Puller
-from shared.weights.transport.offer import Offer
+from penstock.services.rollout.engines.engine import (
+    EngineDied,
+    GeneratedGroup,
+    GenerationRequest,
+    SwapReport,
+    UpdateMode,
+)
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.several.router import Router
+from penstock.services.rollout.engines.vllm.swap_gate import SwapGate
+from penstock.shared.bus.messages import Float32Array, Int32Array, PolicyRecord, PolicyVersion
+from penstock.shared.errors import WeightsError
+from penstock.shared.process.memory_timeline import Held
+from penstock.shared.weights.receiver.puller import Puller
+from penstock.shared.weights.transport.offer import Offer
 
 R = TypeVar("R")
 _SLACK = 16

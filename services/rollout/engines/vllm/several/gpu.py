@@ -5,10 +5,10 @@ import os
 import statistics
 from typing import Any
 
-from services.rollout.engines.vllm.several.plan import Memory
-from shared.errors import SettingsError
-from shared.preflight.node import mps_answers
-from shared.process.gpus import visible_names
+from penstock.services.rollout.engines.vllm.several.plan import Memory
+from penstock.shared.errors import SettingsError
+from penstock.shared.preflight.node import mps_answers
+from penstock.shared.process.gpus import visible_names
 
 _SAMPLES, _INTERVAL_S = 20, 0.1
 

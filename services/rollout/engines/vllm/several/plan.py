@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from shared.errors import SettingsError
+from penstock.shared.errors import SettingsError
 
 MAX_ENGINES = 3
 """In time slices, a fourth engine decoded 6 % less on an H200 (0.5B, 512 sequences)."""

@@ -5,7 +5,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from shared.bus.messages import Int32Array
+from penstock.shared.bus.messages import Int32Array
 
 _PROMPTS = 4096
 

@@ -10,18 +10,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from services.rollout.engines.checkpoint_form import outline
-from services.rollout.engines.engine import GenerationRequest
-from services.rollout.engines.vllm.arguments import serving as explained
-from services.rollout.engines.vllm.engine import VllmEngine
-from services.rollout.engines.vllm.multihost.hosts import Hosts
-from services.rollout.engines.vllm.several import plan
-from services.rollout.engines.vllm.several.engine_set import EngineSet
-from services.rollout.engines.vllm.several.gpu import NvmlGpu, sharing
-from services.rollout.engines.vllm.several.metrics import SharedStatistics
-from services.rollout.engines.vllm.several.plan import Demand, EngineCount
-from services.rollout.engines.vllm.start import open_vllm
-from shared.bus.messages import Sampling
+from penstock.services.rollout.engines.checkpoint_form import outline
+from penstock.services.rollout.engines.engine import GenerationRequest
+from penstock.services.rollout.engines.vllm.arguments import serving as explained
+from penstock.services.rollout.engines.vllm.engine import VllmEngine
+from penstock.services.rollout.engines.vllm.multihost.hosts import Hosts
+from penstock.services.rollout.engines.vllm.several import plan
+from penstock.services.rollout.engines.vllm.several.engine_set import EngineSet
+from penstock.services.rollout.engines.vllm.several.gpu import NvmlGpu, sharing
+from penstock.services.rollout.engines.vllm.several.metrics import SharedStatistics
+from penstock.services.rollout.engines.vllm.several.plan import Demand, EngineCount
+from penstock.services.rollout.engines.vllm.start import open_vllm
+from penstock.shared.bus.messages import Sampling
 
 _PROMPT_TOKENS, _NEW_TOKENS, _GROUP = 16, 1024, 8
 _WARM_UP_S = 2.0

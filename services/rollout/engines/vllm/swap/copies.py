@@ -5,7 +5,7 @@
     Copy(destination Region, source Region) × N ──▶ joined where neighbours on both sides
                                                 ──▶ grouped by number type and order ──▶ one _foreach_copy_ a group
 
-:func:`services.rollout.engines.vllm.swap.copy_plan.trace` builds plans. Only :meth:`CopyPlan.differences` waits for a
+:func:`penstock.services.rollout.engines.vllm.swap.copy_plan.trace` builds plans. Only :meth:`CopyPlan.differences` waits for a
 device.
 """
 

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from services.rollout.engines.vllm.swap.byte_coverage import (
+from penstock.services.rollout.engines.vllm.swap.byte_coverage import (
     Intervals,
     TouchedTwice,
     first_missing,
@@ -30,7 +30,7 @@ from services.rollout.engines.vllm.swap.byte_coverage import (
     merged,
     union,
 )
-from services.rollout.engines.vllm.swap.copies import Copy, CopyPlan, Fill, Region, coalesced
+from penstock.services.rollout.engines.vllm.swap.copies import Copy, CopyPlan, Fill, Region, coalesced
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Tensors: TypeAlias = Mapping[str, torch.Tensor]

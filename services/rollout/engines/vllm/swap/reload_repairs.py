@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.rollout.engines.vllm.swap.copy_plan import written_by
-from shared.errors import WeightsError
+from penstock.services.rollout.engines.vllm.swap.copy_plan import written_by
+from penstock.shared.errors import WeightsError
 
 
 def process_tied(model: nn.Module) -> None:

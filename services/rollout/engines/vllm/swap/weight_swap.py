@@ -22,17 +22,17 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from services.rollout.engines.checkpoint_form import CheckpointForm
-from services.rollout.engines.vllm.swap.copies import CopyPlan
-from services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, first_cut, sources_of, trace
-from services.rollout.engines.vllm.swap.reload_repairs import (
+from penstock.services.rollout.engines.checkpoint_form import CheckpointForm
+from penstock.services.rollout.engines.vllm.swap.copies import CopyPlan
+from penstock.services.rollout.engines.vllm.swap.copy_plan import CopyPlanRefused, Writes, first_cut, sources_of, trace
+from penstock.services.rollout.engines.vllm.swap.reload_repairs import (
     counting_direct_writes,
     fuse_gates_again,
     packing_experts_again,
     process_tied,
 )
-from shared.errors import WeightsError
-from shared.weights.format.layout import Layout
+from penstock.shared.errors import WeightsError
+from penstock.shared.weights.format.layout import Layout
 
 log = logging.getLogger(__name__)
 
