@@ -1,5 +1,6 @@
 """A run with TRL's GRPOTrainer: python examples/trl/train.py."""
 
+import torch
 from datasets import load_dataset
 from rewards import length, right
 from trl import GRPOConfig, GRPOTrainer
@@ -11,6 +12,7 @@ if __name__ == "__main__":
         reward_funcs=[right, length],
         args=GRPOConfig(
             output_dir="runs/trl",
+            use_cpu=not torch.cuda.is_available(),
             max_steps=20,
             per_device_train_batch_size=64,
             num_generations=8,
