@@ -176,7 +176,7 @@ class Planner:
     own: Preferences
     corrections: Corrections = dataclasses.field(default_factory=Corrections)
     exhaustive: bool = False
-    """Simulate every layout, not only those with the best estimates (benchmarks/plan_sweep.py)."""
+    """Simulate every layout, not only those with the best estimates (benchmarks/runs/plan_sweep.py)."""
 
     @property
     def limit_bytes(self) -> float:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import splits, whole_run
-from benchmarks.pipeline_work import PROMPT_TOKENS
-from benchmarks.plan_rates import BAR, Configuration, rows_of
-from benchmarks.splits import WORKS, compared
+from benchmarks.peers.work import PROMPT_TOKENS
+from benchmarks.runs import splits, whole_run
+from benchmarks.runs.plan_rates import BAR, Configuration, rows_of
+from benchmarks.runs.splits import WORKS, compared
 from services.plan.workload import Lengths
 from shared.settings import loads
 

@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.plan_sweep import sweep
+from benchmarks.runs.plan_sweep import sweep
 from services.cli.plan import make, settings_of
 from services.plan.hardware import GIB, GPUS, Cluster
 from services.plan.layouts import Planner, Preferences

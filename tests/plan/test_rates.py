@@ -1,4 +1,4 @@
-"""Laws of calibrated rates, and of their comparison with real runs (benchmarks/plan_rates.py)."""
+"""Laws of calibrated rates, and of their comparison with real runs (benchmarks/runs/plan_rates.py)."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from benchmarks import plan_rates
-from benchmarks.plan_rates import CALIBRATING, CONFIGURATIONS, compared, rows_of
+from benchmarks.runs import plan_rates
+from benchmarks.runs.plan_rates import CALIBRATING, CONFIGURATIONS, compared, rows_of
 from services.cli.plan import corrections, layout_of, make, preferences, settings_of
 from services.plan import rates, report
 from services.plan.files import run_values
@@ -206,7 +206,7 @@ def test_engines_in_turn_are_written_and_planned_as_accepted_if_the_settings_acc
     assert ("not supported yet" in report.text(dataclasses.replace(plan, candidates=[candidate]))) != accepted
 
 
-# ---------------------------------------------------------------- benchmarks/plan_rates.py
+# ---------------------------------------------------------------- benchmarks/runs/plan_rates.py
 
 
 def row(name: str, steps: str, *flags: str, mps: bool = False, **more: Any) -> dict[str, Any]:

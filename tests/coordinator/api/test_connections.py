@@ -17,7 +17,7 @@ import uvloop
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from benchmarks import api_flood
+from benchmarks.bus import api_flood
 from services.coordinator.api.app import make_app
 from services.coordinator.api.auth import Access
 from services.coordinator.api.bodies import Bodies, BodyBounds, BodyRefused

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks import api_history
+from benchmarks.bus import api_history
 from services.coordinator.api.app import make_app
 from shared.bus.bus import Bus
 from shared.bus.encoding import wire
