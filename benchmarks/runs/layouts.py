@@ -1,18 +1,17 @@
-r"""The plan's samples/s beside those of real runs on one GPU, from one run's calibration alone.
+r"""Samples/s of real runs in many layouts, beside what the plan predicts.
 
-    python -m benchmarks.runs.plan_rates --out /tmp/rates.jsonl                          # one H100 or H200, about 15 minutes
-    python -m benchmarks.runs.plan_rates --out /tmp/rates.jsonl --only turns,turns-tail  # some, in several calls
-    python -m benchmarks.runs.plan_rates --compare /tmp/rates.jsonl                      # needs no GPU
-    python -m benchmarks.runs.plan_rates --toy --out /tmp/toy.jsonl                      # a tiny shape on the CPU: a smoke test
+    python -m benchmarks.runs.layouts --work one --out /tmp/one.jsonl              # one H100 or H200, about 15 minutes
+    python -m benchmarks.runs.layouts --work four --out /tmp/four.jsonl            # four GPUs, 0.5B, about 15 minutes
+    python -m benchmarks.runs.layouts --work two-tail --out /tmp/two.jsonl         # completions of very different lengths
+    python -m benchmarks.runs.layouts --work four-7b --only turns,separate-2-2 --out /tmp/7b.jsonl    # some, in several calls
+    python -m benchmarks.runs.layouts --work four --compare /tmp/four.jsonl        # needs no GPU
+    python -m benchmarks.runs.layouts --toy --out /tmp/toy.jsonl                   # a tiny shape on the CPU: a smoke test
 
-Each configuration is a run of ``penstock up`` (``benchmarks.peers.pipeline``, random weights, prompts of 64 tokens). The run
-``turns`` calibrates, as ``penstock plan --calibrate`` does, and the others are predicted from its rates and their own
-settings. Lengths of completions are settings, too: all as long as allowed, or with ``turns-tail`` those of the
-distribution that the model was made for. A rate is that of a run's steady steps (``services.plan.measured.steady``).
-
-Each result is appended to ``--out`` at once, with all that a prediction needs, so that ``--compare`` predicts again with
-today's formulas; results of several hosts may be in one file, and each is predicted from its own host's calibration, if
-there is one. ``deviation`` is predicted over measured, minus 1; the bar is 0.15. Prints one JSON object.
+Each configuration is a run of ``penstock up`` (``benchmarks.peers.pipeline``, random weights, prompts of 64 tokens); a rate is
+that of its steady steps (``services.plan.measured.steady``). The first of a work calibrates, as ``penstock plan --calibrate``
+does. By run: ``uncalibrated`` and ``calibrated``, predicted over measured, minus 1; the calibrated bar is 0.15.
+``recommended`` is the fastest measured layout by the plan, ``best`` by the runs, and ``ratio`` the rate of the best over the
+recommended one's. Results are appended to ``--out`` at once, with all that a prediction needs. Prints one JSON object.
 
 Models are kept in ``--folder``, always at the same path, by which vLLM finds what it compiled in an earlier call. The
 first run of each model in a call may compile and has ``--cold-s`` more. Runs with ``mps`` start the daemon of CUDA MPS, if the
@@ -50,13 +49,12 @@ from services.plan.layouts import Planner
 from services.plan.measured import Corrections, Measured, measured
 from services.plan.shapes import from_config
 from services.plan.workload import Lengths, Workload, workload_of
-from shared.errors import SettingsError
 from shared.preflight.node import mps_answers
 from shared.process.gpus import VISIBLE
 from shared.settings import SETTINGS_FILE, Settings, loads
 
-BAR, LEAST = 0.15, 8
-"""Deviation, and predicted configurations."""
+BAR = 0.15
+"""Deviation."""
 _SHARES = {1: 0.25, 2: 0.35, 3: 0.4}
 """Of the GPU's memory for vLLM, by the number of engines, so that the trainer fits beside on 80 GB."""
 _OWN_SHARE = 0.5
@@ -139,23 +137,69 @@ def _geometric(mean_tokens: float, most: int) -> Lengths:
     return Lengths(sum(sample) / len(sample), most, sample=sample)
 
 
-CALIBRATING = "turns"
-CONFIGURATIONS: Mapping[str, Configuration] = {
-    CALIBRATING: Configuration(),
-    "turns-lag-0": Configuration(max_lag=0, steps=7),
-    "turns-short": Configuration(tokens=128, steps=15),
-    "turns-long": Configuration(tokens=1024, steps=7),
-    "turns-more-groups": Configuration(groups=64, steps=9),
-    "turns-small-groups": Configuration(group_size=4),
-    "turns-tail": Configuration(mean_tokens=800, tokens=2048, steps=7),
-    "at-once-1": Configuration(mode="at once", mps=True, steps=12, micro_batch_tokens=16_384),
-    "at-once-3": Configuration(mode="at once", engines=3, mps=True, steps=12, micro_batch_tokens=16_384),
-    "turns-1.5b": Configuration(shape="1.5b", micro_batch_tokens=16_384, steps=11),
-    "turns-3-engines": Configuration(engines=3, mps=True, steps=11),
-    "at-once-3-slices": Configuration(mode="at once", engines=3, steps=12, micro_batch_tokens=16_384),
+_FOUR: Mapping[str, Any] = {"groups": 48, "steps": 13}
+_TAIL: Mapping[str, Any] = {"mean_tokens": 800, "tokens": 2048, "max_lag": 2, "steps": 14}
+_LARGE: Mapping[str, Any] = {
+    "shape": "7b", "steps": 8, "micro_batch_tokens": 8192,
+    "more": {"trainer.zero_stage": 3, "trainer.optimizer": "adamw_8bit", "trainer.gradient_checkpointing": "true",
+             "weights.snapshots": "sharded"},
+}  # fmt: skip
+_LARGE_IN_TURN = {
+    **_LARGE,
+    "more": {
+        **_LARGE["more"],
+        "trainer.zero_stage": 1,
+        "weights.snapshots": "whole",
+        "rollout.vllm.gpu_memory_utilization": 0.5,
+    },
 }
-"""The last two: the settings may not accept several engines in turn, and trainer and engines in time slices are measured
-but not predicted."""
+_ALONE = {**_LARGE, "more": {**_LARGE["more"], "trainer.zero_stage": 1, "weights.snapshots": "whole"}}
+
+
+WORKS: Mapping[str, Mapping[str, Configuration]] = {
+    "one": {
+        "turns": Configuration(),
+        "turns-lag-0": Configuration(max_lag=0, steps=7),
+        "turns-short": Configuration(tokens=128, steps=15),
+        "turns-long": Configuration(tokens=1024, steps=7),
+        "turns-more-groups": Configuration(groups=64, steps=9),
+        "turns-small-groups": Configuration(group_size=4),
+        "turns-tail": Configuration(mean_tokens=800, tokens=2048, steps=7),
+        "at-once-1": Configuration(mode="at once", mps=True, steps=12, micro_batch_tokens=16_384),
+        "at-once-3": Configuration(mode="at once", engines=3, mps=True, steps=12, micro_batch_tokens=16_384),
+        "turns-1.5b": Configuration(shape="1.5b", micro_batch_tokens=16_384, steps=11),
+    },
+    "four": {
+        "separate-2-2": Configuration(mode="separate", ranks=2, replicas=2, engines=2, mps=True, **_FOUR),
+        "at-once-2-engines": Configuration(
+            mode="at once", ranks=4, engines=2, mps=True, micro_batch_tokens=16_384, **_FOUR
+        ),
+        "turns": Configuration(ranks=4, **_FOUR),
+        "separate-1-3": Configuration(mode="separate", ranks=1, replicas=3, engines=2, mps=True, **_FOUR),
+        "at-once": Configuration(mode="at once", ranks=4, mps=True, micro_batch_tokens=16_384, **_FOUR),
+        "separate-3-1": Configuration(mode="separate", ranks=3, replicas=1, engines=2, mps=True, **_FOUR),
+        "turns-2-engines": Configuration(ranks=4, engines=2, mps=True, **_FOUR),
+        "separate-2-2-1-engine": Configuration(mode="separate", ranks=2, replicas=2, **_FOUR),
+    },
+    "two-tail": {
+        "separate-1-1": Configuration(mode="separate", replicas=1, **_TAIL),
+        "turns": Configuration(ranks=2, **_TAIL),
+        "at-once-2-engines": Configuration(
+            mode="at once", ranks=2, engines=2, mps=True, micro_batch_tokens=16_384, **_TAIL
+        ),
+        "separate-1-1-2-engines": Configuration(mode="separate", replicas=1, engines=2, mps=True, **_TAIL),
+    },
+    "two-7b": {
+        "separate-1-1": Configuration(mode="separate", replicas=1, **_ALONE),
+        "turns": Configuration(ranks=2, **_LARGE_IN_TURN),
+    },
+    "four-7b": {
+        "separate-2-2": Configuration(mode="separate", ranks=2, replicas=2, **_LARGE),
+        "turns": Configuration(ranks=4, **_LARGE_IN_TURN),
+        "turns-of-2": Configuration(ranks=4, tensor_parallel=2, **_LARGE_IN_TURN),
+    },
+}
+"""The first of each calibrates."""
 
 
 # ---------------------------------------------------------------- runs
@@ -288,82 +332,53 @@ def _variables(more: Mapping[str, str]) -> Iterator[None]:
 # ---------------------------------------------------------------- predictions
 
 
-def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return predictions beside measurements, of each configuration's newest run on each host."""
-    done = list({(row["host"], row["name"]): row for row in rows if "error" not in row}.values())
-    results = [_compared(row, done) for row in done if row["name"] != CALIBRATING]
-    told = [result for result in results if "deviation" in result]
-    met, names = sum(bool(result["bar_met"]) for result in told), {row["name"] for row in done}
+def compared(rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, Configuration]) -> dict[str, Any]:
+    """Return predictions beside measurements; rows of layouts that do not exist any more are skipped."""
+    rows = [row for row in rows if row["name"] in layouts]
+    done = {row["name"]: row for row in rows if "error" not in row}
+    rates = {name: _figures(row).samples_per_s for name, row in done.items()}
+    calibrating = next(iter(layouts))
+    result: dict[str, Any] = {
+        "samples_per_s": {name: round(rate, 1) for name, rate in rates.items()},
+        "uncalibrated": _deviations(done, rates, Corrections()),
+        "failed": {row["name"]: row["error"][-600:] for row in rows if row["name"] not in done},
+    }
+    if calibrating not in done:
+        return result
+    corrected = corrections_of(done[calibrating])
+    predicted = {name: predict(row, corrected) for name, row in done.items()}
+    best = max(rates, key=lambda name: rates[name])
+    planned = [name for name in done if layouts[name].mode != "turns" or layouts[name].engines == 1]
+    recommended = max(planned, key=lambda name: predicted[name])
+    deviations = _deviations(done, rates, corrected)
     return {
-        "bar_met": met == len(told) and len({result["name"] for result in told}) >= LEAST,
-        "within": met,
-        "of": len(told),
-        "calibration": [_calibration(row) for row in done if row["name"] == CALIBRATING],
-        "results": results,
-        "failed": [{"name": row["name"], "error": row["error"]} for row in rows if row["name"] not in names],
+        **result,
+        "corrections": {name: round(value, 3) for name, value in dataclasses.asdict(corrected).items()},
+        "calibrated": deviations,
+        "within": sum(abs(deviation) <= BAR for deviation in deviations.values()),
+        "recommended": recommended,
+        "best": best,
+        "ratio": round(rates[best] / rates[recommended], 3),
     }
 
 
-def _compared(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    figures = _figures(row)
-    about = {
-        "name": row["name"],
-        "measured": round(figures.samples_per_s, 2),
-        "measured_tokens": round(figures.tokens, 1),
-    }
-    try:
-        calibrating = _calibrating(row, rows)
-        predicted = predict(row, corrections_of(calibrating))
-    except SettingsError as error:
-        return {**about, "refused": str(error)}
-    deviation = predicted / figures.samples_per_s - 1
-    return {
-        **about,
-        "predicted": round(predicted, 2),
-        "deviation": round(deviation, 3),
-        "bar_met": abs(deviation) <= BAR,
-        "same_host": calibrating["host"] == row["host"],
-    }
-
-
-def _calibrating(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the newest calibrating run on the kind of GPU, of the same host if there is one."""
-    alike = [each for each in rows if each["name"] == CALIBRATING and each["device"] == row["device"]]
-    if not alike:
-        raise SettingsError(f"expected the run {CALIBRATING!r} on a {row['device']}, found none: run it with --only")
-    return [*alike, *(each for each in alike if each["host"] == row["host"])][-1]
+def _deviations(
+    rows: Mapping[str, Mapping[str, Any]], rates: Mapping[str, float], corrected: Corrections
+) -> dict[str, float]:
+    return {name: round(predict(row, corrected) / rates[name] - 1, 3) for name, row in rows.items()}
 
 
 def predict(row: Mapping[str, Any], corrected: Corrections) -> float:
-    """Return samples/s of a run by its settings and ``corrected`` rates. Raises SettingsError: they are not predicted."""
-    layout = layout_of(settings_of(row), mps=row["mps"])
-    if layout.placement == "at once" and not row["mps"] and row["device"] != "cpu":
-        raise SettingsError(
-            "trainer and engines that share a GPU at once in time slices are not predicted: start CUDA MPS"
-        )
-    outcome = planner_of(row, corrected).as_set(layout).outcome
-    assert outcome is not None
-    return outcome.samples_per_s
-
-
-def planner_of(row: Mapping[str, Any], corrected: Corrections) -> Planner:
-    """Return the plan of a run's work on its GPUs, with its settings and ``corrected`` rates."""
-    return Planner(_workload(row), parse_cluster(row["gpus"]), preferences(settings_of(row)), corrected)
-
-
-def samples_per_s(row: Mapping[str, Any]) -> float:
-    """Return the rate of a run's steady steps."""
-    return _figures(row).samples_per_s
+    """Return samples/s of a run by its settings and ``corrected`` rates."""
+    settings, work = settings_of(row), _workload(row)
+    planner = Planner(work, parse_cluster(row["gpus"]), preferences(settings), corrected)
+    rung = _figures(row).rung
+    return work.samples / planner.as_set(layout_of(settings, rung, mps=row["mps"])).pace.step_s
 
 
 def corrections_of(row: Mapping[str, Any]) -> Corrections:
     """Return the rates that a run calibrates."""
     return corrections(_figures(row), settings_of(row), _workload(row), parse_cluster(row["gpus"]), mps=row["mps"])
-
-
-def _calibration(row: Mapping[str, Any]) -> dict[str, Any]:
-    rounded = {name: round(value, 3) for name, value in dataclasses.asdict(corrections_of(row)).items()}
-    return {"host": row["host"], "samples_per_s": round(_figures(row).samples_per_s, 2), "corrections": rounded}
 
 
 def _figures(row: Mapping[str, Any]) -> Measured:
@@ -400,15 +415,16 @@ def _toy(of: Configuration) -> Configuration:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"some of {', '.join(CONFIGURATIONS)}")
+    parser.add_argument("--work", choices=tuple(WORKS), default="one")
+    parser.add_argument("--only", default="", help="some layouts, separated by commas")
     parser.add_argument("--out", type=Path, help="results are appended here at once")
     parser.add_argument("--compare", type=Path, help="predict the results in this file again, without a GPU")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="for one run, its start included")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="for one run, its start included")
     parser.add_argument("--cold-s", type=float, default=60.0, help="more, for the first run of a model")
     parser.add_argument(
         "--folder",
         type=Path,
-        default=Path(tempfile.gettempdir()) / "penstock-plan-rates",
+        default=Path(tempfile.gettempdir()) / "penstock-layouts",
         help="keep the models here, with which later calls need not compile again",
     )
     parser.add_argument("--toy", action="store_true", help="a tiny shape on the CPU")
@@ -419,18 +435,17 @@ def main() -> None:
     """Run and print."""
     arguments = _parse()
     heed_sigterm()
+    layouts = WORKS[arguments.work]
     if arguments.compare:
-        print(json.dumps(compared(rows_of(arguments.compare))))
+        print(json.dumps(compared(rows_of(arguments.compare), layouts)))
         return
-    names = arguments.only.split(",") if arguments.only else list(CONFIGURATIONS)
-    if unknown := set(names) - set(CONFIGURATIONS):
-        raise SystemExit(
-            f"expected some of {', '.join(CONFIGURATIONS)}, found {', '.join(sorted(unknown))}: change --only"
-        )
+    names = arguments.only.split(",") if arguments.only else list(layouts)
+    if unknown := set(names) - set(layouts):
+        raise SystemExit(f"expected some of {', '.join(layouts)}, found {', '.join(sorted(unknown))}: change --only")
     rows = rows_of(arguments.out) if arguments.out and arguments.out.exists() else []
     runs = Runs(arguments.folder, toy=arguments.toy, limit_s=arguments.limit_s, cold_s=arguments.cold_s)
     for name in names:
-        of = _toy(CONFIGURATIONS[name]) if arguments.toy else CONFIGURATIONS[name]
+        of = _toy(layouts[name]) if arguments.toy else layouts[name]
         row = runs.row(name, of)
         rows.append(row)
         rate = row["error"][:300] if "error" in row else f"{_figures(row).samples_per_s:.1f} samples/s"
@@ -438,7 +453,7 @@ def main() -> None:
         if arguments.out is not None:
             with arguments.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-    print(json.dumps(compared(rows)))
+    print(json.dumps({"work": arguments.work, **compared(rows, layouts)}))
 
 
 if __name__ == "__main__":
